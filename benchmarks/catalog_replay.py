@@ -31,8 +31,7 @@ from lowprec_check.engine.core.dispatch_mode import DispatchMode, run_op
 from lowprec_check.engine.sweep.calls import Caller, Setting
 from lowprec_check.engine.sweep.op_replay import computes_with_floats, copied, try_call
 from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
-from lowprec_check.engine.trace.op_arguments import outputs_of
-from lowprec_check.engine.trace.op_traits import traits
+from lowprec_check.engine.trace.ops import outputs_of, traits
 
 SECONDS = 20
 PER_SAMPLE = 2

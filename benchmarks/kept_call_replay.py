@@ -23,7 +23,7 @@ from lowprec_check.engine.core.dispatch_mode import DispatchMode, run_op
 from lowprec_check.engine.sweep.calls import Caller, Setting
 from lowprec_check.engine.sweep.op_replay import computes_with_floats
 from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
-from lowprec_check.engine.trace.op_traits import traits
+from lowprec_check.engine.trace.ops import traits
 from lowprec_check.pytest_plugin import replayed_calls
 from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
 from lowprec_check.pytest_plugin.replayed_calls import CastReplay, ReplayTask, with_answer

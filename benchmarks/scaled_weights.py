@@ -31,7 +31,7 @@ from lowprec_check import UsageError
 from lowprec_check.compat.scan_process import read_list
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.load import TargetSpec
-from lowprec_check.engine.model import scaled_weights
+from lowprec_check.engine.model import weights
 from lowprec_check.engine.model.plain_run import output_tensors
 from lowprec_check.engine.model.target import Target
 from lowprec_check.schema.precisions import FP16
@@ -77,7 +77,7 @@ def error_of(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> float |
 def measured(name: str, shapes: tuple[str, ...], way: str) -> Found:
     """The errors of a model in one of :data:`WAYS`."""
     if way in BOUNDS:
-        scaled_weights.SMALLEST, scaled_weights.TARGET, scaled_weights.LARGEST = BOUNDS[way]
+        weights.SMALLEST, weights.TARGET, weights.LARGEST = BOUNDS[way]
     target = TargetSpec(name, shapes, None, way in BOUNDS).load(0)
     references = called(target, torch.float32)
     sizes = [float(tensor.norm()) / math.sqrt(tensor.numel()) for tensor in references]

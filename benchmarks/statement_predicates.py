@@ -15,11 +15,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lowprec_check.schema.precisions import PRECISIONS, FloatFormat
-from lowprec_check.schema.training import WAYS
+from lowprec_check.schema.ways_to_train import WAYS as DECLARED
 
 Raw = dict[str, Any]
 Claim = Callable[..., bool]
 
+WAYS = {way.name: way.words for way in DECLARED}
 NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
 BETWEEN = "rounding between modules"
 LEAST_SHARE = 0.03

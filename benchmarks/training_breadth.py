@@ -28,7 +28,7 @@ from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of
-from lowprec_check.engine.train.trajectory import step_seed
+from lowprec_check.engine.train.steps import step_seed
 from lowprec_check.schema.precisions import PRECISIONS
 
 STEPS = 3

@@ -22,9 +22,9 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
-from lowprec_check.engine.train.step import TrainingStep, with_step
-from lowprec_check.engine.train.ways import PLAIN, ways_of
+from lowprec_check.engine.train.steps import TrainingStep, with_step
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.ways_to_train import ways_of
 
 GOAL = 2.5
 ERRORS = ("both", "accumulated", "none")
@@ -77,8 +77,7 @@ class Bench:
         fp32 = fp32_state(self.target.model)
         known = PRECISIONS.get(precision)
         with prepared(self.target.model, known, self.device, changes_parameters=True) as ready, torch.enable_grad():
-            way = PLAIN if precision == "fp32" else ways_of(ready.application, 1)[0]
-            step = TrainingStep(self.target, ready, way)
+            step = TrainingStep(self.target, ready, ways_of(known, 1)[0])
             stepping = with_step(ready, step)
             inputs, named = ready.inputs(self.target.args, self.target.kwargs)
             if errors is None:

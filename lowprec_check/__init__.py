@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from lowprec_check import catalog
     from lowprec_check.analysis.diff import ScanDiff, diff_scans
-    from lowprec_check.engine.model.application import Application
+    from lowprec_check.engine.model.prepared import Application
     from lowprec_check.engine.model.quantized_model import QuantizedModel, load_quantized, quantize
     from lowprec_check.engine.plan.apply import apply
     from lowprec_check.engine.plan.planner import find_plan
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from lowprec_check.schema.what_if import OperandFormat, WhatIf, WhatIfFormat
 
 _MODULES = {
-    "Application": "engine.model.application",
+    "Application": "engine.model.prepared",
     "Backend": "schema.axes",
     "Code": "schema.axes",
     "Device": "schema.axes",

@@ -10,8 +10,9 @@ from torch import nn
 from lowprec_check.engine.model.plain_run import PlainCalls, PlainResult
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.trace.extra_modes import withholding
-from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.scan_document import SHOWN_FINDINGS, scan_document
 from lowprec_check.schema.precisions import PRECISIONS

@@ -27,7 +27,7 @@ from lowprec_check.engine.core.source_location import (
 )
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.model.user_module import definition_line
+from lowprec_check.engine.model.user_code import definition_line
 
 PACKAGE = """
 import torch

@@ -56,7 +56,7 @@ def test_links_are_valid(document: Path, link: str) -> None:
 @pytest.mark.parametrize(
     ("document", "marker", "command"),
     [
-        ("README.md", "tests", r"python3 -m venv \.venv && .*pytest"),
+        ("README.md", "tests", r"python3 -m venv \.venv && .*tools/checks\.py"),
         ("CONTRIBUTING.md", "ipex install", r"python3 -m venv \.venv-ipex && .*-c constraints-ipex\.txt"),
         ("CONTRIBUTING.md", "ipex tests", r"\.venv-ipex/bin/python -c 'import intel_.*pytest tests/ipex"),
     ],

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.tensor_comparison import compare_tensor
-from lowprec_check.engine.trace.instrument import Instrumented, Options
+from lowprec_check.engine.trace.instrument import Options
+from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.schema.op_calls import OpCall
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))

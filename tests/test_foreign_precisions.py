@@ -19,8 +19,8 @@ from lowprec_check import Application, FloatFormat, Precision, ScanResult, Usage
 from lowprec_check.analysis.rules.registry import known_issue
 from lowprec_check.catalog import find_fix, gaps, lookup
 from lowprec_check.catalog.names import why_not_covered
-from lowprec_check.engine.model.application import application_of
-from lowprec_check.engine.trace import op_arguments
+from lowprec_check.engine.model.prepared import application_of
+from lowprec_check.engine.trace import ops
 from lowprec_check.pytest_plugin.coverage_gate import CoverageColumn
 from lowprec_check.pytest_plugin.fixture.lowprec import Lowprec
 from lowprec_check.pytest_plugin.marker import Case, cases
@@ -62,11 +62,11 @@ def registered(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The precisions are in the registry, as if a package had added them."""
     for precision in (FP8, AUTOCAST, STRICT, WEIGHTS):
         monkeypatch.setitem(PRECISIONS._items, precision.name, precision)
-    op_arguments._short_names.cache_clear()
-    op_arguments._flow.cache_clear()
+    ops._short_names.cache_clear()
+    ops._flow.cache_clear()
     yield
-    op_arguments._short_names.cache_clear()
-    op_arguments._flow.cache_clear()
+    ops._short_names.cache_clear()
+    ops._flow.cache_clear()
 
 
 class Net(nn.Module):
@@ -166,7 +166,7 @@ def result(tmp_path_factory: pytest.TempPathFactory) -> ScanResult:
     with pytest.MonkeyPatch.context() as patched:
         for precision in (FP8, AUTOCAST, STRICT, WEIGHTS):
             patched.setitem(PRECISIONS._items, precision.name, precision)
-        op_arguments._short_names.cache_clear()
+        ops._short_names.cache_clear()
         names = ["fp8", "autocast-fp8", "fp8-weights"]
         return scan(Net(), X, precisions=names, times="off", plan=False, isolation="none")
 

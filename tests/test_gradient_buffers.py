@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowprec_check.engine.trace.differentiable import GradientBuffers, Part
+from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part
 
 SIZE = 24
 DIRECTIONS = 3

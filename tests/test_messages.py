@@ -25,7 +25,7 @@ from lowprec_check.engine.run.messages import (
     encode,
 )
 from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo

@@ -34,7 +34,7 @@ from lowprec_check.report.layout.html import fragment, html
 from lowprec_check.report.operator_blocks import MOST_CALLS, operator_table
 from lowprec_check.report.page_blocks import (
     MOST_ROWS,
-    by_module,
+    calls_inside,
     module_table,
     page_blocks,
     range_blocks,
@@ -229,14 +229,14 @@ def test_operators_are_plain_sums_over_the_op_calls(rows: list[OpCall]) -> None:
 
 @given(st.lists(a_call, min_size=1, max_size=30))
 def test_a_module_holds_the_worst_of_all_inside(rows: list[OpCall]) -> None:
-    found = by_module(calls_of(*rows))
-    for path, total in found.items():
+    found = calls_inside(calls_of(*rows))
+    for path, calls in found.items():
         inside = [one for one in rows if one.module == path or one.module.startswith(f"{path}.") or not path]
-        assert total.calls == len(inside)
-        assert total.accumulated == max(
+        assert len(calls.positions) == len(inside)
+        assert calls.total("accumulated_error") == max(
             (one.accumulated_error for one in inside if one.accumulated_error is not None), default=None
         )
-        assert total.lost == sum(one.introduced_inf for one in inside)
+        assert calls.total("introduced_nan") == sum(one.introduced_inf for one in inside)
 
 
 def test_an_op_unfolds_its_worst_calls() -> None:

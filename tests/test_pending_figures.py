@@ -18,7 +18,8 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.trace import pending_figures
-from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.schema.precisions import PRECISIONS
 

@@ -17,9 +17,9 @@ from oracle import fix_and_rerun
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.trace.dispatched_call import Emulation
+from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.instrument import Options
-from lowprec_check.engine.trace.op_arguments import dtype_flow
+from lowprec_check.engine.trace.ops import dtype_flow
 from lowprec_check.schema.precisions import BF16, FP16, FP32
 
 many = settings(max_examples=40, deadline=None)

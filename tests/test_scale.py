@@ -10,11 +10,11 @@ import pytest
 from torch import nn
 
 import lowprec_check
-from lowprec_check.analysis.blame import Suspects, blame
 from lowprec_check.analysis.minimize import ModuleTree, Trials, Verdict, search
+from lowprec_check.analysis.suspects import Suspects, blame
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.plan.apply import describe_modules
-from lowprec_check.engine.trace.instrument import _uncalled
+from lowprec_check.engine.trace.instrument import uncalled_modules
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import Gap, Run
@@ -71,13 +71,13 @@ def test_apply_is_linear_in_the_number_of_kept_modules(base: str) -> None:
     assert_linear(prepare)
 
 
-def test_uncalled_modules_are_found_in_linear_time() -> None:
+def testuncalled_modules_modules_are_found_in_linear_time() -> None:
     def prepare(count: int) -> Callable[[], Any]:
         model = nn.Sequential(nn.Linear(2, 2), stack(count))
         modules = ModuleStack(model)
         modules.calls["1.0"] = 1  # so that the container counts as called, and each uncalled layer is found
-        assert _uncalled(model, modules, ()) == ["0", *(f"1.{index}" for index in range(1, count))]
-        return lambda: _uncalled(model, modules, ())
+        assert uncalled_modules(model, modules, ()) == ["0", *(f"1.{index}" for index in range(1, count))]
+        return lambda: uncalled_modules(model, modules, ())
 
     assert_linear(prepare)
 

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lowprec_check.analysis.blame import Suspects
 from lowprec_check.analysis.minimize import SearchResult, Trials, Verdict, search
-from lowprec_check.analysis.predicted_rest import Causes, Keep, ModuleTree, PredictedRest, causes_of
+from lowprec_check.analysis.predicted_error import Causes, Keep, ModuleTree, PredictedError
+from lowprec_check.analysis.suspects import Suspects, causes_of
 from lowprec_check.schema.measures import ErrorBudget, Share
 from lowprec_check.schema.module_paths import module_around
 from lowprec_check.schema.scan_result import Run
@@ -151,49 +151,49 @@ def test_nested_modules_count_once() -> None:
 
 
 def left(shares: Mapping[str, float], keep: Keep) -> float:
-    """What is left of the squared error, without :class:`PredictedRest`."""
+    """What is left of the squared error, without :class:`PredictedError`."""
     return math.fsum(share for path, share in shares.items() if module_around(path, set(keep)) is None)
 
 
 def test_the_largest_shares_are_kept_until_the_rest_is_within_the_goal() -> None:
     shares = {"blocks.0.l0": 0.5, "blocks.1.l1": 0.3, "blocks.2.l2": 0.15, "": 0.05}
-    prediction = PredictedRest(stack(3), Causes(1.0, shares))
+    prediction = PredictedError(stack(3), Causes(1.0, shares))
     assert prediction.fewest(0.8) == ("blocks.0.l0",)
     assert prediction.fewest(0.5) == ("blocks.0.l0", "blocks.1.l1")
-    assert prediction.rest(("blocks.0.l0", "blocks.1.l1")) == pytest.approx(0.2**0.5)
+    assert prediction.error(("blocks.0.l0", "blocks.1.l1")) == pytest.approx(0.2**0.5)
     assert prediction.removed("blocks.1") == pytest.approx(0.3)
 
 
 def test_a_container_is_kept_for_its_own_share() -> None:
-    prediction = PredictedRest(stack(3), Causes(1.0, {"blocks.1": 0.9, "blocks.2.l0": 0.1}))
+    prediction = PredictedError(stack(3), Causes(1.0, {"blocks.1": 0.9, "blocks.2.l0": 0.1}))
     assert prediction.fewest(0.5) == ("blocks.1",)
     assert prediction.fewest(0.95) == ("blocks.2.l0",)
 
 
 def test_shares_of_a_list_that_is_not_called_belong_to_the_module_above() -> None:
-    prediction = PredictedRest(stack(2), Causes(1.0, {"blocks": 0.9, "blocks.0.l0": 0.1}))
-    assert prediction.rest(("blocks.0", "blocks.1")) == pytest.approx(0.9**0.5)
+    prediction = PredictedError(stack(2), Causes(1.0, {"blocks": 0.9, "blocks.0.l0": 0.1}))
+    assert prediction.error(("blocks.0", "blocks.1")) == pytest.approx(0.9**0.5)
 
 
 def test_if_the_goal_cannot_be_reached_nearly_all_that_can_go_is_proposed() -> None:
     shares = {"": 0.5, "blocks.0.l0": 0.3, "blocks.1.l1": 0.199, "blocks.2.l2": 0.001}
-    prediction = PredictedRest(stack(3), Causes(1.0, shares))
+    prediction = PredictedError(stack(3), Causes(1.0, shares))
     assert prediction.fewest(1e-3) == ("blocks.0.l0", "blocks.1.l1")
 
 
 def test_a_measured_error_scales_the_prediction() -> None:
-    prediction = PredictedRest(stack(3), Causes(1.0, {"blocks.0.l0": 0.75, "blocks.1.l1": 0.24, "blocks.2.l2": 0.01}))
+    prediction = PredictedError(stack(3), Causes(1.0, {"blocks.0.l0": 0.75, "blocks.1.l1": 0.24, "blocks.2.l2": 0.01}))
     assert prediction.fewest(0.5) == ("blocks.0.l0",)
-    prediction.learn(0.5, 0.75)
-    assert prediction.rest(("blocks.0.l0",)) == pytest.approx(0.75)
+    prediction.scale(0.5, 0.75)
+    assert prediction.error(("blocks.0.l0",)) == pytest.approx(0.75)
     assert prediction.fewest(0.5) == ("blocks.0.l0", "blocks.1.l1")
 
 
 def test_what_was_kept_in_an_analyzed_run_keeps_its_share_and_the_others_are_replaced() -> None:
-    prediction = PredictedRest(stack(3), Causes(1.0, {"blocks.0.l0": 0.9, "blocks.1.l1": 0.1}))
+    prediction = PredictedError(stack(3), Causes(1.0, {"blocks.0.l0": 0.9, "blocks.1.l1": 0.1}))
     prediction.learn_causes(Causes(0.5, {"blocks.2.l2": 0.8, "blocks.0.l0": 0.2}), ("blocks.0.l0",))
-    assert prediction.rest(()) == pytest.approx((0.9 + 0.25) ** 0.5)
-    assert prediction.rest(("blocks.0.l0", "blocks.2.l2")) == pytest.approx(0.05**0.5)
+    assert prediction.error(()) == pytest.approx((0.9 + 0.25) ** 0.5)
+    assert prediction.error(("blocks.0.l0", "blocks.2.l2")) == pytest.approx(0.05**0.5)
 
 
 @settings(max_examples=150, deadline=None)
@@ -203,7 +203,7 @@ def test_no_smaller_set_reaches_the_goal(data: st.DataObject) -> None:
     weights = {path: data.draw(st.integers(0, 20)) for path in ["", *tree.types]}
     shares = {path: weight / max(1, sum(weights.values())) for path, weight in weights.items()}
     goal = data.draw(st.floats(0.1, 1.0))
-    found = PredictedRest(tree, Causes(1.0, shares)).fewest(goal)
+    found = PredictedError(tree, Causes(1.0, shares)).fewest(goal)
     sets = {tree.normalized(some) for size in range(10) for some in itertools.combinations(tree.types, size)}
     reaching = [len(tree.leaves(keep)) for keep in sets if left(shares, keep) <= goal**2]
     if reaching:

@@ -14,7 +14,7 @@ from torch import nn
 from training_loops import sgd, trained, training
 
 from lowprec_check.engine.run import extension_runs
-from lowprec_check.engine.train import ways
+from lowprec_check.engine.train.ways import extension_optimizers
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.training import TrainingRun
 
@@ -38,7 +38,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[..., Any]],
 
     def replace(updates: Callable[..., Any]) -> None:
         monkeypatch.setattr(extension_runs, "extension_problem", lambda: None)
-        monkeypatch.setattr(ways, "ExtensionUpdates", updates)
+        monkeypatch.setattr(extension_optimizers.ExtensionWay, "updates", lambda way, *given: updates(way.name, *given))
 
     return replace
 

@@ -14,8 +14,7 @@ from torch import Tensor, nn
 from lowprec_check import scan
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.op_arguments import outputs_of
-from lowprec_check.engine.trace.op_traits import vanished_constant
+from lowprec_check.engine.trace.ops import outputs_of
 from lowprec_check.schema.scan_result import Diagnostic
 
 TINY = 1e-8
@@ -31,7 +30,7 @@ class Watcher(DispatchMode):
     def handle(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: Any) -> Any:
         call = DispatchedCall(func, args, kwargs, keys)
         out = call.run()
-        constant = vanished_constant(call, outputs_of(out))
+        constant = call.vanished_constant(outputs_of(out))
         self.found += [constant] if constant is not None else []
         return out
 

@@ -33,8 +33,7 @@ from torch import Tensor, nn
 from lowprec_check import ResultError, ScanResult, UsageError, WhatIf, render, scan
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.run import work
-from lowprec_check.engine.trace import matrix_products as format_emulation
-from lowprec_check.engine.trace import what_if
+from lowprec_check.engine.trace import matrix_products, what_if
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, OperandFormat
@@ -242,12 +241,12 @@ def test_rounding_is_that_of_the_format(values: list[float]) -> None:
     for dtype, expected in (("tf32", tf32), ("bfloat16", bf16)):
         if given_.abs().max() < 3e38:  # not rounded to infinity
             torch.testing.assert_close(
-                format_emulation.rounded(given_, OperandFormat(dtype), ()), expected(given_), rtol=0, atol=0
+                matrix_products.rounded(given_, OperandFormat(dtype), ()), expected(given_), rtol=0, atol=0
             )
     for dtype, largest, expected in (("float8_e4m3fn", 448.0, e4m3), ("float8_e5m2", 57344.0, e5m2)):
         clipped = given_.clamp(-largest, largest)
         torch.testing.assert_close(
-            format_emulation.rounded(clipped, OperandFormat(dtype), ()), expected(clipped), rtol=0, atol=0
+            matrix_products.rounded(clipped, OperandFormat(dtype), ()), expected(clipped), rtol=0, atol=0
         )
 
 
@@ -256,7 +255,7 @@ def test_rounding_is_that_of_the_format(values: list[float]) -> None:
 def test_integers_have_a_scale_for_each_output_channel(seed: int, exponent: int) -> None:
     weight = torch.randn(5, 3, 2, 2, generator=torch.Generator().manual_seed(seed)) * 2.0**exponent
     weight[2] = 0.0
-    found = format_emulation.rounded(weight, OperandFormat("int8", "channel"), (1, 2, 3))
+    found = matrix_products.rounded(weight, OperandFormat("int8", "channel"), (1, 2, 3))
     torch.testing.assert_close(found, int8_rows(weight))
     assert not found[2].any()
 
@@ -279,10 +278,10 @@ def test_one_layer_is_emulated_as_a_layer_in_the_format(
     x, results = torch.randn(shape), []
 
     def kept(*args: Any) -> Tensor | None:
-        results.append(format_emulation.emulated(*args))
+        results.append(matrix_products.product_in_format(*args))
         return results[-1]
 
-    monkeypatch.setattr(what_if, "emulated", kept)
+    monkeypatch.setattr(what_if, "product_in_format", kept)
     predictions(nn.Sequential(layer), x, formats=[format])
     other = emulated_layer(layer, format)
     assert other is not None
@@ -392,7 +391,7 @@ def test_a_failure_of_the_emulation_is_a_note(monkeypatch: pytest.MonkeyPatch) -
     def fails(*_: Any) -> None:
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(what_if, "emulated", fails)
+    monkeypatch.setattr(what_if, "product_in_format", fails)
     for entry in predictions(nn.Linear(8, 8), torch.randn(4, 8)).values():
         assert entry.predicted is None
         assert entry.note == "emulating aten.addmm.default failed: ValueError: no such thing"

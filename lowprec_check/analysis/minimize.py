@@ -16,8 +16,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
-from lowprec_check.analysis.blame import Suspects
-from lowprec_check.analysis.predicted_rest import Keep, ModuleTree, PredictedRest
+from lowprec_check.analysis.predicted_error import Keep, ModuleTree, PredictedError
+from lowprec_check.analysis.suspects import Suspects
 from lowprec_check.schema.module_paths import paths_above
 
 ROUNDS = 12
@@ -87,20 +87,14 @@ class Trials:
             verdict = self.verdicts[normalized] = self._run(normalized)
             if verdict.passes and self.first_pass is None:
                 self.first_pass = self.count
-            if (
-                verdict.passes
-                and verdict.any_low
-                and (self.best is None or self._size(normalized) < self._size(self.best))
-            ):
-                self.best = normalized
+            if verdict.passes and verdict.any_low:
+                found = [normalized] if self.best is None else [self.best, normalized]
+                self.best = min(found, key=lambda keep: (len(self.tree.leaves(keep)), len(keep)))
         return self.verdicts[normalized].passes
 
     def verdict(self, keep: Iterable[str]) -> Verdict:
         """The verdict on a set that was tried."""
         return self.verdicts[self.tree.normalized(keep)]
-
-    def _size(self, keep: Keep) -> tuple[int, int]:
-        return len(self.tree.leaves(keep)), len(keep)
 
 
 class SearchResult(NamedTuple):
@@ -132,10 +126,11 @@ class _Search:
     def __init__(self, tree: ModuleTree, trials: Trials, explain: Callable[[Keep], Suspects], tolerance: float) -> None:
         self.tree, self.trials, self.explain, self.tolerance = tree, trials, explain, tolerance
         self.rank: dict[str, int] = {}
+        """Of every module, that of the most suspect one at or below it; 0 is the most suspect."""
         self.certain: set[str] = set()
         self.needed: set[str] = set()
         """Modules without which a set failed that passed with them."""
-        self.prediction: PredictedRest | None = None
+        self.prediction: PredictedError | None = None
         self.guessed = False
         """Whether the prediction contains guesses of hidden errors."""
 
@@ -161,7 +156,7 @@ class _Search:
         """Whether the base passes with ``keep`` in fp32; notes the error that is predicted for it without guesses."""
         normalized = self.tree.normalized(keep)
         if self.prediction is not None and not self.guessed and normalized not in self.trials.verdicts:
-            self.trials.predicted[normalized] = self.prediction.rest(normalized)
+            self.trials.predicted[normalized] = self.prediction.error(normalized)
         return self.trials.passes(normalized)
 
     # -- growing: find a set that passes
@@ -176,7 +171,10 @@ class _Search:
             new = self._new_certain(suspects, known)
             if not new:
                 break
-            keep += self._counterparts(new, keep) if number else new
+            if number:  # if two of a stack fail one after the other, their counterparts will
+                roles = {self.tree.role(path) for path in new}
+                new = [path for path in self.tree.types if self.tree.role(path) in roles and path not in known]
+            keep += new
             if self.passes(keep):
                 self._rank(keep, suspects)
                 return keep
@@ -196,6 +194,12 @@ class _Search:
         self.certain.update(new)
         return new
 
+    def _rank(self, certain: Sequence[str], suspects: Suspects) -> None:
+        self.rank = {}
+        for index, path in enumerate(dict.fromkeys([*certain, *suspects.likely])):
+            for around in (path, *paths_above(path)):
+                self.rank.setdefault(around, index)
+
     def _passing_by_prediction(self, certain: Sequence[str], suspects: Suspects) -> list[str] | None:
         """A set that passes, the certain suspects in it; ``None`` if there is no budget, or its predictions lead nowhere.
 
@@ -204,17 +208,17 @@ class _Search:
         """
         if not self.tolerance or suspects.causes is None:
             return None
-        kept, analyzed = self.tree.normalized(certain), self.tree.normalized(certain)
-        prediction = self.prediction = PredictedRest(self.tree, suspects.causes, kept)
+        kept = analyzed = self.tree.normalized(certain)
+        prediction = self.prediction = PredictedError(self.tree, suspects.causes, kept)
         for _ in range(ROUNDS):
             keep = prediction.fewest(MARGIN * self.tolerance, kept)
             if keep not in self.trials.verdicts:
                 if self.passes(keep):
                     self._settle(keep)
                     return list(keep)
-                predicted, error = prediction.rest(keep), self.trials.verdict(keep).error
+                predicted, error = prediction.error(keep), self.trials.verdict(keep).error
                 if error is not None and predicted < error <= MISSED * predicted:
-                    prediction.learn(predicted, error)
+                    prediction.scale(predicted, error)
                     continue
             if suspects.guess is not None and not self.guessed:
                 self.guessed = True
@@ -233,23 +237,12 @@ class _Search:
         self.prediction = None
         return None
 
-    def _settle(self, keep: Keep) -> None:
+    def _settle(self, keep: Iterable[str]) -> None:
         """Make the prediction for ``keep``, which passes, what was measured."""
-        error = self.trials.verdict(keep).error
+        normalized = self.tree.normalized(keep)
+        error = self.trials.verdict(normalized).error
         if self.prediction is not None and error is not None:
-            self.prediction.settle(keep, error)
-
-    def _counterparts(self, paths: Sequence[str], known: Sequence[str]) -> list[str]:
-        """The counterparts of ``paths`` in their stacks: if two of a stack fail one after the other, more will."""
-        roles, excluded = {self.tree.role(path) for path in paths}, set(known)
-        return [path for path in self.tree.types if self.tree.role(path) in roles and path not in excluded]
-
-    def _rank(self, certain: Sequence[str], suspects: Suspects) -> None:
-        """Rank every module by the most suspect one at or below it; 0 is the most suspect."""
-        self.rank = {}
-        for index, path in enumerate(dict.fromkeys([*certain, *suspects.likely])):
-            for around in (path, *paths_above(path)):
-                self.rank.setdefault(around, index)
+            self.prediction.settle(normalized, error)
 
     def _growing(self, certain: list[str], suspects: Suspects) -> Iterator[list[str]]:
         """The certain ones plus the likeliest module, plus its counterparts, plus two, four, … such groups, plus all."""
@@ -272,13 +265,17 @@ class _Search:
         if self.prediction is None:
             return self._shrink(keep)
         items, most = list(self.tree.normalized(keep)), len(keep)
-        if self.guessed:
-            items = self._needed_groups(items)
+        # what was guessed may be wrong for all counterparts in a stack: these return together, where that passes
+        for group in self.tree.by_role(items).values() if self.guessed else ():
+            smaller = [path for path in items if path not in group]
+            if smaller and len(group) > 1 and self.certain.isdisjoint(group) and self.passes(smaller):
+                items = smaller
+                self._settle(items)
         while chunk := self._next_chunk(items, most):
             smaller = [path for path in items if path not in chunk]
             if self.passes(smaller):
                 items = smaller
-                self._settle(self.tree.normalized(items))
+                self._settle(items)
             elif len(chunk) > 1:
                 most = max(1, len(chunk) // 2)
             else:
@@ -295,21 +292,16 @@ class _Search:
         if not fresh:
             return untried[:1] if len(items) <= CONFIRMED else []
         assert self.prediction is not None
-        expected = self.prediction.rest({*items}.difference(fresh[:1]))
+        expected = self.prediction.error({*items}.difference(fresh[:1]))
         clearly = expected >= WIDE * self.tolerance and not self.guessed and fresh[0] not in self.certain
         if clearly and len(self.needed.intersection(items)) >= CONFIRMED:
             return []
-        return self._surplus(items, fresh, most)
-
-    def _needed_groups(self, keep: Sequence[str]) -> list[str]:
-        """What is left after all counterparts of a stack returned to low precision together, where that passes."""
-        items = list(keep)
-        for group in self.tree.by_role(keep).values():
-            smaller = [path for path in items if path not in group]
-            if smaller and len(group) > 1 and self.certain.isdisjoint(group) and self.passes(smaller):
-                items = smaller
-                self._settle(self.tree.normalized(items))
-        return items
+        chunk = fresh[:1]
+        for path in fresh[1:most]:
+            if path in self.certain or self.prediction.error({*items}.difference(chunk, [path])) > self.tolerance:
+                break
+            chunk.append(path)
+        return chunk
 
     def _untried(self, items: Sequence[str]) -> list[str]:
         """The modules that were not tried in low precision, each alone; those that fail for certain last, then the largest share."""
@@ -322,46 +314,26 @@ class _Search:
         ]
         return sorted(found, key=lambda path: (path in self.certain, shares[path]))
 
-    def _surplus(self, items: Sequence[str], fresh: Sequence[str], most: int) -> list[str]:
-        """The first of ``fresh`` and at most ``most`` that are predicted to pass in low precision together; at least one."""
-        chunk = [fresh[0]]
-        assert self.prediction is not None
-        for path in fresh[1:most]:
-            left = {*items}.difference(chunk, [path])
-            if path in self.certain or self.prediction.rest(left) > self.tolerance:
-                break
-            chunk.append(path)
-        return chunk
-
     def _shrink(self, keep: Sequence[str], fixed: Sequence[str] = ()) -> list[str]:
         """Return halves, quarters, … of ``keep`` to low precision, the least suspect first, at last each one alone.
 
         If two rounds change nothing and few modules are left, continue with single modules.
         """
-        items = sorted(self.tree.normalized(keep), key=self._suspicion)
+        items = sorted(self.tree.normalized(keep), key=lambda path: self.rank.get(path, len(self.rank)))
         size, rounds_without_change = (len(items) + 1) // 2, 0
         while items:
-            before = len(items)
-            items = self._drop_chunks(items, max(1, size), fixed)
+            before = end = len(items)
+            while end > 0:
+                start = max(0, end - max(1, size))
+                rest = items[:start] + items[end:]
+                if self.passes([*fixed, *rest]):
+                    items = rest
+                end = start
             if size <= 1 and len(items) == before:
                 break
             rounds_without_change = rounds_without_change + 1 if len(items) == before else 0
             size = 1 if rounds_without_change >= 2 and before <= FEW else (size + 1) // 2
         return items
-
-    def _drop_chunks(self, items: list[str], size: int, fixed: Sequence[str]) -> list[str]:
-        end = len(items)
-        while end > 0:
-            start = max(0, end - size)
-            rest = items[:start] + items[end:]
-            if self.passes([*fixed, *rest]):
-                items = rest
-            end = start
-        return items
-
-    def _suspicion(self, path: str) -> int:
-        """The rank of ``path``; if nothing at or below it is suspect, one after all others."""
-        return self.rank.get(path, len(self.rank))
 
     def _refine(self, keep: Sequence[str]) -> list[str]:
         """Replace containers by those of their children that must stay in fp32, down to the leaves."""

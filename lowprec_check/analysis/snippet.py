@@ -105,7 +105,7 @@ def convert_targets(conversion: Conversion) -> list[str]:
 
 # -- The code that a user pastes to run a model as recommended, in pure PyTorch
 #
-# Its results equal those of :mod:`lowprec_check.engine.model.application` bit for bit.
+# Its results equal those of :mod:`lowprec_check.engine.model.prepared` bit for bit.
 
 _UNDER_AUTOCAST = """\
 def keep_in_fp32(model, names):  # run these modules on fp32 inputs, without autocast

@@ -1,46 +1,64 @@
-"""How each way to train ended, in sentences."""
+"""How each way to train ended, in sentences, and how much of its updates rounding loses."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lowprec_check.schema.run_key import Phase
-from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
-from lowprec_check.schema.training import BEYOND, WAYS, Divergence, TrainingSetup, TrainingWay
+from lowprec_check.schema.training import (
+    BEYOND,
+    Divergence,
+    LostUpdates,
+    TrainingRun,
+    TrainingSetup,
+    TrainingWay,
+    decay_lost_of,
+    lost_of,
+)
 from lowprec_check.schema.verdict import ExceptionInfo
+from lowprec_check.schema.ways_to_train import way_named
 
 _LONGEST = 110
 """Characters of an exception."""
 
 
+def ways_tried(run: Run) -> list[TrainingWay]:
+    """The ways to train in its precision, the usual one first; empty if it was not trained."""
+    return run.training.ways if run.training is not None else []
+
+
+def trained_runs(result: ScanResult) -> list[tuple[Run, TrainingRun]]:
+    """The runs that were trained, but fp32, with what was found."""
+    return [(run, run.training) for run in result.runs if run.training is not None and not run.is_reference]
+
+
 def first_way(run: Run) -> TrainingWay | None:
     """The way to train that the status of ``run`` is about; ``None`` if it was not trained."""
-    return run.training.ways[0] if run.training is not None and run.training.ways else None
+    return next(iter(ways_tried(run)), None)
 
 
 def passing_ways(run: Run) -> list[TrainingWay]:
     """The ways to train in its precision that pass; empty if it was not trained."""
-    return [way for way in run.training.ways if way.status == "ok"] if run.training is not None else []
+    return [way for way in ways_tried(run) if way.status == "ok"]
 
 
 def remedies(run: Run) -> list[str]:
     """``fp32 master weights, Kahan summation``: the ways of ``run`` that pass, if the first does not.
 
-    One that also works without a ``GradScaler`` is named once, and one autocast around all steps, which the scan tried, never.
+    One that also works without a ``GradScaler`` is named once, and one that is a trap never.
     """
-    way, passing = first_way(run), [one.name for one in passing_ways(run) if one.name != "one-autocast"]
+    way, passing = first_way(run), [one.declared for one in passing_ways(run) if not one.declared.is_trap]
     if way is None or way.status == "ok":
         return []
-    return [way_name(n) for n in passing if not (n.endswith("-scaled") and n.removesuffix("-scaled") in passing)]
-
-
-def way_name(name: str) -> str:
-    """How a way is shown; one that this version does not know as it is saved."""
-    return WAYS.get(name, name)
+    unscaled = [one.updater for one in passing if one.updater and one.scale is None]
+    return [one.words for one in passing if one.scale is None or one.updater not in unscaled]
 
 
 def way_text(name: str | None) -> str:
     """`` with GradScaler``, which follows the name of a run; empty for the plain way, and if nothing was trained."""
-    return "" if name in (None, "plain") else f" with {way_name(name or '')}"
+    return "" if name in (None, "plain") else f" with {way_named(name or '').words}"
 
 
 def steps_of(way: TrainingWay) -> int:
@@ -51,9 +69,21 @@ def steps_of(way: TrainingWay) -> int:
 def distance_limit(run: Run, way: TrainingWay, setup: TrainingSetup) -> float | None:
     """How far the weights may be from those of fp32 after the last step of ``way``; ``None`` if that is not judged."""
     step = len(way.distances)
-    if way.name == "stochastic-rounding" or not setup.seeds or not 0 < step <= len(setup.distances):
+    if way.declared.is_random or not setup.seeds or not 0 < step <= len(setup.distances):
         return None
     return max(BEYOND * setup.distances[step - 1], run.tolerance or 0.0) or None
+
+
+class Lost:
+    """Tensors of one kind, whose updates are counted together."""
+
+    def __init__(self, name: str, tensors: Sequence[LostUpdates]) -> None:
+        self.name, self.tensors = name, tensors
+        self.share = lost_of(tensors) or 0.0
+        """Share (0 to 1) of the updates of all their elements that rounding loses."""
+        self.decay = decay_lost_of(tensors)
+        """The same of updates by weight decay alone; ``None`` if it moves nothing."""
+        self.worst = max(tensors, key=lambda one: one.lost)
 
 
 def in_phase(phase: Phase | None) -> str:
@@ -66,17 +96,6 @@ def when_raised(step: int | None, raised: ExceptionInfo | None) -> str:
     phase = raised.phase if raised is not None and raised.phase != "forward" else None
     parts = [*([f"step {step}"] if step and step > 1 else []), *([phase] if phase else [])]
     return f"{', '.join(parts)}: " if parts else ""
-
-
-def failure(way: TrainingWay) -> Sentence | None:
-    """Why a way fails, and in which step."""
-    if way.exception is not None:
-        text = way.exception.text
-        shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-        return say("{when:text}{error:text}", when=when_raised(way.failed_step, way.exception), error=shown)
-    if way.status == "nonfinite":
-        return nonfinite(way)
-    return diverges(way.divergence, way) if way.divergence is not None else None
 
 
 def nonfinite(way: TrainingWay) -> Sentence:
@@ -113,7 +132,15 @@ def diverges(found: Divergence, way: TrainingWay) -> Sentence:
 
 def remarks(way: TrainingWay, setup: TrainingSetup) -> Sentence | None:
     """Why a way fails, in which step, what ``GradScaler`` did, and whether the time was too short for all steps."""
-    done, parts = steps_of(way), [failure(way)]
+    done, parts = steps_of(way), list[Sentence]()
+    if way.exception is not None:
+        text = way.exception.text
+        shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
+        parts.append(say("{when:text}{error:text}", when=when_raised(way.failed_step, way.exception), error=shown))
+    elif way.status == "nonfinite":
+        parts.append(nonfinite(way))
+    elif way.divergence is not None:
+        parts.append(diverges(way.divergence, way))
     if way.skipped_steps:
         parts.append(say("{skipped:count step} skipped", skipped=way.skipped_steps))
         scales = {"start": way.initial_scale, "end": way.final_scale}
@@ -121,4 +148,4 @@ def remarks(way: TrainingWay, setup: TrainingSetup) -> Sentence | None:
             parts.append(say("loss scale {start:scale} → {end:scale}", **scales))
     if done and done < setup.steps:
         parts.append(say("stopped after {done:number} of {steps:count step}", done=done, steps=setup.steps))
-    return chained(*parts) if any(parts) else None
+    return chained(*parts) if parts else None

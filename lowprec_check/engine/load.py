@@ -12,9 +12,9 @@ import torch
 
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target
-from lowprec_check.engine.model.scaled_weights import scale_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_module import separate_imports
+from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import best_isolation, threads_end
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.process import Isolation

@@ -15,11 +15,10 @@ from lowprec_check.analysis.conclusion import conclude, wanted_runs
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.catalog.declared import release_of
 from lowprec_check.engine.machine import Machine, machine_for, version
-from lowprec_check.engine.model.application import application_of
-from lowprec_check.engine.model.batch import Calibration
-from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.model.prepared import application_of
+from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
-from lowprec_check.engine.model.user_module import texts_of_lines
+from lowprec_check.engine.model.user_code import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.ablations import with_ablation
 from lowprec_check.engine.run.further_batches import open_batches
@@ -29,7 +28,7 @@ from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import untimed
-from lowprec_check.engine.trace.extra_modes import parse_withheld
+from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced

@@ -1,18 +1,18 @@
-"""Sums over op calls, made once from the saved result, and the table of operators of each run."""
+"""Op calls taken together, of an op, a module or a line, and the table of operators of each run."""
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, Literal
 
 from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.report.blocks import Block, Column, ErrorOf, Fold, Row, Table
-from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.op_calls import QUANTITIES
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.statements import counted
+from lowprec_check.schema.scan_result import Gap, Run
+from lowprec_check.schema.statements import counted, some
 from lowprec_check.schema.verdict import look
 
 MOST_CALLS = 20
@@ -20,146 +20,127 @@ MOST_CALLS = 20
 _ALL_CALLS = 300
 """Such calls in one run."""
 
-ACCUMULATED = "Error of the result against fp32, with everything that earlier ops added."
-LOCAL = "Error of the op alone: on the same inputs, against the op in fp32."
-SHARE = "Part of the squared error of the output that is caused here."
 
+class Calls:
+    """Op calls of a run that are shown together."""
 
-class Total:
-    """What happens in a group of op calls: of a line, a module or an op."""
+    def __init__(self, run: Run, positions: Sequence[int] = ()) -> None:
+        self.run = run
+        self.positions = [*positions]
+        """In ``run.op_calls``."""
+        self.gaps: list[Gap] = []
 
-    __slots__ = ("accumulated", "calls", "dtypes", "gaps", "local", "lost", "lost_calls", "ops", "recast", "share")
+    @property
+    def ops(self) -> list[str]:
+        """The op of each call and gap."""
+        return [*(self.run.op_calls.op[at] for at in self.positions), *(gap.op for gap in self.gaps)]
 
-    def __init__(self) -> None:
-        self.calls = self.gaps = self.lost = self.lost_calls = self.recast = 0
-        self.local: float | None = None
-        self.accumulated: float | None = None
-        self.share: float | None = None
-        self.dtypes: Counter[str] = Counter()
-        self.ops: dict[str, None] = {}
+    @property
+    def without_kernel(self) -> int:
+        """Number of calls that fail in this precision and succeed in fp32."""
+        return sum(gap.calls for gap in self.gaps)
 
-    def add(self, row: OpCall) -> None:
-        """Count one call."""
-        self.calls += 1
-        self.local = larger(self.local, row.local_error)
-        self.accumulated = larger(self.accumulated, row.accumulated_error)
-        lost = row.introduced_inf + row.introduced_nan
-        self.lost, self.lost_calls = self.lost + lost, self.lost_calls + (lost > 0)
-        self.recast += row.recast
-        self.dtypes[row.dtypes] += 1
-        self.ops[row.op] = None
-        if row.share is not None:
-            self.share = (self.share or 0.0) + row.share
+    def total(self, name: str) -> Any:
+        """A quantity of all calls, as it is declared; ``None`` if no call has it."""
+        quantity, columns = QUANTITIES[name], self.run.op_calls
+        column = getattr(columns, name)
+        values = [column[at] for at in self.positions if column[at] is not None]
+        if quantity.total == "most common":
+            return some([value for value, _ in Counter(values).most_common() if value], 1) or None
+        if quantity.plus:
+            values += [getattr(columns, quantity.plus)[at] for at in self.positions]
+        return None if not values else sum(values) if quantity.total == "sum" else max(values)
 
-    def worst(self, run: Run) -> ErrorOf | None:
-        """The largest accumulated error, beside the tolerance of a run that fails; infinite if values became Inf or NaN."""
-        tolerance = None if run.status == "ok" else run.tolerance
-        if self.lost:
+    def cell(self, name: str, tolerance: float | None = None) -> Any:
+        """The same as a table shows it: the accumulated error beside a ``tolerance``, and infinite if values became Inf or NaN."""
+        value, kind = self.total(name), QUANTITIES[name].type
+        if name == "accumulated_error" and self.total("introduced_nan"):
             return ErrorOf(None, tolerance, "Inf/NaN")
-        return None if self.accumulated is None else ErrorOf(self.accumulated, tolerance)
+        if value is None or (kind == "share" and trusted_budget(self.run) is None):
+            return None
+        if kind in ("number", "percent"):
+            return value or None
+        return ErrorOf(value, tolerance) if name == "accumulated_error" else value
+
+    def worst_error(self) -> Any:
+        """The largest accumulated error, beside the tolerance of a run that fails."""
+        return self.cell("accumulated_error", None if self.run.status == "ok" else self.run.tolerance)
 
 
-def larger(known: float | None, value: float | None) -> float | None:
-    """The larger of those that are known."""
-    return value if known is None else known if value is None else max(known, value)
+def calls_by(run: Run, field: Literal["op", "module", "source"]) -> dict[str, Calls]:
+    """The op calls and gaps of ``run``, by their op, module or line; those without a line are left out."""
+    found = defaultdict[str, Calls](lambda: Calls(run))
+    for position, key in enumerate(getattr(run.op_calls, field)):
+        if key is not None:
+            found[key].positions.append(position)
+    for gap in run.gaps:
+        key = getattr(gap, field)
+        if key is not None:
+            found[key].gaps.append(gap)
+    return found
+
+
+def column_of(name: str) -> Column:
+    """The column of a quantity of op calls."""
+    quantity = QUANTITIES[name]
+    return Column(quantity.title, quantity.type, quantity.meaning)
 
 
 def operator_folds(runs: Sequence[Run]) -> Iterator[Block]:
-    """The sums over the calls of each op, a fold per run; the run to look at first is open."""
+    """The table of operators of each run; that of the run to look at first is open."""
     for run in runs:
         if run.backend != EAGER and run.explained_by:
             continue
         table = operator_table(run)
         if table is not None:
-            failing = look(run.status).tone == "bad"
-            yield Fold(
-                f"{label(run)}: {counted(len(table.rows), 'operator')}", [table], open=failing and run is runs[0]
-            )
+            is_open = run is runs[0] and look(run.status).tone == "bad"
+            yield Fold(f"{label(run)}: {counted(len(table.rows), 'operator')}", [table], open=is_open)
 
 
-class OpTotal(NamedTuple):
-    """The calls of one op."""
-
-    total: Total
-    calls: list[OpCall]
-
-
-def by_op(run: Run) -> dict[str, OpTotal]:
-    """The sums of each op, and its calls."""
-    found: dict[str, OpTotal] = {}
-    for row in run.op_calls.rows():
-        known = found.setdefault(row.op, OpTotal(Total(), []))
-        known.total.add(row)
-        known.calls.append(row)
-    for gap in run.gaps:
-        found.setdefault(gap.op, OpTotal(Total(), [])).total.gaps += gap.calls
-    return found
+_OPERATORS = [name for name, quantity in QUANTITIES.items() if quantity.table == "operators"]
+_MAIN = [name for name in _OPERATORS if QUANTITIES[name].rank < 5]
+_OTHERS = [name for name in _OPERATORS if name not in _MAIN]
 
 
 def operator_table(run: Run) -> Table | None:
-    """A row per op, those that cause or have the largest error first."""
-    found, trusted = by_op(run), trusted_budget(run) is not None
+    """A row per op, those without a kernel, with Inf or NaN, and with the largest share or error first; it unfolds its worst calls."""
+    found = calls_by(run, "op")
     if not found:
         return None
     columns = [
         Column("op", "op"),
         Column("calls", "number"),
-        Column("share of the error", "share", SHARE),
-        Column("worst error", "error", ACCUMULATED),
-        Column("worst of the op itself", "error", LOCAL),
-        Column("dtypes", "text", "Of the inputs and the output, in most of the calls."),
+        *map(column_of, _MAIN),
         Column("without a kernel", "number", "Calls that fail in this precision and succeed in fp32."),
-        Column("repeated casts", "number", "Casts that repeat or undo another of the same tensor."),
-        Column("Inf or NaN", "number", "Values that become Inf or NaN here and are finite in fp32."),
+        *map(column_of, _OTHERS),
     ]
     most = max(3, min(MOST_CALLS, _ALL_CALLS // len(found)))
     rows = []
-    for op, (total, calls) in sorted(found.items(), key=lambda item: _first(item[1].total)):
-        cells = [
-            op,
-            total.calls,
-            total.share if trusted else None,
-            total.worst(run),
-            total.local,
-            _dtypes(total),
-            total.gaps or None,
-            total.recast or None,
-            total.lost or None,
-        ]
-        rows.append(Row(cells, below=[_worst_calls(calls, most, trusted)] if calls else ()))
+    for op, calls in sorted(found.items(), key=lambda item: _order(item[1])):
+        figures = {name: calls.cell(name) for name in _OPERATORS} | {"accumulated_error": calls.worst_error()}
+        main, others = ([figures[name] for name in names] for names in (_MAIN, _OTHERS))
+        cells = [op, len(calls.positions), *main, calls.without_kernel or None, *others]
+        rows.append(Row(cells, below=[_worst_calls(calls, most)] if calls.positions else ()))
     return Table(columns, rows, f"operators of {label(run)}", searchable=True).with_content()
 
 
-def _first(total: Total) -> tuple[float, ...]:
-    """What is missing, lost, and the largest share or error come first."""
-    return (-total.gaps, -total.lost, -(total.share or 0.0), -(total.accumulated or 0.0))
+def _order(calls: Calls) -> tuple[float, ...]:
+    totals = (calls.total(name) or 0.0 for name in ("introduced_nan", "share", "accumulated_error"))
+    return (-calls.without_kernel, *(-total for total in totals))
 
 
-def _dtypes(total: Total) -> str | None:
-    known = [name for name, _ in total.dtypes.most_common() if name]
-    return None if not known else known[0] + (f" and {len(known) - 1} more" if len(known) > 1 else "")
+def _worst_calls(calls: Calls, most: int) -> Table:
+    known = calls.run.op_calls
 
+    def rank(at: int) -> tuple[float, ...]:
+        lost = known.introduced_inf[at] + known.introduced_nan[at]
+        return (-lost, -(known.share[at] or 0.0), -(known.accumulated_error[at] or 0.0))
 
-def _worst_calls(calls: Sequence[OpCall], most: int, trusted: bool) -> Table:
-    def rank(row: OpCall) -> tuple[float, ...]:
-        return (-(row.introduced_inf + row.introduced_nan), -(row.share or 0.0), -(row.accumulated_error or 0.0))
-
-    columns = [
-        Column("module", "module"),
-        Column("line", "source"),
-        Column("shape"),
-        Column("share", "share"),
-        Column("error", "error"),
-        Column("of the op itself", "error"),
-    ]
+    columns = [Column("module", "module"), Column("line", "source"), Column("shape")]
+    names = [name for name in _OPERATORS if QUANTITIES[name].of_call != ""]
+    columns += [Column(QUANTITIES[name].of_call or QUANTITIES[name].title, QUANTITIES[name].type) for name in names]
     rows = []
-    for row in sorted(calls, key=rank)[:most]:
-        lost = row.introduced_inf + row.introduced_nan
-        error = ErrorOf(None, None, "Inf/NaN") if lost else row.accumulated_error
-        rows.append(
-            Row(
-                [row.module, row.source, row.shape, row.share if trusted else None, error, row.local_error],
-                module=row.module,
-            )
-        )
-    return Table(columns, rows, "the worst calls", left_out=len(calls) - len(rows)).with_content()
+    for at in sorted(calls.positions, key=rank)[:most]:
+        figures = map(Calls(calls.run, [at]).cell, names)
+        rows.append(Row([known.module[at], known.source[at], known.shape[at], *figures], module=known.module[at]))
+    return Table(columns, rows, "the worst calls", left_out=len(calls.positions) - len(rows)).with_content()

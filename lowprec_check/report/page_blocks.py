@@ -17,8 +17,9 @@ from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.report import charts
 from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table
-from lowprec_check.report.operator_blocks import ACCUMULATED, SHARE, Total, larger, operator_folds
+from lowprec_check.report.operator_blocks import Calls, calls_by, column_of, operator_folds
 from lowprec_check.report.scan_document import CONDITIONS, scan_document
+from lowprec_check.schema.op_calls import QUANTITIES
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 from lowprec_check.schema.statements import counted, short_op, some
 from lowprec_check.schema.verdict import look
@@ -57,11 +58,13 @@ def page_blocks(result: ScanResult) -> Iterator[Block]:
     if len(shown) < len(runs):
         hint = f"Lines and modules are shown for {len(shown)} of {len(runs)} runs, those that fail first; operators for all."
         yield Say(hint, role="hint", detail="all")
-    code = source_table(result, shown)
+    code, along = source_table(result, shown), [(run, charts.error_along(run)) for run in shown]
     parts: dict[str, Iterable[Block]] = {
         "Code: what happens at each line": [code] if code else [],
         "Modules: errors in the order of execution": [module_table(shown)],
-        "The error along the network": _charts(shown),
+        "The error along the network": [
+            Fold(label(run), [chart], open=run is shown[0]) for run, chart in along if chart is not None
+        ],
         "Operators": operator_folds(runs),
         "Value ranges": range_blocks(result, runs),
     }
@@ -83,50 +86,41 @@ def analyzed(result: ScanResult) -> list[Run]:
     return sorted(runs, key=lambda run: wrong.get(run.status, 1) if look(run.status).tone == "bad" else 2)
 
 
-def _charts(runs: Sequence[Run]) -> Iterator[Block]:
-    """The error along the network, a fold per run; the first is open."""
-    for run in runs:
-        chart = charts.error_along(run)
-        if chart is not None:
-            yield Fold(label(run), [chart], open=run is runs[0])
-
-
 # -- the user's code
 
 
 def source_table(result: ScanResult, runs: Sequence[Run]) -> Table | None:
     """The lines of each file with the ops run there, and for each run the share of the error or the worst error; ``None`` without lines."""
-    totals = [_by_line(run) for run in runs]
-    findings: dict[str, list[Diagnostic]] = {}
-    for diagnostic in result.diagnostics:
-        if diagnostic.source and not diagnostic.accepted:
-            findings.setdefault(diagnostic.source, []).append(diagnostic)
+    by_line = [calls_by(run, "source") for run in runs]
     files: dict[str, list[int]] = {}
-    for source in dict.fromkeys(source for found in totals for source in found):
+    for source in dict.fromkeys(source for found in by_line for source in found):
         file, _, number = source.rpartition(":")
         if source in result.source_lines and number.isdigit():
             files.setdefault(file, []).append(int(number))
     if not files:
         return None
-    shares = {
-        label(run): {part.name: part.share for part in line_shares(run)} for run in runs if _has_shares(run, runs)
-    }
+    findings: dict[str, list[Diagnostic]] = {}
+    for diagnostic in result.diagnostics:
+        if diagnostic.source and not diagnostic.accepted:
+            findings.setdefault(diagnostic.source, []).append(diagnostic)
+    shares = [{part.name: part.share for part in line_shares(run)} if _has_shares(run, runs) else None for run in runs]
     columns = [Column("line"), Column("code", "code"), Column("ops")]
-    columns += [_share_column(run) if label(run) in shares else _error_column(run) for run in runs]
+    columns += [
+        _column(run, "accumulated_error" if known is None else "share") for run, known in zip(runs, shares, strict=True)
+    ]
     columns.append(Column("found", "sentence"))
     rows = []
     for file, numbers in files.items():
         rows.append(Row([file, *[None] * (len(columns) - 1)]))
-        for line in sorted(numbers):
-            source = f"{file}:{line}"
-            here = [found.get(source, Total()) for found in totals]
-            ops = dict.fromkeys(short_op(op) for total in here for op in total.ops)
+        for source in (f"{file}:{number}" for number in sorted(numbers)):
+            here = [found.get(source, Calls(run)) for run, found in zip(runs, by_line, strict=True)]
+            ops = dict.fromkeys(short_op(op) for calls in here for op in calls.ops)
             figures: list[Any] = [
-                shares[label(run)].get(source) if label(run) in shares else total.worst(run)
-                for run, total in zip(runs, here, strict=True)
+                calls.worst_error() if known is None else known.get(source)
+                for calls, known in zip(here, shares, strict=True)
             ]
-            remark = _found(source, runs, findings) or None
-            rows.append(Row([str(line), result.source_lines[source], some([*ops]), *figures, remark], depth=1))
+            code, remark = result.source_lines[source], _found(here, findings.get(source, ())) or None
+            rows.append(Row([source.rpartition(":")[2], code, some([*ops]), *figures, remark], depth=1))
     return Table(columns, rows, "lines of code", headings=2, searchable=True).with_content()
 
 
@@ -135,39 +129,22 @@ def _has_shares(run: Run, runs: Sequence[Run]) -> bool:
     return trusted_budget(run) is not None and (fails_by_error(run) or run is runs[0])
 
 
-def _share_column(run: Run) -> Column:
-    return Column(f"{label(run)} share", "share", SHARE)
+def _column(run: Run, name: str) -> Column:
+    """The column of one quantity in one run: ``half error``."""
+    known = QUANTITIES[name]
+    return Column(f"{label(run)} {known.of_call}", known.type, known.meaning)
 
 
-def _error_column(run: Run) -> Column:
-    return Column(f"{label(run)} error", "error", ACCUMULATED)
-
-
-def _by_line(run: Run) -> dict[str, Total]:
-    found: dict[str, Total] = {}
-    for row in run.op_calls.rows():
-        if row.source:
-            found.setdefault(row.source, Total()).add(row)
-    for gap in run.gaps:
-        if gap.source:
-            total = found.setdefault(gap.source, Total())
-            total.gaps += gap.calls
-            total.ops[gap.op] = None
-    return found
-
-
-def _found(source: str, runs: Sequence[Run], findings: dict[str, list[Diagnostic]]) -> str:
-    """``half: cholesky has no kernel; LP302``."""
+def _found(here: Sequence[Calls], diagnostics: Sequence[Diagnostic]) -> str:
+    """``cholesky: missing-kernel (half); LP302 op-outlier``."""
     by_gap: dict[str, list[str]] = {}
-    for run in runs:
-        for gap in run.gaps:
-            if gap.source == source:
-                by_gap.setdefault(f"{short_op(gap.op)}: {gap.kind}", []).append(label(run))
+    for calls in here:
+        for gap in calls.gaps:
+            by_gap.setdefault(f"{short_op(gap.op)}: {gap.kind}", []).append(label(calls.run))
     gaps = [f"{text} ({', '.join(dict.fromkeys(names))})" for text, names in by_gap.items()]
-    kinds = {gap.kind for run in runs for gap in run.gaps if gap.source == source}
-    known = [one for one in findings.get(source, ()) if one.matters is not False and one.name not in kinds]
-    codes = sorted({f"{one.code} {one.name}" for one in known})
-    return "; ".join([*gaps, *codes])
+    kinds = {gap.kind for calls in here for gap in calls.gaps}
+    codes = {f"{d.code} {d.name}" for d in diagnostics if d.matters is not False and d.name not in kinds}
+    return "; ".join([*gaps, *sorted(codes)])
 
 
 # -- modules
@@ -175,37 +152,43 @@ def _found(source: str, runs: Sequence[Run], findings: dict[str, list[Diagnostic
 
 def module_table(runs: Sequence[Run]) -> Table:
     """The tree of modules in which an op of any of ``runs`` ran or a kernel is missing, each with all inside."""
-    totals = [by_module(run) for run in runs]
-    kept, left_out = _shallowest(_in_order(path for found in totals for path in found))
-    shares = [run for run in runs if _has_shares(run, runs)]
-    columns = [Column("module", "module"), *map(_error_column, runs), *map(_share_column, shares)]
+    by_path = [calls_inside(run) for run in runs]
+    paths = _in_order(path for found in by_path for path in found)
+    kept = set(sorted(paths, key=lambda path: path.count(".") + bool(path))[:MOST_ROWS])
+    with_shares = [run for run in runs if _has_shares(run, runs)]
+    shares = [_shares_inside(run) for run in with_shares]
+    columns = [Column("module", "module"), *(_column(run, "accumulated_error") for run in runs)]
+    columns += [_column(run, "share") for run in with_shares]
     columns.append(Column("calls without a kernel", "number"))
-    by_run = dict(zip(map(label, runs), totals, strict=True))
-    nothing = Total()
     rows = []
-    for path in kept:
-        errors = [found.get(path, nothing).worst(run) for run, found in zip(runs, totals, strict=True)]
-        parts = [by_run[label(run)].get(path, nothing).share for run in shares]
-        gaps = max(found.get(path, nothing).gaps for found in totals)
-        rows.append(Row([path, *errors, *parts, gaps or None], depth=path.count(".") + 1 if path else 0, module=path))
+    for path in filter(kept.__contains__, paths):
+        here = [found.get(path, Calls(run)) for run, found in zip(runs, by_path, strict=True)]
+        figures = [*(calls.worst_error() for calls in here), *(known.get(path) for known in shares)]
+        gaps = max(calls.without_kernel for calls in here)
+        rows.append(Row([path, *figures, gaps or None], depth=path.count(".") + 1 if path else 0, module=path))
+    left_out = len(paths) - len(rows)
     return Table(columns, rows, "modules", searchable=True, left_out=left_out).with_content()
 
 
-def by_module(run: Run) -> dict[str, Total]:
-    """The sums of each module, submodules included."""
-    found: dict[str, Total] = {}
-    for row in run.op_calls.rows():
-        for path in _lineage(row.module):
-            found.setdefault(path, Total()).add(row)
-    for total in found.values():
-        total.share = None  # that of a module is in the budget, which knows the roundings between modules
+def calls_inside(run: Run) -> dict[str, Calls]:
+    """The op calls and gaps of each module that has some or a share of the error, submodules included."""
+    found: dict[str, Calls] = {}
+    for module, calls in calls_by(run, "module").items():
+        for path in _lineage(module):
+            inside = found.setdefault(path, Calls(run))
+            inside.positions += calls.positions
+            inside.gaps += calls.gaps
+    for path in _shares_inside(run):
+        found.setdefault(path, Calls(run))
+    return found
+
+
+def _shares_inside(run: Run) -> dict[str, float]:
+    """The share of the error of each module in the budget, which knows the roundings between modules; submodules included."""
+    found: dict[str, float] = {}
     for part in module_shares(run) if trusted_budget(run) else ():
         for path in _lineage("" if part.name == BETWEEN else part.name):
-            total = found.setdefault(path, Total())
-            total.share = (total.share or 0.0) + part.share
-    for gap in run.gaps:
-        for path in _lineage(gap.module):
-            found.setdefault(path, Total()).gaps += gap.calls
+            found[path] = found.get(path, 0.0) + part.share
     return found
 
 
@@ -229,54 +212,38 @@ def _in_order(paths: Iterable[str]) -> list[str]:
     return ordered
 
 
-def _shallowest(paths: list[str]) -> tuple[list[str], int]:
-    """At most :data:`MOST_ROWS` of ``paths``, whole upper levels first, and how many are left out."""
-    if len(paths) <= MOST_ROWS:
-        return paths, 0
-    kept = set(sorted(paths, key=lambda path: path.count(".") + bool(path))[:MOST_ROWS])
-    return [path for path in paths if path in kept], len(paths) - len(kept)
-
-
 # -- value ranges
 
 
 def range_blocks(result: ScanResult, runs: Sequence[Run]) -> Iterator[Block]:
     """Where values leave the range of a run's format or come near its ends; nothing if none do."""
+    names = [name for name, quantity in QUANTITIES.items() if quantity.table == "ranges"]
+    largest, *others = map(column_of, names)
     columns = [
         Column("module", "module"),
         Column("op", "op"),
         Column("line", "source"),
-        Column("largest", "figure", "The largest finite magnitude of the results."),
+        largest,
         Column("of the maximum", "percent", "The same, relative to the largest number of the format."),
-        Column("Inf", "number", "Values that overflow."),
-        Column("become zero", "percent", "Share of fp32's non-zeros that are zero here."),
-        Column("subnormal", "percent", "Share of fp32's non-zeros below the smallest normal number."),
+        *others,
     ]
     for run in runs:
-        places = {
-            (one.module, one.op, one.source) for one in result.diagnostics if one.code in RANGES and one.is_about(run)
-        }
-        if not places or run.basis is None:
+        known = {(d.module, d.op, d.source) for d in result.diagnostics if d.code in RANGES and d.is_about(run)}
+        if not known or run.basis is None:
             continue
-        limit = run.basis.format.largest
-        worst: dict[tuple[str, str, str | None], list[Any]] = {}
-        for row in run.op_calls.rows():
-            key = (row.module, row.op, row.source)
-            if key in places or row.introduced_inf or (row.flushed or 0.0) > 0.01 or (row.absmax or 0.0) > limit / 4:
-                known = worst.setdefault(key, [None, 0, None, None])
-                known[0] = larger(known[0], row.absmax)
-                known[1] += row.introduced_inf
-                known[2], known[3] = larger(known[2], row.flushed), larger(known[3], row.subnormal)
-        rows = [
-            Row(
-                [*key, top, None if top is None else top / limit, lost or None, flushed or None, small or None],
-                module=key[0],
-            )
-            for key, (top, lost, flushed, small) in worst.items()
-        ]
+        limit, found, calls = run.basis.format.largest, dict[Any, Calls](), run.op_calls
+        places = zip(calls.module, calls.op, calls.source, strict=True)
+        values = zip(places, calls.introduced_inf, calls.flushed, calls.absmax, strict=True)
+        for position, (place, lost, flushed, most) in enumerate(values):
+            if place in known or lost or (flushed or 0.0) > 0.01 or (most or 0.0) > limit / 4:
+                found.setdefault(place, Calls(run)).positions.append(position)
+        rows = []
+        for place, here in found.items():
+            top, *figures = map(here.cell, names)
+            rows.append(Row([*place, top, None if top is None else top / limit, *figures], module=place[0]))
         rows.sort(key=lambda row: (-(row.cells[5] or 0), -(row.cells[6] or 0.0), -(row.cells[4] or 0.0)))
-        chart = charts.magnitudes(run)
         if rows:
+            chart = charts.magnitudes(run)
             name = f"{counted(len(rows), 'op')} at the ends of the range of {run.basis.format.short}"
             table = Table(columns, rows[:40], name, left_out=max(0, len(rows) - 40)).with_content()
             yield Fold(f"{label(run)}: {name}", [chart, table] if chart else [table])

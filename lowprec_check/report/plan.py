@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.blame import kept_because
 from lowprec_check.analysis.speed import ratio_text
 from lowprec_check.analysis.statements.advice import in_fp32
+from lowprec_check.analysis.suspects import kept_because
 from lowprec_check.report.blocks import (
     Block,
     CodeBlock,

@@ -7,28 +7,14 @@ from collections.abc import Iterator, Sequence
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import label, reference_of
 from lowprec_check.analysis.statements.training_findings import MATTERS, lost_kinds, tensor_name
-from lowprec_check.analysis.training_status import distance_limit, first_way, remarks, steps_of, way_name
+from lowprec_check.analysis.training_status import distance_limit, first_way, remarks, steps_of, ways_tried
 from lowprec_check.report.blocks import Block, Column, ErrorOf, Fold, Heading, Row, Say, Table
+from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Statement, counted, percent, shown
 from lowprec_check.schema.training import BEYOND, ParameterGradient, TrainingSetup, TrainingWay
+from lowprec_check.schema.ways_to_train import WAYS
 
-_JUDGED = (
-    "A way fails if, up to its last step, the change of its loss is outside the 99.5 % prediction interval of fp32 runs from other seeds, "
-    f"or its weights are more than {BEYOND:g} times as far from those of fp32 as in any such run (not judged with stochastic "
-    "rounding, which is right on average), or move less or further in the direction of fp32."
-)
-_WAYS = (
-    Column("precision", "run"),
-    Column("way"),
-    Column("status", "status", _JUDGED),
-    Column("loss", "figure", "After the last step."),
-    Column("distance", "error", "Of the weights from those of fp32, relative to how far these moved."),
-    Column("moved", "share", "How far the weights moved in the direction of fp32, relative to fp32."),
-    Column("lost", "percent", "Share of the updates of weights that rounding loses."),
-    Column("state", "bytes", "Weights, their copies and the state of the optimizer."),
-    Column("why", "sentence"),
-)
 _GRADIENTS = (
     Column("parameter"),
     Column("elements", "number"),
@@ -85,6 +71,26 @@ def _items(said: Sequence[Statement], kind: str, first: Sequence[str]) -> Iterat
 # -- ways
 
 
+def _columns() -> tuple[Column, ...]:
+    random = choices([way.words for way in WAYS if way.is_random])
+    judged = (
+        "A way fails if, up to its last step, the change of its loss is outside the 99.5 % prediction interval of fp32 runs from other "
+        f"seeds, or its weights are more than {BEYOND:g} times as far from those of fp32 as in any such run (not judged with "
+        f"{random}, which is right on average), or move less or further in the direction of fp32."
+    )
+    return (
+        Column("precision", "run"),
+        Column("way"),
+        Column("status", "status", judged),
+        Column("loss", "figure", "After the last step."),
+        Column("distance", "error", "Of the weights from those of fp32, relative to how far these moved."),
+        Column("moved", "share", "How far the weights moved in the direction of fp32, relative to fp32."),
+        Column("lost", "percent", "Share of the updates of weights that rounding loses."),
+        Column("state", "bytes", "Weights, their copies and the state of the optimizer."),
+        Column("why", "sentence"),
+    )
+
+
 def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
     best, advice = recommended_run(result), result.recommendation
     wanted = advice.way if advice is not None and not advice.stay_in_fp32 else None
@@ -93,15 +99,15 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
     for run in result.runs:
         for way, is_news in _told(run):
             (news if is_news else others).append((way, _way(run, way, setup, wanted if run is best else None)))
-    reference, table = list(_reference(result, setup)), "ways to train"
+    reference, columns, table = list(_reference(result, setup)), _columns(), "ways to train"
     yield Heading("Ways to train", anchor="ways")
     if news:
-        yield Table(_WAYS, [*reference, *(row for _, row in news)], table, headings=2).with_content()
+        yield Table(columns, [*reference, *(row for _, row in news)], table, headings=2).with_content()
     if others:
         passing = sum(way.status == "ok" for way, _ in others)
         title = _title(passing, len(others) - passing, "more " if news else "")
         rows = [row for _, row in others]
-        found = Table(_WAYS, rows if news else [*reference, *rows], table, headings=2)
+        found = Table(columns, rows if news else [*reference, *rows], table, headings=2)
         yield Fold(title, [found.with_content()], detail="more")
     band = _band(setup)
     if band:
@@ -121,7 +127,7 @@ def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
     """Each way, and whether it says more than the table of runs: of a precision that passes, the ways that fail; of one that
     fails, those that do not fail as the first does, and the first with them.
     """
-    ways = run.training.ways if run.training is not None and not run.is_reference else []
+    ways = [] if run.is_reference else ways_tried(run)
     if not ways:
         return
     if ways[0].status == "ok":
@@ -142,7 +148,7 @@ def _way(run: Run, way: TrainingWay, setup: TrainingSetup, recommended: str | No
         way.state_bytes,
     )
     tag = "recommended" if way.status == "ok" and way.name == recommended else ""
-    return Row([label(run), way_name(way.name), way.status, *figures, said and said.text], tag)
+    return Row([label(run), way.declared.words, way.status, *figures, said and said.text], tag)
 
 
 def _reference(result: ScanResult, setup: TrainingSetup) -> Iterator[Row]:
@@ -150,7 +156,7 @@ def _reference(result: ScanResult, setup: TrainingSetup) -> Iterator[Row]:
     way = first_way(reference) if reference is not None else None
     if way is not None:
         loss = setup.losses[-1] if setup.losses else None
-        yield Row(["fp32", way_name(way.name), "reference", loss, None, None, None, way.state_bytes, None])
+        yield Row(["fp32", way.declared.words, "reference", loss, None, None, None, way.state_bytes, None])
 
 
 def _band(setup: TrainingSetup) -> str:

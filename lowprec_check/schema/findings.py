@@ -154,7 +154,7 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     keep_fp32: list[str] = []
     """Paths of the modules to keep in fp32."""
     way: str | None = None
-    """How to train, a key of :data:`~lowprec_check.schema.training.WAYS`; ``None`` if only the forward pass was run."""
+    """How to train, a name in :data:`~lowprec_check.schema.ways_to_train.WAYS`; ``None`` if only the forward pass was run."""
     evidence: Literal["measured", "predicted"] = "measured"
     """Whether the run that it rests on was measured or predicted."""
     reason: str

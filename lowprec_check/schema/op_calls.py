@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from math import copysign, isfinite
 from operator import attrgetter
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, get_args, get_type_hints
 
 import msgspec
 
@@ -15,13 +15,34 @@ from lowprec_check.schema.run_key import Phase
 
 # -- The op calls of an instrumented run: :class:`OpCall` is one row, :class:`OpCalls` holds all rows as columns
 #
-# A column is declared once, as a field of :class:`OpCall`; the columnar :class:`OpCalls` is derived from it. To add one,
-# add a field with a default (older files lack it) and set it when it is measured.
+# A quantity is declared once, as a field of :class:`OpCall` with a default (older files lack it); the columnar :class:`OpCalls`, the JSON
+# Schema and the documentation are derived from it. With a :class:`Quantity` it is also a column of the reports.
 
 PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
 """Names of the ops that autocast runs in 16 bits whatever their inputs: matrix products, convolutions, attention."""
 
 CallOutcome = Literal["ok", "rescued", "emulated"]
+
+
+class Quantity(NamedTuple):
+    """How reports show a field of op calls. A count or a percentage of 0 is left out, and a column in which nothing is."""
+
+    title: str
+    """The heading of the column, for all calls of an op or a place together."""
+    type: Literal["error", "share", "percent", "number", "figure", "ms", "text"]
+    """How a value is shown: a type of cells in ``report/blocks.py``. A share needs an error budget that can be trusted."""
+    total: Literal["sum", "max", "most common"]
+    """How the values of several calls are taken together."""
+    meaning: str = ""
+    """What the figures are, which the page shows on the heading."""
+    of_call: str | None = None
+    """The heading of the column for single calls if it is another; empty: not shown for them."""
+    table: Literal["operators", "ranges"] = "operators"
+    """The table that shows it: operators and their worst calls, or places at the ends of the range of the dtype."""
+    rank: int = 9
+    """Columns with a lower rank come first."""
+    plus: str = ""
+    """The field that is added to it."""
 
 
 class OpCall(msgspec.Struct, gc=False):
@@ -33,35 +54,84 @@ class OpCall(msgspec.Struct, gc=False):
     """Dotted path in the model, ``""`` for the model itself."""
     source: str | None = None
     """``file.py:line`` of the innermost code that is not torch's."""
-    dtypes: str = ""
+    dtypes: Annotated[
+        str,
+        Quantity("dtypes", "text", "most common", "Of the inputs and the output, in most of the calls.", "", rank=4),
+    ] = ""
     """Floating dtypes in, an arrow, floating dtypes out: ``bf16+f32→bf16``."""
     shape: str = ""
     """Shape of the first tensor out: ``4×64×56×56``."""
     outcome: CallOutcome = "ok"
     """``rescued``: failed and was computed another way; ``emulated``: computed in fp32 and rounded."""
-    local_error: float | None = None
+    local_error: Annotated[
+        float | None,
+        Quantity(
+            "worst of the op itself",
+            "error",
+            "max",
+            "Error of the op alone: on the same inputs, against the op in fp32.",
+            "of the op itself",
+            rank=3,
+        ),
+    ] = None
     """rel_l2 of the op on its own inputs, against the op on the same inputs widened; the worst over its outputs."""
-    accumulated_error: float | None = None
+    accumulated_error: Annotated[
+        float | None,
+        Quantity(
+            "worst error",
+            "error",
+            "max",
+            "Error of the result against fp32, with everything that earlier ops added.",
+            "error",
+            rank=2,
+        ),
+    ] = None
     """rel_l2 against the lockstep reference; the worst over its outputs."""
     input_error: float | None = None
     """The largest accumulated error among the inputs."""
-    absmax: float | None = None
+    absmax: Annotated[
+        float | None,
+        Quantity("largest", "figure", "max", "The largest finite magnitude of the results.", table="ranges"),
+    ] = None
     """Largest finite magnitude of the outputs; ``None`` if nothing was compared."""
     rms: float | None = None
     """Root mean square of the reference's first output: the typical magnitude."""
-    introduced_inf: int = 0
+    introduced_inf: Annotated[int, Quantity("Inf", "number", "sum", "Values that overflow.", table="ranges")] = 0
     """Number of elements that are Inf although the inputs and the reference are finite."""
-    introduced_nan: int = 0
+    introduced_nan: Annotated[
+        int,
+        Quantity(
+            "Inf or NaN",
+            "number",
+            "sum",
+            "Values that become Inf or NaN here and are finite in fp32.",
+            of_call="",
+            plus="introduced_inf",
+        ),
+    ] = 0
     """Number of elements that are NaN although the inputs and the reference are finite."""
-    flushed: float | None = None
+    flushed: Annotated[
+        float | None,
+        Quantity("become zero", "percent", "max", "Share of fp32's non-zeros that are zero here.", table="ranges"),
+    ] = None
     """Share (0 to 1) of the reference's non-zeros that are too small for the dtype and zero here (fp16 runs only)."""
-    subnormal: float | None = None
+    subnormal: Annotated[
+        float | None,
+        Quantity(
+            "subnormal", "percent", "max", "Share of fp32's non-zeros below the smallest normal number.", table="ranges"
+        ),
+    ] = None
     """Share (0 to 1) of the reference's non-zeros below the dtype's smallest normal number, those flushed included."""
     input_flushed: float | None = None
     """The largest such share among the inputs."""
     flips: int = 0
     """Number of indices or booleans that differ from the reference's."""
-    recast: int = 0
+    recast: Annotated[
+        int,
+        Quantity(
+            "repeated casts", "number", "sum", "Casts that repeat or undo another of the same tensor.", "", rank=8
+        ),
+    ] = 0
     """1 for a cast that repeats or undoes another of the same tensor."""
     to_python: int = 0
     """1 for a value that is read into Python (``.item()``): the reference continues with the run's value."""
@@ -74,7 +144,17 @@ class OpCall(msgspec.Struct, gc=False):
     """Number of elements among which ``introduced_inf`` and ``introduced_nan`` were counted; 0 if both are 0."""
     compared_choices: int = 0
     """Number of indices and booleans among which ``flips`` were counted."""
-    share: float | None = None
+    share: Annotated[
+        float | None,
+        Quantity(
+            "share of the error",
+            "share",
+            "sum",
+            "Part of the squared error of the output that is caused here.",
+            "share",
+            rank=1,
+        ),
+    ] = None
     """Share of the squared output error, to first order, that this call adds with the rounding of its result; ``None`` without an error
     budget."""
     phase: Phase | None = None
@@ -124,7 +204,19 @@ def _with_shared_numbers(column: list[float | None], known: dict[float, float]) 
 
 _TIMES = ("time_ms", "reference_ms")
 _FIELDS = msgspec.structs.fields(OpCall)
-_FIRST = OpCall.__struct_fields__[0]
+_FIRST = _FIELDS[0].name
+_TYPES = get_type_hints(OpCall)
+_FLOATS = [name for name, kind in _TYPES.items() if kind == float | None]
+
+
+def _quantities() -> dict[str, Quantity]:
+    hints = get_type_hints(OpCall, include_extras=True)
+    found = {name: each for name, hint in hints.items() for each in get_args(hint) if isinstance(each, Quantity)}
+    return dict(sorted(found.items(), key=lambda item: item[1].rank))
+
+
+QUANTITIES = _quantities()
+"""What reports show of op calls, by the name of the field, in the order of their columns."""
 
 
 class _Columns(Struct, frozen=True, kw_only=True):
@@ -150,11 +242,11 @@ class _Columns(Struct, frozen=True, kw_only=True):
         reads: dict[tuple[int, ...], tuple[int, ...]] = {}
         for field in _FIELDS:
             column = getattr(self, field.name)
-            if field.type == float | None:
+            if field.name in _FLOATS:
                 column[:] = _with_shared_numbers(column, numbers)
             elif field.name == "reads":
                 column[:] = [reads.setdefault(value, value) for value in column]
-            empty = 0 if field.type is int else None
+            empty = 0 if _TYPES[field.name] is int else None
             if column.count(empty) == len(column):
                 msgspec.structs.force_setattr(self, field.name, constant.setdefault(empty, column))
 
@@ -196,10 +288,8 @@ else:
 def to_columns(rows: Sequence[OpCall]) -> OpCalls:
     """Transpose ``rows``; a float that is not finite becomes ``None``, since JSON has no infinity."""
     columns = {field.name: list(map(attrgetter(field.name), rows)) for field in _FIELDS}
-    for field in _FIELDS:
-        if field.type == float | None:
-            values = columns[field.name]
-            columns[field.name] = [value if value is not None and isfinite(value) else None for value in values]
+    for name in _FLOATS:
+        columns[name] = [value if value is not None and isfinite(value) else None for value in columns[name]]
     return OpCalls(**columns)
 
 

@@ -127,7 +127,7 @@ class Precision:
     tolerance: float = -1.0
     """Default tolerance for the rel_l2 of the output; if not given, that of the format."""
     application: str | None = None
-    """``package.module:attribute`` of a :class:`~lowprec_check.engine.model.application.Application`; only for ``custom``."""
+    """``package.module:attribute`` of a :class:`~lowprec_check.engine.model.prepared.Application`; only for ``custom``."""
     snippet: SnippetWriter | None = None
     """Writes the code to paste; only for ``custom``."""
     keeps_modules: bool = True

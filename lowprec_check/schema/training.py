@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.verdict import ExceptionInfo, Status
+from lowprec_check.schema.ways_to_train import WayToTrain, way_named
 
 Values = Literal["weight", "buffer", "optimizer state", "average"]
 """What an update changes: a parameter, a buffer (running statistics), the state of the optimizer, or an average of the weights."""
@@ -81,7 +82,7 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     """One way to train in a precision, run for all steps without instruments."""
 
     name: str
-    """A key of :data:`WAYS`."""
+    """A name in :data:`WAYS`."""
     status: Status
     """How it ended."""
     exception: ExceptionInfo | None = None
@@ -106,6 +107,11 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     """Loss scales of a ``GradScaler``."""
     state_bytes: int | None = None
     """Bytes of the weights, their copies and the state of the optimizer, after the last step."""
+
+    @property
+    def declared(self) -> WayToTrain:
+        """What is known of a way of this name."""
+        return way_named(self.name)
 
 
 class ParameterGradient(Struct, frozen=True, kw_only=True):
@@ -213,35 +219,3 @@ class TrainingRun(Struct, frozen=True, kw_only=True):
     def way(self, name: str) -> TrainingWay | None:
         """The way of that name, if it was run."""
         return next((way for way in self.ways if way.name == name), None)
-
-
-WAYS = {
-    "plain": "as it is",
-    "grad-scaler": "GradScaler",
-    "grad-scaler-suggested": "GradScaler at the suggested scale",
-    "master-weights": "fp32 master weights",
-    "master-weights-scaled": "fp32 master weights and GradScaler",
-    "split-weights": "weights split into 16 + 16 bits",
-    "kahan": "Kahan summation",
-    "stochastic-rounding": "stochastic rounding",
-    "one-autocast": "one autocast around all steps",
-    "ipex-split": "Intel's extension, split weights",
-    "ipex-master": "Intel's extension, fp32 master weights",
-    "ipex-fused": "Intel's extension, fused step on fp32 weights",
-}
-"""Names of the ways to train, and how they are shown."""
-
-_IN_PLACE: dict[str, Any] = {
-    "fuse_update_step": True,
-    "inplace": True,
-    "weights_prepack": False,
-    "optimize_lstm": False,
-}
-"""The modules stay those of the model, with their weights in their own layout."""
-
-EXTENSION_WAYS: dict[str, dict[str, Any]] = {
-    "ipex-split": {"dtype": "torch.bfloat16", "split_master_weight_for_bf16": True, **_IN_PLACE},
-    "ipex-master": {"dtype": "torch.bfloat16", "split_master_weight_for_bf16": False, **_IN_PLACE},
-    "ipex-fused": {"split_master_weight_for_bf16": False, **_IN_PLACE},
-}
-"""The ways that call ``ipex.optimize``, with its arguments; a dtype is code."""

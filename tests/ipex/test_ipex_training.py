@@ -15,13 +15,13 @@ from training_loops import mean_square, sgd, trained, training
 
 from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.train.extension_updates import ExtensionUpdates, extension_ways
-from lowprec_check.engine.train.pasted.split_weights import SplitWeights
-from lowprec_check.engine.train.ways import state_bytes, trained_weights
+from lowprec_check.engine.train.steps import state_bytes
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.training import EXTENSION_WAYS
+from lowprec_check.schema.ways_to_train import WAYS
 
 Make = Callable[[Any], Any]
+
+EXTENSION_WAYS = ["ipex-split", "ipex-master", "ipex-fused"]
 
 TORCH: dict[str, Make] = {
     "sgd": sgd(1e-3, momentum=0.9),
@@ -58,6 +58,23 @@ def deep() -> nn.Sequential:
     return nn.Sequential(nn.Linear(16, 33), nn.Tanh(), nn.Linear(33, 33), nn.Tanh(), nn.Linear(33, 8))
 
 
+def extension_updates(name: str, model: nn.Module, make: Make) -> Any:
+    return WAYS.get(name).updates(model, make)
+
+
+def split_updates(model: nn.Module, make: Make) -> Any:
+    """Those of weights split by torch."""
+    return WAYS.get("split-weights").updates(model.bfloat16(), make)
+
+
+def trained_weights(updates: Any) -> list[Tensor]:
+    return WAYS.get("ipex-split" if hasattr(updates, "trails") else "split-weights").weights(updates)
+
+
+def extension_ways(optimizer: Any) -> list[str]:
+    return [way.name for way in WAYS if way.trial == "own process" and way.supports(optimizer)]
+
+
 def gradients(parameters: list[Any], step: int) -> list[Tensor]:
     generator = torch.Generator().manual_seed(step)
     return [torch.randn(parameter.shape, generator=generator).bfloat16() for parameter in parameters]
@@ -80,13 +97,13 @@ def moved(updates: Any, steps: int, start: list[Tensor]) -> Tensor:
 @BY_OPTIMIZER
 @pytest.mark.parametrize("name", EXTENSION_WAYS)
 def test_the_updates_are_those_of_weights_split_by_torch(ipex: Any, make: Make, name: str) -> None:
-    """Given the same gradients; :class:`SplitWeights` keeps all 32 bits, and its optimizer computes in fp32."""
+    """Given the same gradients; split weights keep all 32 bits, and their optimizer computes in fp32."""
     model = linear()
     if name == "ipex-master" and isinstance(make(model.parameters()), torch.optim.Adagrad):
         pytest.skip("wrong in the extension, see below")
     start = [parameter.detach().clone() for parameter in model.parameters()]
-    expected = moved(SplitWeights(copy.deepcopy(model).bfloat16().parameters(), make), 20, start)
-    updates = ExtensionUpdates(name, model, make)
+    expected = moved(split_updates(copy.deepcopy(model), make), 20, start)
+    updates = extension_updates(name, model, make)
     found = moved(updates, 20, start)
     assert (found - expected).norm() < 1e-4 * expected.norm()
     assert [parameter.dtype == torch.bfloat16 for parameter in updates.parameters] == [name != "ipex-fused"] * 2
@@ -103,7 +120,7 @@ def test_adagrad_on_master_weights_is_wrong_at_the_end_of_a_tensor(ipex: Any) ->
         (plain.weight.grad,) = [gradient.float() for gradient in gradients([plain.weight], step)]
         optimizer.step()
     expected = (plain.weight - start[0]).detach().flatten()
-    found = moved(ExtensionUpdates("ipex-master", model, MAKERS["adagrad"]), 5, start)
+    found = moved(extension_updates("ipex-master", model, MAKERS["adagrad"]), 5, start)
     torch.testing.assert_close(found[:64], expected[:64], rtol=1e-3, atol=1e-8)
     assert (found[64] - expected[64]).abs() > 0.1 * expected[64].abs()
 
@@ -117,9 +134,11 @@ def test_adam_with_decoupled_weight_decay_is_taken_for_adam(ipex: Any) -> None:
         )
 
     start = [parameter.detach().clone() for parameter in linear().parameters()]
-    decoupled, plain = (moved(ExtensionUpdates("ipex-split", linear(), make(kind)), 5, start) for kind in (True, False))
+    decoupled, plain = (
+        moved(extension_updates("ipex-split", linear(), make(kind)), 5, start) for kind in (True, False)
+    )
     assert torch.equal(decoupled, plain)
-    expected = moved(SplitWeights(linear().bfloat16().parameters(), make(True)), 5, start)
+    expected = moved(split_updates(linear(), make(True)), 5, start)
     assert (decoupled - expected).norm() > 0.1 * expected.norm()
 
 
@@ -147,7 +166,7 @@ def test_updates_that_bf16_loses_are_kept(ipex: Any, name: str) -> None:
             parameter.grad = torch.ones_like(parameter)
         optimizer.step()
     assert all(torch.equal(p.float(), before) for p, before in zip(low.parameters(), start, strict=True))
-    for weight in steps(ExtensionUpdates(name, ones(), sgd(1e-5))):
+    for weight in steps(extension_updates(name, ones(), sgd(1e-5))):
         assert weight.detach() == pytest.approx(torch.full_like(weight, 1 - 1e-3), abs=1e-5)
 
 
@@ -156,7 +175,7 @@ def test_split_weights_are_those_of_the_state_dict_and_take_the_memory_of_fp32(i
     model = nn.Sequential(linear(), nn.LayerNorm(65)).train()
     names = [name for name, _ in model.named_parameters()]
     fp32 = sum(4 * parameter.numel() for parameter in model.parameters())
-    updates = ExtensionUpdates("ipex-split", model, make)
+    updates = extension_updates("ipex-split", model, make)
     moved(updates, 3, [torch.zeros(1)] * 4)
     public = model.state_dict()
     for name, weight in zip(names, trained_weights(updates), strict=True):
@@ -179,8 +198,8 @@ def test_the_extension_has_kernels_for_these_optimizers(ipex: Any) -> None:
 
 def test_a_cast_model_cannot_be_split(ipex: Any) -> None:
     """So the ways of the extension are tried for autocast: ``ipex.optimize`` needs weights in fp32."""
-    updates = ExtensionUpdates("ipex-split", linear().bfloat16(), sgd(1e-3))
-    assert not updates.trails
+    updates = extension_updates("ipex-split", linear().bfloat16(), sgd(1e-3))
+    assert updates.trails == [None, None]
     with pytest.raises(RuntimeError, match="expect param2 to be"):
         moved(updates, 1, [torch.zeros(1)] * 2)
 
@@ -198,7 +217,7 @@ def test_the_model_is_restored(ipex: Any, name: str) -> None:
     attributes = [dict(vars(module)) for module in model.modules()]
     with prepared(model, PRECISIONS.get("autocast-bf16"), torch.device("cpu"), changes_parameters=True):
         with torch.enable_grad():
-            updates = ExtensionUpdates(name, model, sgd(0.1))
+            updates = extension_updates(name, model, sgd(0.1))
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 model(torch.randn(2, 3, 8, 8)).float().square().mean().backward()
         updates.step()

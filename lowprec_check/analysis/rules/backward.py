@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
+from lowprec_check.analysis.rules.registry import Finding, rule
 from lowprec_check.analysis.rules.relevance import passing_elsewhere
+from lowprec_check.analysis.training_status import trained_runs, ways_tried
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, counted, say
-from lowprec_check.schema.training import WAYS, ParameterGradient, TrainingRun, TrainingWay
+from lowprec_check.schema.training import LossScale, ParameterGradient, TrainingRun, TrainingWay
 
 UNDERFLOWS = 0.1
 """A share of the elements of a gradient that is worth a finding."""
@@ -49,11 +50,9 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
         scaler.step(optimizer)
         scaler.update()
     """
-    for run in low_runs(result):
-        if run.training is None:
-            continue
+    for run, training in trained_runs(result):
         modules: dict[str, list[ParameterGradient]] = {}
-        for gradient in run.training.gradients:
+        for gradient in training.gradients:
             if gradient.underflow >= UNDERFLOWS:
                 modules.setdefault(gradient.parameter.rpartition(".")[0], []).append(gradient)
         way = _scaled_way(run, result)
@@ -63,13 +62,13 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
                 share=_mean_underflow(found),
                 parameters=[gradient.parameter.rpartition(".")[2] for gradient in found],
             )
-            passes = say("training with {way:text} passes", way=WAYS.get(way.name, way.name)) if way else None
+            passes = say("training with {way:text} passes", way=way.declared.words) if way else None
             yield Finding(
                 chained(message, passes),
                 run,
                 module,
                 _GRADIENT,
-                help=_scaling_advice(run, run.training, result),
+                help=_scaling_advice(run, training, result),
                 severity="note" if way is not None else None,
             )
 
@@ -81,14 +80,11 @@ def _mean_underflow(gradients: Sequence[ParameterGradient]) -> float:
 
 def _scaled_way(run: Run, result: ScanResult) -> TrainingWay | None:
     """The way with loss scaling that the scan recommends, or that the run is about, if it passes."""
-    if run.training is None or not run.training.ways:
-        return None
-    best = result.recommendation
-    names = [run.training.ways[0].name]
+    best, tried = result.recommendation, ways_tried(run)
+    about = tried[:1]
     if best is not None and (best.label, best.keep_fp32) == (run.key.label, run.keep_fp32):
-        names.insert(0, best.way or "")
-    ways = [run.training.way(name) for name in names]
-    return next((way for way in ways if way is not None and way.initial_scale and way.status == "ok"), None)
+        about = [*(way for way in tried if way.name == best.way), *about]
+    return next((way for way in about if way.initial_scale and way.status == "ok"), None)
 
 
 def _scaling_advice(run: Run, training: TrainingRun, result: ScanResult) -> Sentence:
@@ -97,7 +93,7 @@ def _scaling_advice(run: Run, training: TrainingRun, result: ScanResult) -> Sent
     suits = scale is not None and not scale.skipped_steps and (scale.underflow or 0.0) < UNDERFLOWS
     first = f", init_scale={scale.scale:g}" if scale is not None and suits else ""
     code = f'torch.amp.GradScaler("{run.key.device.partition(":")[0]}"{first})'
-    needs = "" if uses_autocast(run) else ", with fp32 weights: under autocast, or as fp32 master weights"
+    needs = "" if run.is_autocast else ", with fp32 weights: under autocast, or as fp32 master weights"
     return chained(
         say(f"scale the loss: {{code:text}}{needs}", code=code), passing_elsewhere(run, result), between=", or "
     )
@@ -125,18 +121,12 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
         # after
         y = x.float().square().sum(-1).sqrt().to(x.dtype)
     """
-    for run in low_runs(result):
-        wrong = [found for found in run.training.gradients if found.overflow > 0] if run.training else []
-        if wrong and _has_finite_loss(run):
+    for run, training in trained_runs(result):
+        wrong, way = [found for found in training.gradients if found.overflow > 0], training.way("plain")
+        if wrong and way is not None and way.losses and way.losses[0] is not None:  # the loss of these gradients
             backward = (row for row in run.op_calls.rows() if row.phase == "backward")
             first = next((row for row in backward if row.introduced_nan or row.introduced_inf), None)
             yield _not_finite(run, result, wrong, first)
-
-
-def _has_finite_loss(run: Run) -> bool:
-    """Whether the first step, which the gradients are of, has a finite loss."""
-    way = run.training and run.training.way("plain")
-    return bool(way and way.losses and way.losses[0] is not None)
 
 
 def _not_finite(run: Run, result: ScanResult, wrong: Sequence[ParameterGradient], first: OpCall | None) -> Finding:
@@ -180,13 +170,12 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
         scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
     """
     steps = result.training.steps if result.training else 0
-    for run in low_runs(result):
-        ways = run.training.ways if run.training else []
-        many = [way for way in ways if way.skipped_steps >= max(LEAST_SKIPPED, MANY_SKIPPED * steps)]
-        many = [way for way in many if way.skipped_steps > MANY_SKIPPED * steps and way.name != "one-autocast"]
-        many = [way for way in many if way.status != "nonfinite"]  # no scale helps there: see LP507
-        for way in many[:1]:
-            named = "" if way.name == "grad-scaler" else f"{WAYS.get(way.name, way.name)}: "
+    for run, training in trained_runs(result):
+        for way in training.ways:
+            few = way.skipped_steps < LEAST_SKIPPED or way.skipped_steps <= MANY_SKIPPED * steps
+            if few or way.declared.is_trap or way.status == "nonfinite":  # then no scale helps: see LP507
+                continue
+            named = "" if way.name == "grad-scaler" else f"{way.declared.words}: "
             scale = (
                 say(" with an initial loss scale of {scale:scale}", scale=way.initial_scale)
                 if way.initial_scale
@@ -194,11 +183,11 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
             )
             skipped = say("{way:text}GradScaler skipped {steps:count step}", way=named, steps=way.skipped_steps)
             message = chained(skipped, scale, say(": gradients overflow"), between="")
-            yield Finding(message, run, help=_smaller_scale(run.training, way))
+            yield Finding(message, run, help=_smaller_scale(training.loss_scale, way))
+            break
 
 
-def _smaller_scale(training: TrainingRun | None, way: TrainingWay) -> str:
-    suggested = training.loss_scale if training else None
+def _smaller_scale(suggested: LossScale | None, way: TrainingWay) -> str:
     smaller = suggested is not None and suggested.scale < (way.initial_scale or 0.0)
     if suggested is not None and smaller and suggested.skipped_steps is not None:
         skipped = counted(suggested.skipped_steps, "step") if suggested.skipped_steps else "no step"

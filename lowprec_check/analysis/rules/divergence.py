@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import recommended_instead
+from lowprec_check.analysis.training_status import first_way, trained_runs, way_text
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, say
-from lowprec_check.schema.training import WAYS, Divergence, TrainingSetup, TrainingWay
+from lowprec_check.schema.training import Divergence, TrainingSetup, TrainingWay
 
 _UNSCALE = "Attempting to unscale FP16 gradients"
 
@@ -39,36 +40,23 @@ def unscale_fp16(result: ScanResult) -> Iterator[Finding]:
         with torch.autocast("cpu", dtype=torch.float16):
             output = model(inputs)
     """
-    for run in low_runs(result):
-        ways = run.training.ways if run.training else []
-        failed = next((way for way in ways if unscales_fp16(way)), None)
+    for run, training in trained_runs(result):
+        failed = next((way for way in training.ways if unscales_fp16(way)), None)
         if failed is None or failed.exception is None:
             continue
-        message = say(
-            "{error:text}: GradScaler needs gradients, and so weights, in fp32", error=failed.exception.text.rstrip(".")
-        )
+        words = "{error:text}: GradScaler needs gradients, and so weights, in fp32"
+        fp16 = [other for other in low_runs(result) if run.format is not None and other.format == run.format]
+        autocast = [other for other in fp16 if other.is_autocast and other.status == "ok"]
+        masters = training.way("master-weights-scaled")
+        passed = [f"{other.precision} with GradScaler" for other in autocast[:1]]
+        passed += [masters.declared.words] if masters is not None and masters.status == "ok" else []
+        untried = "try autocast with GradScaler, or fp32 master weights and GradScaler"
         yield Finding(
-            message,
+            say(words, error=failed.exception.text.rstrip(".")),
             run,
-            help=_with_fp32_weights(run, result),
-            severity=None if failed is ways[0] else "note",
+            help=f"use {' or '.join(passed)}" if passed else untried,
+            severity=None if failed is training.ways[0] else "note",
         )
-
-
-def _with_fp32_weights(run: Run, result: ScanResult) -> str:
-    """Autocast and master weights with loss scaling, those that passed; if none did, both."""
-    fp16 = [other for other in low_runs(result) if other.basis and run.basis and other.basis.format == run.basis.format]
-    autocast = [other.precision for other in fp16 if other.basis and other.basis.kind == "autocast"]
-    passed = [other.precision for other in fp16 if other.status == "ok" and other.precision in autocast]
-    masters = run.training.way("master-weights-scaled") if run.training else None
-    advice = [f"{name} with GradScaler" for name in passed[:1]]
-    if masters is not None and masters.status == "ok":
-        advice.append(WAYS[masters.name])
-    return (
-        f"use {' or '.join(advice)}"
-        if advice
-        else "try autocast with GradScaler, or fp32 master weights and GradScaler"
-    )
 
 
 @rule("LP507", "training-diverges", "error")
@@ -99,7 +87,7 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
     """
     setup = result.training
     for run in low_runs(result):
-        way = run.training.ways[0] if run.training and run.training.ways else None
+        way = first_way(run)
         if setup is None or way is None or way.status in ("ok", "error"):
             continue
         parameter = way.divergence.parameter if way.divergence else None
@@ -147,7 +135,7 @@ def _instead(run: Run, result: ScanResult) -> str:
     """What the scan recommends, if that is something else."""
     best = recommended_instead(run, result)
     if best is not None:
-        way = f" with {WAYS.get(best.way, best.way)}" if best.way not in (None, "plain") else ""
+        way = way_text(best.way)
         if best.keep_fp32 and best.label == run.key.label:
             return f"keep the modules in fp32 that the recommendation names{f', and train{way}' if way else ''}"
         return f"use {best.label}{way}"
@@ -181,9 +169,8 @@ def stale_autocast_cache(result: ScanResult) -> Iterator[Finding]:
             loss.backward()
             optimizer.step()
     """
-    for run in low_runs(result):
-        ways = run.training.ways if run.training else []
-        first, around = next(iter(ways), None), run.training.way("one-autocast") if run.training else None
+    for run, training in trained_runs(result):
+        first, around = first_way(run), training.way("one-autocast")
         if first is None or around is None or first.status != "ok" or around.status not in ("inaccurate", "nonfinite"):
             continue
         courses = _course("in one autocast block around all steps", around), _course("entered in each step", first)

@@ -1,17 +1,17 @@
-"""LP1xx: ops that fail, run elsewhere, or are slow in a low precision."""
+"""LP1xx: ops that fail, run elsewhere, or are slow in a low precision. LP4xx: which of them autocast hides, and what its casts cost."""
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.divergence import unscales_fp16
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import faster, from_gaps, or_autocast
-from lowprec_check.analysis.run_summary import on_which_call
+from lowprec_check.analysis.run_summary import is_cast, on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.axes import DEVICES, device_type
-from lowprec_check.schema.op_calls import OpCall, fallback_of, seconds_killed
+from lowprec_check.schema.op_calls import fallback_of, seconds_killed
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
@@ -90,9 +90,8 @@ def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
         # after
         y = torch.ones(8, 8, dtype=x.dtype, device=x.device) @ x
     """
-    yield from from_gaps(
-        result, "dtype-mismatch", "use one dtype: create the tensor with dtype=x.dtype, or cast it here"
-    )
+    advice = "use one dtype: create the tensor with dtype=x.dtype, or cast it here"
+    yield from from_gaps(result, "dtype-mismatch", advice)
 
 
 @rule("LP104", "no-backend-kernel", "error")
@@ -153,7 +152,9 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
             else:
                 sizes[known.op].append(known.size)
         for op, found in sizes.items():
-            rows = _calls_of(op, run, result)
+            where = [run, *result.runs] if run.is_reference else [run]  # the reference is not analyzed op by op
+            calls = (rows for other in where if (rows := [row for row in other.op_calls.rows() if row.op == op]))
+            rows = next(calls, [])
             yield Finding(
                 _fallback_cost(len(rows), found),
                 run=run,
@@ -166,25 +167,16 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
             )
 
 
-def _calls_of(op: str, run: Run, result: ScanResult) -> list[OpCall]:
-    """The calls of the op in ``run``; of the reference, which is not analyzed op by op, those in another run."""
-    for other in [run, *result.runs] if run.is_reference else [run]:
-        rows = [row for row in other.op_calls.rows() if row.op == op]
-        if rows:
-            return rows
-    return []
-
-
 def _fallback_cost(calls: int, sizes: list[int]) -> Sentence:
     """What ``calls`` cost that copy inputs of these ``sizes``; 0 calls: their number is not known."""
     most, alike = max(sizes), min(sizes) == max(sizes)
-    waits = "runs on the CPU: each call waits for the device, copies its inputs ({most:bytes}) to the CPU, and its result back"
-    each = say(waits if alike else waits.replace("({", "(up to {"), most=most)
-    if calls <= 1:
-        return each
-    if not alike:
-        return chained(each, say("{calls:count call}", calls=calls))
-    return chained(each, say("{calls:count call}, {total:bytes} in all", calls=calls, total=calls * most))
+    size = "{most:bytes}" if alike else "up to {most:bytes}"
+    waits = (
+        f"runs on the CPU: each call waits for the device, copies its inputs ({size}) to the CPU, and its result back"
+    )
+    total = say(", {total:bytes} in all", total=calls * most) if alike else None
+    count = chained(say("{calls:count call}", calls=calls), total, between="") if calls > 1 else None
+    return chained(say(waits, most=most), count)
 
 
 @rule("LP106", "slow-kernel", "warning", timed=True)
@@ -218,7 +210,7 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     slow = [(run, _slow_ops(run, shortest) | _killed_ops(run, result)) for run in eager]
     for run, found in slow:
         for op, (message, calls) in found.items():
-            formats = {other.basis.format for other, ops in slow if op in ops and other.basis}
+            formats = {other.format for other, ops in slow if op in ops and other.format}
             yield Finding(message, run=run, op=op, help=faster(run, result, formats), calls=calls)
 
 
@@ -234,35 +226,11 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
     most = 2 * (run.latency_ms or float("inf")) if run.is_eager else run.latency_ms or 0.0
     where = None if run.is_eager else say("in eager mode")
     slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, most, shortest)) is not None}
-    answers = {}
+    answers, slower = {}, "{ratio:times} slower than in fp32: {here:ms} instead of {fp32:ms}"
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
-        slower = "{ratio:times} slower than in fp32: {here:ms} instead of {fp32:ms}"
         message = say(slower, ratio=here / max(fp32, 1e-6), here=here, fp32=fp32)
         answers[op] = (chained(message, where, between=", "), len(times[op]))
     return answers
-
-
-def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]:
-    """The same for ops with a call that was ended because it took too long, if what it took in fp32 was measured."""
-    answers = {}
-    for op, reason in run.emulated.items():
-        here, fp32 = 1e3 * (seconds_killed(reason) or 0.0), _longest_in_fp32(op, result)
-        whole = next((other.latency_ms for other in result.runs if other.is_reference), None)
-        most = fp32 if fp32 is not None else whole
-        if most and here > SLOW_RATIO * most:
-            slower = "more than {ratio:times} slower than in fp32: over {here:seconds} instead of {fp32:ms}"
-            message = say(slower, ratio=here / most, here=here / 1e3, fp32=most)
-            answers[op] = (
-                chained(message, None if fp32 is not None else say("the time of all of fp32"), between=", "),
-                1,
-            )
-    return answers
-
-
-def _longest_in_fp32(op: str, result: ScanResult) -> float | None:
-    """Milliseconds of the longest fp32 call of the op that the scan timed."""
-    rows = [row for run in result.runs for row in run.op_calls.rows() if row.op == op]
-    return max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)
 
 
 def _slow_total(calls: list[tuple[float, float]], most: float, shortest: float) -> tuple[float, float] | None:
@@ -270,28 +238,38 @@ def _slow_total(calls: list[tuple[float, float]], most: float, shortest: float) 
 
     The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. A total
     over ``most`` ms (twice those of the plain run, if it ran these ops) is ignored: something else slowed it down. So is a
-    total that a few calls make, which had to wait for a processor: the typical call must be slow too.
+    total that a few calls make, which had to wait for a processor: the typical call must be slow too. It has the median ratio of those
+    that make up 80 % of the op's time in fp32: by their time here, calls that had to wait would choose themselves.
     """
     counted = calls[1:] if len(calls) > 1 else [call for call in calls if call[0] > COLD_MS]
     here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
     if not max(SLOW_MS, SLOW_RATIO * fp32) < here < most:
         return None
-    typical = _typical_call(counted)
+    left, chosen = 0.8 * fp32, list[tuple[float, float]]()
+    for call in sorted(counted, key=lambda call: -call[1]):
+        chosen.append(call)
+        left -= call[1]
+        if left <= 0:
+            break
+    typical = sorted(chosen, key=lambda call: call[0] / max(call[1], 1e-6))[(len(chosen) - 1) // 2]
     return (here, fp32) if typical[0] > max(shortest, SLOW_RATIO * typical[1]) else None
 
 
-def _typical_call(calls: list[tuple[float, float]]) -> tuple[float, float]:
-    """The call with the median ratio, of those that make up 80 % of the op's time in fp32.
-
-    They are chosen by their time in fp32: by their time here, calls that had to wait would choose themselves.
-    """
-    left, chosen = 0.8 * sum(fp32 for _, fp32 in calls), list[tuple[float, float]]()
-    for here, fp32 in sorted(calls, key=lambda call: -call[1]):
-        chosen.append((here, fp32))
-        left -= fp32
-        if left <= 0:
-            break
-    return sorted(chosen, key=lambda call: call[0] / max(call[1], 1e-6))[(len(chosen) - 1) // 2]
+def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]:
+    """The same for ops with a call that was ended because it took too long, if what it took in fp32 was measured."""
+    answers = {}
+    for op, reason in run.emulated.items():
+        here = 1e3 * (seconds_killed(reason) or 0.0)
+        rows = [row for other in result.runs for row in other.op_calls.rows() if row.op == op]
+        longest = max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)
+        whole = next((other.latency_ms for other in result.runs if other.is_reference), None)
+        most = whole if longest is None else longest
+        if most and here > SLOW_RATIO * most:
+            slower = "more than {ratio:times} slower than in fp32: over {here:seconds} instead of {fp32:ms}"
+            message = say(slower, ratio=here / most, here=here / 1e3, fp32=most)
+            all_of_it = say("the time of all of fp32") if longest is None else None
+            answers[op] = (chained(message, all_of_it, between=", "), 1)
+    return answers
 
 
 @rule("LP108", "unexplained-error", "error")
@@ -315,10 +293,8 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
         self.last = y
     """
     for run in low_runs(result):
-        if run.training is not None and any(map(unscales_fp16, run.training.ways[:1])):
-            continue
-        if run.status == "error" and run.complete and not run.gaps and run.exception is not None:
-            error = run.exception
+        error, ways = run.exception, run.training.ways[:1] if run.training is not None else []
+        if run.status == "error" and run.complete and not run.gaps and error and not any(map(unscales_fp16, ways)):
             where = (run, error.module, None, error.source or result.model.source)
             message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
@@ -356,3 +332,67 @@ def crash(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         if run.status == "crashed" and not any(gap.kind == "crash" for gap in run.gaps):
             yield Finding(plain(run.reason or "the process died"), run=run, help=advice)
+
+
+@rule("LP401", "cast-churn", "note")
+def cast_churn(result: ScanResult) -> Iterator[Finding]:
+    """Autocast casts the same tensor back and forth.
+
+    Observed: casts repeat, or undo, an earlier cast of the same tensor. Autocast caches the casts of weights, not those
+    of activations, so each costs time and memory. One finding counts those of the whole model and names the line with
+    the most.
+
+    Usual causes: a tensor that several ops use, each cast on its own; ops that autocast runs in fp32 between ops that
+    it runs in 16 bits.
+
+    What to do: nothing if the run is fast enough. Otherwise group the ops that run in fp32 inside
+    `torch.autocast(device, enabled=False)`, or cast the tensor once before its uses:
+
+        # before: autocast casts x twice
+        y = self.first(x) + self.second(x)
+        # after
+        if torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        y = self.first(x) + self.second(x)
+    """
+    for run in low_runs(result):
+        cast = "aten._to_copy.default"
+        casts = [row for row in run.op_calls.rows() if row.op == cast and row.is_forward] if run.is_autocast else []
+        lines = Counter(row.source for row in casts if row.recast)
+        if lines:
+            [(source, most)], count = lines.most_common(1), lines.total()
+            again = "{casts:of cast} repeated or undid an earlier cast of the same tensor"
+            here = say("{here:number} of them here", here=most) if len(lines) > 1 else None
+            message = chained(say(again, casts=[count, len(casts)]), here)
+            yield Finding(message, run, "", cast, source, calls=count)
+
+
+@rule("LP402", "vacuous-autocast", "note")
+def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
+    """The op runs under autocast on fp32 inputs, and fails when the whole model is cast.
+
+    Observed: the op has no kernel for this dtype when the whole model is cast, and runs under autocast on inputs that
+    are fp32 already.
+
+    Usual causes: the op comes before the first layer that autocast runs in 16 bits, such as a linear layer.
+
+    What to do: nothing for this model. If the model changes and such a layer comes before the op, the op may fail;
+    cast its input to be safe:
+
+        # before
+        y = torch.linalg.inv(x)
+        # after
+        y = torch.linalg.inv(x.float())
+    """
+    runs = [run for run in low_runs(result) if run.base is None]
+    for autocast in runs:
+        if not autocast.is_autocast or autocast.status != "ok":
+            continue
+        for cast in runs:
+            if not is_cast(cast) or (cast.format, cast.backend) != (autocast.format, autocast.backend):
+                continue
+            gaps = {(gap.module, gap.op, gap.source) for gap in cast.gaps if gap.layer == "dispatch"}
+            rows = [row for row in autocast.op_calls.rows() if row.place in gaps and row.dtypes.startswith("f32")]
+            message = say("it runs here on fp32 inputs; in {other:text} it fails", other=cast.key.label)
+            for place, count in Counter(row.place for row in rows if not row.accumulated_error).items():
+                yield Finding(message, autocast, *place, help="call it on x.float() to be safe", calls=count)

@@ -1,4 +1,8 @@
-"""Registry of rules: each turns a scan's result into diagnostics, to which the catalog and the user's line are added."""
+"""Registry of rules: each turns a scan's result into diagnostics, to which the catalog and the user's line are added.
+
+The docstring of a rule is its manual page, which ``lowprec-check explain LP101`` prints: a summary in the first line, then
+what was observed, usual causes and what to do.
+"""
 
 from __future__ import annotations
 
@@ -13,123 +17,9 @@ from lowprec_check.catalog.fixes import find_fix
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
 from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.precisions import Precision
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, plain, say
-
-# -- The line of the user's own code that leads to a line in an installed package
-
-Place = tuple[str | None, str | None, str | None]
-"""Module, op and line."""
-
-
-class Callers:
-    """Finds it for the findings of one result."""
-
-    def __init__(self, result: ScanResult) -> None:
-        """Collect the lines that were recorded."""
-        model = result.model
-        self._model = (model.source if model.caller is None else model.caller) or ""
-        self._of_place: dict[Place, str] = {}
-        self._of_source: dict[str | None, str] = {}
-        if model.caller is not None and model.source is not None:
-            self._of_source[model.source] = model.caller
-        for run in result.runs:
-            for place, caller in _recorded(run):
-                self._of_place[place] = self._of_place.get(place) or caller
-                self._of_source[place[2]] = self._of_source.get(place[2]) or caller
-
-    def of(self, module: str | None, op: str | None, source: str | None) -> str | None:
-        """The user's line for what was found at ``source``: the call of the package, else the line that makes the model.
-
-        ``None`` if ``source`` is the user's own, or nothing is known of it; empty if there is no line of the user's.
-        """
-        found = self._of_place.get((module, op, source), self._of_source.get(source))
-        return found if found is None else found or self._model
-
-
-def _recorded(run: Run) -> Iterator[tuple[Place, str]]:
-    """Every place in an installed package, with the user's line, which may be empty."""
-    calls = run.op_calls
-    for module, op, source, caller in dict.fromkeys(
-        zip(calls.module, calls.op, calls.source, calls.caller, strict=True)
-    ):
-        if caller is not None:
-            yield (module, op, source), caller
-    for gap in run.gaps:
-        if gap.caller is not None:
-            yield (gap.module, gap.op, gap.source), gap.caller
-    for error in (run.exception, run.stopped_by):
-        if error is not None and error.caller is not None:
-            yield (error.module, None, error.source), error.caller
-
-
-# -- What the catalog adds to a finding: the torch release that fixes it, and a known issue about it
-
-
-def fixed_since(gap: Gap, run: Run, result: ScanResult) -> str | None:
-    """``supported since torch 2.14`` or ``no torch release up to 2.15 supports it``; ``None`` if the catalog has not measured it."""
-    basis, dtype = run.basis, _catalog_dtype(run.basis)
-    if basis is None or dtype is None or gap.phase == "optimizer":
-        return None
-    try:
-        found = find_fix(
-            gap.op,
-            device=run.device,
-            dtype=dtype,
-            torch=result.torch,
-            phase=gap.phase,
-            autocast=basis.kind == "autocast",
-        )
-    except UsageError:  # an unreadable catalog must not fail the scan
-        return None
-    return str(found) if found else None
-
-
-def known_issue(
-    result: ScanResult, code: str, op: str | None, run: Run | None, message: str | None
-) -> KnownIssue | None:
-    """The known issue that fits a finding best: same code, same op or model, not fixed in the torch of the runs.
-
-    ``message`` is what the op raised or warned; ``None`` if it did not run, but the catalog says that it fails.
-    """
-    basis = run.basis if run else None
-    device = run.device if run else str(result.environment.get("device", ""))
-    try:
-        if not any(code in issue.codes for issue in known_issues()):
-            return None
-        found = matching(
-            code=code,
-            op=op,
-            model=result.model.name,
-            device=device or None,
-            dtype=_catalog_dtype(basis),
-            way=_way(basis),
-            torch=result.torch or None,
-            message=message,
-        )
-    except UsageError:
-        return None
-    is_other = run is not None and (basis is None or basis.kind != "reference") and _catalog_dtype(basis) is None
-    return next((issue for issue in found if (issue.ops or issue.models) and not (is_other and issue.dtypes)), None)
-
-
-def _catalog_dtype(basis: Precision | None) -> str | None:
-    """The dtype to look up; ``None`` for one that the catalog does not cover: it has the 16-bit ones."""
-    return basis.format.name if basis is not None and basis.format.name in LOW else None
-
-
-def _way(basis: Precision | None) -> Way | None:
-    if basis is None:
-        return None
-    return "cast" if basis.kind == "cast" else "autocast" if basis.kind == "autocast" else None
-
-
-# -- Registry of rules: each turns a scan's result into diagnostics
-#
-# The docstring of a rule is its manual page, which ``lowprec-check explain LP101`` prints: a summary in the first line, then
-# what was observed, usual causes and what to do.
 
 RAN_HERE = "code of torch that is the same on all devices, and ran here"
 """What a gap of a predicted run rests on, if not on the catalog."""
@@ -166,7 +56,7 @@ Check = Callable[[ScanResult], Iterator[Finding]]
 
 
 class Rule(NamedTuple):
-    """One rule."""
+    """A check with its code."""
 
     code: str
     name: str
@@ -188,14 +78,13 @@ class Rule(NamedTuple):
     def diagnose(self, result: ScanResult, callers: Callers) -> Iterator[Diagnostic]:
         """Yield the diagnostics of this rule; ``callers`` are those of ``result``."""
         for finding in self.check(result):
-            text = finding.message.text
+            text, key = finding.message.text, finding.run.key if finding.run else None
             raised = text if finding.rests_on in (None, RAN_HERE) else None
             issue = known_issue(result, self.code, finding.op, finding.run, raised)
             advice = plain(finding.help) if isinstance(finding.help, str) else finding.help
             if issue:
                 advice = chained(advice, say("reported in {issue:text}", issue=issue.link))
             is_own = advice is not None and not isinstance(finding.help, str)
-            key = finding.run.key if finding.run else None
             yield Diagnostic(
                 code=self.code,
                 name=self.name,
@@ -271,7 +160,101 @@ def check_codes(prefixes: Iterable[str]) -> None:
 
 def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Diagnostic]:
     """The diagnostics of ``result`` whose code starts with a prefix in ``select`` (default: all) and none in ``ignore``."""
-    selected, ignored = tuple(select), tuple(ignore)
-    chosen_rules = [rule for code, rule in rules().items() if is_selected(code, selected, ignored)]
-    callers = Callers(result)
-    return [diagnostic for rule in chosen_rules for diagnostic in rule.diagnose(result, callers)]
+    selected, ignored, callers = tuple(select), tuple(ignore), Callers(result)
+    chosen = [rule for code, rule in rules().items() if is_selected(code, selected, ignored)]
+    return [diagnostic for rule in chosen for diagnostic in rule.diagnose(result, callers)]
+
+
+# -- The line of the user's own code that leads to a line in an installed package
+
+Place = tuple[str | None, str | None, str | None]
+"""Module, op and line."""
+
+
+class Callers:
+    """Finds it for the findings of one result."""
+
+    def __init__(self, result: ScanResult) -> None:
+        """Collect the lines that were recorded."""
+        model = result.model
+        self._model = (model.source if model.caller is None else model.caller) or ""
+        self._of_place: dict[Place, str] = {}
+        self._of_source: dict[str | None, str] = {}
+        if model.caller is not None and model.source is not None:
+            self._of_source[model.source] = model.caller
+        for run in result.runs:
+            calls = run.op_calls
+            found: list[tuple[str | None, str | None, str | None, str | None]] = [
+                *dict.fromkeys(zip(calls.module, calls.op, calls.source, calls.caller, strict=True)),
+                *((gap.module, gap.op, gap.source, gap.caller) for gap in run.gaps),
+                *((its.module, None, its.source, its.caller) for its in (run.exception, run.stopped_by) if its),
+            ]
+            for module, op, source, caller in found:
+                if caller is not None:  # in an installed package; empty if there is no line of the user's
+                    place = module, op, source
+                    self._of_place[place] = self._of_place.get(place) or caller
+                    self._of_source[source] = self._of_source.get(source) or caller
+
+    def of(self, module: str | None, op: str | None, source: str | None) -> str | None:
+        """The user's line for what was found at ``source``: the call of the package, else the line that makes the model.
+
+        ``None`` if ``source`` is the user's own, or nothing is known of it; empty if there is no line of the user's.
+        """
+        found = self._of_place.get((module, op, source), self._of_source.get(source))
+        return found if found is None else found or self._model
+
+
+# -- What the catalog adds to a finding: the torch release that fixes it, and a known issue about it
+
+
+def catalog_fix(gap: Gap, run: Run, result: ScanResult) -> str | None:
+    """``supported since torch 2.14`` or ``no torch release up to 2.15 supports it``; ``None`` if the catalog has not measured it."""
+    dtype = _catalog_dtype(run)
+    if dtype is None or gap.phase == "optimizer":
+        return None
+    try:
+        found = find_fix(
+            gap.op,
+            device=run.device,
+            dtype=dtype,
+            torch=result.torch,
+            phase=gap.phase,
+            autocast=run.is_autocast,
+        )
+    except UsageError:  # an unreadable catalog must not fail the scan
+        return None
+    return str(found) if found else None
+
+
+def known_issue(
+    result: ScanResult, code: str, op: str | None, run: Run | None, message: str | None
+) -> KnownIssue | None:
+    """The known issue that fits a finding best: same code, same op or model, not fixed in the torch of the runs.
+
+    ``message`` is what the op raised or warned; ``None`` if it did not run, but the catalog says that it fails.
+    """
+    kind = run.basis.kind if run and run.basis else None
+    way: Way | None = "cast" if kind == "cast" else "autocast" if kind == "autocast" else None
+    device = run.device if run else str(result.environment.get("device", ""))
+    try:
+        if not any(code in issue.codes for issue in known_issues()):
+            return None
+        found = matching(
+            code=code,
+            op=op,
+            model=result.model.name,
+            device=device or None,
+            dtype=_catalog_dtype(run) if run else None,
+            way=way,
+            torch=result.torch or None,
+            message=message,
+        )
+    except UsageError:
+        return None
+    is_other = run is not None and kind != "reference" and _catalog_dtype(run) is None
+    return next((issue for issue in found if (issue.ops or issue.models) and not (is_other and issue.dtypes)), None)
+
+
+def _catalog_dtype(run: Run) -> str | None:
+    """The dtype to look up; ``None`` for one that the catalog does not cover: it has the 16-bit ones."""
+    return run.format.name if run.format is not None and run.format.name in LOW else None

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
-from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, uses_autocast
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.training_status import Lost, first_way, passing_ways, trained_runs
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chained, percent, say
-from lowprec_check.schema.training import WAYS, EpsilonCheck, LostUpdates, TrainingWay, decay_lost_of, lost_of
+from lowprec_check.schema.training import LostUpdates
 
 LOST = 0.1
 """A share of lost updates of weights or averages that is worth a finding."""
@@ -16,29 +16,20 @@ LOST = 0.1
 STALLED = 0.5
 """The same for buffers and the state of the optimizer: an average that loses less still follows."""
 
-RECOVERING = ("master-weights", "master-weights-scaled", "split-weights", "kahan", "stochastic-rounding")
-"""The ways that keep small updates, in the order in which they are recommended."""
 
+class _Loss(Lost):
+    """What tensors that belong together lose, in the words of a finding."""
 
-class _Loss(NamedTuple):
-    """What tensors that belong together lose."""
+    def __init__(self, tensors: Sequence[LostUpdates]) -> None:
+        super().__init__("", tensors)
+        self.worst = max(tensors, key=lambda found: (found.lost, found.decay_lost or 0.0))
+        self.module = self.worst.name.partition(" · ")[0].rpartition(".")[0]
+        """The module of the parameter, of the buffer, or of the state of the parameter, that loses most."""
 
-    tensors: list[LostUpdates]
-
-    @property
-    def share(self) -> float:
-        """Of the updates of all their elements."""
-        return lost_of(self.tensors) or 0.0
-
-    @property
-    def decay(self) -> float | None:
-        """Of those by weight decay alone; ``None`` if it moves nothing."""
-        return decay_lost_of(self.tensors)
-
-    @property
-    def worst(self) -> LostUpdates:
-        """The tensor that loses most."""
-        return max(self.tensors, key=lambda found: (found.lost, found.decay_lost or 0.0))
+    def most(self) -> Sentence | None:
+        """The tensor that loses most, of several."""
+        words = "most in {tensor:text}: {most:percent}"
+        return say(words, tensor=self.worst.name, most=self.worst.lost) if len(self.tensors) > 1 else None
 
 
 @rule("LP503", "lost-update", "warning")
@@ -63,77 +54,52 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
         with torch.autocast("cpu", dtype=torch.bfloat16):
             output = model(inputs)
     """
-    for run in low_runs(result):
-        lost = run.training.lost_updates if run.training else []
-        for group in sorted({found.group or 0 for found in lost if found.values == "weight"}):
-            found = _Loss([tensor for tensor in lost if tensor.values == "weight" and (tensor.group or 0) == group])
-            several = len({tensor.group for tensor in lost if tensor.values == "weight"}) > 1
-            of = " of parameter group {group:number}" if several else ""
+    for run, training in trained_runs(result):
+        weights = [tensor for tensor in training.lost_updates if tensor.values == "weight"]
+        several = len({tensor.group for tensor in weights}) > 1
+        for group in sorted({tensor.group or 0 for tensor in weights}):
+            found = _Loss([tensor for tensor in weights if (tensor.group or 0) == group])
             if max(found.share, found.decay or 0.0) >= LOST:
-                yield Finding(_lost(found, of, group), run, _module_of(found.worst), help=what_recovers(run, result))
-        averages = _Loss([tensor for tensor in lost if tensor.values == "average"])
-        if averages.tensors and averages.share >= LOST:
-            message = say(
-                "{lost:percent} of the updates of the average of the weights are lost to rounding", lost=averages.share
-            )
-            yield Finding(
-                message, run, _module_of(averages.worst), help="keep the average in fp32: AveragedModel(model.float())"
-            )
+                message = _lost(found, group if several else None)
+                yield Finding(message, run, found.module, help=what_recovers(run, result))
+        averages = [tensor for tensor in training.lost_updates if tensor.values == "average"]
+        if averages and (average := _Loss(averages)).share >= LOST:
+            words = "{lost:percent} of the updates of the average of the weights are lost to rounding"
+            advice = "keep the average in fp32: AveragedModel(model.float())"
+            yield Finding(say(words, lost=average.share), run, average.module, help=advice)
 
 
-def _lost(found: _Loss, of: str, group: int) -> Sentence:
-    """What a parameter group loses; ``of`` names the group, in a template."""
-    decay, which = found.decay or 0.0, {"group": group} if of else {}
+def _lost(found: _Loss, group: int | None) -> Sentence:
+    """What the weights lose, all or those of a parameter ``group``."""
+    decay, which = found.decay or 0.0, {} if group is None else {"group": group}
+    of = " of parameter group {group:number}" if which else ""
     if found.share < LOST:
         alone = f"{{decay:percent}} of the updates of weights{of} by weight decay alone are lost to rounding, {{lost:percent}} of those with gradients"
         return say(alone, decay=decay, lost=found.share, **which)
     return chained(
         say(f"{{lost:percent}} of the updates of weights{of} are lost to rounding", lost=found.share, **which),
         say("by weight decay alone: {decay:percent}", decay=decay) if decay >= LOST else None,
-        _most_in(found),
+        found.most(),
     )
-
-
-def _most_in(found: _Loss) -> Sentence | None:
-    """The tensor that loses most, of several."""
-    if len(found.tensors) <= 1:
-        return None
-    return say("most in {tensor:text}: {most:percent}", tensor=found.worst.name, most=found.worst.lost)
-
-
-def _module_of(found: LostUpdates) -> str:
-    """The module of a parameter, a buffer, or the state of a parameter."""
-    return found.name.partition(" · ")[0].rpartition(".")[0]
 
 
 def what_recovers(run: Run, result: ScanResult) -> str:
     """The ways of ``run`` that passed and keep small updates, with their memory; or autocast."""
-    passed = [way for name in RECOVERING if (way := _way(run, name)) is not None and way.status == "ok"]
     autocast = [
-        other
-        for other in low_runs(result)
-        if other.key != run.key and uses_autocast(other) and other.basis and run.basis and other.status == "ok"
+        other for other in low_runs(result) if other.key != run.key and other.is_autocast and other.status == "ok"
     ]
-    same = [other for other in autocast if other.basis and run.basis and other.basis.format == run.basis.format]
-    names = [f"{other.key.label}, which keeps the weights in fp32" for other in (*same, *autocast)[:1]]
-    names += [_with_memory(way) for way in passed]
+    same = [other for other in autocast if other.format == run.format]
+    names = [f"{other.key.label}, which keeps the weights in fp32" for other in (*same, *autocast)[:1] if run.format]
+    passed = [way for way in passing_ways(run) if way.declared.updater]
+    for way in sorted(passed, key=lambda way: way.declared.order):
+        lost = f"{percent(way.lost_updates)} lost" if way.lost_updates else ""
+        figures = ", ".join(filter(None, (lost, bytes_figure(way.state_bytes) if way.state_bytes else "")))
+        names.append(f"{way.declared.words} ({figures})" if figures else way.declared.words)
     if not names:
         return "try autocast or fp32 master weights, which keep the weights in fp32"
-    plain = run.training.ways[0].state_bytes if run.training else None
-    here = f" (weights and optimizer state as it is: {bytes_figure(plain)})" if plain and passed else ""
-    return f"use {'; or '.join(names)}{here}"
-
-
-def _way(run: Run, name: str) -> TrainingWay | None:
-    return run.training.way(name) if run.training else None
-
-
-def _with_memory(way: TrainingWay) -> str:
-    """``Kahan summation (0.4 % lost, 93 MiB)``."""
-    lost = f"{percent(way.lost_updates)} lost" if way.lost_updates else ""
-    size = bytes_figure(way.state_bytes) if way.state_bytes else ""
-    figures = ", ".join(filter(None, (lost, size)))
-    return WAYS.get(way.name, way.name) + (f" ({figures})" if figures else "")
+    first = first_way(run)
+    as_it_is = bytes_figure(first.state_bytes) if first and first.state_bytes and passed else ""
+    return f"use {'; or '.join(names)}" + (f" (weights and optimizer state as it is: {as_it_is})" if as_it_is else "")
 
 
 @rule("LP504", "stalled-state", "warning")
@@ -157,9 +123,9 @@ def stalled_state(result: ScanResult) -> Iterator[Finding]:
         model.bfloat16()
         model.norm.float()
     """
-    for run in low_runs(result):
+    for run, training in trained_runs(result):
         kinds: dict[tuple[str, str], list[LostUpdates]] = {}
-        for found in run.training.lost_updates if run.training else []:
+        for found in training.lost_updates:
             if found.values in ("buffer", "optimizer state") and found.lost >= STALLED:
                 key = found.name.rpartition(" · ")[2].rpartition(".")[2]
                 kinds.setdefault((found.values, key), []).append(found)
@@ -171,7 +137,7 @@ def stalled_state(result: ScanResult) -> Iterator[Finding]:
             )
             message = say(f"{lost} are lost to rounding", values=values, lost=loss.share, name=key, **of)
             advice = "try the module in fp32, or autocast" if values == "buffer" else what_recovers(run, result)
-            yield Finding(chained(message, _most_in(loss)), run, _module_of(loss.worst), help=advice)
+            yield Finding(chained(message, loss.most()), run, loss.module, help=advice)
 
 
 @rule("LP506", "zero-epsilon", "warning")
@@ -193,26 +159,16 @@ def zero_epsilon(result: ScanResult) -> Iterator[Finding]:
         # after
         optimizer = torch.optim.Adam(model.half().parameters(), lr=1e-3, eps=1e-4)
     """
-    for run in low_runs(result):
-        checks = [check for check in run.training.epsilon if check.error is None] if run.training else []
-        wrong = [check for check in checks if check.nonfinite > 0]
-        if wrong:
-            yield Finding(_epsilon_message(wrong, checks), run, help=_epsilon_advice(run, result, checks))
-
-
-def _epsilon_message(wrong: Sequence[EpsilonCheck], checks: Sequence[EpsilonCheck]) -> Sentence:
-    made = "a step with zero gradients makes {share:percent} of the weights NaN or Inf: eps is zero in the dtype"
-    message = say(made, share=max(check.nonfinite for check in wrong))
-    fails = [check.implementation for check in wrong if check.implementation != "as given"]
-    works = [check.implementation for check in checks if not check.nonfinite and check.implementation != "as given"]
-    if fails and works:
-        told = say("with {fails:text}, not with {works:text}", fails=" and ".join(fails), works=" and ".join(works))
-        return chained(message, told)
-    return message
-
-
-def _epsilon_advice(run: Run, result: ScanResult, checks: Sequence[EpsilonCheck]) -> str:
-    works = [check.implementation for check in checks if not check.nonfinite]
-    given = any(check.nonfinite for check in checks if check.implementation == "as given")
-    settings = [f"{name}=True" for name in ("fused", "foreach") if name in works and given]
-    return what_recovers(run, result) + (f"; {settings[0]} avoids it too" if settings else "")
+    for run, training in trained_runs(result):
+        checks = {check.implementation: check.nonfinite for check in training.epsilon if check.error is None}
+        if not any(checks.values()):
+            continue
+        made = "a step with zero gradients makes {share:percent} of the weights NaN or Inf: eps is zero in the dtype"
+        message = say(made, share=max(checks.values()))
+        fails = " and ".join(name for name, share in checks.items() if share and name != "as given")
+        works = " and ".join(name for name, share in checks.items() if not share and name != "as given")
+        if fails and works:
+            message = chained(message, say("with {fails:text}, not with {works:text}", fails=fails, works=works))
+        settings = [f"{name}=True" for name in ("fused", "foreach") if checks.get("as given") and checks.get(name) == 0]
+        too = f"; {settings[0]} avoids it too" if settings else ""
+        yield Finding(message, run, help=what_recovers(run, result) + too)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import frexp
 
 from lowprec_check.analysis.recommend import recommended_run
@@ -10,20 +10,17 @@ from lowprec_check.analysis.run_summary import reference_of
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.training_advice import FEW, keeps_weights
-from lowprec_check.analysis.training_status import distance_limit, first_way, remedies, steps_of, way_name
+from lowprec_check.analysis.training_status import Lost, distance_limit, first_way, remedies, steps_of
 from lowprec_check.schema.precisions import FP16
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, module_name, plain, say
 from lowprec_check.schema.training import (
-    EXTENSION_WAYS,
     EpsilonCheck,
+    LossScale,
     LostUpdates,
     ParameterGradient,
-    TrainingRun,
     TrainingWay,
     Values,
-    decay_lost_of,
-    lost_of,
 )
 
 MATTERS = 0.001
@@ -61,13 +58,13 @@ def stays_near(run: Run, result: ScanResult) -> Made:
         of_fp32 = {"fp32_first": setup.losses[0], "fp32_last": setup.losses[done]}
         parts.append(say(words, first=way.losses[0], last=way.losses[-1], **of_fp32))
     if way.distances:
-        near = say(_DISTANCE, distance=way.distances[-1])
+        judged = None
         if distance_limit(run, way, setup) is not None:
             words = "{part:percent} of the limit from {seeds:count fp32 run} with other seeds"
-            near = chained(near, say(words, part=part, seeds=setup.seeds), between=", ")
-        elif way.name == "stochastic-rounding":
-            near = chained(near, plain("which is not judged, as rounding at random is right on average"), between=", ")
-        parts.append(near)
+            judged = say(words, part=part, seeds=setup.seeds)
+        elif way.declared.is_random:
+            judged = plain("which is not judged, as rounding at random is right on average")
+        parts.append(chained(say(_DISTANCE, distance=way.distances[-1]), judged, between=", "))
     says = say("it passes after {done:count step}", done=done or setup.steps)
     return Said(chained(says, chained(*parts), between=": ") if parts else says, "warn" if part >= NEAR else "none")
 
@@ -82,34 +79,27 @@ def part_of_limit(run: Run, result: ScanResult) -> float:
 @per_run("scaling", "advice", disproof="a step later in the training")
 def scaling(run: Run, result: ScanResult) -> Made:
     """Whether the recommended way to train scales the loss, and why."""
-    way = _recommended(run, result)
-    if way is None or run.basis is None:
+    way, training = _recommended(run, result), run.training
+    if way is None or training is None or run.format is None:
         return None
-    if not run.basis.format.underflows:
-        return say("no GradScaler is needed: {format:text} has the range of fp32", format=run.basis.format.short)
-    underflow = run.training.underflow if run.training else None
+    if not run.format.underflows:
+        return say("no GradScaler is needed: {format:text} has the range of fp32", format=run.format.short)
     lost = None
-    if underflow is not None:
+    if training.underflow:
         words = "{underflow:percent} of the elements of gradients underflow in the first step without it"
-        lost = (
-            say(words, underflow=underflow)
-            if underflow
-            else plain("no gradient underflows in the first step without it")
-        )
+        lost = say(words, underflow=training.underflow)
     if way.initial_scale is None:
-        return chained(plain("it passes without GradScaler"), lost if underflow else None)
-    skips = (
-        say(
-            "with GradScaler from {scale:scale}, {skipped:count step} skipped",
-            scale=way.initial_scale,
-            skipped=way.skipped_steps,
-        )
-        if way.skipped_steps
-        else say("with GradScaler from {scale:scale}, no step skipped", scale=way.initial_scale)
-    )
-    plain_way = run.training.way("plain") if run.training else None
+        return chained(plain("it passes without GradScaler"), lost)
+    if training.underflow == 0:
+        lost = plain("no gradient underflows in the first step without it")
+    start = say("with GradScaler from {scale:scale}", scale=way.initial_scale)
+    plain_way = training.way("plain")
     without = plain("it passes without GradScaler too") if plain_way and plain_way.status == "ok" else None
-    return chained(skips, lost, without)
+    return chained(chained(start, _skipped(way.skipped_steps), between=", "), lost, without)
+
+
+def _skipped(steps: int) -> Sentence:
+    return say("{skipped:count step} skipped", skipped=steps) if steps else say("no step skipped")
 
 
 @per_run("updates", "advice", disproof="a longer training")
@@ -118,12 +108,12 @@ def updates(run: Run, result: ScanResult) -> Made:
     way = _recommended(run, result)
     if way is None or run.training is None:
         return None
-    if keeps_weights(run) and way.name not in EXTENSION_WAYS:
+    if keeps_weights(run) and way.declared.leaves_weights:
         return plain("the weights stay in fp32, so rounding loses no update")
     plain_way = run.training.way("plain")
     lost = plain_way.lost_updates if plain_way else None
-    if way.name not in ("plain", "grad-scaler"):
-        kept = say("with {way:text}", way=way_name(way.name))
+    if not way.declared.leaves_weights:
+        kept = say("with {way:text}", way=way.declared.words)
         as_it_is = "as it is, rounding loses {lost:percent} of the updates of weights"
         return chained(kept, say(as_it_is, lost=lost) if lost else None)
     if lost is None or lost < FEW:
@@ -139,11 +129,8 @@ def other_way(run: Run, result: ScanResult) -> Made:
     way, first = _recommended(run, result), first_way(run)
     if way is None or first is None or way.name == first.name or run.status in ("ok", "skipped"):
         return None
-    return chained(say("{first:text} it does not pass", first=_as(first)), why(run), between=": ")
-
-
-def _as(way: TrainingWay) -> str:
-    return "as it is" if way.name == "plain" else f"with {way_name(way.name)}"
+    usual = "as it is" if first.name == "plain" else f"with {first.declared.words}"
+    return chained(say("{first:text} it does not pass", first=usual), why(run), between=": ")
 
 
 @per_run("state", "advice")
@@ -161,14 +148,12 @@ def state(run: Run, result: ScanResult) -> Made:
 
 def drawback(run: Run) -> Sentence | None:
     """Why a run that passes, and is faster than the recommended one, is not recommended; ``None`` if its weights stay in fp32."""
-    first = first_way(run)
-    if first is None or run.basis is None or keeps_weights(run):
+    first, lost = first_way(run), None
+    if first is None or run.format is None or keeps_weights(run):
         return None
-    casts = say("but its weights are in {format:text}", format=run.basis.format.short)
-    lost = (
-        say("rounding loses {lost:percent} of their updates", lost=first.lost_updates) if first.lost_updates else None
-    )
-    return chained(casts, lost, between=": ")
+    if first.lost_updates:
+        lost = say("rounding loses {lost:percent} of their updates", lost=first.lost_updates)
+    return chained(say("but its weights are in {format:text}", format=run.format.short), lost, between=": ")
 
 
 # -- each run
@@ -181,7 +166,7 @@ def passing(run: Run, result: ScanResult) -> Made:
     if names:
         return say("passes with {ways:names}", ways=names)
     if first is not None and first.name != "plain" and first.status == "ok" and not run.is_reference:
-        return say("with {way:text}", way=way_name(first.name))
+        return say("with {way:text}", way=first.declared.words)
     return None
 
 
@@ -191,47 +176,39 @@ def gradients(run: Run, result: ScanResult) -> Made:
     training = run.training
     if training is None or run.is_reference or not training.gradients:
         return None
-    small = [found for found in training.gradients if found.underflow >= MATTERS]
+    underflow, parts = training.underflow or 0.0, []
     large = [found for found in training.gradients if found.overflow]
-    parts = []
-    if (training.underflow or 0.0) >= MATTERS:
-        total = say("{underflow:percent} of the elements underflow", underflow=training.underflow)
-        parts.append(_with(total, _named(small, "underflow", "of"), len(small)))
+    if underflow >= MATTERS:
+        small = [found for found in training.gradients if found.underflow >= MATTERS]
+        total = say("{underflow:percent} of the elements underflow", underflow=underflow)
+        parts.append(_with(total, small, "underflow", "of", names_rest=True))
     if large:
-        parts.append(_with(plain("elements overflow"), _named(large, "overflow", "of"), len(large)))
+        parts.append(_with(plain("elements overflow"), large, "overflow", "of", names_rest=True))
     if training.gradient_error is not None:
-        told = [found for found in training.gradients if found.error_share]
-        named = _named(told, "error_share", "from")
-        parts.append(_with(say("error {error:error}", error=training.gradient_error), named))
-    is_odd = large or (training.underflow or 0.0) >= MATTERS
-    return Said(chained(*parts), "warn" if is_odd else "none") if parts else None
+        head = say("error {error:error}", error=training.gradient_error)
+        shares = [found for found in training.gradients if found.error_share]
+        parts.append(_with(head, shares, "error_share", "from", names_rest=False))
+    return Said(chained(*parts), "warn" if large or underflow >= MATTERS else "none") if parts else None
 
 
-def _named(found: Sequence[ParameterGradient], figure: str, word: str) -> list[Sentence]:
-    """``48 % of conv1.weight``: the parameters with the largest figures."""
+def _with(head: Sentence, found: Sequence[ParameterGradient], figure: str, word: str, *, names_rest: bool) -> Sentence:
+    """``head (48 % of conv1.weight, 4 % of fc.weight and of 12 more)``: the parameters with the largest figures."""
     most = sorted(found, key=lambda one: -(getattr(one, figure) or 0.0))[:_NAMED]
-    return [
-        say(f"{{share:percent}} {word} {{parameter:text}}", share=getattr(one, figure), parameter=one.parameter)
-        for one in most
-    ]
-
-
-def _with(head: Sentence, named: list[Sentence], total: int = 0) -> Sentence:
-    """``head (48 % of conv1.weight, 4 % of fc.weight and of 12 more)``."""
-    if not named:
+    if not most:
         return head
-    inside = chained(*named, between=", ")
-    if total > len(named):
-        inside = chained(inside, say("of {more:number} more", more=total - len(named)), between=" and ")
+    words = f"{{share:percent}} {word} {{parameter:text}}"
+    inside = chained(*(say(words, share=getattr(one, figure), parameter=one.parameter) for one in most), between=", ")
+    if names_rest and len(found) > len(most):
+        inside = chained(inside, say("of {more:number} more", more=len(found) - len(most)), between=" and ")
     return chained(head, plain(" ("), inside, plain(")"), between="")
 
 
 @per_run("loss-scale", "training", disproof="a later step with larger gradients")
 def loss_scale(run: Run, result: ScanResult) -> Made:
     """The loss scale that the first step suggests, and what happened when it was tried."""
-    training, setup = run.training, result.training
-    found = training.loss_scale if training is not None else None
-    if training is None or found is None or setup is None:
+    training = run.training
+    found = training.loss_scale if training is not None and result.training is not None else None
+    if training is None or found is None:
         return None
     default, suggested = training.way("grad-scaler"), training.way("grad-scaler-suggested")
     scale, skips = power_of_two(found.scale), default.skipped_steps if default is not None else 0
@@ -244,19 +221,14 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
         start = say("start GradScaler at {scale:text}: its default skips {skips:count step}", scale=scale, skips=skips)
     else:
         start = say("start GradScaler at {scale:text}", scale=scale)
-    scaled, largest = found.largest * found.scale, (run.basis.format if run.basis is not None else FP16).largest
+    scaled, limit = found.largest * found.scale, (run.format or FP16).largest
     where = f" ({module_name(found.largest_at)})" if found.largest_at else ""
-    parts = [
-        say(
-            "the largest 16-bit gradient of the backward pass is {largest:figure}{where:text}",
-            largest=found.largest,
-            where=where,
-        ),
-        say("{scaled:figure} with this scale, of at most {limit:scale}", scaled=scaled, limit=largest)
-        if scaled <= largest
-        else None,
-    ]
-    return chained(start, chained(*parts, between=", "), _underflow(training), _tried(training, suggested or default))
+    words = "the largest 16-bit gradient of the backward pass is {largest:figure}{where:text}"
+    largest = say(words, largest=found.largest, where=where)
+    if scaled <= limit:
+        fits = say("{scaled:figure} with this scale, of at most {limit:scale}", scaled=scaled, limit=limit)
+        largest = chained(largest, fits, between=", ")
+    return chained(start, largest, _underflow(found), _tried(found, suggested or default))
 
 
 def power_of_two(scale: float) -> str:
@@ -265,31 +237,21 @@ def power_of_two(scale: float) -> str:
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
 
 
-def _underflow(training: TrainingRun) -> Sentence | None:
-    found = training.loss_scale
-    if found is None:
-        return None
+def _underflow(found: LossScale) -> Sentence:
+    words = "{without:percent} of the elements of gradients underflow without scaling"
     if found.underflow is None:
-        words = "{without:percent} of the elements of gradients underflow without scaling"
         return say(words, without=found.underflow_unscaled)
     if not found.underflow_unscaled and not found.underflow:
         return plain("no element of the gradients underflows, with it or without scaling")
-    words = "{without:percent} of the elements of gradients underflow without scaling, {here:percent} with it"
-    return say(words, without=found.underflow_unscaled, here=found.underflow)
+    return say(f"{words}, {{here:percent}} with it", without=found.underflow_unscaled, here=found.underflow)
 
 
-def _tried(training: TrainingRun, way: TrainingWay | None) -> Sentence | None:
-    found = training.loss_scale
-    if found is None or found.skipped_steps is None or way is None or way.initial_scale != found.scale:
+def _tried(found: LossScale, way: TrainingWay | None) -> Sentence | None:
+    if found.skipped_steps is None or way is None or way.initial_scale != found.scale:
         return None
     done = steps_of(way)
-    skipped = "{skipped:count step} skipped" if found.skipped_steps else "no step skipped"
-    figures: dict[str, int] = {"skipped": found.skipped_steps} if found.skipped_steps else {}
-    return (
-        say(f"tried in {{done:count step}}: {skipped}", done=done, **figures)
-        if done
-        else say(f"tried: {skipped}", **figures)
-    )
+    tried = say("tried in {done:count step}", done=done) if done else say("tried")
+    return chained(tried, _skipped(found.skipped_steps), between=": ")
 
 
 # -- updates
@@ -302,15 +264,6 @@ _KINDS: dict[Values, str] = {
 }
 _KEY = " · "
 """Between a parameter and the key of its state in a name."""
-
-
-class Lost:
-    """Tensors of one kind, whose updates are counted together."""
-
-    def __init__(self, name: str, tensors: Sequence[LostUpdates]) -> None:
-        self.name, self.tensors = name, tensors
-        self.share, self.decay = lost_of(tensors) or 0.0, decay_lost_of(tensors)
-        self.worst = max(tensors, key=lambda one: one.lost)
 
 
 def lost_kinds(run: Run) -> list[Lost]:
@@ -363,14 +316,11 @@ def zero_gradients(run: Run, result: ScanResult) -> Made:
         return None
     shares = sorted(check.nonfinite for check in bad)
     some = "{share:percent}" if shares[0] == shares[-1] else "up to {share:percent}"
-    fine = [check for check in checks if not check.nonfinite]
     words = f"a step with gradients of zero makes {some} of the weights NaN or Inf with {{bad:text}}"
-    found = say(words, share=shares[-1], bad=_implementations(bad))
-    return Said(
-        chained(found, say("none with {fine:text}", fine=_implementations(fine)) if fine else None),
-        "warn",
-    )
+    fine = _implementations(check for check in checks if not check.nonfinite)
+    none = say("none with {fine:text}", fine=fine) if fine else None
+    return Said(chained(say(words, share=shares[-1], bad=_implementations(bad)), none), "warn")
 
 
-def _implementations(checks: Sequence[EpsilonCheck]) -> str:
+def _implementations(checks: Iterable[EpsilonCheck]) -> str:
     return ", ".join(_IMPLEMENTATIONS.get(check.implementation, "the optimizer as given") for check in checks)

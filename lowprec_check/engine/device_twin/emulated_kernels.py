@@ -17,7 +17,7 @@ from lowprec_check.engine.core.op_kernels import shared_kernel
 from lowprec_check.engine.device_twin.kernel_support import DTYPES, KernelSupport
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.execution import Retry
-from lowprec_check.engine.trace.op_arguments import has_narrow_dtype, map_values, tensors_in
+from lowprec_check.engine.trace.ops import has_narrow_dtype, map_values, tensors_in
 from lowprec_check.errors import message_of
 from lowprec_check.schema.op_calls import fallback_warning
 

@@ -21,7 +21,7 @@ from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, 
 from lowprec_check.engine.device_twin import twin_autocast
 from lowprec_check.engine.device_twin.emulated_kernels import EmulatedKernels
 from lowprec_check.engine.device_twin.kernel_support import KernelSupport
-from lowprec_check.engine.trace.op_arguments import map_args
+from lowprec_check.engine.trace.ops import map_args
 from lowprec_check.schema.measures import PredictedDevice
 
 # -- Functions of other packages that compute in another way on a CPU: in a twin they choose as on a GPU

@@ -20,7 +20,7 @@ from torch._ops import OpOverload
 from lowprec_check.catalog.autocast_releases import CastPolicy
 from lowprec_check.engine.core.autocast_policies import aten_overload
 from lowprec_check.engine.core.op_kernels import replace_autocast_kernels
-from lowprec_check.engine.trace.op_arguments import map_args, tensors_in
+from lowprec_check.engine.trace.ops import map_args, tensors_in
 
 _KEY = "AutocastCPU"
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")

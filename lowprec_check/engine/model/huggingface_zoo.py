@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.model.inputs import inputs_code, parse_inputs
 from lowprec_check.engine.model.target import Target, unchecked_target
-from lowprec_check.engine.model.user_module import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.engine.model.zoo import check_memory, import_zoo, unknown_name
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 

@@ -1,16 +1,22 @@
-"""Model inputs from the command line or a file, converted to the arguments of a call."""
+"""Inputs as people give them (tensors, loaders, datasets, functions, NumPy arrays, shapes), and the arguments of calls made of them."""
 
 from __future__ import annotations
 
+import copy
 import inspect
+import itertools
+import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.errors import UsageError, first_line, message_of
 
 PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword arguments, or a function that returns one):
@@ -21,35 +27,10 @@ PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword argument
 
 or pass shapes: --inputs 1x3x224x224, or --inputs input_ids=1x128:int64"""
 
-_SPEC = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>scalar|\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
+_NOTHING = object()
 
 
-def is_function(value: Any) -> bool:
-    """Whether inputs are given as a function that returns them."""
-    return callable(value) and not isinstance(value, (Tensor, Mapping))
-
-
-def call_with_number(given: Callable[..., Any], index: int) -> Any:
-    """Return ``given(index)`` if it accepts an argument, else ``given()``; batch 0 needs no number if it has a default."""
-    return given(index) if accepts(given, index) and (index or not accepts(given)) else given()
-
-
-def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``forward`` by name; raises :class:`UsageError` if a positional one has none."""
-    try:
-        bound = inspect.signature(forward).bind(*args, **kwargs).arguments
-    except (TypeError, ValueError):
-        bound = {}
-    parameters = inspect.signature(forward).parameters
-    kinds = {parameters[name].kind for name in bound}
-    if not bound or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
-        raise UsageError(
-            "The model is called with positional and keyword arguments that cannot all be named.", PASTE_INPUTS
-        )
-    by_name = dict[str, Any]()
-    for name, value in bound.items():
-        by_name |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
-    return by_name
+# -- The arguments of a call
 
 
 class Arguments(NamedTuple):
@@ -85,77 +66,22 @@ def accepts(forward: Callable[..., Any], *args: Any) -> bool:
     return True
 
 
-def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
-    """Random inputs for specs like ``1x3x224x224``, ``1x128:int64``, ``mask=1x128:bool``; seeded.
-
-    Integers are between 0 and 9. Raises :class:`UsageError` if a spec cannot be parsed.
-    """
-    generator = torch.Generator().manual_seed(seed)
-    args: list[Tensor] = []
-    kwargs: dict[str, Tensor] = {}
-    for spec in (part for text in specs for part in text.split(",")):
-        match = _SPEC.fullmatch(spec.strip())
-        dtype = getattr(torch, match["dtype"] or "float32", None) if match else None
-        if match is None or not isinstance(dtype, torch.dtype):
-            raise UsageError(f"Cannot parse --inputs {spec!r}.", "Examples: 1x3x224x224, 1x128:int64, mask=1x128:bool.")
-        shape = [] if match["shape"] == "scalar" else [int(size) for size in match["shape"].split("x")]
-        tensor = _random(spec, shape, dtype, generator)
-        if match["name"]:
-            kwargs[match["name"]] = tensor
-        else:
-            args.append(tensor)
-    if args and kwargs:
-        raise UsageError("--inputs mixes tensors with and without a name.", "Name all of them or none.")
-    return kwargs or (args[0] if len(args) == 1 else tuple(args))
-
-
-def _random(spec: str, shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    """The arguments of a call of ``forward`` by name; raises :class:`UsageError` if a positional one has none."""
+    parameters = inspect.signature(forward).parameters
     try:
-        if dtype == torch.bool:
-            return torch.ones(shape, dtype=dtype)
-        if dtype.is_floating_point or dtype.is_complex:
-            wide = torch.complex64 if dtype.is_complex else torch.float32
-            return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
-        return torch.randint(0, 10, shape, generator=generator).to(dtype)
-    except (RuntimeError, TypeError, OverflowError) as error:  # too large, or a dtype without such values
+        bound = inspect.signature(forward).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        bound = {}
+    kinds = {parameters[name].kind for name in bound}
+    if not bound or inspect.Parameter.VAR_POSITIONAL in kinds or inspect.Parameter.POSITIONAL_ONLY in kinds:
         raise UsageError(
-            f"Cannot make the input --inputs {spec}: {first_line(message_of(error))}",
-            "Give a smaller shape, or another dtype.",
-        ) from None
-
-
-def inputs_code(value: Any) -> str:
-    """Code that makes random inputs like ``value``: tensors, and lists, tuples and mappings of them; other values as they are."""
-    if isinstance(value, Tensor):
-        return _tensor_code(value)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key!r}: {inputs_code(item)}" for key, item in value.items()) + "}"
-    if isinstance(value, list):
-        return "[" + ", ".join(map(inputs_code, value)) + "]"
-    if isinstance(value, tuple):
-        return (
-            "("
-            + "".join(f"{inputs_code(item)}, " for item in value).removesuffix(" " if len(value) == 1 else ", ")
-            + ")"
+            "The model is called with positional and keyword arguments that cannot all be named.", PASTE_INPUTS
         )
-    return repr(value)
-
-
-def _tensor_code(tensor: Tensor) -> str:
-    sizes = ", ".join(map(str, tensor.shape))
-    shape = f"({sizes},)" if tensor.dim() == 1 else f"({sizes})"
-    if tensor.dtype == torch.bool:
-        return f"torch.ones({shape}, dtype=torch.bool)"
-    if tensor.is_floating_point() or tensor.is_complex():
-        dtype = "" if tensor.dtype == torch.float32 else f", dtype={tensor.dtype}"
-        return f"torch.randn({sizes or shape}{dtype})"
-    dtype = "" if tensor.dtype == torch.int64 else f", dtype={tensor.dtype}"
-    highest = int(tensor.max()) if tensor.numel() else 0
-    return (
-        f"torch.ones({shape}, dtype={tensor.dtype})"
-        if highest <= 1
-        else f"torch.randint(0, {highest + 1}, {shape}{dtype})"
-    )
+    by_name = dict[str, Any]()
+    for name, value in bound.items():
+        by_name |= value if parameters[name].kind is inspect.Parameter.VAR_KEYWORD else {name: value}
+    return by_name
 
 
 def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
@@ -167,3 +93,283 @@ def describe_inputs(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[str]:
         shape = "nested" if tensor.is_nested else tuple(tensor.shape)
         described.append(f"{name}{shape}{dtype}")
     return described
+
+
+# -- Batches
+
+
+class NoBatchError(UsageError):
+    """There is no batch of that number, or only one: the inputs are fixed."""
+
+
+class Batch(NamedTuple):
+    """Inputs, and how they were made from what was given."""
+
+    inputs: Any
+    notes: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    """The same as code."""
+    targets: tuple[Any, ...] = ()
+    """The elements of the batch that ``forward`` does not require."""
+    code: str = ""
+    """Code for the whole batch, where there are targets."""
+    targets_code: str = ""
+    """Code for the targets, from ``batch``."""
+
+
+def take_batch(given: Any, forward: Callable[..., Any]) -> Batch:
+    """The inputs of a call of ``forward``.
+
+    Of a data loader, dataset or iterator, the first batch is taken, and of that as many elements as ``forward`` requires:
+    the others are usually targets. NumPy arrays become tensors, in fp32 if they are in fp64. Raises :class:`UsageError` if
+    there is no batch, or an array of a dtype that torch lacks.
+    """
+    if not isinstance(given, (DataLoader, Dataset, Iterator)):
+        return _with_tensors(Batch(given))
+    if isinstance(given, DataLoader):
+        what, code = "a DataLoader: its first batch", "next(iter(inputs))"
+    elif isinstance(given, Iterator):
+        what, code = "an iterator: its first item", "next(inputs)"
+    else:
+        item = "next(iter(inputs))" if isinstance(given, IterableDataset) else "inputs[0]"
+        what, code = "a Dataset: its first item", f"torch.utils.data.default_collate([{item}])"
+    first = call_user_code("Taking a batch from `inputs`", lambda: next(_items(given), _NOTHING))
+    if first is _NOTHING:
+        raise UsageError("`inputs` is empty: it has no batch.", "Check what it loads.")
+    if isinstance(given, Dataset):
+        first = call_user_code("Making a batch of an item of `inputs`", lambda: default_collate([first]))
+    return _with_tensors(_needed(first, f"`inputs` is {what} was used", code, forward))
+
+
+class BatchMaker:
+    """Makes the inputs of batch 0, 1, 2, … from what the user gives; :func:`take_batch` accepts them.
+
+    A copy of a pickled one is ``None``: workers get their batch, and an iterator cannot be sent to them.
+    """
+
+    def __init__(self, given: Any) -> None:
+        self._given = given
+        self._taken = 1
+        """Items taken from an iterator: the first one by :func:`take_batch`."""
+
+    @classmethod
+    def of(cls, given: Any) -> BatchMaker | None:
+        """For a function, or for what has several batches; ``None`` for inputs that are fixed."""
+        several = is_function(given) or isinstance(given, (DataLoader, Dataset, Iterator))
+        return cls(given) if several else None
+
+    def __call__(self, index: int) -> Any:
+        """The inputs of a batch; raises :class:`UsageError` if there are fewer."""
+        given, position = self._given, index
+        if is_function(given):
+            takes_number = accepts(given, index)
+            given = given(index) if takes_number and (index or not accepts(given)) else given()
+            if takes_number:
+                return given
+        if index == 0 or not isinstance(given, (DataLoader, Dataset, Iterator)):
+            return given
+        if given is self._given and isinstance(given, Iterator):
+            position, self._taken = max(0, index - self._taken), index + 1
+
+        def take() -> Any:
+            items = _items(given)
+            batches = (default_collate([item]) for item in items) if isinstance(given, Dataset) else items
+            return next(itertools.islice(batches, position, None), _NOTHING)
+
+        found = call_user_code(f"Taking batch {index} from `inputs`", take)
+        if found is _NOTHING:
+            raise NoBatchError(
+                f"`inputs` has no batch {index}; the first is batch 0.", "Give more batches, or ask for fewer."
+            )
+        return iter([found])
+
+    def __reduce__(self) -> tuple[type[None], tuple[()]]:
+        return type(None), ()
+
+
+def is_function(value: Any) -> bool:
+    """Whether inputs are given as a function that returns them."""
+    return callable(value) and not isinstance(value, (Tensor, Mapping))
+
+
+def _items(given: DataLoader[Any] | Dataset[Any] | Iterator[Any]) -> Iterator[Any]:
+    """The batches of a loader, the items of others."""
+    if isinstance(given, DataLoader):  # a copy that starts no processes and threads: one batch is wanted
+        given = copy.copy(given)
+        vars(given).update(num_workers=0, prefetch_factor=None, persistent_workers=False, timeout=0, _iterator=None)
+    if isinstance(given, Dataset) and not isinstance(given, IterableDataset):
+        numbers = range(len(given)) if isinstance(given, Sized) else itertools.count()
+        return (given[number] for number in numbers)
+    return iter(given)
+
+
+def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Batch:
+    """What ``forward`` needs of the batch ``first``, which ``code`` makes."""
+    try:
+        parameters = list(inspect.signature(forward).parameters.values())
+    except (TypeError, ValueError):
+        parameters = []
+    kinds = {parameter.kind for parameter in parameters}
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    required = sum(parameter.kind in positional and parameter.default is parameter.empty for parameter in parameters)
+    if inspect.Parameter.VAR_POSITIONAL in kinds:  # any number
+        required = 0
+    if isinstance(first, Mapping):
+        known = first if inspect.Parameter.VAR_KEYWORD in kinds else {parameter.name for parameter in parameters}
+        names, others = [name for name in first if name in known], [name for name in first if name not in known]
+        if not others:
+            return Batch(first, (note,), (f"inputs = {code}",))
+        if not names and required == 1:
+            return Batch((first,), (f"{note} as the argument",), (f"inputs = ({code},)",))
+        picked = "{name: batch[name] for name in " + repr(names) + "}"
+        return Batch(
+            {name: first[name] for name in names},
+            (f"{note}, without {', '.join(map(repr, others))}, which forward does not accept",),
+            (f"batch = {code}", f"inputs = {picked}"),
+            tuple(first[name] for name in others),
+            targets_code=f"tuple(batch[name] for name in {others!r})",
+        )
+    if not isinstance(first, (list, tuple)):
+        return Batch(first, (note,), (f"inputs = {code}",))
+    if required in (0, len(first)) or required > len(first):
+        return Batch(tuple(first), (note,), (f"inputs = tuple({code})",))
+    inputs: Any = tuple(first[:required])
+    setup = f"inputs = tuple({code}[:{required}])"
+    if required == 1 and isinstance(first[0], torch.Tensor):
+        inputs, setup = first[0], f"inputs = {code}[0]"
+    note = f"{note}, {required} of its {len(first)} elements: forward requires no more"
+    return Batch(inputs, (note,), (setup,), tuple(first[required:]), code, f"tuple(batch[{required}:])")
+
+
+# -- NumPy arrays
+
+
+def _with_tensors(batch: Batch) -> Batch:
+    """The batch with tensors in place of NumPy arrays, at any depth."""
+    given = dict(batch.inputs) if isinstance(batch.inputs, Mapping) else batch.inputs
+    arrays = [leaf for leaf in tree_leaves(given) if _is_array(leaf)]
+    if not arrays:
+        return batch
+    wide = ", from fp64 to fp32" if any(map(_is_wide, arrays)) else ""
+    note = f"NumPy arrays in `inputs` were converted to tensors{wide}"
+    setup = (*batch.setup, *_conversion_code(given, arrays))
+    return batch._replace(inputs=tree_map(_as_tensor, given), notes=(*batch.notes, note), setup=setup)
+
+
+def _conversion_code(given: Any, arrays: list[Any]) -> list[str]:
+    """The code that converts the ``arrays`` in ``given``, each by its place if none lies deeper."""
+    if _is_array(given):
+        return [f"inputs = {_array_code('inputs', given)}"]
+    places = given if isinstance(given, dict) else dict(enumerate(given))
+    at = {key: value for key, value in places.items() if _is_array(value)}
+    if len(at) < len(arrays):
+        convert = _array_code("x", *arrays)
+        return ["import numpy", f"inputs = tree_map_only(numpy.ndarray, lambda x: {convert}, inputs)"]
+    if isinstance(given, dict):
+        code = {key: f"inputs[{json.dumps(key)}]" for key in at}
+        return [f"{code[key]} = {_array_code(code[key], array)}" for key, array in at.items()]
+    items = [_array_code(f"inputs[{key}]", at[key]) if key in at else f"inputs[{key}]" for key in places]
+    listed = ", ".join(items)
+    return [f"inputs = [{listed}]" if isinstance(given, list) else f"inputs = ({listed}{',' * (len(items) == 1)})"]
+
+
+def _array_code(name: str, *arrays: Any) -> str:
+    """Code that makes a tensor of the array ``name``, which is one of ``arrays``."""
+    backwards = any(stride < 0 for array in arrays for stride in array.strides)  # torch has no such tensors
+    code = f"torch.from_numpy({name}{'.copy()' * backwards})"
+    if all(map(_is_wide, arrays)):
+        return f"{code}.float()"
+    return f'{code}.float() if {name}.dtype == "float64" else {code}' if any(map(_is_wide, arrays)) else code
+
+
+def _is_array(value: Any) -> bool:
+    return type(value).__module__ == "numpy" and type(value).__name__ == "ndarray"
+
+
+def _is_wide(array: Any) -> bool:
+    return bool(array.dtype.name == "float64")
+
+
+def _as_tensor(value: Any) -> Any:
+    """The tensor with the values of an array; any other value as it is."""
+    if not _is_array(value):
+        return value
+    try:
+        tensor = torch.from_numpy(value.copy())
+    except (TypeError, ValueError) as error:
+        raise UsageError(
+            f"A NumPy array in `inputs` cannot become a tensor: {first_line(message_of(error))}",
+            "Convert it, for example with array.astype('float32').",
+        ) from None
+    return tensor.float() if _is_wide(value) else tensor
+
+
+# -- Random inputs of given shapes
+
+_SHAPE = re.compile(r"(?:(?P<name>[A-Za-z_]\w*)=)?(?P<shape>scalar|\d+(?:x\d+)*)(?::(?P<dtype>\w+))?")
+
+
+def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
+    """Random inputs for specs like ``1x3x224x224``, ``1x128:int64``, ``mask=1x128:bool``; seeded.
+
+    Integers are between 0 and 9. Raises :class:`UsageError` if a spec cannot be parsed.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    args: list[Tensor] = []
+    kwargs: dict[str, Tensor] = {}
+    for spec in (part for text in specs for part in text.split(",")):
+        match = _SHAPE.fullmatch(spec.strip())
+        dtype = getattr(torch, match["dtype"] or "float32", None) if match else None
+        if match is None or not isinstance(dtype, torch.dtype):
+            raise UsageError(f"Cannot parse --inputs {spec!r}.", "Examples: 1x3x224x224, 1x128:int64, mask=1x128:bool.")
+        shape = [] if match["shape"] == "scalar" else [int(size) for size in match["shape"].split("x")]
+        try:
+            tensor = _random(shape, dtype, generator)
+        except (RuntimeError, TypeError, OverflowError) as error:  # too large, or a dtype without such values
+            raise UsageError(
+                f"Cannot make the input --inputs {spec}: {first_line(message_of(error))}",
+                "Give a smaller shape, or another dtype.",
+            ) from None
+        if match["name"]:
+            kwargs[match["name"]] = tensor
+        else:
+            args.append(tensor)
+    if args and kwargs:
+        raise UsageError("--inputs mixes tensors with and without a name.", "Name all of them or none.")
+    return kwargs or (args[0] if len(args) == 1 else tuple(args))
+
+
+def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) -> Tensor:
+    if dtype == torch.bool:
+        return torch.ones(shape, dtype=dtype)
+    if dtype.is_floating_point or dtype.is_complex:
+        wide = torch.complex64 if dtype.is_complex else torch.float32
+        return torch.randn(shape, generator=generator, dtype=wide).to(dtype)
+    return torch.randint(0, 10, shape, generator=generator).to(dtype)
+
+
+def inputs_code(value: Any) -> str:
+    """Code that makes random inputs like ``value``: tensors, and lists, tuples and mappings of them; other values as they are."""
+    if isinstance(value, Tensor):
+        return _tensor_code(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {inputs_code(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        listed = ", ".join(map(inputs_code, value))
+        return f"[{listed}]" if isinstance(value, list) else f"({listed}{',' * (len(value) == 1)})"
+    return repr(value)
+
+
+def _tensor_code(tensor: Tensor) -> str:
+    sizes = ", ".join(map(str, tensor.shape))
+    shape = f"({sizes},)" if tensor.dim() == 1 else f"({sizes})"
+    if tensor.dtype == torch.bool:
+        return f"torch.ones({shape}, dtype=torch.bool)"
+    if tensor.is_floating_point() or tensor.is_complex():
+        dtype = "" if tensor.dtype == torch.float32 else f", dtype={tensor.dtype}"
+        return f"torch.randn({sizes or shape}{dtype})"
+    highest = int(tensor.max()) if tensor.numel() else 0
+    if highest <= 1:
+        return f"torch.ones({shape}, dtype={tensor.dtype})"
+    dtype = "" if tensor.dtype == torch.int64 else f", dtype={tensor.dtype}"
+    return f"torch.randint(0, {highest + 1}, {shape}{dtype})"

@@ -1,65 +1,66 @@
-"""A model in one precision and memory format, ready to be called, and restored afterwards."""
+"""A model in one precision and memory format: how each kind of precision is applied in place, and the model ready to be called."""
 
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lowprec_check.engine.core.floating_dtypes import NARROW, torch_dtype
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import traceback_line
-from lowprec_check.engine.model.application import Application, application_of
 from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.precisions import Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, MemoryFormat
 
-# -- Puts a model and its inputs into a memory format, as ``model.to(memory_format=torch.channels_last)`` does
-
 IMAGE_DIMENSIONS = 4
+"""Of the tensors that a memory format applies to."""
 
 
-def format_problem(memory_format: MemoryFormat, model: nn.Module, inputs: Iterable[Any]) -> str | None:
-    """Why ``memory_format`` does not apply to ``model``, the reason of a skipped run; ``None`` if it does."""
-    if memory_format == CONTIGUOUS:
-        return None
-    weights = {tensor.ndim for tensor in (*model.parameters(), *model.buffers())}
-    if IMAGE_DIMENSIONS + 1 in weights:
-        return f"{memory_format} is for tensors of 4 dimensions, and the model has weights of 5 (channels_last_3d)"
-    given = {tensor.ndim for _, tensor in leaves(tuple(inputs))}
-    if IMAGE_DIMENSIONS not in weights | given:
-        return f"neither weights nor inputs have 4 dimensions, so {memory_format} changes nothing"
-    return None
+@contextlib.contextmanager
+def prepared(
+    model: nn.Module,
+    precision: Precision,
+    device: torch.device,
+    *,
+    memory_format: MemoryFormat = CONTIGUOUS,
+    keep_fp32: Sequence[str] = (),
+    call: Callable[..., Any] | None = None,
+    inputs: Iterable[Any] = (),
+    changes_parameters: bool = False,
+) -> Iterator[Prepared]:
+    """Apply ``precision`` to ``model`` in place, without gradients, and restore the model afterwards.
 
-
-def change_format(model: nn.Module, memory_format: MemoryFormat) -> None:
-    """Change the weights of ``model`` in place."""
-    if memory_format != CONTIGUOUS:
-        model.to(memory_format=getattr(torch, memory_format))  # type: ignore[call-overload]
-
-
-def in_format(tensor: Tensor, memory_format: MemoryFormat) -> Tensor:
-    """``tensor``, in the memory format if it has 4 dimensions."""
-    if memory_format == CONTIGUOUS or tensor.ndim != IMAGE_DIMENSIONS or tensor.layout != torch.strided:
-        return tensor
-    return tensor.contiguous(memory_format=getattr(torch, memory_format))
-
-
-# -- A model in one precision, ready to be called, and restored afterwards
-
-
-@dataclass(frozen=True)
-class FailedCast:
-    """Takes the place of a model whose own code (``half()``, ``_apply()``) raised an exception when it was cast."""
-
-    error: Exception
-
-    def __call__(self, *_: Any, **__: Any) -> NoReturn:
-        """Raise its exception, as the model's user sees it."""
-        raise self.error
+    ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is the function to
+    call instead of the model, such as the model and a loss. If the model's own code fails then, the call raises its
+    exception. Mutable objects in ``inputs`` are restored too, and the values of parameters if
+    ``changes_parameters``.
+    """
+    snapshot = Snapshot(model, inputs, parameters=changes_parameters)
+    application = application_of(precision)
+    called = model if call is None else call
+    try:
+        try:
+            application.apply(model, device.type, keep_fp32)
+            if memory_format != CONTIGUOUS:
+                model.to(memory_format=getattr(torch, memory_format))  # type: ignore[call-overload]
+        except Exception as error:
+            if traceback_line(error.__traceback__) is None:
+                raise
+            called = FailedCast(error)
+        with torch.no_grad():
+            yield Prepared(model, application, device, called, memory_format)
+    finally:
+        snapshot.restore()
 
 
 class Prepared(NamedTuple):
@@ -88,49 +89,262 @@ class Prepared(NamedTuple):
 
         def ready(tensor: Tensor) -> Tensor:
             fresh = tensor.detach().to(self.device, self.application.dtype_of_input(tensor), copy=True)
-            fresh = in_format(fresh, self.memory_format)
+            if self.memory_format != CONTIGUOUS and fresh.ndim == IMAGE_DIMENSIONS and fresh.layout == torch.strided:
+                fresh = fresh.contiguous(memory_format=getattr(torch, self.memory_format))
             return fresh.requires_grad_() if tensor.requires_grad else fresh
 
         return map_tensors(args, ready), map_tensors(kwargs, ready)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """A new context for the call: autocast or nothing."""
-        if self.enters_context:
-            return contextlib.nullcontext()
-        return self.application.context(self.device.type)
+        return contextlib.nullcontext() if self.enters_context else self.application.context(self.device.type)
 
 
-@contextlib.contextmanager
-def prepared(
-    model: nn.Module,
-    precision: Precision,
-    device: torch.device,
-    *,
-    memory_format: MemoryFormat = CONTIGUOUS,
-    keep_fp32: Sequence[str] = (),
-    call: Callable[..., Any] | None = None,
-    inputs: Iterable[Any] = (),
-    changes_parameters: bool = False,
-) -> Iterator[Prepared]:
-    """Apply ``precision`` to ``model`` in place, without gradients, and restore the model afterwards.
+@dataclass(frozen=True)
+class FailedCast:
+    """Takes the place of a model whose own code (``half()``, ``_apply()``) raised an exception when it was cast."""
 
-    ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is the function to
-    call instead of the model, such as the model and a loss. If the model's own code fails then, the call raises its
-    exception. Mutable objects in ``inputs`` are restored too, and the values of parameters if
-    ``changes_parameters``.
-    """
-    snapshot = Snapshot(model, inputs, parameters=changes_parameters)
-    application = application_of(precision)
-    called = model if call is None else call
-    try:
+    error: Exception
+
+    def __call__(self, *_: Any, **__: Any) -> NoReturn:
+        """Raise its exception, as the model's user sees it."""
+        raise self.error
+
+
+def format_problem(memory_format: MemoryFormat, model: nn.Module, inputs: Iterable[Any]) -> str | None:
+    """Why ``memory_format`` does not apply to ``model``, the reason of a skipped run; ``None`` if it does."""
+    if memory_format == CONTIGUOUS:
+        return None
+    weights = {tensor.ndim for tensor in (*model.parameters(), *model.buffers())}
+    if IMAGE_DIMENSIONS + 1 in weights:
+        return f"{memory_format} is for tensors of 4 dimensions, and the model has weights of 5 (channels_last_3d)"
+    if IMAGE_DIMENSIONS not in weights | {tensor.ndim for _, tensor in leaves(tuple(inputs))}:
+        return f"neither weights nor inputs have 4 dimensions, so {memory_format} changes nothing"
+    return None
+
+
+# -- How each kind of precision is applied
+
+
+class Application:
+    """Applies a precision to a model and around its call. This base class changes nothing."""
+
+    def __init__(self, precision: Precision) -> None:
+        self.precision = precision
+        self.dtype = torch_dtype(precision.format)
+        """The narrowest dtype that the precision uses."""
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The dtype that floating inputs are cast to; ``None`` if they are not cast."""
+        return None
+
+    def dtype_of_input(self, tensor: Tensor) -> torch.dtype:
+        """The dtype that the input ``tensor`` is given in."""
+        return self.input_dtype if self.input_dtype is not None and tensor.is_floating_point() else tensor.dtype
+
+    def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
+        """Change ``model`` in place; the modules named in ``keep_fp32`` stay in fp32."""
+
+    def context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
+        """A new context to call the model in."""
+        return contextlib.nullcontext()
+
+    def make_standalone(self, model: nn.Module, device_type: str) -> None:
+        """Make a model that this was applied to work with fp32 inputs and without :meth:`context`."""
+
+
+class Reference(Application):
+    """fp32: a model in fp32 is not changed; one with other floating dtypes is converted, and its inputs with it."""
+
+    def __init__(self, precision: Precision) -> None:
+        super().__init__(precision)
+        self._converted: set[torch.dtype] = set()
+
+    def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
+        """Convert narrow parameters and buffers; fp64 only in a model with fp64 parameters."""
+        self._converted = converted_dtypes(model)
+        if self._converted:
+            model._apply(lambda tensor: tensor.float() if tensor.dtype in self._converted else tensor)
+
+    def dtype_of_input(self, tensor: Tensor) -> torch.dtype:
+        """The dtype of ``tensor``, or fp32 if the model's tensors of that dtype were converted."""
+        return torch.float32 if tensor.dtype in self._converted else tensor.dtype
+
+
+def converted_dtypes(model: nn.Module) -> set[torch.dtype]:
+    """The dtypes in ``model`` that the fp32 reference converts to fp32; empty for a model in fp32."""
+    in_parameters = {parameter.dtype for parameter in model.parameters()}
+    return (in_parameters & {torch.float64}) | ((in_parameters | {b.dtype for b in model.buffers()}) & NARROW)
+
+
+class Cast(Application):
+    """Casts weights, buffers and inputs, as ``model.half()`` does."""
+
+    @property
+    def input_dtype(self) -> torch.dtype | None:
+        """The dtype of the cast."""
+        return self.dtype
+
+    def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
+        """Cast ``model``; the modules in ``keep_fp32`` keep their exact fp32 values."""
+        for path in shared_weights(model, keep_fp32):
+            owner, _, name = path.rpartition(".")
+            module = model.get_submodule(owner)
+            shared = getattr(module, name)
+            setattr(module, name, nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
+        kept = [model.get_submodule(name) for name in keep_fp32]
+        exact = [[tensor.detach().clone() for tensor in _floating_state(module)] for module in kept]
+        if isinstance(model, torch.jit.ScriptModule):
+            model.to(self.dtype)  # it lacks bfloat16()
+        elif self.precision.method is not None:
+            getattr(model, self.precision.method)()
+        else:
+            model._apply(lambda tensor: tensor.to(self.dtype) if tensor.is_floating_point() else tensor)
+        for module, values in zip(kept, exact, strict=True):
+            module.float()
+            for tensor, value in zip(_floating_state(module), values, strict=True):
+                tensor.detach().copy_(value)
+            borders = Borders(self.dtype)
+            module.register_forward_pre_hook(borders.enter, with_kwargs=True, prepend=True)
+            module.register_forward_hook(borders.leave)
+
+    def make_standalone(self, model: nn.Module, device_type: str) -> None:
+        """Add a hook that casts the inputs."""
+        model.register_forward_pre_hook(Borders(self.dtype).cast, with_kwargs=True, prepend=True)
+
+
+class Autocast(Application):
+    """Calls the model under ``torch.autocast``; its weights stay in fp32."""
+
+    def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
+        """Run the modules in ``keep_fp32`` without autocast, on inputs widened to fp32; their outputs stay fp32."""
+        for name in keep_fp32:
+            module = model.get_submodule(name)
+            module.forward = functools.partial(_outside_autocast, device_type, module.forward)
+            module.register_forward_pre_hook(Borders(self.dtype).enter, with_kwargs=True, prepend=True)
+
+    def context(self, device_type: str) -> contextlib.AbstractContextManager[Any]:
+        """Autocast to the dtype; raises :class:`UsageError` if torch would ignore it."""
+        found = torch.autocast(device_type, dtype=self.dtype)
+        if not found._enabled:
+            raise UsageError(
+                f"torch's autocast does not support {self.precision.format.name} on {device_type}: it would compute in fp32.",
+                "Choose another precision.",
+            )
+        return found
+
+    def make_standalone(self, model: nn.Module, device_type: str) -> None:
+        """Wrap its ``forward`` and the hooks that it has in autocast."""
+        model.forward = functools.partial(_under_autocast, self.dtype, device_type, model.forward)
+        for hooks in (model._forward_pre_hooks, model._forward_hooks):
+            for key, hook in hooks.items():
+                hooks[key] = functools.partial(_under_autocast, self.dtype, device_type, hook)
+
+
+def autocast_problem(precision: Precision, device_type: str) -> str | None:
+    """Why autocast would compute in fp32, where torch only warns: it does not support the dtype; ``None`` if it does."""
+    if precision.kind != "autocast":
+        return None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         try:
-            application.apply(model, device.type, keep_fp32)
-            change_format(model, memory_format)
-        except Exception as error:
-            if traceback_line(error.__traceback__) is None:
-                raise
-            called = FailedCast(error)
-        with torch.no_grad():
-            yield Prepared(model, application, device, called, memory_format)
-    finally:
-        snapshot.restore()
+            Autocast(precision).context(device_type)
+        except UsageError as error:
+            return error.message.rstrip(".")
+        except RuntimeError:  # the run itself raises it
+            return None
+    return None
+
+
+def application_of(precision: Precision) -> Application:
+    """The :class:`Application` of ``precision``; raises :class:`UsageError` if that of another package cannot be made."""
+    if precision.method is not None and not hasattr(nn.Module, precision.method):
+        raise UsageError(
+            f"The precision {precision.name!r} casts by the method {precision.method!r}, which torch.nn.Module lacks.",
+            "Upgrade or uninstall the package that registers it.",
+        )
+    if precision.application is None:
+        return {"reference": Reference, "cast": Cast, "autocast": Autocast}[precision.kind](precision)
+    module, _, attribute = precision.application.partition(":")
+    try:
+        custom: Application = getattr(importlib.import_module(module), attribute)(precision)
+    except Exception as error:
+        raise UsageError(
+            f"The application {precision.application} of the precision {precision.name!r} fails: "
+            f"{type_name(error)}: {message_of(error)}.",
+            "Upgrade or uninstall the package that registers it.",
+        ) from error
+    return custom
+
+
+def is_planned(model: nn.Module) -> bool:
+    """Whether :meth:`Application.make_standalone` has already changed ``model``."""
+    hooks = (getattr(hook, "__self__", None) for hook in model._forward_pre_hooks.values())
+    return getattr(model.forward, "func", None) is _under_autocast or any(isinstance(hook, Borders) for hook in hooks)
+
+
+def shared_weights(model: nn.Module, keep_fp32: Sequence[str]) -> list[str]:
+    """Parameters of kept modules that other modules share: ``["head.weight"]`` for a weight tied to an embedding."""
+    kept = [(name, model.get_submodule(name)) for name in keep_fp32]
+    inside = {id(module) for _, root in kept for module in root.modules()}
+    outside = [module for module in model.modules() if id(module) not in inside]
+    elsewhere = {id(parameter) for module in outside for parameter in module.parameters(recurse=False)}
+    return [
+        f"{name}.{path}"
+        for name, module in kept
+        for path, parameter in module.named_parameters(remove_duplicate=False)
+        if id(parameter) in elsewhere
+    ]
+
+
+# -- The borders of modules that stay in fp32
+#
+# Hooks and wrapped ``forward`` methods survive ``deepcopy``, do not change ``state_dict`` and are traced by ``torch.compile``.
+# A module with hooks does not use its fused fast path (``TransformerEncoderLayer``), so its children are called. The code
+# written by :mod:`lowprec_check.analysis.snippet` does the same.
+
+
+class Borders:
+    """Hooks between modules in ``low`` and modules in fp32."""
+
+    def __init__(self, low: torch.dtype) -> None:
+        self.low = low
+
+    def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Widen inputs in ``low`` to fp32."""
+        return tree_map_only(Tensor, lambda t: t.float() if t.dtype == self.low else t, (args, kwargs))
+
+    def leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
+        """Narrow fp32 outputs to ``low``."""
+        return tree_map_only(Tensor, lambda t: t.to(self.low) if t.dtype == torch.float32 else t, output)
+
+    def cast(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
+        """Cast all floating inputs to ``low``, including those inside user objects."""
+        if all(isinstance(leaf, _PYTREE_LEAVES) for leaf in tree_leaves((args, kwargs))):
+            return tree_map_only(Tensor, self._narrow, (args, kwargs))
+        return map_tensors(args, self._narrow), map_tensors(kwargs, self._narrow)
+
+    def _narrow(self, tensor: Tensor) -> Tensor:
+        return tensor.to(self.low) if tensor.is_floating_point() else tensor
+
+
+_PYTREE_LEAVES = (Tensor, int, float, bool, str, type(None))
+"""Types that torch's own pytree handles as leaves."""
+
+
+# Used as partial objects over bound methods, which survive ``deepcopy`` and pickling; Dynamo traces their ``with`` blocks.
+
+
+def _outside_autocast(device_type: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(device_type, enabled=False):
+        return forward(*args, **kwargs)
+
+
+def _under_autocast(low: torch.dtype, device_type: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with torch.autocast(device_type, dtype=low):
+        return forward(*args, **kwargs)
+
+
+def _floating_state(module: nn.Module) -> list[Tensor]:
+    return [tensor for tensor in (*module.parameters(), *module.buffers()) if tensor.is_floating_point()]

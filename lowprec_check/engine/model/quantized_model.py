@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 from lowprec_check.engine.core.seed import kept_generators
-from lowprec_check.engine.model.application import application_of
-from lowprec_check.engine.model.batch import Calibration
-from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.model.prepared import application_of
+from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.quantize import library
 from lowprec_check.engine.quantize.quantized import Quantized
 from lowprec_check.errors import UsageError

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -15,11 +15,10 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.core.source_location import own_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
-from lowprec_check.engine.model.application import converted_dtypes
-from lowprec_check.engine.model.batch import BatchMaker, NoBatchError, calibration_calls, check_calibration, take_batch
-from lowprec_check.engine.model.inputs import Arguments, as_call, is_function
+from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, is_function, take_batch
+from lowprec_check.engine.model.prepared import converted_dtypes
 from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of, optimizer_like
-from lowprec_check.engine.model.user_module import class_line, is_own_class
+from lowprec_check.engine.model.user_code import call_function, call_user_code, class_line, is_own_class
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.scan_result import WeightsOrigin
@@ -97,7 +96,7 @@ class Target(NamedTuple):
         """
         if self.calibrate is None:
             return [self.calibration_inputs or self.inputs]
-        return calibration_calls(self.calibrate, Arguments(self.args, self.kwargs, self.form), forward_of(self.model))
+        return _calibration_calls(self)
 
     @property
     def calibration_code(self) -> str:
@@ -114,7 +113,7 @@ class Target(NamedTuple):
             )
         batch = take_batch(self.make_batch(index), forward_of(self.model))
         args, kwargs, _ = as_call(batch.inputs, forward_of(self.model))
-        mine, others = (list(leaves(given)) for given in ((self.args, self.kwargs), (args, kwargs)))
+        mine, others = (list(leaves(given)) for given in (self.inputs, (args, kwargs)))
         if len(mine) == len(others) and all(torch.equal(a, b) for (_, a), (_, b) in zip(mine, others, strict=True)):
             raise NoBatchError(f"`inputs` returns the same values for batch {index} as for batch 0.", _PASTE_BATCHES)
         calibration = self.calibration_inputs or self.inputs
@@ -183,16 +182,6 @@ def unchecked_target(
     )
 
 
-def forward_of(model: Any) -> Callable[..., Any]:
-    """The ``forward`` that has the signature of the model: of the module inside a compiled or parallel one."""
-    original = inside(model, "_orig_mod")
-    module = model if original is None else original
-    if isinstance(module, _PARALLEL):
-        module = module.module
-    forward: Callable[..., Any] = getattr(module, "forward", module)
-    return forward
-
-
 def check(target: Target) -> Target:
     """Raise :class:`UsageError` if ``target`` cannot be scanned; find the module inside a compiled or parallel model."""
     if isinstance(target.model, torch.jit.ScriptModule):
@@ -201,20 +190,18 @@ def check(target: Target) -> Target:
             "Scan the Python module it was made from.",
         )
     target = _unwrapped(target)
-    model = target.model
-    if not isinstance(model, nn.Module):
+    if not isinstance(target.model, nn.Module):
         raise UsageError(
-            f"The target has type {type(model).__name__}, not torch.nn.Module.",
+            f"The target has type {type(target.model).__name__}, not torch.nn.Module.",
             "Pass a model, or a function that returns one.",
         )
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+    if any(map(is_lazy, _state(target.model))):
         target = _initialized(target)
-        model = target.model
-    if any(tensor.is_inference() for tensor in (*model.parameters(), *model.buffers())):
-        target = _outside_inference_mode(target)
-        model = target.model
-    notes = list(target.notes)
-    state = [*model.parameters(), *model.buffers()]
+    if any(tensor.is_inference() for tensor in _state(target.model)):
+        note = "the model was made under torch.inference_mode(): a copy is scanned, which can be changed outside"
+        code = "model = copy.deepcopy(model)  # it was made under torch.inference_mode()"
+        target = _noted(target, note, "import copy", code)._replace(model=copy.deepcopy(target.model))
+    model, state = target.model, _state(target.model)
     if any(tensor.is_meta for tensor in state):
         raise UsageError(
             "The model has parameters on the meta device, which have no values.",
@@ -223,35 +210,25 @@ def check(target: Target) -> Target:
     if not any(tensor.is_floating_point() for tensor in state):
         # Integer buffers may be indices and masks; integer parameters are quantized weights.
         quantized = next(model.parameters(), None) is not None or any(tensor.is_quantized for tensor in state)
-        if quantized or not any(tensor.is_floating_point() for _, tensor in leaves((target.args, target.kwargs))):
+        if quantized or not any(tensor.is_floating_point() for _, tensor in leaves(target.inputs)):
             raise UsageError(
                 "The model has no floating-point parameters or inputs to cast.",
                 "Pass floating-point inputs. If the model is quantized, scan the one that it was made from.",
             )
-        notes.append("the model has no floating-point parameters: only its inputs are cast")
+        target = _noted(target, "the model has no floating-point parameters: only its inputs are cast")
     dtypes = sorted(str(dtype).removeprefix("torch.") for dtype in converted_dtypes(model))
     if dtypes:
         names = " and ".join(dtypes)
-        notes.append(f"the model has {names} weights: the fp32 run converts them, autocast runs the model unchanged")
+        note = f"the model has {names} weights: the fp32 run converts them, autocast runs the model unchanged"
+        target = _noted(target, note)
     if isinstance(target.optimizer, torch.optim.Optimizer):
         target = target._replace(optimizer=optimizer_like(target.optimizer, model))
     if torchvision_ops.replaced_in(model):
-        notes.append(torchvision_ops.NOTE)
-    if model.training:
-        notes.append(IN_TRAINING_MODE)
-    return target._replace(notes=tuple(notes))
+        target = _noted(target, torchvision_ops.NOTE)
+    return _noted(target, IN_TRAINING_MODE) if model.training else target
 
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
-_COMPILED = (
-    "the model is compiled: status and time are those of compiled code, the op-by-op analysis runs in eager mode"
-)
-
-
-def inside(model: Any, name: str) -> Any:
-    """The child of that name, found without the model's own ``__getattr__``, which may raise anything; else ``None``."""
-    children = getattr(model, "__dict__", {}).get("_modules")
-    return children.get(name) if isinstance(children, dict) else None
 
 
 def _unwrapped(target: Target) -> Target:
@@ -259,14 +236,17 @@ def _unwrapped(target: Target) -> Target:
     model: Any = target.model
     original = inside(model, "_orig_mod")
     if isinstance(original, nn.Module):
-        target = target._replace(compiled=model, model=original, notes=(*target.notes, _COMPILED))
+        note = "the model is compiled: status and time are those of compiled code, the op-by-op analysis runs in eager mode"
+        target = _noted(target, note)._replace(compiled=model, model=original)
         model = original
     if isinstance(model, _PARALLEL):
-        note = f"the module inside {type(model).__name__} is scanned, on one device"
+        kind = type(model).__name__
+        target = _noted(
+            target, f"the module inside {kind} is scanned, on one device", f"model = model.module  # of {kind}"
+        )
         module: Any = model.module
-        name = type(module).__name__ if target.name == type(model).__name__ else target.name
-        setup = (*target.setup, f"model = model.module  # of {type(model).__name__}")
-        target = target._replace(name=name, model=module, compiled=None, notes=(*target.notes, note), setup=setup)
+        name = type(module).__name__ if target.name == kind else target.name
+        target = target._replace(name=name, model=module, compiled=None)
         if target.caller is not None or target.source is None:
             source = class_line(module)
             target = target._replace(source=source, caller=None if source and is_own_class(module) else target.caller)
@@ -286,18 +266,91 @@ def _initialized(target: Target) -> Target:
             f"{type_name(error)}: {message_of(error)}",
             "Check that the inputs fit the model, or call the model once in your file.",
         ) from None
-    if any(is_lazy(tensor) for tensor in (*model.parameters(), *model.buffers())):
+    if any(map(is_lazy, _state(model))):
         raise UsageError(
             "The model has lazy modules that a call on the inputs does not initialize.",
             "Remove the modules that are not used, or call them once in your file.",
         )
-    call = f"{target.form}  # initializes the lazy modules"
-    note = "the lazy modules were initialized by a call on the inputs"
-    return target._replace(model=model, notes=(*target.notes, note), setup=(*target.setup, call))
+    note, code = (
+        "the lazy modules were initialized by a call on the inputs",
+        f"{target.form}  # initializes the lazy modules",
+    )
+    return _noted(target, note, code)._replace(model=model)
 
 
-def _outside_inference_mode(target: Target) -> Target:
-    """A copy of a model whose weights were made in inference mode, and cannot be changed outside."""
-    note = "the model was made under torch.inference_mode(): a copy is scanned, which can be changed outside"
-    setup = (*target.setup, "import copy", "model = copy.deepcopy(model)  # it was made under torch.inference_mode()")
-    return target._replace(model=copy.deepcopy(target.model), notes=(*target.notes, note), setup=setup)
+def _noted(target: Target, note: str, *setup: str) -> Target:
+    return target._replace(notes=(*target.notes, note), setup=(*target.setup, *setup))
+
+
+def _state(model: nn.Module) -> list[Tensor]:
+    return [*model.parameters(), *model.buffers()]
+
+
+def forward_of(model: Any) -> Callable[..., Any]:
+    """The ``forward`` that has the signature of the model: of the module inside a compiled or parallel one."""
+    original = inside(model, "_orig_mod")
+    module = model if original is None else original
+    if isinstance(module, _PARALLEL):
+        module = module.module
+    forward: Callable[..., Any] = getattr(module, "forward", module)
+    return forward
+
+
+def inside(model: Any, name: str) -> Any:
+    """The child of that name, found without the model's own ``__getattr__``, which may raise anything; else ``None``."""
+    children = getattr(model, "__dict__", {}).get("_modules")
+    return children.get(name) if isinstance(children, dict) else None
+
+
+# -- The inputs that a quantized model is calibrated on
+
+Calibration = Iterable[Any] | Callable[[], Iterable[Any]]
+"""Batches, each in the form of the inputs, or a function that returns or yields them."""
+
+_PASTE_CALIBRATION = """Make `calibration` a function that yields batches like `inputs`:
+
+    def calibration():
+        for batch in range(8):
+            yield torch.randn(1, 3, 224, 224)"""
+
+
+def check_calibration(given: Any, name: str) -> Any:
+    """``given``; raises :class:`UsageError` unless it is ``None``, a function, or batches that can be read more than once."""
+    if given is None or (is_function(given) and not isinstance(given, nn.Module)):
+        return given
+    if isinstance(given, Iterator):
+        raise UsageError(f"{name} can be read only once, and several runs need it.", _PASTE_CALIBRATION)
+    if not _are_batches(given):
+        raise UsageError(
+            f"{name} has type {type_name(given)}, not a function or a list of batches.", _PASTE_CALIBRATION
+        )
+    return given
+
+
+def _are_batches(given: Any) -> bool:
+    return isinstance(given, Iterable) and not isinstance(given, (Tensor, Mapping, str, bytes))
+
+
+def _calibration_calls(target: Target) -> Iterator[Call]:
+    """Yield a call for each batch; raises :class:`UsageError` for one that is not like the inputs, or if there is none."""
+    given, number = target.calibrate, 0
+    batches: Any = call_function("calibration", given) if is_function(given) else given
+    if not _are_batches(batches):
+        raise UsageError(
+            f"`calibration` returned an object of type {type_name(batches)}, not a list of batches.", _PASTE_CALIBRATION
+        )
+    source, end = iter(batches), object()
+    while (batch := call_user_code("Reading `calibration`", lambda: next(source, end))) is not end:
+        number += 1
+        args, kwargs, form = as_call(batch, forward_of(target.model))
+        expected, places = (sorted(path for path, _ in leaves(call)) for call in (target.inputs, (args, kwargs)))
+        if form != target.form or places != expected:
+            found, wanted = (f"{len(each)} tensor{'' if len(each) == 1 else 's'}" for each in (places, expected))
+            raise UsageError(
+                f"Batch {number} of `calibration` has type {type_name(batch)} with {found}; "
+                f"the inputs are {wanted}, given by {target.form}.",
+                "Yield batches in the form of `inputs`, without targets.",
+            )
+        yield args, kwargs
+    if not number:
+        raise UsageError("`calibration` is empty: it has no batch.", _PASTE_CALIBRATION)

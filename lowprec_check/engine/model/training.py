@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.model.user_module import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.errors import UsageError, message_of, type_name
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]

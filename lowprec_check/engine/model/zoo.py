@@ -26,7 +26,7 @@ def import_zoo(package: str) -> Any:
     except ModuleNotFoundError as error:
         if error.name != package:
             raise _broken(package, error) from error
-        raise UsageError(f"{package} is not installed.", "pip install 'lowprec-check[zoo]'") from None
+        raise UsageError(f"{package} is not installed.", f"pip install {package}") from None
     except Exception as error:
         raise _broken(package, error) from error
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 import torch
 from torch import nn
 
-from lowprec_check.engine.model.application import application_of, is_planned
+from lowprec_check.engine.model.prepared import application_of, is_planned
 from lowprec_check.engine.model.target import inside
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type

@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowprec_check.analysis.blame import blame
 from lowprec_check.analysis.snippet import snippet
+from lowprec_check.analysis.suspects import blame
 from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.machine import environment, version
 from lowprec_check.engine.model.target import Target, make_target
@@ -21,7 +21,7 @@ from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.trace.extra_modes import parse_withheld
+from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced

@@ -10,7 +10,7 @@ from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.op_calls import without_times
 from lowprec_check.schema.run_key import EAGER

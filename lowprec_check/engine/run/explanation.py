@@ -6,7 +6,7 @@ import dataclasses
 
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.engine.trace.dispatched_call import Place
+from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.schema.op_calls import killed_reason
 
@@ -32,7 +32,7 @@ class Attempts:
     def __init__(self, job: Job, op_limit: float) -> None:
         self.job = job
         self._op_limit = op_limit
-        self._suspect: Place | None = None
+        self._suspect: CallSite | None = None
         self._slow_suspect: str | None = None
         self._suspects = 0
         self._left = MAX_ATTEMPTS
@@ -60,7 +60,7 @@ class Attempts:
         self._suspects += 1
         return self._suspects < MAX_SUSPECTS
 
-    def _learn_crash(self, place: Place | None, reason: str) -> bool:
+    def _learn_crash(self, place: CallSite | None, reason: str) -> bool:
         if place is None:
             again, self._died_between_ops = self._died_between_ops, True
             return not again

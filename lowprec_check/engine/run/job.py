@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 from lowprec_check.engine.run.messages import FromJob
-from lowprec_check.engine.trace.dispatched_call import Place
+from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import shared_file
 from lowprec_check.schema.measures import Errors, PredictedDevice
 from lowprec_check.schema.precisions import PRECISIONS
@@ -81,7 +81,7 @@ class Job:
     without_kernel: tuple[str, ...] = ()
     slow: tuple[tuple[str, str], ...] = ()
     """Ops that are not run, and why."""
-    crashed: tuple[tuple[Place, str], ...] = ()
+    crashed: tuple[tuple[CallSite, str], ...] = ()
     """Where the process died twice, and how."""
     measure_once: bool = False
     repeats_reference: bool = False

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from lowprec_check.engine.model.plain_run import PlainResult
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.measures import CompilerCheck, LayerError
 from lowprec_check.schema.op_calls import OpCalls

@@ -22,8 +22,8 @@ from lowprec_check.engine.run.messages import (
     TurnTimed,
     TwinOps,
 )
-from lowprec_check.engine.trace.dispatched_call import Place
-from lowprec_check.engine.trace.instrument import Instrumented
+from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.op_calls import OpCalls, concatenate
@@ -118,7 +118,7 @@ class JobOutcome:
         return self.reused and (hung or (exception is not None and exception.type.endswith(_NO_MEMORY)))
 
     @property
-    def place(self) -> Place | None:
+    def place(self) -> CallSite | None:
         """The op that was running when the worker ended; ``None`` if it was between ops, or in the plain part."""
         position = self.position
         if position is None or not position.in_op:

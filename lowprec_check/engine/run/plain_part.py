@@ -37,8 +37,7 @@ from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDon
 from lowprec_check.engine.run.on_backend import OnBackend
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
 from lowprec_check.engine.run.standalone import as_standalone
-from lowprec_check.engine.trace.draws import Draw, RecordDraws
-from lowprec_check.engine.trace.extra_modes import first_nonfinite
+from lowprec_check.engine.trace.plain_modes import Draw, RecordDraws, first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.run_key import EAGER

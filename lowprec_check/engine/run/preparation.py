@@ -14,11 +14,11 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.on_backend import OnBackend
-from lowprec_check.engine.train.step import TrainingStep, with_step
-from lowprec_check.engine.train.ways import ways_of
+from lowprec_check.engine.train.steps import TrainingStep, with_step
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.ways_to_train import ways_of
 
 
 @contextlib.contextmanager
@@ -80,7 +80,7 @@ def _called(job: Job, target: Target) -> Iterator[Prepared]:
 @contextlib.contextmanager
 def _stepping(job: Job, target: Target) -> Iterator[Prepared]:
     with in_training(job, target) as ready:
-        yield with_step(ready, TrainingStep(target, ready, ways_of(ready.application, job.steps)[0]))
+        yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, job.steps)[0]))
 
 
 def in_eager_mode(ready: Prepared, target: Target) -> Prepared:

@@ -13,7 +13,7 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.run.job import Send
 from lowprec_check.engine.run.messages import PlainDone
 from lowprec_check.engine.run.plain_part import OTHER_DRAWS, PlainPart, without_verdict
-from lowprec_check.engine.trace.draws import Draw, DrawsDiffer, ReplayDraws
+from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, ReplayDraws
 
 
 def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:

@@ -12,8 +12,7 @@ import msgspec
 import torch
 
 from lowprec_check.catalog.names import why_not_covered
-from lowprec_check.engine.model.application import autocast_problem
-from lowprec_check.engine.model.prepared import format_problem
+from lowprec_check.engine.model.prepared import autocast_problem, format_problem
 from lowprec_check.engine.run.assemble import explained_by, make_run
 from lowprec_check.engine.run.explanation import Attempts, why_incomplete
 from lowprec_check.engine.run.extension_runs import has_extension_ways, with_extension_ways

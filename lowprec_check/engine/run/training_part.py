@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -29,18 +30,30 @@ from lowprec_check.engine.run.messages import (
 from lowprec_check.engine.run.training_reference import TrainingReference
 from lowprec_check.engine.run.training_steps import TrainingSteps
 from lowprec_check.engine.trace.places import Places
-from lowprec_check.engine.train.epsilon import check_epsilon
-from lowprec_check.engine.train.extension_updates import extension_ways
-from lowprec_check.engine.train.gradients import FirstGradients, compare_gradients
-from lowprec_check.engine.train.loss_scale import Largest, LargestGradient, suggested_scale
-from lowprec_check.engine.train.lost_updates import LostUpdateCounter, lost_buffer_updates
+from lowprec_check.engine.train.first_step import (
+    FirstGradients,
+    Largest,
+    LargestGradient,
+    compare_gradients,
+    suggested_scale,
+)
+from lowprec_check.engine.train.lost_updates import LostUpdateCounter, check_epsilon, lost_buffer_updates
 from lowprec_check.engine.train.spread import Spread
-from lowprec_check.engine.train.step import StepResult, TrainingStep
-from lowprec_check.engine.train.trajectory import MAX_SKIPPED, Loop, StepFailedError, Trajectory, Watcher
-from lowprec_check.engine.train.ways import DEFAULT_SCALE, PLAIN, Way, state_bytes, ways_of
+from lowprec_check.engine.train.steps import (
+    MAX_SKIPPED,
+    Loop,
+    StepFailedError,
+    StepResult,
+    TrainingStep,
+    Trajectory,
+    Watcher,
+    state_bytes,
+)
+from lowprec_check.engine.train.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.training import EXTENSION_WAYS, WAYS, LossScale, TrainingRun, TrainingWay
+from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay
 from lowprec_check.schema.verdict import ErrorStats, Status
+from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS, WayToTrain, ways_of
 
 
 class TrainingPart(TrainingSteps):
@@ -49,7 +62,7 @@ class TrainingPart(TrainingSteps):
     def __init__(self, job: Job, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
         super().__init__(job, target, ready, send, batches)
         self._reference = TrainingReference.load(job)
-        self._ways = ways_of(ready.application, job.steps)
+        self._ways = ways_of(ready.precision, job.steps)
         self._training = TrainingRun(ways=[])
         self._limit = max(job.budget, 3 * job.steps * (job.fp32_ms or 0.0) / 1e3)
         """Seconds for the steps of the first way, and for those of all others together."""
@@ -81,7 +94,7 @@ class TrainingPart(TrainingSteps):
         """
         self._try_each(self._ways[1:])
         ran = self._seconds <= self._limit and any(way.status != "error" for way in self._training.ways)
-        if ran and self.ready.precision.kind == "autocast" and underflows(self.ready.application.dtype):
+        if ran and SUGGESTED.suits(self.ready.precision):
             self._try_suggested_scale()
         self._snapshot.rewind()
         parameters = list(self.trained.values())
@@ -90,27 +103,28 @@ class TrainingPart(TrainingSteps):
 
     def compare_extension(self) -> None:
         """Train in the ways of Intel's extension that exist for the optimizer; it stays imported in this process."""
-        parameters = list(self.trained.values())
-        self._try_each([Way(name) for name in extension_ways(self._make(parameters))])
+        optimizer = self._make(self.trained.values())
+        fitting = [way for way in WAYS if way.trial == "own process" and way.suits(self.ready.precision)]
+        self._try_each([way for way in fitting if way.supports(optimizer)])
 
-    def _try_each(self, ways: Sequence[Way]) -> None:
+    def _try_each(self, ways: Sequence[WayToTrain]) -> None:
         left_out = []
         for way in ways:
             if self._seconds > self._limit:
-                left_out.append(WAYS[way.name])
+                left_out.append(way.words)
             else:
                 self._try(way)
         if left_out:
             self._send(InstrumentFault(f"not tried, since steps take long here: {', '.join(left_out)}"))
 
-    def _try(self, way: Way) -> None:
+    def _try(self, way: WayToTrain) -> None:
         watchers = self._watchers(way)
         try:
             found, loop = self._train(way, watchers)
         except UsageError:
             raise
         except Exception as error:
-            if way.name not in EXTENSION_WAYS:
+            if way.trial != "own process":
                 raise
             exception = describe_error(error, self.ready.model)  # of ipex.optimize, before the first step
             failed = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1)
@@ -131,18 +145,18 @@ class TrainingPart(TrainingSteps):
     def _make(self, parameters: Any) -> Any:
         return make_optimizer(self.target.optimizer, list(parameters))
 
-    def _watchers(self, way: Way) -> dict[str, Watcher]:
+    def _watchers(self, way: WayToTrain) -> dict[str, Watcher]:
         """What observes the steps of ``way``: its gradients, without loss scaling; the updates, if the weights are cast."""
         parameters = self.trained
         watchers: dict[str, Watcher] = {}
-        if way.name in ("plain", "grad-scaler-suggested"):
+        if way.name in (PLAIN.name, SUGGESTED.name):
             watchers["gradients"] = FirstGradients(parameters)
         if way == PLAIN and any(p.dtype in NARROW for p in parameters.values()):
             with contextlib.suppress(Exception):  # an optimizer that cannot be made: the run itself shows it
                 watchers["updates"] = LostUpdateCounter(parameters, self._make)
         return watchers
 
-    def _train(self, way: Way, watchers: dict[str, Watcher]) -> tuple[TrainingWay, Loop | None]:
+    def _train(self, way: WayToTrain, watchers: dict[str, Watcher]) -> tuple[TrainingWay, Loop | None]:
         """The steps in one way, from the initial state."""
         self._snapshot.rewind()
         try:
@@ -167,7 +181,7 @@ class TrainingPart(TrainingSteps):
     def _keep_outputs(self, result: StepResult) -> None:
         self.outputs = [tensor.clone() for tensor in output_tensors(result)]
 
-    def _judged(self, way: Way, step: TrainingStep, trajectory: Trajectory) -> TrainingWay:
+    def _judged(self, way: WayToTrain, step: TrainingStep, trajectory: Trajectory) -> TrainingWay:
         spread = Spread(
             self._reference.base, self._reference.others, self._reference.samples, self.job.tolerance or 0.0
         )
@@ -179,7 +193,6 @@ class TrainingPart(TrainingSteps):
         else:
             divergence = spread.divergence(trajectory, self.ready.precision.format.roundoff, noisy=way.is_random)
             status = "ok" if divergence is None else "inaccurate"
-        scaler = getattr(step.updates, "scaler", None)
         return TrainingWay(
             name=way.name,
             status=status,
@@ -190,7 +203,7 @@ class TrainingPart(TrainingSteps):
             divergence=divergence,
             skipped_steps=trajectory.skipped,
             initial_scale=way.scale,
-            final_scale=None if scaler is None else float(scaler.get_scale()),
+            final_scale=step.scale,
             state_bytes=state_bytes(step.updates),
         )
 
@@ -204,7 +217,7 @@ class TrainingPart(TrainingSteps):
             buffers = lost_buffer_updates(loop.trajectory, self._reference.base, loop.buffer_samples, narrow)
             changes["lost_updates"] = [*updates.figures(), *buffers]
         gradients = watchers.get("gradients")
-        if isinstance(gradients, FirstGradients) and way.name == "plain" and gradients.found:
+        if isinstance(gradients, FirstGradients) and way.name == PLAIN.name and gradients.found:
             compared = compare_gradients(gradients.found, self._reference.gradients)
             changes |= {"gradients": compared.parameters, "gradient_error": compared.error}
             if underflows(self.ready.application.dtype):
@@ -232,7 +245,7 @@ class TrainingPart(TrainingSteps):
             largest_at=largest.module,
             underflow_unscaled=self._training.underflow or 0.0,
         )
-        way = Way("grad-scaler-suggested", scale=scale)
+        way = dataclasses.replace(SUGGESTED, scale=scale)
         watchers = self._watchers(way)
         found, loop = self._train(way, watchers)
         if scale != DEFAULT_SCALE:
@@ -246,7 +259,7 @@ class TrainingPart(TrainingSteps):
 
     def _largest_gradient(self) -> Largest:
         """The largest gradient in 16 bits of the first step; of a loss that is scaled down, if it is not finite."""
-        largest = Largest(0.0, None)
+        largest = Largest()
         for scale in (1.0, 2.0**-10, 2.0**-20):
             self._snapshot.rewind()
             step = TrainingStep(self.target, self.ready, PLAIN, self.target.model)

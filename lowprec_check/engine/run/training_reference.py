@@ -21,17 +21,16 @@ from lowprec_check.engine.model.training import (
     describe_optimizer,
     optimizer_code,
 )
-from lowprec_check.engine.model.user_module import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import Measures, MeasuresDone, PlainDone, TrainingDone
 from lowprec_check.engine.run.reference_errors import unchanged_reference
 from lowprec_check.engine.run.reference_file import read_reference, write_reference
 from lowprec_check.engine.run.training_steps import TrainingSteps
-from lowprec_check.engine.train.gradients import FirstGradients
+from lowprec_check.engine.train.first_step import FirstGradients
 from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
-from lowprec_check.engine.train.step import StepResult, TrainingStep
-from lowprec_check.engine.train.trajectory import Samples, StepFailedError, Trajectory
-from lowprec_check.engine.train.ways import PLAIN, state_bytes
+from lowprec_check.engine.train.steps import Samples, StepFailedError, StepResult, TrainingStep, Trajectory, state_bytes
+from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
 

@@ -13,9 +13,8 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.job import Job, Send
 from lowprec_check.engine.run.messages import CallStarted
-from lowprec_check.engine.train.step import StepResult, TrainingStep, with_step
-from lowprec_check.engine.train.trajectory import Loop, Watcher
-from lowprec_check.engine.train.ways import Way
+from lowprec_check.engine.train.steps import Loop, StepResult, TrainingStep, Watcher, with_step
+from lowprec_check.schema.ways_to_train import WayToTrain
 
 
 class TrainingSteps:
@@ -33,7 +32,7 @@ class TrainingSteps:
         """The parameters that are trained, by name."""
         return {name: p for name, p in self.ready.model.named_parameters() if p.requires_grad}
 
-    def _step(self, way: Way) -> TrainingStep:
+    def _step(self, way: WayToTrain) -> TrainingStep:
         return TrainingStep(self.target, self.ready, way)
 
     def _loop(
@@ -53,7 +52,7 @@ class TrainingSteps:
             watchers=watchers,
         )
 
-    def _peak_of_step(self, way: Way) -> int:
+    def _peak_of_step(self, way: WayToTrain) -> int:
         """Peak bytes of one more step, from the initial state."""
         self._snapshot.rewind()
         ready = with_step(self.ready, self._step(way))

@@ -36,18 +36,18 @@ from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_
 from lowprec_check.engine.run.same_draws import judge_with_same_draws
 from lowprec_check.engine.run.training_part import TrainingPart
 from lowprec_check.engine.run.training_reference import ReferenceTraining
-from lowprec_check.engine.trace.dispatched_call import Emulation
-from lowprec_check.engine.trace.extra_modes import withholding
-from lowprec_check.engine.trace.instrument import Instrumented, Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.execution import Emulation
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.engine.trace.what_if import predict
-from lowprec_check.engine.train.batches import batches_of
-from lowprec_check.engine.train.step import TrainingStep, with_step
-from lowprec_check.engine.train.ways import ways_of
+from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.op_calls import FALLBACK_WARNING, OpCalls
 from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
 from lowprec_check.schema.scan_result import Gap
+from lowprec_check.schema.ways_to_train import ways_of
 from lowprec_check.schema.what_if import WhatIf
 
 
@@ -188,7 +188,7 @@ def _instrument(job: Job, target: Target, outputs: list[Tensor] | None, send: Se
     fp32 = fp32_state(target.model)
     if job.steps:
         with in_training(job, target) as ready, _kernels(job):
-            step = TrainingStep(target, ready, ways_of(ready.application, job.steps)[0], target.model)
+            step = TrainingStep(target, ready, ways_of(ready.precision, job.steps)[0], target.model)
             options = options._replace(step=step)
             stepping = with_step(ready, step)
             found = run_instrumented(stepping, target.args, target.kwargs, fp32, options, outputs)

@@ -10,7 +10,7 @@ from torch._ops import OpOverload
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs, map_args, tensors_in
+from lowprec_check.engine.trace.ops import Args, Kwargs, map_args, tensors_in
 
 _STATISTICS = frozenset(
     [

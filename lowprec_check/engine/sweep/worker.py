@@ -91,7 +91,10 @@ def _load_extension(name: str | None) -> str | None:
         return None
     version = installed_version(IPEX)
     if version is None:
-        raise UsageError("Intel Extension for PyTorch is not installed.", "pip install 'lowprec-check[ipex]'")
+        raise UsageError(
+            "Intel Extension for PyTorch is not installed.",
+            "pip install torch==2.8.0 intel-extension-for-pytorch==2.8.0",
+        )
     if extension_problem() is not None:
         raise UsageError(
             f"Intel Extension for PyTorch {version} does not match torch {torch.__version__}.",

@@ -1,78 +1,45 @@
-"""One op call: what the recorder knows of it, whether its kernel is emulated, and running it again on wide arguments."""
+"""One op call: what the recorder knows of it, and running it again on wide (fp32 or fp64) arguments, with derivatives if wanted."""
 
 from __future__ import annotations
 
+import functools
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn import functional
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, run_op
-from lowprec_check.engine.core.floating_dtypes import is_narrow
+from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow
 from lowprec_check.engine.core.source_location import SourceLines
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs, dtype_flow, outputs_of, shape_text, tensors_in
-from lowprec_check.engine.trace.op_traits import TRAINING, OpTraits, traits
-from lowprec_check.engine.trace.twins import KnownFacts
+from lowprec_check.engine.core.tensor_comparison import TensorComparison
+from lowprec_check.engine.trace.ops import (
+    COMPARISONS,
+    TRAINING,
+    Args,
+    Kwargs,
+    OpTraits,
+    dtype_flow,
+    outputs_of,
+    shape_text,
+    tensors_in,
+    traits,
+)
+from lowprec_check.engine.trace.pending_figures import Pending
+from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import encodable
 from lowprec_check.schema.op_calls import CallOutcome, OpCall
 from lowprec_check.schema.run_key import Phase
-
-# -- Which ops are emulated, that is computed in fp32 and rounded, because their kernel is too slow or crashes
-
-SLOW_RATIO = 8.0
-"""A kernel is slow if it takes more than this many times as long as fp32."""
-
-SLOW_SECONDS = 0.01
-"""A call up to this long is never slow: emulation would save nothing."""
-
-
-Place = tuple[str, str, str | None]
-"""Op, module and source line of an op call."""
-
-
-class Emulation:
-    """``slow`` maps op names to the reason, ``crashed`` places; ``measure_once`` adds slow kernels when they are found."""
-
-    def __init__(
-        self,
-        slow: dict[str, str] | None = None,
-        crashed: dict[Place, str] | None = None,
-        *,
-        measure_once: bool = False,
-    ) -> None:
-        self.slow = dict(slow or {})
-        self.crashed = dict(crashed or {})
-        self.measure_once = measure_once
-
-    def includes(self, place: Place) -> bool:
-        """Whether the op at ``place`` is emulated."""
-        return place[0] in self.slow or place in self.crashed
-
-    def add_timing(self, op: str, seconds: float, reference_seconds: float) -> None:
-        """Record the times of one call; with ``measure_once``, a slow kernel is emulated from then on."""
-        if self.measure_once and seconds > SLOW_SECONDS and seconds > SLOW_RATIO * reference_seconds:
-            ratio = seconds / max(reference_seconds, 1e-9)
-            self.slow[op] = (
-                f"{ratio:.0f} times slower than fp32 in one call ({seconds * 1e3:.0f} ms), too slow for the budget"
-            )
-
-    def reasons(self) -> dict[str, str]:
-        """The reason for each emulated op."""
-        return self.slow | {op: reason for (op, _, _), reason in self.crashed.items()}
-
-
-# -- One op call, as the recorder handles it
 
 
 class DispatchedCall:
     """The op, its arguments, where it was called, and its outcome."""
 
     __slots__ = (
-        *("args", "autocast_keys", "before", "exact_arguments", "func", "input_facts", "inputs", "involved", "kwargs"),
+        *("args", "autocast_keys", "before", "exact_arguments", "func", "input_errors", "inputs", "involved", "kwargs"),
         *("lines", "module", "outcome", "phase", "seconds", "traits", "wide_seconds", "widened_outputs"),
     )
 
@@ -84,8 +51,8 @@ class DispatchedCall:
         self.inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.layout == torch.strided]
         self.before: dict[int, Tensor] = {}
         """By ``id``, what the reference writes to in place of an integer or boolean tensor, or of one that the op resizes."""
-        self.input_facts: Sequence[KnownFacts] = ()
-        """The facts of its inputs, before it ran; those that equal the reference are left out."""
+        self.input_errors: Sequence[Pending[TensorComparison]] = ()
+        """Its inputs before it ran, compared with the reference; those that equal it are left out."""
         self.involved = False
         """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""
@@ -101,7 +68,7 @@ class DispatchedCall:
         """The outputs of the op on its own inputs, widened; for a cast, the values before it. ``None`` if not computed."""
 
     @property
-    def place(self) -> Place:
+    def site(self) -> CallSite:
         """The op and where it was called."""
         return self.traits.name, encodable(self.module), self.lines.source
 
@@ -109,6 +76,26 @@ class DispatchedCall:
     def narrows_inside(self) -> bool:
         """Whether autocast applies to ops inside its kernel."""
         return self.traits.calls_ops and bool(self.autocast_keys)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it uses random numbers, as torch declares: not attention with a dropout of 0."""
+        if not self.traits.random:
+            return False
+        for index, argument in enumerate(self.func._schema.arguments):
+            if argument.name in ("dropout_p", "dropout", "train", "training"):
+                return bool(self.args[index] if index < len(self.args) else self.kwargs.get(argument.name, False))
+        return True
+
+    @property
+    def reports_failure(self) -> bool:
+        """Whether it is a factorization that reports in an output, ``info``, whether it has failed."""
+        return self.traits.packet.startswith("aten::linalg_") and self.traits.packet.endswith("_ex")
+
+    @property
+    def named(self) -> dict[str, Any]:
+        """Its arguments by name; without those that have their default."""
+        return named_arguments(self.func, self.args, self.kwargs)
 
     def run(self) -> Any:
         """Run the op as given."""
@@ -123,14 +110,12 @@ class DispatchedCall:
         if not self.traits.mutable:
             return outputs
         returned = {id(tensor) for tensor in outputs}
-        written = self._written_among(self.args if args is None else args, self.kwargs if kwargs is None else kwargs)
+        written = self.written(args, kwargs)
         return outputs + [t for t in written if id(t) not in returned and t.layout == torch.strided]
 
-    def written(self) -> Iterator[Tensor]:
-        """The tensors that the op writes to."""
-        return self._written_among(self.args, self.kwargs)
-
-    def _written_among(self, args: Args, kwargs: Kwargs) -> Iterator[Tensor]:
+    def written(self, args: Args | None = None, kwargs: Kwargs | None = None) -> Iterator[Tensor]:
+        """The tensors that the op writes to, among its own arguments or those given."""
+        args, kwargs = self.args if args is None else args, self.kwargs if kwargs is None else kwargs
         if self.traits.in_training and not args[TRAINING]:
             return
         for key in self.traits.written:
@@ -139,11 +124,6 @@ class DispatchedCall:
                 yield value
             elif isinstance(value, (list, tuple)):
                 yield from (item for item in value if isinstance(item, Tensor))
-
-    def largest_number(self) -> float | None:
-        """The number of the largest magnitude among the arguments."""
-        numbers = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, (int, float))]
-        return max(map(float, numbers), key=abs, default=None)
 
     def row(self, outputs: list[Tensor]) -> OpCall:
         """The row of this call, without measurements."""
@@ -158,8 +138,46 @@ class DispatchedCall:
             caller=self.lines.caller,
         )
 
+    def largest_number(self) -> float | None:
+        """The number of the largest magnitude among the arguments."""
+        numbers = [v for v in (*self.args, *self.kwargs.values()) if isinstance(v, (int, float))]
+        return max(map(float, numbers), key=abs, default=None)
 
-# -- Runs an op call again on wide (fp32 or fp64) arguments
+    def vanished_constant(self, outputs: list[Tensor]) -> float | None:
+        """The first number among the arguments that is not zero and rounds to zero in the narrow dtype that the op takes it in.
+
+        ``x + 1e-8`` and ``clamp(min=1e-8)`` in fp16 are found without an input that shows the effect. ``outputs`` are the call's.
+        """
+        slots = self.traits.number_slots
+        if not slots or self.kwargs.get("alpha", 1) != 1:
+            return None
+        tensors = self.inputs if self.traits.packet in COMPARISONS else outputs
+        if not tensors or tensors[0].dtype not in NARROW:
+            return None
+        if self.traits.packet.startswith("aten::logit") and tensors[0].device.type != "cpu":  # CUDA takes it in fp32
+            return None
+        for index, name in slots:
+            value = self.args[index] if index < len(self.args) else self.kwargs.get(name)
+            if isinstance(value, Tensor) and name in ("min", "max") and value.device.type == "cpu" and not value.ndim:
+                # A bound that a function made a tensor, as ``cosine_similarity`` does; on an accelerator, reading it would wait.
+                value = float(value) if value.dtype in (torch.float32, torch.float64) else None
+            for number in value if isinstance(value, (list, tuple)) else [value]:
+                if isinstance(number, (int, float)) and 0 < abs(number) <= _rounds_to_zero(tensors[0].dtype):
+                    return float(number)
+        return None
+
+
+@functools.cache
+def _rounds_to_zero(dtype: torch.dtype) -> float:
+    """The largest number that rounds to zero: half the smallest subnormal one, a tie that goes to even."""
+    limits = torch.finfo(dtype)
+    return float(limits.tiny * limits.eps / 2)
+
+
+def named_arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, Any]:
+    """The arguments of a call of ``func`` by name; without those that have their default."""
+    return dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
+
 
 _ATTENTION_IN_16_BITS = (
     "aten::_scaled_dot_product_flash_attention",
@@ -168,43 +186,165 @@ _ATTENTION_IN_16_BITS = (
 """Kernels for 16 bits only. In fp32 the first raises, and the second returns wrong values (torch 2.11, H200)."""
 
 
-_WORKSPACES = ("workspace", "reserve", "reserveSpace")
-"""Arguments that the forward op leaves for its derivative. With inputs in fp32, oneDNN's LSTM reads and writes past the end of it."""
-
-
-def _reads_narrow_workspace(call: DispatchedCall) -> bool:
-    given = zip(call.func._schema.arguments, call.args, strict=False)
-    return any(
-        argument.name in _WORKSPACES and isinstance(value, Tensor) and value.dtype == torch.uint8 and value.numel() > 0
-        for argument, value in given
-    ) and any(map(is_narrow, call.inputs))
-
-
 def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """The results of the op on other arguments, in the order of :meth:`DispatchedCall.results`.
 
     An attention kernel for 16 bits is replaced by the function that chooses a kernel: its output alone is returned. Raises
     ``RuntimeError`` for a derivative that reads bytes which the forward op left in the layout of the low precision.
     """
-    if _reads_narrow_workspace(call):
-        raise RuntimeError("its workspace has the layout of the low precision")
+    if call.traits.workspaces and any(map(is_narrow, call.inputs)):
+        for value in (call.args[index] for index in call.traits.workspaces if index < len(call.args)):
+            if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.numel():
+                raise RuntimeError("its workspace has the layout of the low precision")
     call.wide_seconds = None
     if call.traits.packet not in _ATTENTION_IN_16_BITS:
         started = time.perf_counter()
         out = call.func(*args, **kwargs)
         call.wide_seconds = time.perf_counter() - started
         return call.results(out, args, kwargs)
-    names = [argument.name for argument in call.func._schema.arguments]
-    given: dict[str, Any] = dict(zip(names, args, strict=False)) | kwargs
-    query, key, value = given["query"], given["key"], given["value"]
-    attended: Tensor = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        given.get("attn_bias"),
-        given.get("dropout_p", 0.0),
-        given.get("is_causal", False),
-        scale=given.get("scale"),
-        enable_gqa=query.shape[1] != key.shape[1],
+    given = named_arguments(call.func, args, kwargs)
+    shared_heads = given["query"].shape[1] != given["key"].shape[1]
+    return _attention_by_any_kernel(given, given.get("attn_bias"), enable_gqa=shared_heads)
+
+
+def _attention_by_any_kernel(given: dict[str, Any], mask: Tensor | None, **options: bool) -> list[Tensor]:
+    """Attention by the function that chooses a kernel, for the arguments ``given`` to one kernel."""
+    q, k, v = given["query"], given["key"], given["value"]
+    dropout, causal = given.get("dropout_p", 0.0), given.get("is_causal", False)
+    attend = functional.scaled_dot_product_attention
+    return [attend(q, k, v, mask, dropout, causal, scale=given.get("scale"), **options)]
+
+
+# -- with derivatives
+
+_CLOSE = 1e-4
+"""A replacement counts only if it gives the results of the op within this; otherwise the op runs as it is."""
+
+
+def run_differentiable(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Like :func:`run_wide`, with derivatives where there are any: ops without a derivative formula are replaced by ones that have one."""
+    without_out = _without_out(call.func)
+    if without_out is not None:
+        written = {argument.name for argument in call.func._schema.arguments if argument.is_out}
+        return outputs_of(without_out(*args, **{key: value for key, value in kwargs.items() if key not in written}))
+    replacement = _REPLACEMENTS.get(call.traits.packet)
+    mask = kwargs.get("attn_mask")
+    if replacement is None or (replacement is _cpu_attention and (mask is None or not mask.requires_grad)):
+        return run_wide(call, args, kwargs)
+    with torch.no_grad():
+        results = run_wide(call, args, kwargs)
+    replaced = replacement(**named_arguments(call.func, args, kwargs))
+    for index, (mine, its) in enumerate(zip(replaced, results, strict=False)):
+        largest = float(its.abs().max()) if its.numel() else 0.0
+        if mine.shape == its.shape and torch.allclose(mine, its, _CLOSE, _CLOSE * largest):
+            results[index] = mine
+    return results
+
+
+@functools.cache
+def _without_out(func: OpOverload) -> OpOverload | None:
+    """The overload of ``func`` that returns what ``func`` writes to ``out``, which has no derivative; ``None`` if it has no ``out``."""
+    schema = func._schema
+    wanted = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
+    if len(wanted) == len(schema.arguments):
+        return None
+    packet = func.overloadpacket
+    for name in packet.overloads():
+        other: OpOverload = getattr(packet, name)
+        if [(a.name, str(a.type)) for a in other._schema.arguments] == wanted:
+            return other
+    return None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    embed_dim: int,
+    num_head: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    mask: Tensor | None = None,
+    need_weights: bool = True,
+    average_attn_weights: bool = True,
+    mask_type: int | None = None,
+) -> list[Tensor]:
+    """Multi-head attention; tensors of shape (batch, length, width). A true element of the mask is left out."""
+    parts = zip((query, key, value), qkv_weight.split(embed_dim), qkv_bias.split(embed_dim), strict=True)
+    q, k, v = (
+        functional.linear(tensor, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
+        for tensor, weight, bias in parts
     )
-    return [attended]
+    scores = q @ k.transpose(-1, -2) / (q.shape[-1] ** 0.5)
+    if mask is not None:
+        scores = scores.masked_fill(mask[:, None, None] if mask_type == _PADDING else mask, float("-inf"))
+    weights = scores.softmax(-1)
+    out = functional.linear((weights @ v).transpose(1, 2).flatten(2), proj_weight, proj_bias)
+    return [out, weights.mean(1) if average_attn_weights else weights] if need_weights else [out]
+
+
+_PADDING = 1
+"""The type of a mask of shape (batch, length); others are added to the scores as they are."""
+
+
+def _encoder_layer(
+    src: Tensor,
+    embed_dim: int,
+    num_heads: int,
+    qkv_weight: Tensor,
+    qkv_bias: Tensor,
+    proj_weight: Tensor,
+    proj_bias: Tensor,
+    use_gelu: bool,
+    norm_first: bool,
+    eps: float,
+    norm_weight_1: Tensor,
+    norm_bias_1: Tensor,
+    norm_weight_2: Tensor,
+    norm_bias_2: Tensor,
+    ffn_weight_1: Tensor,
+    ffn_bias_1: Tensor,
+    ffn_weight_2: Tensor,
+    ffn_bias_2: Tensor,
+    mask: Tensor | None = None,
+    mask_type: int | None = None,
+) -> list[Tensor]:
+    """The fused layer of :class:`torch.nn.TransformerEncoderLayer`."""
+    attention = (embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask, False, False, mask_type)
+
+    def attend(x: Tensor) -> Tensor:
+        return _attention(x, x, x, *attention)[0]
+
+    def feed_forward(x: Tensor) -> Tensor:
+        hidden = functional.linear(x, ffn_weight_1, ffn_bias_1)
+        hidden = functional.gelu(hidden) if use_gelu else functional.relu(hidden)
+        return functional.linear(hidden, ffn_weight_2, ffn_bias_2)
+
+    def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
+
+    if norm_first:
+        x = src + attend(norm(src, norm_weight_1, norm_bias_1))
+        return [x + feed_forward(norm(x, norm_weight_2, norm_bias_2))]
+    x = norm(src + attend(src), norm_weight_1, norm_bias_1)
+    return [norm(x + feed_forward(x), norm_weight_2, norm_bias_2)]
+
+
+def _efficient_attention(attn_bias: Tensor | None, **given: Any) -> list[Tensor]:
+    """Its op has a derivative only if asked for more results."""
+    return _attention_by_any_kernel(given, attn_bias)
+
+
+def _cpu_attention(attn_mask: Tensor | None = None, **given: Any) -> list[Tensor]:
+    """Its op has no derivative for the mask."""
+    return _attention_by_any_kernel(given, attn_mask)
+
+
+_REPLACEMENTS: dict[str, Callable[..., list[Tensor]]] = {
+    "aten::_native_multi_head_attention": _attention,
+    "aten::_transformer_encoder_layer_fwd": _encoder_layer,
+    "aten::_scaled_dot_product_efficient_attention": _efficient_attention,
+    "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
+}

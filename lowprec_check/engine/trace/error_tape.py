@@ -1,11 +1,15 @@
-"""Records the ops on the reference's tensors, with the error that each adds, so that errors can be followed to the output."""
+"""Records the ops on the reference's tensors, with the error that each adds, and follows these errors to the output.
+
+The tape works below autograd, on storages: it does not matter whether the model disables gradients, writes in place or returns
+views. Each op gets a graph of its own, from detached inputs to its outputs; :meth:`ErrorTape.backward` connects them through
+one gradient per live storage, as :mod:`twins` connects reference values.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
 import itertools
-import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -14,128 +18,27 @@ from torch import Tensor
 
 from lowprec_check.engine.core.devices import MemoryLimit
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
-from lowprec_check.engine.core.tensor_comparison import CHUNK, is_dense
-from lowprec_check.engine.trace.differentiable import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs
+from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
+from lowprec_check.engine.trace.ops import Args, Kwargs
 from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
 from lowprec_check.engine.trace.twins import Twin, Twins
 from lowprec_check.schema.module_paths import common_module
 from lowprec_check.schema.op_calls import PRODUCTS, OpCall
 
-# -- The errors that an op on a CPU adds, for the tape, in chunks that stay in cache: a tensor is read once and
-# written in 16 bits
-
 COMPACT = torch.bfloat16
 """The dtype in which the tape stores errors."""
 
-Compact = tuple[Tensor | None, Tensor | None]
-"""What an op adds before rounding, and by rounding, in :data:`COMPACT` and without NaN and Inf; ``None`` for zeros."""
-
-
-def compact_errors(out: Tensor, widened: Tensor, exact: Tensor) -> Compact | None:
-    """What the op adds to ``out`` before and by rounding; ``None`` if these tensors are not for this way.
-
-    ``widened`` and ``exact`` are the results on rounded and on exact parameters, without rounding. Rounding is that of the
-    former, unless it needs almost no rounding: a bias that is rounded already. Then the latter is as large as the error.
-    """
-    tensors = (out, widened, exact)
-    if not all(tensor.device.type == "cpu" and not tensor.is_complex() and not tensor.is_neg() for tensor in tensors):
-        return None
-    same = all(tensor.stride() == exact.stride() and tensor.shape == exact.shape for tensor in tensors)
-    if not same or not is_dense(exact) or not exact.dtype == widened.dtype == torch.float32 or not exact.numel():
-        return None
-    low, wide, known = (
-        tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()) for tensor in tensors
-    )
-    wide = known if widened is exact else wide
-    results = [torch.empty_strided(exact.shape, exact.stride(), dtype=COMPACT) for _ in range(2)]
-    into = [result.as_strided((result.numel(),), (1,)) for result in results]
-    mine, its, zeros = _fill(low, wide, known, into)
-    if mine < its / 4:
-        _, _, zeros = _fill(low, known, known, into)
-    added, rounding = (None if zero else result for zero, result in zip(zeros, results, strict=True))
-    return added, rounding
-
-
-def _fill(out: Tensor, widened: Tensor, exact: Tensor, results: list[Tensor]) -> tuple[float, float, list[bool]]:
-    """Write the two errors, with the rounding of ``widened``. The squared norms of its rounding and of that of ``exact``, and
-    whether each result is zero.
-    """
-    mine = its = 0.0
-    zeros = [True, True]
-    for start in range(0, len(out), CHUNK):
-        low, wide, known = (tensor[start : start + CHUNK] for tensor in (out, widened, exact))
-        error, rounding, narrow = (buffer[: len(low)] for buffer in _buffers(out.dtype))
-        if widened is not exact:
-            torch.sub(rounding.copy_(narrow.copy_(known)), known, out=rounding)
-            its += rounding.dot(rounding).item()
-        torch.sub(rounding.copy_(narrow.copy_(wide)), wide, out=rounding)
-        square = rounding.dot(rounding).item()
-        mine += square
-        error.copy_(low).sub_(known).sub_(rounding)
-        for index, values in enumerate((error, rounding)):
-            smallest, largest = (number.item() for number in values.aminmax())
-            if not math.isfinite(largest - smallest):
-                smallest, largest = (number.item() for number in values.nan_to_num_(0.0, 0.0, 0.0).aminmax())
-            results[index][start : start + CHUNK].copy_(values)
-            zeros[index] = zeros[index] and smallest == largest == 0
-    return mine, its if widened is not exact else mine, zeros
-
-
-@functools.cache
-def _buffers(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    """Memory for one chunk: two times in fp32, and in ``dtype``."""
-    return torch.empty(CHUNK), torch.empty(CHUNK), torch.empty(CHUNK, dtype=dtype)
-
-
-# -- Records the ops on the reference's tensors, with the error that each adds, so that errors can be followed to
-# the output
-#
-# The tape works below autograd, on storages: it does not matter whether the model disables gradients, writes in place or returns
-# views. Each op gets a graph of its own, from detached inputs to its outputs; :meth:`ErrorTape.backward` connects them through
-# one gradient per live storage, as :mod:`twins` connects reference values.
-
-Errors = tuple[Tensor | None, ...]
+AddedErrors = tuple[Tensor | None, ...]
 """What an op adds to the error of one of its results, its own inputs being given: each part, or for each format; ``None``: nothing.
 
 All ops of a tape have the same errors in the same order; empty: none at all.
 """
 
+Leaf = Callable[[Tensor, Tensor], Tensor]
+"""Maps a tensor of the run and its reference values to the argument that the op gets."""
+
 _NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more than {:.1f} GiB, {}"
-
-
-class _Input(NamedTuple):
-    """A floating tensor that an op read."""
-
-    part: Part
-    leaf: Tensor
-    """Its reference values, where the graph of the op starts."""
-    narrow: bool
-    """Whether its dtype in the run is narrower than fp32."""
-
-
-class _Output(NamedTuple):
-    """A floating tensor that an op wrote."""
-
-    part: Part
-    values: Tensor | None
-    """The reference values with the graph of the op; ``None`` if no derivative leads there."""
-    errors: list[Tensor | None]
-    """In the order of :data:`Errors`; those that turn out to be zero become ``None``."""
-
-
-class _Node:
-    """One op call."""
-
-    __slots__ = ("inputs", "narrowed_in", "outputs", "readers", "row")
-
-    def __init__(self, row: OpCall, inputs: list[_Input], outputs: list[_Output]) -> None:
-        self.row, self.inputs, self.outputs = row, inputs, outputs
-        self.narrowed_in = row.module
-        """The innermost module that holds the casts and products that made its inputs narrow; else its own."""
-        self.readers: set[tuple[str, str]] = set()
-        """Module and op of the calls that read its results; those that the model returns: ``("", "")``."""
 
 
 class OutputChange(NamedTuple):
@@ -193,7 +96,7 @@ class ErrorTape:
                 self._call.results = results(call, args, kwargs)
         return args, [result.detach() for result in self._call.results]
 
-    def add(self, call: DispatchedCall, row: OpCall, outputs: Sequence[Tensor], errors: Sequence[Errors]) -> None:
+    def add(self, call: DispatchedCall, row: OpCall, outputs: Sequence[Tensor], errors: Sequence[AddedErrors]) -> None:
         """Record the results of the last :meth:`run`: each of ``outputs`` has its ``errors``."""
         taped, self._call = self._call, None
         if self.stopped is not None:
@@ -215,7 +118,7 @@ class ErrorTape:
             self.blocked[call.traits.name] = None
         self._append(_Node(row, inputs, found))
 
-    def add_source(self, row: OpCall, low: Tensor, errors: Errors) -> None:
+    def add_source(self, row: OpCall, low: Tensor, errors: AddedErrors) -> None:
         """Record errors that no op adds: those of a rounded input."""
         twin = self._twins.find(low) if low.layout == torch.strided else None
         if twin is not None and self.stopped is None:
@@ -238,40 +141,43 @@ class ErrorTape:
 
     def _append(self, node: _Node) -> None:
         self._nodes.append(node)
-        node.narrowed_in = self._narrowed_in(node)
+        writers = [self._writers.get(given.part.storage) for given in node.inputs if given.narrow]
+        sources = [writer.narrowed_in for writer in writers if writer is not None]
+        if sources and not PRODUCTS.search(node.row.op) and "_to_copy" not in node.row.op:
+            node.narrowed_in = common_module(sources)
         for given in node.inputs:
             self._read(given.part.storage, node.row)
         for out in node.outputs:
             self._writers[out.part.storage] = node
             self._bytes += sum(its.nbytes for its in (out.values, *out.errors) if its is not None)
-            self._drop_zeros(out.errors)
+            if self._figures.deferred:
+                for index, error in enumerate(out.errors):
+                    if error is not None:
+                        some = self._figures.number(error.any())
+                        self._figures.then(functools.partial(self._drop_zero, out.errors, index, some))
         if self._bytes > self._limit.size:
             self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit.size / 2**30, self._limit.why)
             self._nodes.clear()
             self._writers.clear()
 
-    def _compact(self, errors: Errors) -> list[Tensor | None]:
-        return [_compact(error, waits=not self._figures.deferred) for error in errors]
+    def _drop_zero(self, errors: list[Tensor | None], index: int, some: Pending[float]) -> None:
+        """Drop an error that is zero everywhere, once that is known."""
+        error = errors[index]
+        if error is not None and not some.value:
+            self._bytes -= error.nbytes
+            errors[index] = None
 
-    def _drop_zeros(self, errors: list[Tensor | None]) -> None:
-        """Leave out the errors that are zero everywhere, once that is known."""
-        if not self._figures.deferred:
-            return
-
-        def drop(index: int, error: Tensor, some: Pending[float]) -> None:
-            if not some.value:
-                self._bytes -= error.nbytes
-                errors[index] = None
-
-        for index, error in enumerate(errors):
-            if error is not None:
-                self._figures.then(functools.partial(drop, index, error, self._figures.number(error.any())))
-
-    def _narrowed_in(self, node: _Node) -> str:
-        writers = [self._writers.get(given.part.storage) for given in node.inputs if given.narrow]
-        sources = [writer.narrowed_in for writer in writers if writer is not None]
-        itself = not sources or PRODUCTS.search(node.row.op) or "_to_copy" in node.row.op
-        return node.row.module if itself else common_module(sources)
+    def _compact(self, errors: AddedErrors) -> list[Tensor | None]:
+        """Errors in fewer bits, without NaN and Inf; ``None`` for zeros, unless to know them means to wait for an accelerator."""
+        compact: list[Tensor | None] = []
+        for error in errors:
+            if error is None or not error.numel() or error.dtype == COMPACT:
+                compact.append(error if error is not None and error.numel() else None)
+                continue
+            values = torch.view_as_real(error.resolve_conj()) if error.is_complex() else error
+            values = values.detach().nan_to_num(0.0, 0.0, 0.0)
+            compact.append(values.to(COMPACT) if self._figures.deferred or bool(values.any()) else None)
+        return compact
 
     def _read(self, storage: int, row: OpCall | None) -> None:
         writer = self._writers.get(storage)
@@ -333,6 +239,20 @@ class ErrorTape:
                     buffers.add(given.part, gradient, direction)
 
 
+def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | None, ...]:
+    """What each error of the outputs changes: the sum of its scalar products with the gradients of the outputs, per direction."""
+    found: list[Tensor | None] = []
+    for index in range(max((len(out.errors) for _, out in pairs), default=0)):
+        products = []
+        for gradient, out in pairs:
+            error = out.errors[index] if out.errors else None
+            if gradient is not None and error is not None:
+                real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+                products.append(real.reshape(len(real), -1) @ error.reshape(-1).to(real.dtype))
+        found.append(torch.stack(products).sum(0) if products else None)
+    return tuple(found)
+
+
 class _TapedCall:
     """The inputs of one call, as leaves of its graph."""
 
@@ -353,37 +273,34 @@ class _TapedCall:
         return reference.clone() if id(low) in self._written else reference
 
 
-Leaf = Callable[[Tensor, Tensor], Tensor]
-"""Maps a tensor of the run and its reference values to the argument that the op gets."""
+class _Input(NamedTuple):
+    """A floating tensor that an op read."""
+
+    part: Part
+    leaf: Tensor
+    """Its reference values, where the graph of the op starts."""
+    narrow: bool
+    """Whether its dtype in the run is narrower than fp32."""
 
 
-def _compact(error: Tensor | None, *, waits: bool) -> Tensor | None:
-    """An error in fewer bits (if it is not so already), without NaN and Inf; ``None`` if it is zero, unless this would wait for an accelerator."""
-    if error is None or not error.numel():
-        return None
-    if error.dtype == COMPACT:
-        return error
-    values = torch.view_as_real(error.resolve_conj()) if error.is_complex() else error
-    values = values.detach().nan_to_num(0.0, 0.0, 0.0)
-    return values.to(COMPACT) if not waits or bool(values.any()) else None
+class _Output(NamedTuple):
+    """A floating tensor that an op wrote."""
+
+    part: Part
+    values: Tensor | None
+    """The reference values with the graph of the op; ``None`` if no derivative leads there."""
+    errors: list[Tensor | None]
+    """In the order of :data:`AddedErrors`; those that turn out to be zero become ``None``."""
 
 
-def _products(gradient: Tensor | None, error: Tensor | None) -> Tensor | None:
-    """The scalar products of an error with the gradients, one per direction."""
-    if gradient is None or error is None:
-        return None
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient.resolve_conj())
-    flat = error.reshape(-1).to(gradient.dtype)
-    return gradient.reshape(len(gradient), -1) @ flat
+class _Node:
+    """One op call."""
 
+    __slots__ = ("inputs", "narrowed_in", "outputs", "readers", "row")
 
-def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | None, ...]:
-    """What each error of the outputs changes, given the gradients of the outputs."""
-    count = max((len(out.errors) for _, out in pairs), default=0)
-    found: list[Tensor | None] = []
-    for index in range(count):
-        products = [_products(gradient, out.errors[index]) for gradient, out in pairs if out.errors]
-        known = [product for product in products if product is not None]
-        found.append(torch.stack(known).sum(0) if known else None)
-    return tuple(found)
+    def __init__(self, row: OpCall, inputs: list[_Input], outputs: list[_Output]) -> None:
+        self.row, self.inputs, self.outputs = row, inputs, outputs
+        self.narrowed_in = row.module
+        """The innermost module that holds the casts and products that made its inputs narrow; else its own."""
+        self.readers: set[tuple[str, str]] = set()
+        """Module and op of the calls that read its results; those that the model returns: ``("", "")``."""

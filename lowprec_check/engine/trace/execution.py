@@ -1,7 +1,12 @@
-"""Runs an op call as given; if it fails, classifies the failure and finds a result to continue with, so that one pass finds all gaps."""
+"""Runs an op call as given, or in fp32 where its kernel is too slow; if it fails, finds a result to continue with.
+
+So one pass finds all gaps. A failure is classified by rerunning the call: with its dtypes unified, widened to fp32, or on the CPU.
+The error message only selects the name of the failure, because messages change between versions of torch.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable
@@ -12,26 +17,177 @@ from torch import Tensor
 
 from lowprec_check.engine.core.devices import is_out_of_memory
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, widened_dtype
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall, Emulation
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import Lockstep
-from lowprec_check.engine.trace.op_arguments import (
+from lowprec_check.engine.trace.ops import (
     Args,
     Kwargs,
+    dtype_names,
     has_narrow_dtype,
     map_args,
     map_values,
     outputs_of,
     tensors_in,
 )
+from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.engine.trace.twins import Twins, storage_key
 from lowprec_check.errors import message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.scan_result import GapKind, Layer
+from lowprec_check.schema.scan_result import Gap, GapKind, Layer
 
-# -- Classifies a failed call by rerunning it: with its dtypes unified, widened to fp32, or on the CPU
-#
-# The error message only selects the name of the failure, because messages change between versions of torch.
+SLOW_RATIO = 8.0
+"""A kernel is slow if it takes more than this many times as long as fp32."""
+
+SLOW_SECONDS = 0.01
+"""A call up to this long is never slow: emulation would save nothing."""
+
+
+class Emulation:
+    """Which ops are emulated, that is computed in fp32 and rounded: those that are too ``slow``, by name, and those that ``crashed``.
+
+    Both give the reason. ``measure_once`` adds slow kernels when they are found.
+    """
+
+    def __init__(
+        self,
+        slow: dict[str, str] | None = None,
+        crashed: dict[CallSite, str] | None = None,
+        *,
+        measure_once: bool = False,
+    ) -> None:
+        self.slow = dict(slow or {})
+        self.crashed = dict(crashed or {})
+        self.measure_once = measure_once
+
+    def includes(self, call: DispatchedCall) -> bool:
+        """Whether ``call`` is emulated.
+
+        Not a cast that was slow once: only the machine can make it slow, and its result in fp32 would not be a cast.
+        """
+        if call.traits.name in self.slow and not call.traits.casts:
+            return True
+        return bool(self.crashed) and call.site in self.crashed
+
+    def add_timing(self, op: str, seconds: float, reference_seconds: float) -> None:
+        """Record the times of one call; with ``measure_once``, a slow kernel is emulated from then on."""
+        if self.measure_once and seconds > SLOW_SECONDS and seconds > SLOW_RATIO * reference_seconds:
+            ratio = seconds / max(reference_seconds, 1e-9)
+            self.slow[op] = (
+                f"{ratio:.0f} times slower than fp32 in one call ({seconds * 1e3:.0f} ms), too slow for the budget"
+            )
+
+    def reasons(self) -> dict[str, str]:
+        """The reason for each emulated op."""
+        return self.slow | {op: reason for (op, _, _), reason in self.crashed.items()}
+
+
+class Execution:
+    """Runs op calls of a model in the dtype ``low``; gaps are added to ``journal``. The breadcrumb records when an op runs as given.
+
+    With ``follow_reference``, an op that fails on low-precision values returns its result on the reference's values.
+    """
+
+    def __init__(
+        self,
+        low: torch.dtype,
+        lockstep: Lockstep,
+        journal: Journal,
+        emulation: Emulation,
+        *,
+        follow_reference: bool,
+        breadcrumb: Breadcrumb | None = None,
+    ) -> None:
+        self.low = low
+        self._breadcrumb = breadcrumb
+        self.pending = PendingComplex(lockstep.twins, low)
+        self.solver_failures = SolverFailures(lockstep.twins, journal)
+        self.raised: BaseException | None = None
+        """The last error that no rescue explains; it was raised to the model."""
+        self._lockstep, self.journal = lockstep, journal
+        self._emulation = emulation
+        self._follow_reference = follow_reference
+
+    def run(self, call: DispatchedCall) -> Any:
+        """Run ``call`` and return its result; sets its ``seconds`` and ``outcome``."""
+        if self._emulation.includes(call):
+            retry = self._retry(call)
+            if retry.low_precision:
+                return self._emulate(call, retry)
+        if self._breadcrumb is not None:
+            self._breadcrumb.enter(*call.site)
+        started = time.perf_counter()
+        try:
+            out = call.run()
+        except Exception as error:
+            failed = error
+        else:
+            return out
+        finally:
+            call.seconds = time.perf_counter() - started
+            if self._breadcrumb is not None:
+                self._breadcrumb.leave()
+        return self.rescue(call, failed)
+
+    def rescue(self, call: DispatchedCall, error: Exception) -> Any:
+        """The result to continue with after ``error``; raises ``error`` if the model itself causes it."""
+        if self.solver_failures.recover(call, error):
+            return None
+        retry = self._retry(call)
+        with torch._C._DisableAutocast():
+            found = find_rescue(retry, error, "dispatch") or self._rescue_by_reference(call, retry)
+        if found is None:
+            self.raised = error
+            raise error
+        call.outcome = "rescued"
+        _add_gap(self.journal, call, found.kind, message_of(error), predicted_by=predicted_by(error))
+        self.pending.add(found.result)
+        return found.result
+
+    def _retry(self, call: DispatchedCall) -> Retry:
+        return Retry(call.func, call.args, call.kwargs, self.low, call.written())
+
+    def _emulate(self, call: DispatchedCall, retry: Retry) -> Any:
+        """Compute the op in fp32 and round the result."""
+        call.outcome = "emulated"
+        with torch._C._DisableAutocast():
+            try:
+                out = retry.widened()
+            except Exception as error:
+                out = self.rescue(call, error)
+        crash = self._emulation.crashed.get(call.site)
+        if crash is not None:
+            _add_gap(self.journal, call, "crash", crash)
+        return out
+
+    def _rescue_by_reference(self, call: DispatchedCall, retry: Retry) -> Rescue | None:
+        """The result on the reference's values, for an op that fails on the low-precision ones."""
+        if not (self._follow_reference and call.involved and retry.low_precision) or call.traits.mutable:
+            return None
+        try:
+            args, kwargs = self._lockstep.arguments(call)
+            return Rescue("numeric-failure", retry.narrowed(call.func(*args, **kwargs)))
+        except Exception:
+            return None
+
+
+def _add_gap(
+    journal: Journal, call: DispatchedCall, kind: GapKind, message: str, *, predicted_by: str | None = None
+) -> None:
+    gap = Gap(
+        op=call.traits.name,
+        layer="dispatch",
+        kind=kind,
+        phase=call.phase or "forward",
+        module=call.module,
+        source=call.lines.source,
+        caller=call.lines.caller,
+        dtypes=dtype_names(call.inputs),
+        message=message,
+        predicted_by=predicted_by,
+        constant=call.largest_number() if kind == "scalar-overflow" else None,
+    )
+    journal.add_gap(gap)
 
 
 class Rescue(NamedTuple):
@@ -71,7 +227,11 @@ class Retry:
 
     def unified(self) -> Any:
         """Run with every real floating input in the low dtype."""
-        return self._run(lambda value: value.to(self.low) if _is_real_float(value) else value)
+
+        def unify(value: Any) -> Any:
+            return value.to(self.low) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+        return self._run(unify)
 
     def widened(self) -> Any:
         """Run with narrow inputs and dtypes widened to fp32, and cast the results back."""
@@ -103,21 +263,15 @@ class Retry:
     def narrowed(self, result: Any) -> Any:
         """``result`` of a widened run, in the dtypes that the original call would have returned."""
         shaped = [tensor for tensor in self.floating if tensor.ndim] or self.floating
-        if not self.low_precision or self._has_wide_dtype() or not all(is_narrow(tensor) for tensor in shaped):
+        dtypes = (v for v in (*self.args, *self.kwargs.values()) if isinstance(v, torch.dtype))
+        asks_for_wide = any(dtype not in NARROW for dtype in dtypes)
+        if not self.low_precision or asks_for_wide or not all(is_narrow(tensor) for tensor in shaped):
             return result
 
         def narrow(value: Any) -> Any:
             return value.to(self.low) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
 
         return map_values(result, narrow)
-
-    def _has_wide_dtype(self) -> bool:
-        values = (*self.args, *self.kwargs.values())
-        return any(isinstance(value, torch.dtype) and value not in NARROW for value in values)
-
-
-def _is_real_float(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.is_floating_point()
 
 
 def _widen(value: Any) -> Any:
@@ -130,36 +284,27 @@ def find_rescue(retry: Retry, error: BaseException, layer: Layer) -> Rescue | No
     """Explain ``error`` by rerunning the call; ``None`` if it fails in every dtype, so that the model itself is the cause."""
     if not isinstance(error, Exception) or is_out_of_memory(error):
         return None
-    if retry.mixed:
-        result = _try(retry.unified)
-        if result is not None:
-            return Rescue("dtype-mismatch", result.value)
-    if retry.low_precision:
-        result = _try(retry.widened)
-        if result is not None:
-            return Rescue(gap_kind(error, layer), result.value)
-    if any(tensor.device.type != "cpu" for tensor in retry.floating) and _lacks_backend(error):
-        result = _try(retry.on_cpu)
-        if result is not None:
-            return Rescue("no-backend-kernel", result.value)
+    text = message_of(error)
+    no_kernel = (
+        isinstance(error, NotImplementedError) or "Could not run 'aten::" in text or "not currently impl" in text
+    )
+    elsewhere = any(tensor.device.type != "cpu" for tensor in retry.floating)
+    attempts: list[tuple[bool, GapKind, Callable[[], Any]]] = [
+        (retry.mixed, "dtype-mismatch", retry.unified),
+        (retry.low_precision, gap_kind(error, layer), retry.widened),
+        (no_kernel and elsewhere, "no-backend-kernel", retry.on_cpu),
+    ]
+    for applies, kind, run in attempts:
+        if applies:
+            with contextlib.suppress(Exception):
+                return Rescue(kind, run())
     return None
 
 
 def predicted_by(error: BaseException) -> str | None:
-    """What a failure rests on that the twin of a device raised; ``None`` for one that happened here."""
+    """What a predicted failure rests on; ``None`` for one that happened here."""
     basis: str | None = getattr(error, "predicted_by", None)
     return basis
-
-
-class _Success(NamedTuple):
-    value: Any
-
-
-def _try(run: Callable[[], Any]) -> _Success | None:
-    try:
-        return _Success(run())
-    except Exception:
-        return None
 
 
 def gap_kind(error: Exception, layer: Layer) -> GapKind:
@@ -169,19 +314,12 @@ def gap_kind(error: Exception, layer: Layer) -> GapKind:
     return "missing-kernel" if layer == "dispatch" else "unsupported-dtype"
 
 
-def _lacks_backend(error: Exception) -> bool:
-    text = message_of(error)
-    return isinstance(error, NotImplementedError) or "Could not run 'aten::" in text or "not currently impl" in text
-
-
-# -- Complex results of a rescue: they stay complex64 until an op makes them real again
-#
-# There is no complex bf16 dtype, and few kernels support complex fp16. The result of a rescued ``torch.fft.rfft``
-# therefore stays complex64 (*pending*), and the first real value computed from it is cast to the low dtype.
-
-
 class PendingComplex:
-    """Tracks which storages are pending; real results are cast to the dtype ``low``."""
+    """Complex results of rescues, which stay complex64 until an op makes them real again: that result is cast to the dtype ``low``.
+
+    There is no complex bf16 dtype, and few kernels support complex fp16. The result of a rescued ``torch.fft.rfft`` therefore
+    stays complex64 (*pending*), and the first real value computed from it is cast to the low dtype.
+    """
 
     def __init__(self, twins: Twins, low: torch.dtype) -> None:
         self._twins, self._low = twins, low
@@ -197,16 +335,13 @@ class PendingComplex:
 
     def resolve(self, call: DispatchedCall, out: Any) -> Any:
         """``out``; if an input is pending, its real tensors are cast to the low dtype and its complex ones become pending."""
-        if call.traits.mutable or not any(self._is_pending(tensor) for tensor in call.inputs):
+        twins = map(self._twins.find, call.inputs)
+        if call.traits.mutable or not any(twin is not None and twin.pending_complex for twin in twins):
             return out
         if call.traits.view and isinstance(out, Tensor) and not out.is_complex() and out.stride()[-1:] == (1,):
             return out  # view_as_real: pairs that still represent complex values
         resolved = [self._resolve_tensor(tensor) for tensor in outputs_of(out)]
         return resolved[0] if isinstance(out, Tensor) else type(out)(resolved)
-
-    def _is_pending(self, tensor: Tensor) -> bool:
-        twin = self._twins.find(tensor)
-        return twin is not None and twin.pending_complex
 
     def _resolve_tensor(self, tensor: Tensor) -> Tensor:
         if tensor.is_complex():
@@ -221,34 +356,28 @@ class PendingComplex:
         return narrow
 
 
-# -- Factorizations that fail on low-precision values; the error is raised later, by a check of their ``info``
-# output
-#
-# ``torch.linalg.cholesky`` calls ``linalg_cholesky_ex`` and then ``_linalg_check_errors(info)``, which raises. Where the
-# reference's ``info`` reports success, the check is skipped and the run continues with the reference's factors.
-
-_CHECK = "aten::_linalg_check_errors"
-
-
 class SolverFailures:
-    """Stores the factorizations whose ``info`` differs from the reference's."""
+    """Factorizations that fail on low-precision values, whose ``info`` output differs from the reference's.
+
+    The error is raised later: ``torch.linalg.cholesky`` calls ``linalg_cholesky_ex`` and then ``_linalg_check_errors(info)``,
+    which raises. Where the reference's ``info`` reports success, the run continues with the reference's factors.
+    """
 
     def __init__(self, twins: Twins, journal: Journal) -> None:
         self._twins, self._journal = twins, journal
         self._failed: dict[int, tuple[DispatchedCall, list[weakref.ref[Tensor]]]] = {}
 
     def add(self, call: DispatchedCall, outputs: list[Tensor], info: Tensor) -> None:
-        """Store ``call`` if it is a factorization; ``info`` is the output that differs from the reference's."""
-        if is_factorization(call):
-            factors = [weakref.ref(out) for out in outputs if out.is_floating_point()]
-            self._failed[storage_key(info)] = (call, factors)
+        """Store the factorization ``call``; ``info`` is the output that differs from the reference's."""
+        factors = [weakref.ref(out) for out in outputs if out.is_floating_point()]
+        self._failed[storage_key(info)] = (call, factors)
 
     def recover(self, check: DispatchedCall, error: Exception) -> bool:
         """If ``check`` failed on the ``info`` of a stored call, replace its factors with the reference's.
 
         Returns whether the run can continue as if the check had passed.
         """
-        if check.traits.packet != _CHECK or not check.inputs:
+        if check.traits.packet != "aten::_linalg_check_errors" or not check.inputs:
             return False
         failed, factors = self._failed.pop(storage_key(check.inputs[0]), (None, []))
         if failed is None:
@@ -257,107 +386,5 @@ class SolverFailures:
             out = factor()
             if out is not None:
                 out.copy_(self._twins.reference_of(out))
-        self._journal.add_call_gap(failed, "numeric-failure", message_of(error))
+        _add_gap(self._journal, failed, "numeric-failure", message_of(error))
         return True
-
-
-def is_factorization(call: DispatchedCall) -> bool:
-    """Whether the op reports in an output whether it has failed."""
-    return call.traits.packet.startswith("aten::linalg_") and call.traits.packet.endswith("_ex")
-
-
-# -- Runs an op call as given; if it fails, finds a result to continue with, so that one pass finds every gap
-
-
-class Execution:
-    """Runs op calls of a model in the dtype ``low``; gaps are added to ``journal``. The breadcrumb records when an op runs as given.
-
-    With ``follow_reference``, an op that fails on low-precision values returns its result on the reference's values.
-    """
-
-    def __init__(
-        self,
-        low: torch.dtype,
-        lockstep: Lockstep,
-        journal: Journal,
-        emulation: Emulation,
-        *,
-        follow_reference: bool,
-        breadcrumb: Breadcrumb | None = None,
-    ) -> None:
-        self.low = low
-        self._breadcrumb = breadcrumb
-        self.pending = PendingComplex(lockstep.twins, low)
-        self.solver_failures = SolverFailures(lockstep.twins, journal)
-        self.raised: BaseException | None = None
-        """The last error that no rescue explains; it was raised to the model."""
-        self._lockstep, self._journal = lockstep, journal
-        self._emulation = emulation
-        self._follow_reference = follow_reference
-
-    def run(self, call: DispatchedCall) -> Any:
-        """Run ``call`` and return its result; sets its ``seconds`` and ``outcome``."""
-        if self._is_emulated(call):
-            retry = self._retry(call)
-            if retry.low_precision:
-                return self._emulate(call, retry)
-        if self._breadcrumb is not None:
-            self._breadcrumb.enter(*call.place)
-        started = time.perf_counter()
-        try:
-            out = call.run()
-        except Exception as error:
-            failed = error
-        else:
-            return out
-        finally:
-            call.seconds = time.perf_counter() - started
-            if self._breadcrumb is not None:
-                self._breadcrumb.leave()
-        return self.rescue(call, failed)
-
-    def rescue(self, call: DispatchedCall, error: Exception) -> Any:
-        """The result to continue with after ``error``; raises ``error`` if the model itself causes it."""
-        if self.solver_failures.recover(call, error):
-            return None
-        retry = self._retry(call)
-        with torch._C._DisableAutocast():
-            found = find_rescue(retry, error, "dispatch") or self._rescue_by_reference(call, retry)
-        if found is None:
-            self.raised = error
-            raise error
-        call.outcome = "rescued"
-        self._journal.add_call_gap(call, found.kind, message_of(error), predicted_by=predicted_by(error))
-        self.pending.add(found.result)
-        return found.result
-
-    def _retry(self, call: DispatchedCall) -> Retry:
-        return Retry(call.func, call.args, call.kwargs, self.low, call.written())
-
-    def _is_emulated(self, call: DispatchedCall) -> bool:
-        """Not a cast that was slow once: only the machine can make it slow, and its result in fp32 would not be a cast."""
-        is_slow_cast = call.traits.casts and call.place not in self._emulation.crashed
-        return self._emulation.includes(call.place) and not is_slow_cast
-
-    def _emulate(self, call: DispatchedCall, retry: Retry) -> Any:
-        """Compute the op in fp32 and round the result."""
-        call.outcome = "emulated"
-        with torch._C._DisableAutocast():
-            try:
-                out = retry.widened()
-            except Exception as error:
-                out = self.rescue(call, error)
-        crash = self._emulation.crashed.get(call.place)
-        if crash is not None:
-            self._journal.add_call_gap(call, "crash", crash)
-        return out
-
-    def _rescue_by_reference(self, call: DispatchedCall, retry: Retry) -> Rescue | None:
-        """The result on the reference's values, for an op that fails on the low-precision ones."""
-        if not (self._follow_reference and call.involved and retry.low_precision) or call.traits.mutable:
-            return None
-        try:
-            args, kwargs = self._lockstep.arguments(call)
-            return Rescue("numeric-failure", retry.narrowed(call.func(*args, **kwargs)))
-        except Exception:
-            return None

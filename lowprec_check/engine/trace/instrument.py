@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import msgspec
@@ -28,68 +29,21 @@ from lowprec_check.engine.model.plain_run import (
 )
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.trace.dispatched_call import Emulation
-from lowprec_check.engine.trace.extra_modes import BackwardFailures, FunctionRescue, SteppingCall
-from lowprec_check.engine.trace.journal import Journal
+from lowprec_check.engine.trace.execution import Emulation
+from lowprec_check.engine.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
+from lowprec_check.engine.trace.journal import Instrumented, Journal
 from lowprec_check.engine.trace.lockstep import Lockstep, seed_inputs, seed_state
-from lowprec_check.engine.trace.output_budget import error_budget
+from lowprec_check.engine.trace.output_budget import Returned, error_budget, returned
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.recorder import Recorder
-from lowprec_check.engine.trace.twins import Returned, returned, storage_key
+from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.schema.base import Struct
-from lowprec_check.schema.measures import ErrorBudget, Errors, ModuleMagnitudes
+from lowprec_check.schema.measures import ErrorBudget, Errors
 from lowprec_check.schema.module_paths import module_around, paths_above
-from lowprec_check.schema.op_calls import OpCalls, to_columns
+from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
-from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
-
-# -- What the instrumented part of a run found. Sent from the worker as it is
-
-
-class Instrumented(Struct, frozen=True, kw_only=True):
-    """The result of the instrumented part; a worker sends it."""
-
-    gaps: list[Gap]
-    op_calls: OpCalls
-    magnitudes: list[ModuleMagnitudes] = []
-    uncalled_modules: list[str]
-    called_modules: list[str]
-    function_mode: bool = False
-    complete: bool = True
-    exception: ExceptionInfo | None = None
-    perturbed: bool | None = None
-    budget: ErrorBudget | None = None
-    """Where the error of the output comes from, if requested."""
-    lockstep_error: ErrorStats | None = None
-    """Error of the output against the lockstep reference, which uses the random values and decisions of the run."""
-    emulated: dict[str, str] = {}
-    peak_memory_bytes: int | None = None
-    """Peak of the run's own tensors, if requested."""
-    faults: tuple[str, ...] = ()
-    """Failures of the instruments themselves."""
-    notes: tuple[str, ...] = ()
-    """What was left out, and why."""
-    incomplete_because: str | None = None
-    """Why it did not run, if it did not."""
-
-    @classmethod
-    def not_run(cls, why: str) -> Instrumented:
-        """The result where nothing could be run."""
-        nothing: list[str] = []
-        return cls(
-            gaps=[],
-            op_calls=to_columns([]),
-            uncalled_modules=nothing,
-            called_modules=nothing,
-            complete=False,
-            incomplete_because=why,
-        )
-
-
-# -- The instrumented part of a run: explains it op by op
 
 
 class Options(NamedTuple):
@@ -139,14 +93,14 @@ def run_instrumented(
 
     A derivative that fails above dispatch takes one more run for each function.
     """
-    model_call = _ModelCall(ready, args, kwargs, fp32)
+    run = functools.partial(_pass, ready, args, kwargs, fp32, options)
     snapshot = Snapshot(ready.model, (args, kwargs), parameters=options.changes_parameters)
     try:
-        found, failed_above = _pass(model_call, options, plain_outputs)
+        found, failed_above = run(plain_outputs)
         failures = BackwardFailures()
         while failed_above:
             snapshot.rewind()
-            found, failed_above = _pass(model_call, options, None, failures)
+            found, failed_above = run(None, failures)
             failed_above = failed_above and failures.learn()
         proven = [gap for gap in found.gaps if gap.phase != "backward" or gap.op != failures.unproven]
         return found if len(proven) == len(found.gaps) else msgspec.structs.replace(found, gaps=proven)
@@ -154,17 +108,11 @@ def run_instrumented(
         snapshot.restore()
 
 
-class _ModelCall(NamedTuple):
-    """The call to instrument: the prepared model, its inputs and its state in fp32."""
-
-    ready: Prepared
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    fp32: dict[str, Tensor]
-
-
 def _pass(
-    model_call: _ModelCall,
+    ready: Prepared,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    fp32: dict[str, Tensor],
     options: Options,
     plain_outputs: list[Tensor] | None,
     failures: BackwardFailures | None = None,
@@ -172,16 +120,20 @@ def _pass(
     """One pass, with a function mode too if ``failures`` are given; the second value is true if an exception came from above
     dispatch.
     """
-    ready, step = model_call.ready, options.step
+    step = options.step
     if step is not None:
         step.restart()
         step.on_loss = (failures or BackwardFailures()).watch
     journal = Journal(options.on_gap, options.on_op_calls)
     figures = PendingFigures(deferred=options.deferred or ready.device.type != "cpu", everywhere=options.deferred)
-    lockstep = Lockstep(options.wide, _tape_limit(ready, options) if options.budget else None, figures)
-    inputs, named = ready.inputs(model_call.args, model_call.kwargs)
-    journal.rows += seed_state(lockstep, ready.model, model_call.fp32)
-    seed_inputs(lockstep, (inputs, named), (model_call.args, model_call.kwargs), ready.device)
+    limit = None
+    if options.budget:
+        half = MemoryLimit.half_of(free_memory(ready.device))
+        limit = min(half, options.budget_limit or half, key=lambda limit: limit.size)
+    lockstep = Lockstep(options.wide, limit, figures)
+    inputs, named = ready.inputs(args, kwargs)
+    journal.rows += seed_state(lockstep, ready.model, fp32)
+    seed_inputs(lockstep, (inputs, named), (args, kwargs), ready.device)
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model) as stack:
         places = Places(stack, None if step is None else lambda: step.phase)
@@ -189,35 +141,32 @@ def _pass(
         recorder = Recorder(
             ready.application.dtype,
             lockstep,
-            stack,
+            places,
             journal,
             errors=options.errors,
             emulation=options.emulation,
             breadcrumb=options.breadcrumb,
             counter=counter,
             timed=ready.device.type == "cpu",
-            places=places,
         )
         recorder.flow.add_inputs(tensor for _, tensor in leaves((inputs, named)) if tensor.layout == torch.strided)
-        rescue = None if failures is None else FunctionRescue(recorder, failures)
+        rescue = None if failures is None else FunctionRescue(recorder.execution, places, failures)
         with kept_output(ready.model, options.probe) as probed:
             output, error = call_under(recorder, ready, inputs, named, options.seed, rescue)
         outputs = returned(output_parts(output), lockstep.twins)
         recorder.finish([its.tensor for its in outputs])
     held = outputs if options.probe is None else returned(probed, lockstep.twins)
-    budget = _budget(held, error, lockstep, options, recorder.drew) if options.budget else None
-    if budget is not None and not any(row.flips or row.to_python for row in journal.rows):
-        budget = msgspec.structs.replace(budget, decisions=0.0)  # the reference differs from fp32 for another reason
     found = Instrumented(
         gaps=journal.gaps,
-        budget=budget,
+        budget=_budget(held, error, recorder, options) if options.budget else None,
         op_calls=journal.op_calls(),
         magnitudes=recorder.magnitudes.result(),
-        uncalled_modules=_uncalled(ready.model, stack, recorder.input_storages),
+        uncalled_modules=uncalled_modules(ready.model, stack, recorder.input_storages),
         called_modules=[name for name, _ in ready.model.named_modules() if name and stack.calls[name]],
         function_mode=failures is not None,
         complete=error is None,
         emulated=options.emulation.reasons(),
+        peak_memory_bytes=counter.peak if counter is not None and error is None else None,
         faults=tuple(recorder.faults),
     )
     if error is not None:
@@ -227,50 +176,45 @@ def _pass(
         exception = msgspec.structs.replace(describe_error(error, ready.model), phase=places.phase)
         return msgspec.structs.replace(found, exception=exception), above
     comparable = plain_outputs if not (found.gaps or found.emulated or failures) else None
-    found = _with_output(found, outputs, comparable, lockstep if options.errors != "none" else None, step)
-    return msgspec.structs.replace(found, peak_memory_bytes=counter.peak if counter is not None else None), False
+    return _with_output(found, outputs, comparable, lockstep, options), False
 
 
-def _tape_limit(ready: Prepared, options: Options) -> MemoryLimit:
-    """Memory for the tape of the error budget."""
-    half = MemoryLimit.half_of(free_memory(ready.device))
-    return min(half, options.budget_limit or half, key=lambda limit: limit.size)
-
-
-def _budget(
-    held: list[Returned], error: BaseException | None, lockstep: Lockstep, options: Options, drew: bool
-) -> ErrorBudget:
+def _budget(held: list[Returned], error: BaseException | None, recorder: Recorder, options: Options) -> ErrorBudget:
     """The error budget of the tensors in the output."""
     if error is not None:
-        return ErrorBudget(reason="the model raised an exception before its end")
-    try:
-        fp32 = None if drew else options.fp32_outputs
-        return error_budget(lockstep, held, fp32, autocast=options.autocast, seed=options.seed)
-    except Exception as failure:  # the explanation op by op must not be lost
-        return ErrorBudget(reason=f"computing it failed: {type_name(failure)}: {first_line(message_of(failure))}")
+        budget = ErrorBudget(reason="the model raised an exception before its end")
+    else:
+        fp32 = None if recorder.drew else options.fp32_outputs
+        try:
+            budget = error_budget(recorder.lockstep, held, fp32, autocast=options.autocast, seed=options.seed)
+        except Exception as failure:  # the explanation op by op must not be lost
+            why = f"computing it failed: {type_name(failure)}: {first_line(message_of(failure))}"
+            budget = ErrorBudget(reason=why)
+    if not any(row.flips or row.to_python for row in recorder.journal.rows):
+        budget = msgspec.structs.replace(budget, decisions=0.0)  # the reference differs from fp32 for another reason
+    return budget
 
 
 def _with_output(
     found: Instrumented,
     outputs: list[Returned],
     plain_outputs: list[Tensor] | None,
-    lockstep: Lockstep | None,
-    step: SteppingCall | None,
+    lockstep: Lockstep,
+    options: Options,
 ) -> Instrumented:
     """``found`` with the output compared: with the lockstep reference, if it ran, and bit by bit with the plain run.
 
-    Numbers, arrays computed outside torch, and tensors that are converted for the comparison have no reference. What a ``step``
-    computed is not compared with the reference: gradients and weights have figures of their own.
+    Numbers, arrays computed outside torch, and tensors that are converted for the comparison have no reference. What a step of
+    training computed is not compared with the reference: gradients and weights have figures of their own.
     """
     tensors = [its.compared for its in outputs]
+    error = None
     known = all(its.lost is None and its.tensor is its.compared for its in outputs)
-    found = msgspec.structs.replace(
-        found, perturbed=None if plain_outputs is None else not same_bits(tensors, plain_outputs)
-    )
-    if lockstep is None or lockstep.is_partial or not known or step is not None:
-        return found
-    compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
-    return msgspec.structs.replace(found, lockstep_error=compared.error if compared.compared else None)
+    if options.errors != "none" and not lockstep.is_partial and known and options.step is None:
+        compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
+        error = compared.error if compared.compared else None
+    perturbed = None if plain_outputs is None else not same_bits(tensors, plain_outputs)
+    return msgspec.structs.replace(found, perturbed=perturbed, lockstep_error=error)
 
 
 def call_under(
@@ -284,28 +228,17 @@ def call_under(
     """The output of the model under ``mode``, and in it ``inner``, in eager mode; or the exception that it raises."""
     seed_everything(seed)
     try:
-        with (
-            ready.context(),
-            compiled_code_in_eager(),
-            _without_warning_of_hooks(),
-            mode,
-            inner or contextlib.nullcontext(),
-        ):
-            return call_model(ready.call, inputs, named), None
+        with ready.context(), compiled_code_in_eager(), warnings.catch_warnings():
+            # Compiled modules warn that there are global hooks, which are ours.
+            warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
+            with mode, inner or contextlib.nullcontext():
+                return call_model(ready.call, inputs, named), None
     except BaseException as error:
         reraise_interrupt(error)
         return None, error
 
 
-@contextlib.contextmanager
-def _without_warning_of_hooks() -> Iterator[None]:
-    """Compiled modules warn that there are global hooks, which are ours."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
-        yield
-
-
-def _uncalled(model: nn.Module, stack: ModuleStack, input_storages: Iterable[int]) -> list[str]:
+def uncalled_modules(model: nn.Module, stack: ModuleStack, input_storages: Iterable[int]) -> list[str]:
     """Modules with parameters that never ran and whose parameters no op read; of a whole subtree, only the root."""
     read = set(input_storages)
     used = {around for name, count in stack.calls.items() if count for around in (name, *paths_above(name))}

@@ -1,9 +1,15 @@
-"""The lockstep reference: it starts from the weights, buffers and inputs in fp32, and each op runs again on it."""
+"""The lockstep reference: it starts from the weights, buffers and inputs in fp32, and each op runs again on it.
+
+Each op runs on the twins (reference values) of its inputs; its results become twins. The reference follows the decisions of the
+low-precision run: it uses the same random values, and for an op that selects (topk, sort, max) it uses its own values at the
+indices that the low-precision run chose.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -12,23 +18,14 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.devices import MemoryLimit
 from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widened_dtype
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.seed import default_generator
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
-from lowprec_check.engine.trace.differentiable import run_differentiable
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
-from lowprec_check.engine.trace.draws import GeneratorState, followed, rerun
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_differentiable, run_wide
 from lowprec_check.engine.trace.error_tape import ErrorTape, Leaf
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs, dtype_flow, map_args, shape_text
+from lowprec_check.engine.trace.ops import COPIES, Args, Kwargs, dtype_flow, map_args, shape_text
 from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
-from lowprec_check.engine.trace.twins import Facts, Twins, region_of, storage_key
+from lowprec_check.engine.trace.twins import Twins, region_of, storage_key
 from lowprec_check.schema.op_calls import OpCall
-
-# -- The lockstep reference: each op runs again on the twins (reference values) of its inputs; its results become
-# twins
-#
-# The reference follows the decisions of the low-precision run: it uses the same random values, and for an op that selects
-# (topk, sort, max) it uses its own values at the indices that the low-precision run chose.
-
-_COPIES = frozenset({"aten::clone", "aten::contiguous", "aten::permute_copy", "aten::view_copy"})
 
 
 class Lockstep:
@@ -45,7 +42,8 @@ class Lockstep:
     ) -> None:
         self.twins = Twins(wide)
         self.figures = figures or PendingFigures()
-        self._tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit, self.figures)
+        self.full_tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit, self.figures)
+        """The tape, also if it is full."""
         self.parameters: set[int] = set()
         """Storages of the model's parameters and buffers."""
         self.is_partial = False
@@ -63,12 +61,7 @@ class Lockstep:
     @property
     def tape(self) -> ErrorTape | None:
         """The tape that records this run; ``None`` if there is none, or it is full."""
-        return self._tape if self._tape is not None and self._tape.stopped is None else None
-
-    @property
-    def full_tape(self) -> ErrorTape | None:
-        """The tape, also if it is full."""
-        return self._tape
+        return self.full_tape if self.full_tape is not None and self.full_tape.stopped is None else None
 
     def is_constant(self, tensor: Tensor) -> bool:
         """Whether the values are those of a parameter or buffer, or of a cast or copy of one, which no op has changed."""
@@ -80,9 +73,27 @@ class Lockstep:
         twins = map(self.twins.find, filter(is_float, call.inputs))
         return any(twin is not None and twin.constant and twin.tensor is not None for twin in twins)
 
+    def exact_arguments(self, call: DispatchedCall, widened: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
+        """``widened``, the widened arguments of ``call``, with the fp32 values of parameters in place of rounded ones."""
+
+        def exact(low: Any, value: Any) -> Any:
+            if isinstance(low, (list, tuple)):
+                found = [exact(*pair) for pair in zip(low, value, strict=True)]
+                return found if isinstance(low, list) else tuple(found)
+            if not isinstance(low, Tensor) or not is_float(low) or low.layout != torch.strided:
+                return value
+            twin = self.twins.find(low)
+            rounded = twin is not None and twin.constant and twin.tensor is not None
+            return self.twins.reference_of(low) if rounded else value
+
+        args, kwargs = widened
+        return tuple(map(exact, call.args, args)), {
+            key: exact(call.kwargs[key], value) for key, value in kwargs.items()
+        }
+
     def gives_constant(self, call: DispatchedCall) -> bool:
         """Whether the op copies or casts constants: what this loses counts where the result is used."""
-        if call.traits.mutable or not (call.traits.casts or call.traits.packet in _COPIES):
+        if call.traits.mutable or not (call.traits.casts or call.traits.packet in COPIES):
             return False
         return bool(call.inputs) and all(map(self.is_constant, call.inputs))
 
@@ -136,7 +147,15 @@ class Lockstep:
         from_parameter = call.traits.casts and source is not None and is_float(source) and self.is_parameter(source)
         if from_parameter and not call.traits.mutable and call.kwargs.get("device") is None:
             references[0] = args[0]
-        self._set_references(call, outputs, references, shared=from_parameter)
+        written = {id(tensor) for tensor in call.written()} - call.before.keys() if call.traits.mutable else ()
+        constant = self.gives_constant(call)
+        for out, reference in zip(outputs, references, strict=True):
+            if not is_float(out) or out.shape != reference.shape:
+                continue
+            if id(out) not in written:
+                self.twins.set_reference(out, reference, shared=from_parameter).constant = constant
+            elif self.tape is not None:
+                self.twins.write(out, reference)
         return references
 
     def _run(self, call: DispatchedCall, results: Callable[..., list[Tensor]]) -> tuple[Args, list[Tensor]]:
@@ -151,23 +170,14 @@ class Lockstep:
         references = (run_wide if self.tape is None else run_differentiable)(call, args, kwargs)
         references = references[: len(outputs)]  # with gradients, some ops return what only their derivative needs
         references += [self.twins.reference_of(out) for out in outputs[max(1, len(references)) :]]
-        if call.traits.selects and len(references) == len(outputs):
-            references[0] = _selected(call, args, kwargs, outputs, references)
+        if call.traits.selects and len(references) == len(outputs) and outputs[0].shape == references[0].shape:
+            source, index = args[0], outputs[1]
+            dim = _selected_dim(call, args, kwargs)
+            if dim is not None and isinstance(source, Tensor) and source.ndim:
+                keeps_dim = index.ndim == source.ndim
+                chosen = torch.gather(source, dim, index if keeps_dim else index.unsqueeze(dim))
+                references[0] = chosen if keeps_dim else chosen.squeeze(dim)
         return references
-
-    def _set_references(
-        self, call: DispatchedCall, outputs: list[Tensor], references: list[Tensor], *, shared: bool
-    ) -> None:
-        """Make ``references`` the twins of ``outputs``; tensors that the op wrote to already have one."""
-        written = {id(tensor) for tensor in call.written()} - call.before.keys() if call.traits.mutable else ()
-        constant = self.gives_constant(call)
-        for out, reference in zip(outputs, references, strict=True):
-            if not is_float(out) or out.shape != reference.shape:
-                continue
-            if id(out) not in written:
-                self.twins.set_reference(out, reference, shared=shared).constant = constant
-            elif self.tape is not None:
-                self.twins.write(out, reference)
 
     def follow_random(
         self, call: DispatchedCall, outputs: list[Tensor], state: GeneratorState, own: tuple[Args, Kwargs]
@@ -198,29 +208,81 @@ class Lockstep:
         return exact
 
 
-def _selected(
-    call: DispatchedCall, args: Args, kwargs: Kwargs, outputs: list[Tensor], references: list[Tensor]
-) -> Tensor:
-    """The reference's values at the indices chosen in low precision, in the shape of ``outputs[0]``.
+def _selected_dim(call: DispatchedCall, args: Args, kwargs: Kwargs) -> int | None:
+    """The dimension along which the op selects; ``None`` if it has none."""
+    for position, argument in enumerate(call.func._schema.arguments):
+        if argument.name == "dim":
+            dim = args[position] if position < len(args) else kwargs.get("dim", argument.default_value)
+            return dim if dim is None else int(dim)
+    return None
 
-    ``args`` are the reference's. If the op has no ``dim``, the reference's own selection is returned.
+
+# -- random numbers
+#
+# The same seed gives different values in different dtypes, so a random op cannot be compared with a rerun of itself. To measure what
+# wrong parameters (mean, probability) change, the op is rerun in fp32 twice from the same generator state: with the parameters of the
+# reference and with those of the run.
+
+
+class GeneratorState:
+    """The state of the generator that a call uses, before the call."""
+
+    def __init__(self, call: DispatchedCall) -> None:
+        given = call.kwargs.get("generator")
+        device = next((tensor.device for tensor in call.inputs), call.kwargs.get("device"))
+        self.generator: torch.Generator = given if given is not None else default_generator(device)
+        self.state = self.generator.get_state()
+
+    @property
+    def moved(self) -> bool:
+        """Whether random numbers were drawn since."""
+        return not torch.equal(self.state, self.generator.get_state())
+
+    @contextlib.contextmanager
+    def rewound(self) -> Iterator[None]:
+        """Draw the same numbers again; afterwards the generator is where it was."""
+        now = self.generator.get_state()
+        self.generator.set_state(self.state)
+        try:
+            yield
+        finally:
+            self.generator.set_state(now)
+
+
+def state_before(call: DispatchedCall) -> GeneratorState | None:
+    """The state of the generator if ``call`` may draw from it. torch's ops declare that they do; other packages' may not."""
+    if not call.traits.may_draw or (call.traits.random and not call.draws):
+        return None
+    return GeneratorState(call)
+
+
+def has_drawn(call: DispatchedCall, state: GeneratorState | None) -> bool:
+    """After the call: whether it used random numbers."""
+    return state is not None and (call.traits.random or state.moved)
+
+
+def followed(low: Tensor, reference: Tensor, widened: Tensor) -> Tensor:
+    """The reference of one output ``low`` of a random call.
+
+    ``reference`` and ``widened`` are the outputs of the op in fp32 from the same generator state: on the inputs of the
+    reference, and on the call's own inputs, widened. Indices and booleans are those of the run.
     """
-    arguments = call.func._schema.arguments
-    names = [argument.name for argument in arguments]
-    if "dim" not in names or outputs[0].shape != references[0].shape:
-        return references[0]
-    position = names.index("dim")
-    dim = args[position] if position < len(args) else kwargs.get("dim", arguments[position].default_value)
-    source, index = args[0], outputs[1]
-    if dim is None or not isinstance(source, Tensor) or source.ndim == 0:
-        return references[0]
-    if index.ndim == source.ndim:
-        return torch.gather(source, dim, index)
-    return torch.gather(source, dim, index.unsqueeze(dim)).squeeze(dim)
+    if not is_float(low):
+        return low
+    wide = low.to(reference.dtype)
+    if torch.allclose(wide, widened, rtol=8 * torch.finfo(low.dtype).eps, atol=0.0, equal_nan=True):
+        return reference  # fp32 draws the same numbers
+    moved = wide + (reference - widened)
+    return torch.where(moved.isfinite(), moved, reference)
 
 
-# -- Initializes the lockstep reference: the fp32 values of weights, buffers and inputs become the twins of their
-# casts
+def rerun(call: DispatchedCall, state: GeneratorState, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """The results of ``call`` on other arguments, from the same state of the generator."""
+    with state.rewound(), torch._C._DisableAutocast():
+        return run_wide(call, args, kwargs)
+
+
+# -- the start: the fp32 values of weights, buffers and inputs become the twins of their casts
 
 _NOTABLE_FLUSHED = 0.01
 """A cast of a weight gets a row if it flushes more than this share of the non-zeros to zero."""
@@ -259,7 +321,8 @@ def _add_cast(
     lost = bool(compared.introduced_inf or compared.introduced_nan)
     if not lost and (compared.flushed or 0.0) <= _NOTABLE_FLUSHED:
         return
-    lockstep.twins.find_or_add(low).facts = {region_of(low): Facts(nonfinite=lost)}
+    only_lost = compared._replace(errors=[0.0], flushed=None)
+    lockstep.twins.find_or_add(low).compared = {region_of(low): Pending(only_lost)}
     module, _, attribute = name.rpartition(".")
     row = OpCall(
         f"cast {attribute}",

@@ -15,6 +15,7 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.tensor_comparison import as_real, is_dense
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.ops import COPIES
 from lowprec_check.engine.trace.twins import Twins
 from lowprec_check.schema.measures import SAMPLE, ModuleMagnitudes
 from lowprec_check.schema.module_paths import module_around
@@ -29,8 +30,6 @@ _NORMAL = -127 - LOWEST
 _MAGNITUDE, _SUBNORMAL = 0x7FFFFFFF, 0x7FFFFF
 """The bits without the sign; those of the largest subnormal number."""
 _NONFINITE, _ZERO, _BUCKETS = _POWERS, _POWERS + 1, _POWERS + 2
-
-_COPIES = frozenset("aten::" + name for name in ["clone", "contiguous", "copy_", "permute_copy", "view_copy"])
 
 BATCH = 64
 """Samples that are counted together."""
@@ -51,14 +50,22 @@ class MagnitudeSamples:
 
     def add_outputs(self, call: DispatchedCall, outputs: list[Tensor], twins: Twins) -> None:
         """Count the reference's values for the first of ``outputs``, unless the call gives no new ones; others may be by-products."""
-        if is_float(outputs[0]) and not _repeats(call):
-            self.add(call.module, twins.reference_of(outputs[0]))
+        traits = call.traits
+        repeats = traits.casts or traits.packet in COPIES or traits.packet == "aten::copy_"
+        if repeats or not is_float(outputs[0]) or (traits.moves and not any(map(is_float, call.inputs))):
+            return
+        self.add(call.module, twins.reference_of(outputs[0]))
 
     def add(self, module: str, values: Tensor) -> None:
         """Count a sample of ``values`` (floating or complex, any shape), which an op of ``module`` gave."""
         if not values.numel():
             return
-        row = self._row(module)
+        row = self._rows.get(module)
+        if row is None and len(self._rows) >= MOST_MODULES:
+            row = self._rows[module_around(module, self._rows) or ""]
+        if row is None:
+            row = self._rows[module] = len(self._ops)
+            self._ops.append(0)
         self._ops[row] += 1
         self._pending.append((row, sample(values)))
         if len(self._pending) >= BATCH:
@@ -69,16 +76,24 @@ class MagnitudeSamples:
         self._count()
         counts = [self._grown(table).cpu() for table in self._counts.values()]
         total = torch.stack(counts).sum(0).tolist() if counts else []
-        return [_histogram(module, total[row], self._ops[row]) for module, row in self._rows.items() if self._ops[row]]
-
-    def _row(self, module: str) -> int:
-        row = self._rows.get(module)
-        if row is None and len(self._rows) >= MOST_MODULES:
-            row = self._rows[module_around(module, self._rows) or ""]
-        if row is None:
-            row = self._rows[module] = len(self._ops)
-            self._ops.append(0)
-        return row
+        found = []
+        for module, row in self._rows.items():
+            if not self._ops[row]:
+                continue
+            powers = total[row][:_POWERS]
+            known = [index for index, count in enumerate(powers) if count]
+            first, last = (known[0], known[-1] + 1) if known else (-LOWEST, -LOWEST)
+            found.append(
+                ModuleMagnitudes(
+                    module=module,
+                    lowest=LOWEST + first,
+                    counts=powers[first:last],
+                    zeros=total[row][_ZERO],
+                    nonfinite=total[row][_NONFINITE],
+                    ops=self._ops[row],
+                )
+            )
+        return found
 
     def _count(self) -> None:
         pending, self._pending = self._pending, []
@@ -99,12 +114,6 @@ class MagnitudeSamples:
         return grown
 
 
-def _repeats(call: DispatchedCall) -> bool:
-    """Whether the values are those of the input, or made without one."""
-    traits = call.traits
-    return traits.casts or traits.packet in _COPIES or (traits.moves and not any(map(is_float, call.inputs)))
-
-
 def sample(values: Tensor) -> Tensor:
     """A copy of all ``values``, or of at most :data:`~lowprec_check.schema.measures.SAMPLE` evenly spread ones, one-dimensional.
 
@@ -114,15 +123,10 @@ def sample(values: Tensor) -> Tensor:
     if not (values.is_contiguous() or is_dense(values)):
         values = values.contiguous()
     count = values.numel()
-    step = _step(count)
-    return values.as_strided((-(-count // step),), (step,), values.storage_offset()).clone()
-
-
-def _step(count: int) -> int:
     step = -(-count // SAMPLE)
     while step > 1 and math.gcd(step, count) > 1:
         step += 1
-    return step
+    return values.as_strided((-(-count // step),), (step,), values.storage_offset()).clone()
 
 
 def add_on_accelerator(table: Tensor, pending: list[tuple[int, Tensor]]) -> None:
@@ -162,17 +166,3 @@ def buckets(values: Tensor) -> Tensor:
     subnormal = (bits.float().view(torch.int32) >> 23) - 127  # bits below 2**23 are exact in fp32
     small = torch.where(bits == 0, _ZERO, subnormal)
     return torch.where(exponent == 0, small, exponent + _NORMAL)
-
-
-def _histogram(module: str, counts: list[int], ops: int) -> ModuleMagnitudes:
-    powers = counts[:_POWERS]
-    known = [index for index, count in enumerate(powers) if count]
-    first, last = (known[0], known[-1] + 1) if known else (-LOWEST, -LOWEST)
-    return ModuleMagnitudes(
-        module=module,
-        lowest=LOWEST + first,
-        counts=powers[first:last],
-        zeros=counts[_ZERO],
-        nonfinite=counts[_NONFINITE],
-        ops=ops,
-    )

@@ -1,101 +1,179 @@
-"""Measures an op call against the lockstep reference: local and accumulated error, range, flips, and what later ops need of it."""
+"""The errors of an op call: what it adds itself (the local error), and how far its outputs are from the lockstep reference.
+
+For the local error, the op runs again on its own low-precision inputs, widened; the difference is what this op adds.
+"""
 
 from __future__ import annotations
 
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
+import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.tensor_comparison import TensorComparison
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.execution import SolverFailures, is_factorization
-from lowprec_check.engine.trace.local_error import widened_outputs
+from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, widen, widened_dtype
+from lowprec_check.engine.core.tensor_comparison import CHUNK, TensorComparison, is_dense
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
+from lowprec_check.engine.trace.error_tape import COMPACT, AddedErrors
 from lowprec_check.engine.trace.lockstep import Lockstep
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs
-from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
-from lowprec_check.engine.trace.twins import Facts, KnownFacts, Region, Twin, Twins, region_of
+from lowprec_check.engine.trace.ops import Args, Kwargs, map_args
+from lowprec_check.engine.trace.pending_figures import Pending
+from lowprec_check.engine.trace.twins import Region, Twin, region_of
 from lowprec_check.schema.op_calls import OpCall
 
-# -- How far the values of live tensors are from the reference. Facts are stored for the part of a storage they
-# were measured on
-#
-# If an op reads another part, such as one chunk of a fused projection, or a tensor after one slice was overwritten, that part is
-# measured when the op reads it.
 
-EXACT = Facts()
-"""Facts of values that equal the reference."""
+class OpErrors:
+    """Fills in rows: local and accumulated error, range, flips, repeated casts.
 
+    ``local`` enables local errors, ``count_flushed`` the share of values that underflow to zero. ``flipped`` is called with an op
+    whose integer or boolean output differs from the reference's, its outputs, and this output.
 
-class OutputFacts:
-    """Facts of all live tensors. ``count_flushed``: measure the share of values that underflow to zero."""
+    Comparisons are stored for the part of a storage that was compared. If an op reads another part, such as one chunk of a fused
+    projection, or a tensor after one slice was overwritten, that part is compared when the op reads it.
+    """
 
-    def __init__(self, twins: Twins, figures: PendingFigures, *, count_flushed: bool) -> None:
-        self._twins, self._figures, self.count_flushed = twins, figures, count_flushed
+    def __init__(
+        self,
+        lockstep: Lockstep,
+        flipped: Callable[[DispatchedCall, list[Tensor], Tensor], None],
+        *,
+        local: bool,
+        count_flushed: bool,
+    ) -> None:
+        self._lockstep, self._twins, self._figures = lockstep, lockstep.twins, lockstep.figures
+        self._flipped, self._local, self._count_flushed = flipped, local, count_flushed
         self._unused: dict[int, tuple[OpCall, Callable[[], TensorComparison]]] = {}
         """By ``id`` of the row: calls with several outputs, none of them used yet, with the comparison of the first."""
 
-    def of_input(self, tensor: Tensor) -> KnownFacts:
-        """The facts of a tensor that an op reads, or the model returns. A row gets the errors of the outputs that are used."""
+    def of_input(self, tensor: Tensor) -> Pending[TensorComparison] | None:
+        """How far a tensor is from the reference that an op reads, or the model returns; ``None`` if it equals the reference.
+
+        A row gets the errors of the outputs that are used.
+        """
         twin = self._twins.find(tensor)
-        if twin is None or not twin.facts or not is_float(tensor):
-            return EXACT
+        if twin is None or not twin.compared or not is_float(tensor):
+            return None
         region = region_of(tensor)
-        known = twin.facts.get(region) or _of_same_elements(twin, region, tensor)
+        known = twin.compared.get(region) or _of_same_elements(twin, region, tensor)
         if twin.unused is not None:
             row, compared = twin.unused
             twin.unused = None
             self._unused.pop(id(row), None)
-            self._add_later(row, compared)
+            self._add_to_row(row, compared)
         if known is None:
-            known = twin.facts[region] = self._figures.compare(
-                without_repeats(tensor),
-                [without_repeats(self._twins.reference_of(tensor))],
-                count_flushed=self.count_flushed,
+            references = [_without_repeats(self._twins.reference_of(tensor))]
+            known = twin.compared[region] = self._figures.compare(
+                _without_repeats(tensor), references, count_flushed=self._count_flushed
             )
         return known
 
-    def store(self, tensor: Tensor, facts: KnownFacts) -> Twin:
-        """Store the facts of a tensor that an op has written, and forget those of other parts of its storage."""
-        twin = self._twins.find_or_add(tensor)
-        twin.facts = {region_of(tensor): facts}
-        twin.unused = None
-        return twin
+    def of_inputs(self, call: DispatchedCall) -> list[Pending[TensorComparison]]:
+        """Before the op runs: its inputs that differ from the reference, compared with it."""
+        return [compared for compared in map(self.of_input, call.inputs) if compared is not None]
 
-    def add_when_used(self, tensor: Tensor, compared: Callable[[], TensorComparison], row: OpCall) -> None:
-        """Add the comparison of one of several outputs to ``row`` when an op uses it."""
-        self._twins.find_or_add(tensor).unused = (row, compared)
-        self._unused.setdefault(id(row), (row, compared))
-
-    def finish(self) -> None:
-        """At the end: the row of a call whose outputs nothing used gets the errors of the first one."""
+    def finish(self, outputs: Iterable[Tensor]) -> None:
+        """At the end: ``outputs`` of the model count as used; the row of a call whose outputs nothing used gets the errors of the first."""
+        for tensor in outputs:
+            self.of_input(tensor)
         for row, compared in self._unused.values():
-            self._add_later(row, compared)
+            self._add_to_row(row, compared)
         self._unused.clear()
 
-    def _add_later(self, row: OpCall, compared: Callable[[], TensorComparison]) -> None:
-        self._figures.then(lambda: add_to_row(row, compared()))
+    def measure(
+        self, call: DispatchedCall, outputs: list[Tensor], widened: tuple[Args, Kwargs] | None, row: OpCall
+    ) -> float | None:
+        """Advance the reference by ``call`` and fill in ``row``; ``widened`` are the call's widened arguments.
+
+        Returns the seconds that the op alone took in fp32, ``None`` if it failed on the reference's tensors. They are those of its
+        own inputs, widened, if it ran on these: results of the reference stay on the tape, so they always take new memory.
+        """
+        references = self._lockstep.advance(call, outputs)
+        if references is None:
+            return None
+        seconds, call.wide_seconds = call.wide_seconds, None
+        self._figures.then(functools.partial(_add_inputs, row, call.input_errors))
+        if self._local:
+            call.widened_outputs = _widened_outputs(call, widened, outputs, self._twins.wide)
+        if call.traits.moves:
+            row.local_error = 0.0
+        several = len(outputs) > 1 and sum(map(is_float, outputs)) > 1
+        for index, (out, reference) in enumerate(zip(outputs, references, strict=True)):
+            if out.shape != reference.shape:
+                row.flips += abs(out.numel() - reference.numel())
+                row.compared_choices += max(out.numel(), reference.numel())
+            elif is_float(out):
+                compared = self._compare(call, out, reference, index)
+                if several:
+                    self._twins.find_or_add(out).unused = (row, compared)
+                    self._unused.setdefault(id(row), (row, compared))
+                else:
+                    self._add_to_row(row, compared)
+            elif call.inputs:
+                self._count_flips(call, outputs, out, reference, row)
+        if call.traits.casts:
+            row.recast = self._recast(call.inputs[0], outputs[0])
+        return seconds if call.wide_seconds is None else call.wide_seconds
+
+    def _compare(
+        self, call: DispatchedCall, out: Tensor, reference: Tensor, index: int
+    ) -> Callable[[], TensorComparison]:
+        """Compare the output at ``index``, and store that for the ops that read it. Returns what gives the comparison."""
+        against, own = [reference], call.widened_outputs
+        if own is not None and index < len(own) and own[index].shape == out.shape:
+            against.append(own[index])
+        # Only the first output: others, such as the mean that a norm saves, may be near zero without underflow.
+        pending = self._figures.compare(out, against, count_flushed=self._count_flushed and index == 0)
+        twin = self._twins.find_or_add(out)
+        twin.compared, twin.unused = {region_of(out): pending}, None
+        return functools.partial(_introduced, pending, call.input_errors)
+
+    def _add_to_row(self, row: OpCall, compared: Callable[[], TensorComparison]) -> None:
+        self._figures.then(lambda: _add_comparison(row, compared()))
+
+    def _count_flips(
+        self, call: DispatchedCall, outputs: list[Tensor], out: Tensor, reference: Tensor, row: OpCall
+    ) -> None:
+        flips = self._figures.number((out != reference).sum())
+        row.compared_choices += out.numel()
+
+        def add() -> None:
+            row.flips += int(flips.value)
+
+        if not call.reports_failure:
+            self._figures.then(add)
+            return
+        self._figures.settle()  # a check of its ``info`` may follow
+        add()
+        if flips.value:
+            self._flipped(call, outputs, out)
+
+    def _recast(self, source: Tensor, out: Tensor) -> int:
+        """1 if this cast repeats or undoes another cast of the same values, else 0."""
+        if self._lockstep.is_parameter(source) or source.dtype == out.dtype:
+            return 0
+        twin = self._twins.find_or_add(source)
+        repeats = out.dtype in (twin.cast_to, twin.cast_from)
+        twin.cast_to = out.dtype
+        self._twins.find_or_add(out).cast_from = source.dtype
+        return int(repeats)
 
 
-def facts_in(compared: TensorComparison) -> Facts:
-    """The facts in a comparison with the lockstep reference."""
-    nonfinite = bool(compared.introduced_inf or compared.introduced_nan)
-    return Facts(compared.errors[0], compared.flushed or 0.0, nonfinite)
+def _add_inputs(row: OpCall, inputs: Sequence[Pending[TensorComparison]]) -> None:
+    compared = [pending.value for pending in inputs]
+    row.input_error = max([0.0, *(each.errors[0] for each in compared)])
+    row.input_flushed = max([0.0, *(each.flushed or 0.0 for each in compared)])
 
 
-def worst_of(known: Iterable[KnownFacts]) -> Facts:
-    """The largest error and underflow, and whether any has a new NaN or Inf. All must be known by now."""
-    found = [facts_in(facts.value) if isinstance(facts, Pending) else facts for facts in known]
-    return functools.reduce(_worse, found, EXACT)
+def _introduced(pending: Pending[TensorComparison], inputs: Sequence[Pending[TensorComparison]]) -> TensorComparison:
+    """The comparison of an output; NaN, Inf and underflow do not count if an input has a new NaN or Inf."""
+    if any(each.value.introduced_inf or each.value.introduced_nan for each in inputs):
+        return pending.value._replace(introduced_inf=0, introduced_nan=0, flushed=None, subnormal=None)
+    return pending.value
 
 
-def _worse(some: Facts, others: Facts) -> Facts:
-    return Facts(max(some.error, others.error), max(some.flushed, others.flushed), some.nonfinite or others.nonfinite)
-
-
-def add_to_row(row: OpCall, compared: TensorComparison) -> None:
+def _add_comparison(row: OpCall, compared: TensorComparison) -> None:
     """Store the comparison of one output in the row of its call; the largest errors count."""
     if len(compared.errors) > 1:
         row.local_error = max(compared.errors[1], row.local_error or 0.0)
@@ -111,12 +189,12 @@ def add_to_row(row: OpCall, compared: TensorComparison) -> None:
     row.rms = compared.rms if row.rms is None else row.rms
 
 
-def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> KnownFacts | None:
-    """Facts of a region with the same elements in another order: of the same size and start, without repeats or gaps."""
-    for (shape, stride, offset), facts in twin.facts.items():
+def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> Pending[TensorComparison] | None:
+    """The comparison of a region with the same elements in another order: of the same size and start, without repeats or gaps."""
+    for (shape, stride, offset), compared in twin.compared.items():
         same = offset == region[2] and _span(shape, stride) == _span(region[0], region[1]) == tensor.numel()
         if same and math.prod(shape) == tensor.numel():
-            return facts
+            return compared
     return None
 
 
@@ -125,7 +203,7 @@ def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
 
 
-def without_repeats(tensor: Tensor) -> Tensor:
+def _without_repeats(tensor: Tensor) -> Tensor:
     """``tensor`` with each expanded dimension narrowed to one element."""
     for dim, (size, step) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
         if size > 1 and step == 0:
@@ -133,115 +211,132 @@ def without_repeats(tensor: Tensor) -> Tensor:
     return tensor
 
 
-# -- Measures an op call against the lockstep reference: local and accumulated error, range, flips, repeated casts
+# -- the op on its own inputs, widened
 
 
-class OpErrors:
-    """Fills in rows. ``local`` enables local errors, ``count_flushed`` the share of values that underflow to zero."""
+def has_local_error(call: DispatchedCall) -> bool:
+    """Whether the op can add an error: not if it moves, casts or draws values, or if nothing that it computes with is narrow."""
+    if not call.traits.computes or not (call.narrows_inside or any(map(is_narrow, call.inputs))):
+        return False
+    return not call.draws
 
-    def __init__(
-        self, lockstep: Lockstep, solver_failures: SolverFailures, *, local: bool, count_flushed: bool
-    ) -> None:
-        self._lockstep, self._twins = lockstep, lockstep.twins
-        self._solver_failures = solver_failures
-        self._figures = lockstep.figures
-        self.facts = OutputFacts(lockstep.twins, lockstep.figures, count_flushed=count_flushed)
-        self._local = local
 
-    def measure(
-        self, call: DispatchedCall, outputs: list[Tensor], widened: tuple[Args, Kwargs] | None, row: OpCall
-    ) -> float | None:
-        """Advance the reference by ``call`` and fill in ``row``; ``widened`` are the call's widened arguments.
+def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kwargs]:
+    """The arguments of ``call`` in ``wide``, made before it runs; arguments that it writes to are copied."""
+    written = {id(tensor) for tensor in call.written()} if call.traits.mutable else ()
 
-        Returns the seconds that the op alone took in fp32, ``None`` if it failed on the reference's tensors. They are those of its
-        own inputs, widened, if it ran on these: results of the reference stay on the tape, so they always take new memory.
-        """
-        references = self._lockstep.advance(call, outputs)
-        if references is None:
+    def widened(value: Any) -> Any:
+        if isinstance(value, torch.dtype):
+            return widened_dtype(value, wide)
+        result = widen(value, wide) if is_float(value) else value
+        return result.clone() if result is value and id(value) in written else result
+
+    return map_args(call.args, call.kwargs, widened)
+
+
+def _widened_outputs(
+    call: DispatchedCall, arguments: tuple[Args, Kwargs] | None, outputs: list[Tensor], wide: torch.dtype
+) -> list[Tensor] | None:
+    """The outputs of the op on ``arguments``; for a cast, the values before it. ``None`` if the op fails."""
+    if call.traits.casts:
+        source, out = call.inputs[0], outputs[0]
+        if not is_float(source) or not is_float(out):
             return None
-        seconds, call.wide_seconds = call.wide_seconds, None
-        self._figures.then(functools.partial(_add_inputs, row, call.input_facts))
-        own = widened_outputs(call, widened, outputs, self._twins.wide) if self._local else None
-        call.widened_outputs = own
-        if call.traits.moves:
-            row.local_error = 0.0
-        self._measure_outputs(call, outputs, references, own, row)
-        if call.traits.casts:
-            row.recast = self._recast(call.inputs[0], outputs[0])
-        return seconds if call.wide_seconds is None else call.wide_seconds
-
-    def measure_inputs(self, call: DispatchedCall) -> list[KnownFacts]:
-        """Before the op runs: the facts of its inputs that differ from the reference."""
-        found = map(self.facts.of_input, call.inputs)
-        return [facts for facts in found if facts is not EXACT]
-
-    def _measure_outputs(
-        self,
-        call: DispatchedCall,
-        outputs: list[Tensor],
-        references: list[Tensor],
-        own: list[Tensor] | None,
-        row: OpCall,
-    ) -> None:
-        several = len(outputs) > 1 and sum(map(is_float, outputs)) > 1
-        for index, (out, reference) in enumerate(zip(outputs, references, strict=True)):
-            if out.shape != reference.shape:
-                row.flips += abs(out.numel() - reference.numel())
-                row.compared_choices += max(out.numel(), reference.numel())
-            elif is_float(out):
-                against = [reference]
-                if own is not None and index < len(own) and own[index].shape == out.shape:
-                    against.append(own[index])
-                # Only the first output: others, such as the mean that a norm saves, may be near zero without underflow.
-                pending = self._figures.compare(out, against, count_flushed=self.facts.count_flushed and index == 0)
-                self.facts.store(out, pending)
-                compared = functools.partial(_introduced, pending, call.input_facts)
-                if several:
-                    self.facts.add_when_used(out, compared, row)
-                else:
-                    self._figures.then(functools.partial(_add_outputs, row, compared))
-            elif call.inputs:
-                self._count_flips(call, outputs, out, reference, row)
-
-    def _count_flips(
-        self, call: DispatchedCall, outputs: list[Tensor], out: Tensor, reference: Tensor, row: OpCall
-    ) -> None:
-        flips = self._figures.number((out != reference).sum())
-        row.compared_choices += out.numel()
-        if not is_factorization(call):
-            self._figures.then(functools.partial(_add_flips, row, flips))
-            return
-        self._figures.settle()  # a check of its ``info`` may follow
-        _add_flips(row, flips)
-        if flips.value:
-            self._solver_failures.add(call, outputs, out)
-
-    def _recast(self, source: Tensor, out: Tensor) -> int:
-        """1 if this cast repeats or undoes another cast of the same values, else 0."""
-        if self._lockstep.is_parameter(source) or source.dtype == out.dtype:
-            return 0
-        twin = self._twins.find_or_add(source)
-        repeats = out.dtype in (twin.cast_to, twin.cast_from)
-        twin.cast_to = out.dtype
-        self._twins.find_or_add(out).cast_from = source.dtype
-        return int(repeats)
+        return [widen(source, wide).to(out.device, widened_dtype(out.dtype, wide))]
+    if arguments is None or not has_local_error(call):
+        return None
+    try:
+        return run_wide(call, *arguments)
+    except Exception:
+        return None
 
 
-def _introduced(pending: Pending[TensorComparison], inputs: Sequence[KnownFacts]) -> TensorComparison:
-    """The comparison of an output; NaN, Inf and underflow do not count if an input has a new NaN or Inf."""
-    if inputs and worst_of(inputs).nonfinite:
-        return pending.value._replace(introduced_inf=0, introduced_nan=0, flushed=None, subnormal=None)
-    return pending.value
+# -- what an op adds, for the tape
 
 
-def _add_inputs(row: OpCall, inputs: Sequence[KnownFacts]) -> None:
-    worst = worst_of(inputs)
-    row.input_error, row.input_flushed = worst.error, worst.flushed
+def added_errors(
+    call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None, *, waits: bool = True
+) -> list[AddedErrors]:
+    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the outputs without either.
+
+    Rounding is that of the results on the rounded parameters, unless these need almost no rounding: a bias that is rounded
+    already. Then it is that of ``exact``, which is as large as the error. ``waits``: whether this may wait for an accelerator.
+    """
+    errors: list[AddedErrors] = []
+    for index, out in enumerate(outputs):
+        known = exact[index] if exact is not None and index < len(exact) else None
+        if known is None or not is_float(out) or known.shape != out.shape or (call.traits.selects and not index):
+            errors.append((None, None))
+            continue
+        if not is_narrow(out):
+            errors.append((out.to(known.dtype) - known, None))
+            continue
+        own = call.widened_outputs[index] if index < len(call.widened_outputs or ()) else known  # type: ignore[index]
+        own = own if own.shape == out.shape else known
+        in_chunks = _added_in_chunks(out, own, known) if waits else None
+        if in_chunks is not None:
+            errors.append(in_chunks)
+            continue
+        rounding = own.to(out.dtype).to(own.dtype) - own
+        if own is not known:
+            of_exact = known.to(out.dtype).to(known.dtype) - known
+            is_less = rounding.norm() < of_exact.norm() / 2
+            rounding = (
+                torch.where(is_less, of_exact, rounding) if not waits else of_exact if bool(is_less) else rounding
+            )
+        errors.append((out.to(known.dtype) - known - rounding, rounding))
+    return errors
 
 
-def _add_outputs(row: OpCall, compared: Callable[[], TensorComparison]) -> None:
-    add_to_row(row, compared())
+def _added_in_chunks(out: Tensor, own: Tensor, exact: Tensor) -> AddedErrors | None:
+    """The same on a CPU, in chunks that stay in cache: a tensor is read once, and written in 16 bits without NaN and Inf.
+
+    ``None`` if the tensors are not on a CPU, dense, in fp32 and of one layout.
+    """
+    tensors = (out, own, exact)
+    if not all(tensor.device.type == "cpu" and not tensor.is_complex() and not tensor.is_neg() for tensor in tensors):
+        return None
+    same = all(tensor.stride() == exact.stride() and tensor.shape == exact.shape for tensor in tensors)
+    if not same or not is_dense(exact) or not exact.dtype == own.dtype == torch.float32 or not exact.numel():
+        return None
+    low, wide, known = (
+        tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()) for tensor in tensors
+    )
+    wide = known if own is exact else wide
+    results = [torch.empty_strided(exact.shape, exact.stride(), dtype=COMPACT) for _ in range(2)]
+    into = [result.as_strided((result.numel(),), (1,)) for result in results]
+    mine, its, zeros = _fill(low, wide, known, into)
+    if mine < its / 4:
+        _, _, zeros = _fill(low, known, known, into)
+    added, rounding = (None if zero else result for zero, result in zip(zeros, results, strict=True))
+    return added, rounding
 
 
-def _add_flips(row: OpCall, flips: Pending[float]) -> None:
-    row.flips += int(flips.value)
+def _fill(out: Tensor, own: Tensor, exact: Tensor, results: list[Tensor]) -> tuple[float, float, list[bool]]:
+    """Write the two errors, with the rounding of ``own``. The squared norms of its rounding and of that of ``exact``, and
+    whether each result is zero.
+    """
+    mine = its = 0.0
+    zeros = [True, True]
+    for start in range(0, len(out), CHUNK):
+        low, wide, known = (tensor[start : start + CHUNK] for tensor in (out, own, exact))
+        error, rounding, narrow = (buffer[: len(low)] for buffer in _chunk_buffers(out.dtype))
+        if own is not exact:
+            torch.sub(rounding.copy_(narrow.copy_(known)), known, out=rounding)
+            its += rounding.dot(rounding).item()
+        torch.sub(rounding.copy_(narrow.copy_(wide)), wide, out=rounding)
+        mine += rounding.dot(rounding).item()
+        error.copy_(low).sub_(known).sub_(rounding)
+        for index, values in enumerate((error, rounding)):
+            smallest, largest = (number.item() for number in values.aminmax())
+            if not math.isfinite(largest - smallest):
+                smallest, largest = (number.item() for number in values.nan_to_num_(0.0, 0.0, 0.0).aminmax())
+            results[index][start : start + CHUNK].copy_(values)
+            zeros[index] = zeros[index] and smallest == largest == 0
+    return mine, its if own is not exact else mine, zeros
+
+
+@functools.cache
+def _chunk_buffers(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """Memory for one chunk: two times in fp32, and in ``dtype``."""
+    return torch.empty(CHUNK), torch.empty(CHUNK), torch.empty(CHUNK, dtype=dtype)

@@ -12,9 +12,10 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.model.plain_run import OutputPart
 from lowprec_check.engine.trace.error_tape import ErrorTape, OutputChange
 from lowprec_check.engine.trace.lockstep import Lockstep
-from lowprec_check.engine.trace.twins import Returned
+from lowprec_check.engine.trace.twins import Twins
 from lowprec_check.schema.measures import ErrorBudget, Share
 from lowprec_check.schema.module_paths import common_module, is_inside
 from lowprec_check.schema.op_calls import PRODUCTS, OpCall
@@ -29,18 +30,8 @@ LEAST_SHARE = 1e-4
 _CANCELLING = 3.0
 """If the sizes of the shares add up to this many times their sum, errors cancel each other, and shares are those of energy."""
 
-Place = tuple[str, str, str | None, bool]
-"""Module, op, source line, and whether it is rounding where results leave the module of the op."""
-
-
-class OutputLeaf(NamedTuple):
-    """A floating tensor of the output: of the run, of its reference, of the plain fp32 run."""
-
-    low: Tensor
-    twin: Tensor
-    fp32: Tensor
-    lost: str | None = None
-    """Why errors cannot be followed to it."""
+Source = tuple[str, str, str | None, bool]
+"""What a share is added up by: module, op, source line, and whether it is rounding where results leave the module of the op."""
 
 
 def error_budget(
@@ -57,7 +48,7 @@ def error_budget(
     if tape.stopped is not None:
         return ErrorBudget(reason=tape.stopped)
     leaves = [
-        OutputLeaf(low.detach(), lockstep.twins.reference_of(low), lockstep.twins.reference_of(low), lost)
+        _Leaf(low.detach(), lockstep.twins.reference_of(low), lockstep.twins.reference_of(low), lost)
         for low, _, lost in outputs
         if is_float(low) and low.numel()
     ]
@@ -66,7 +57,13 @@ def error_budget(
         if [tensor.shape for tensor in floating] != [leaf.low.shape for leaf in leaves]:
             return ErrorBudget(reason="the output differs in structure from that of fp32")
         leaves = [leaf._replace(fp32=its.to(leaf.low.device)) for leaf, its in zip(leaves, floating, strict=True)]
-    reason = _why_unknown(leaves, has_fp32=fp32 is not None)
+    reason = None
+    if not leaves:
+        reason = "the output has no floating-point values"
+    elif fp32 is None and all(leaf.lost is not None for leaf in leaves):  # there is nothing to compare them with
+        reason = leaves[0].lost
+    elif not all(bool(leaf.low.isfinite().all()) for leaf in leaves if bool(leaf.fp32.isfinite().all())):
+        reason = "the output has NaN or Inf"
     if reason is not None:
         return ErrorBudget(reason=reason)
     leaf, *others = sorted(leaves, key=_relative_error, reverse=True)
@@ -77,18 +74,17 @@ def error_budget(
     return msgspec.structs.replace(budget, next_error=next_error if math.isfinite(next_error) else None)
 
 
-def _why_unknown(leaves: Sequence[OutputLeaf], *, has_fp32: bool) -> str | None:
-    """Why no leaf has an error that could be followed, in words; ``None`` if one has."""
-    if not leaves:
-        return "the output has no floating-point values"
-    if not has_fp32 and all(leaf.lost is not None for leaf in leaves):  # there is nothing to compare them with
-        return leaves[0].lost
-    if not all(bool(leaf.low.isfinite().all()) for leaf in leaves if bool(leaf.fp32.isfinite().all())):
-        return "the output has NaN or Inf"
-    return None
+class _Leaf(NamedTuple):
+    """A floating tensor of the output: of the run, of its reference, of the plain fp32 run."""
+
+    low: Tensor
+    twin: Tensor
+    fp32: Tensor
+    lost: str | None = None
+    """Why errors cannot be followed to it."""
 
 
-def _relative_error(leaf: OutputLeaf) -> float:
+def _relative_error(leaf: _Leaf) -> float:
     size, error = norm_of(leaf.fp32), norm_of(_difference(leaf.low, leaf.fp32))
     return error / size if size else math.inf if error else 0.0
 
@@ -111,7 +107,7 @@ def norm_of(tensor: Tensor) -> float:
 class _Budget:
     """The budget of one tensor of the output."""
 
-    def __init__(self, tape: ErrorTape, leaf: OutputLeaf, autocast: bool, seed: int) -> None:
+    def __init__(self, tape: ErrorTape, leaf: _Leaf, autocast: bool, seed: int) -> None:
         self.tape, self.leaf, self.autocast, self.seed = tape, leaf, autocast, seed
         self.error = _difference(leaf.low, leaf.fp32)
         self.error_norm, self.size = float(self.error.norm()), norm_of(leaf.fp32)
@@ -134,12 +130,10 @@ class _Budget:
             if leaves:
                 row.leaving = (row.leaving or 0.0) + share
         listed, others = by_place(
-            [
-                ((module, row.op, row.source, rounds), share)
-                for (row, module, rounds, _), share in zip(entries, shares, strict=True)
-            ]
+            ((module, row.op, row.source, rounds), share)
+            for (row, module, rounds, _), share in zip(entries, shares, strict=True)
         )
-        across = float(total[1:].square().mean()) if PROBES else 0.0
+        across = float(total[1:].square().mean())
         decided = float((_difference(self.leaf.twin, self.leaf.fp32) * self.error).sum())
         return ErrorBudget(
             predicted=math.sqrt(float(total[0]) ** 2 + across) / self.size,
@@ -153,27 +147,22 @@ class _Budget:
         )
 
     def _entries(self, change: OutputChange) -> Iterator[tuple[OpCall, str, bool, Tensor]]:
-        """Row, module, whether it is rounding where results leave the module of the op, and the change along the directions."""
+        """Row, module, whether it is rounding where results leave the module of the op, and the change along the directions.
+
+        The module is the one that makes the op wide if it is kept in fp32: its own. Under autocast an op is narrow because its
+        inputs are: for one outside the submodules of its module, it is the submodule that made them narrow; and of the readers of
+        its result (an empty op: the caller), it is still rounded for products only.
+        """
         row, (added, rounding) = change.row, change.by
-        home = self._home(change)
+        home = row.module
+        if self.autocast and change.narrowed_in != home and (not home or is_inside(change.narrowed_in, home)):
+            home = change.narrowed_in
         if added is not None:
             yield row, home, False, added
         if rounding is not None:
-            around = common_module([home, *(module for module, op in change.readers if self._narrows(op))])
+            readers = [module for module, op in change.readers if not self.autocast or PRODUCTS.search(op)]
+            around = common_module([home, *readers])
             yield row, around, around != home, rounding
-
-    def _home(self, change: OutputChange) -> str:
-        """The module that makes the op wide if it is kept in fp32: its own.
-
-        Under autocast an op is narrow because its inputs are: for one outside the submodules of its module, it is the submodule that
-        made them narrow.
-        """
-        own, source = change.row.module, change.narrowed_in
-        return source if self.autocast and source != own and (not own or is_inside(source, own)) else own
-
-    def _narrows(self, op: str) -> bool:
-        """Whether the result of an op in fp32 is still rounded for this reader of it (an empty ``op``: for the caller)."""
-        return not self.autocast or PRODUCTS.search(op) is not None
 
     def _directions(self) -> Tensor:
         """Directions of the output: that of its error, of length 1; then random ones, orthogonal to it, for its other changes."""
@@ -195,13 +184,13 @@ class _Budget:
         signed = along[:, 0] / self.error_norm
         if not len(signed) or float(signed.abs().sum()) <= _CANCELLING * abs(explained):
             return signed.tolist()
-        energy = along[:, 0].square() + (along[:, 1:].square().mean(1) if PROBES else 0.0)
+        energy = along[:, 0].square() + along[:, 1:].square().mean(1)
         return (energy / energy.sum() * explained).tolist()
 
 
-def by_place(found: Iterable[tuple[Place, float]]) -> tuple[list[Share], float]:
+def by_place(found: Iterable[tuple[Source, float]]) -> tuple[list[Share], float]:
     """Shares added up by place, largest first; and the sum of those too small to list, or too many."""
-    grouped: dict[Place, list[float]] = defaultdict(list)
+    grouped: dict[Source, list[float]] = defaultdict(list)
     for place, share in found:
         grouped[place].append(share)
     shares = [
@@ -211,3 +200,34 @@ def by_place(found: Iterable[tuple[Place, float]]) -> tuple[list[Share], float]:
     large = sorted((share for share in shares if abs(share.share) >= LEAST_SHARE), key=lambda share: -abs(share.share))
     listed = sorted(large[:MOST_SHARES], key=lambda share: -share.share)
     return listed, math.fsum(share.share for share in shares) - math.fsum(share.share for share in listed)
+
+
+# -- what a model returned
+
+OUTSIDE = "errors cannot be followed to the NumPy array or Python number that the model returns"
+NOT_DENSE = "errors cannot be followed to the sparse or nested tensor that the model returns"
+
+
+class Returned(NamedTuple):
+    """One tensor of an output."""
+
+    tensor: Tensor
+    """On the storage that the ops of the model wrote, if ``lost`` is ``None``."""
+    compared: Tensor
+    """As it is compared with that of fp32: one of ``output_tensors``. The same object, unless its dtype is converted."""
+    lost: str | None = None
+    """Why no error can be followed to it, in words."""
+
+
+def returned(parts: Iterable[OutputPart], twins: Twins) -> list[Returned]:
+    """The tensors of an output, in the order of ``output_tensors``; of a NumPy array, the tensor that it shares memory with."""
+    found = []
+    for leaf, tensor, is_own in ((part.leaf, part.tensor, part.is_own) for part in parts):
+        if leaf.is_nested or leaf.layout != torch.strided:
+            found.append(Returned(tensor, tensor, NOT_DENSE))
+        elif is_own:
+            found.append(Returned(tensor if tensor.dtype == leaf.dtype else leaf, tensor))
+        else:
+            written = twins.on_storage(leaf)
+            found.append(Returned(tensor, tensor, OUTSIDE) if written is None else Returned(written, written))
+    return found

@@ -85,16 +85,15 @@ class PendingFigures:
 
     def before_write(self, tensors: Iterable[Tensor]) -> None:
         """Before an op writes to ``tensors``: copy what unread comparisons still need of them."""
-        keys = {_storage(tensor) for tensor in tensors}
+        written = {_storage(tensor) for tensor in tensors}
         for batch in (*self._closed, self._open):
             for held in batch.held:
-                if not keys.isdisjoint(held.storages):
-                    held.copy(keys)
+                if not written.isdisjoint(held.storages):
+                    held.copy(written)
 
     def settle(self) -> None:
         """Read all figures, and do all actions. Raises the first exception of an action, after all of them."""
-        self._close()
-        self._read(lambda: True)
+        self._read(wait=True)
 
     def _defers(self, tensor: Tensor) -> bool:
         return self.deferred and (self._everywhere or tensor.device.type != "cpu")
@@ -107,28 +106,21 @@ class PendingFigures:
             self._open.stream_differs(figures[0])
         self._open.add(figures, action, compared)
         if len(self._open) >= BATCH or self._open.nbytes >= BATCH_BYTES:
-            self._close()
-            self._read(lambda: self._closed[0].is_ready() or self._closed_bytes() > HELD - BATCH_BYTES)
+            self._read(wait=False)
 
-    def _closed_bytes(self) -> int:
-        return sum(batch.nbytes for batch in self._closed)
-
-    def _read(self, goes_on: Callable[[], bool]) -> None:
-        """Read the oldest batches, as long as ``goes_on``."""
-        failures: list[Exception] = []
-        while self._closed and goes_on():
-            failures += self._closed.popleft().finish()
-        if failures:
-            raise failures[0]
-
-    def _close(self) -> None:
+    def _read(self, *, wait: bool) -> None:
+        """Close the open batch, and read all batches; unless ``wait``, those that have arrived, and what holds too much memory."""
         if len(self._open):
             self._open.close()
             self._closed.append(self._open)
             self._open = _Batch()
-
-
-Column = tuple[torch.device, torch.dtype]
+        failures: list[Exception] = []
+        while self._closed and (
+            wait or self._closed[0].is_ready() or sum(batch.nbytes for batch in self._closed) > HELD - BATCH_BYTES
+        ):
+            failures += self._closed.popleft().finish()
+        if failures:
+            raise failures[0]
 
 
 class _Held:
@@ -141,12 +133,14 @@ class _Held:
         self.storages = [_storage(tensor) for tensor in comparison.tensors]
 
     def copy(self, storages: set[int]) -> None:
-        """Copy the tensors in these storages."""
         tensors = self.comparison.tensors
         self.comparison.tensors = [
             tensor.clone() if key in storages else tensor for key, tensor in zip(self.storages, tensors, strict=True)
         ]
         self.storages = [_storage(tensor) for tensor in self.comparison.tensors]
+
+
+Column = tuple[torch.device, torch.dtype]
 
 
 class _Batch:
@@ -158,7 +152,7 @@ class _Batch:
         self.held: list[_Held] = []
         self._figures: dict[Column, list[Tensor]] = defaultdict(list)
         self._actions: list[tuple[Callable[[list[float]], None], list[tuple[Column, int, int]]]] = []
-        """Each with the places of its figures: column, start, end."""
+        """Each with where its figures are: column, start, end."""
         self._copies: dict[Column, Tensor] = {}
         self._events: list[Any] = []
         self._stream: Any = None
@@ -177,13 +171,13 @@ class _Batch:
         self, figures: list[Tensor], action: Callable[[list[float]], None], compared: UnreadComparison | None
     ) -> None:
         """Add figures, what is done with their values, and the comparison that they belong to."""
-        places = []
-        for column, its in itertools.groupby(figures, _column):
+        slots = []
+        for column, its in itertools.groupby(figures, lambda figure: (figure.device, figure.dtype)):
             known = self._figures[column]
             start = len(known)
             known.extend(its)
-            places.append((column, start, len(known)))
-        self._actions.append((action, places))
+            slots.append((column, start, len(known)))
+        self._actions.append((action, slots))
         if compared is not None:
             self.held.append(_Held(compared))
             self.nbytes += compared.nbytes
@@ -192,12 +186,23 @@ class _Batch:
         """Start to copy the figures to the host."""
         if self._stream is not None and _stream(self._stream[0]) != self._stream:
             torch.get_device_module(self._stream[0]).synchronize(self._stream[0])
-        for key, column in self._figures.items():
-            stacked = torch.stack(column)
-            self._copies[key], event = _to_host(stacked)
-            if event is not None:
-                self._events.append(event)
+        for column, figures in self._figures.items():
+            self._copies[column] = self._to_host(torch.stack(figures))
         self._figures.clear()
+
+    def _to_host(self, tensor: Tensor) -> Tensor:
+        """``tensor`` on the host; without waiting, where the device can."""
+        if tensor.device.type == "cpu":
+            return tensor
+        with contextlib.suppress(AttributeError, RuntimeError, TypeError, NotImplementedError):
+            copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            module = torch.get_device_module(tensor.device)
+            event = module.Event()
+            copy.copy_(tensor, non_blocking=True)
+            event.record(module.current_stream(tensor.device))
+            self._events.append(event)
+            return copy
+        return tensor.cpu()
 
     def is_ready(self) -> bool:
         """Whether the values have arrived."""
@@ -209,25 +214,12 @@ class _Batch:
             event.synchronize()
         values = {key: copy.tolist() for key, copy in self._copies.items()}
         failures: list[Exception] = []
-        for action, places in self._actions:
+        for action, slots in self._actions:
             try:
-                action([float(value) for key, start, end in places for value in values[key][start:end]])
+                action([float(value) for key, start, end in slots for value in values[key][start:end]])
             except Exception as failure:
                 failures.append(failure)
         return failures
-
-
-def _to_host(tensor: Tensor) -> tuple[Tensor, Any]:
-    """``tensor`` on the host, and the event after which it holds the values; ``None``: it holds them already."""
-    if tensor.device.type == "cpu":
-        return tensor, None
-    with contextlib.suppress(AttributeError, RuntimeError, TypeError, NotImplementedError):
-        copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        event = torch.get_device_module(tensor.device).Event()
-        copy.copy_(tensor, non_blocking=True)
-        event.record(torch.get_device_module(tensor.device).current_stream(tensor.device))
-        return copy, event
-    return tensor.cpu(), None
 
 
 def _stream(device: torch.device) -> Any:
@@ -238,10 +230,5 @@ def _stream(device: torch.device) -> Any:
     return None if current is None else (device, current(device))
 
 
-def _column(figure: Tensor) -> Column:
-    return figure.device, figure.dtype
-
-
 def _storage(tensor: Tensor) -> int:
-    key: int = tensor.untyped_storage()._cdata
-    return key
+    return tensor.untyped_storage()._cdata  # type: ignore[no-any-return]

@@ -12,29 +12,8 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.source_location import ModuleStack, SourceLines, source_lines
 from lowprec_check.schema.run_key import Phase
 
-# -- The nodes of an autograd graph
-
-
-def nodes_of(loss: Tensor) -> Iterator[Any]:
-    """Every node of the graph of ``loss``."""
-    waiting, seen = [loss.grad_fn], {loss.grad_fn}
-    while waiting:
-        node: Any = waiting.pop()
-        if node is None:
-            continue
-        yield node
-        following = [other for other, _ in node.next_functions if other is not None and other not in seen]
-        seen.update(following)
-        waiting += following
-
-
-def accumulates(node: Any) -> bool:
-    """Whether a node stores the gradient of a parameter. It outlives the graph."""
-    return bool(node.name() == "torch::autograd::AccumulateGrad")
-
-
-# -- Where an op runs: the phase of a training step, the module, and the user's line; in backward, those of the
-# forward op
+CallSite = tuple[str, str, str | None]
+"""Op, module and source line of an op call."""
 
 
 class OpPlace(NamedTuple):
@@ -69,7 +48,7 @@ class Places:
 
     def note(self, frame: FrameType) -> None:
         """Before a view, which has no row, runs: note the node that it created."""
-        if self._phase is not None and self._creates_nodes(self._phase()):
+        if self._phase is not None and _creates_nodes(self._phase()):
             self._note(OpPlace(self._stack.current, source_lines(frame)))
 
     def of(self, frame: FrameType) -> OpPlace:
@@ -78,7 +57,7 @@ class Places:
         if self._phase is None:
             return place
         phase = self._phase()
-        if self._creates_nodes(phase):
+        if _creates_nodes(phase):
             self._note(place)
         if phase == "backward":
             created = self.of_node(torch._C._current_autograd_node())
@@ -86,11 +65,6 @@ class Places:
                 lines = created.lines if place.lines.source is None else place.lines
                 return OpPlace(place.module or created.module, lines)
         return place
-
-    @staticmethod
-    def _creates_nodes(phase: Phase) -> bool:
-        """Whether ops create nodes: in backward, those that a checkpoint computes again with ``use_reentrant=True``."""
-        return phase == "forward" or (phase == "backward" and torch.is_grad_enabled())
 
     def _note(self, place: OpPlace) -> None:
         self._created.setdefault(torch.autograd._get_sequence_nr() - 1, place)  # type: ignore[attr-defined]
@@ -106,3 +80,26 @@ class Places:
         while number >= 0 and number not in self._created:  # an op that reached no mode, just after one that did
             number -= 1
         return self._created.get(number)
+
+
+def _creates_nodes(phase: Phase) -> bool:
+    """Whether ops create nodes: in backward, those that a checkpoint computes again with ``use_reentrant=True``."""
+    return phase == "forward" or (phase == "backward" and torch.is_grad_enabled())
+
+
+def nodes_of(loss: Tensor) -> Iterator[Any]:
+    """Every node of the graph of ``loss``."""
+    waiting, seen = [loss.grad_fn], {loss.grad_fn}
+    while waiting:
+        node: Any = waiting.pop()
+        if node is None:
+            continue
+        yield node
+        following = [other for other, _ in node.next_functions if other is not None and other not in seen]
+        seen.update(following)
+        waiting += following
+
+
+def accumulates(node: Any) -> bool:
+    """Whether a node stores the gradient of a parameter. It outlives the graph."""
+    return bool(node.name() == "torch::autograd::AccumulateGrad")

@@ -1,13 +1,15 @@
 """The dispatch mode that records one run of a model as rows of op calls and gaps. Rules judge them later.
 
-Per op call, in this order: widen its inputs for the local error (:mod:`local_error`), run it (:mod:`execution`), run the
-same op on the reference's tensors (:mod:`lockstep`) and compare the results (:mod:`op_errors`).
+Per op call, in this order: widen its inputs for the local error, run it (:mod:`execution`), run the same op on the reference's
+tensors (:mod:`lockstep`) and compare the results (:mod:`op_errors`).
 """
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -16,24 +18,15 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
-from lowprec_check.engine.core.floating_dtypes import NARROW, is_narrow, underflows
-from lowprec_check.engine.core.source_location import ModuleStack
+from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, underflows
 from lowprec_check.engine.model.memory import StorageCounter
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall, Emulation, run_wide
-from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, state_before
-from lowprec_check.engine.trace.execution import Execution
-from lowprec_check.engine.trace.journal import DataFlow, Journal
-from lowprec_check.engine.trace.local_error import (
-    added_errors,
-    has_local_error,
-    widened_arguments,
-    with_exact_constants,
-)
-from lowprec_check.engine.trace.lockstep import Lockstep
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
+from lowprec_check.engine.trace.execution import Emulation, Execution
+from lowprec_check.engine.trace.journal import Journal
+from lowprec_check.engine.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
 from lowprec_check.engine.trace.magnitude_samples import MagnitudeSamples
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs, has_narrow_dtype, outputs_of
-from lowprec_check.engine.trace.op_errors import OpErrors
-from lowprec_check.engine.trace.op_traits import vanished_constant
+from lowprec_check.engine.trace.op_errors import OpErrors, added_errors, has_local_error, widened_arguments
+from lowprec_check.engine.trace.ops import Args, Kwargs, has_narrow_dtype, outputs_of, tensors_in
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.errors import first_line, message_of
@@ -42,8 +35,6 @@ from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.op_calls import OpCall
 
 T = TypeVar("T")
-
-"""Which errors to compute: local and accumulated, only accumulated (no second run of each op), or none."""
 
 
 class Recorder(DispatchMode):
@@ -57,7 +48,7 @@ class Recorder(DispatchMode):
         self,
         low: torch.dtype,
         lockstep: Lockstep,
-        stack: ModuleStack,
+        places: Places,
         journal: Journal,
         *,
         errors: Errors = "both",
@@ -65,11 +56,9 @@ class Recorder(DispatchMode):
         breadcrumb: Breadcrumb | None = None,
         counter: StorageCounter | None = None,
         timed: bool = True,
-        places: Places | None = None,
     ) -> None:
         super().__init__()
-        self.lockstep, self.journal = lockstep, journal
-        self.places = places or Places(stack)
+        self.lockstep, self.places, self.journal = lockstep, places, journal
         journal.before_report = self._settle
         self.emulation = emulation or Emulation()
         self.counter = counter
@@ -86,24 +75,24 @@ class Recorder(DispatchMode):
         )
         self._op_errors = OpErrors(
             lockstep,
-            self.execution.solver_failures,
+            self.execution.solver_failures.add,
             local=errors == "both",
             count_flushed=underflows(low),
         )
-        self._errors: Errors = errors
-        self._timed = timed
+        self._errors, self._timed = errors, timed
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Record one op call, and return its result."""
         call = DispatchedCall(func, args, kwargs, keys)
-        if call.traits.skipped or _has_no_values(call):
+        if call.traits.skipped or _is_meta(call):
             return call.run()
         if call.traits.view:
             return self._run_view(call)
-        self._locate(call, sys._getframe(1))
-        call.involved = self._is_involved(call)
-        state = state_before(call) if call.involved and self._errors != "none" else None
-        widened = self._guarded(call, self._prepare, call, state is not None)
+        self._begin(call, sys._getframe(1))
+        state = widened = None
+        if call.involved and self._errors != "none":
+            state = state_before(call)
+            widened = self._guarded(call, self._prepare, call, state is not None)
         out = self.execution.run(call)
         if self.execution.pending.any:
             out = self.execution.pending.resolve(call, out)
@@ -113,15 +102,9 @@ class Recorder(DispatchMode):
         self._guarded(call, self._record, call, out, widened, state)
         return out
 
-    def _locate(self, call: DispatchedCall, frame: FrameType) -> None:
-        call.module, call.lines = self.places.of(frame)
-        call.phase = self.places.phase
-
     def finish(self, outputs: list[Tensor]) -> None:
         """After the run: ``outputs`` of the model count as used."""
-        for tensor in outputs:
-            self._op_errors.facts.of_input(tensor)
-        self._op_errors.facts.finish()
+        self._op_errors.finish(outputs)
         self._settle()
 
     def _settle(self) -> None:
@@ -137,12 +120,24 @@ class Recorder(DispatchMode):
         try:
             out = call.run()
         except Exception as error:
-            self._locate(call, sys._getframe(2))
-            call.involved = self._is_involved(call)
+            self._begin(call, sys._getframe(2))
             out = self.execution.rescue(call, error)
             self._guarded(call, self._record, call, out, None, None)
             return out
         return self.execution.pending.resolve(call, out) if self.execution.pending.any else out
+
+    def _begin(self, call: DispatchedCall, frame: FrameType) -> None:
+        """Find out where ``call`` is and whether low-precision values reach it, and note the storages that it reads."""
+        call.module, call.lines = self.places.of(frame)
+        call.phase = self.places.phase
+        twins = self.lockstep.twins
+        involved = twins.wide == torch.float64 or has_narrow_dtype(call.args, call.kwargs) or call.narrows_inside
+        for tensor in call.inputs:
+            key = storage_key(tensor)
+            self.input_storages.add(key)
+            if key in twins.by_storage or tensor.dtype in NARROW:
+                involved = True
+        call.involved = involved
 
     def _guarded(self, call: DispatchedCall, observe: Callable[..., T], *args: Any) -> T | None:
         """Return ``observe(*args)``; an exception of the instruments is recorded and does not reach the model."""
@@ -156,31 +151,17 @@ class Recorder(DispatchMode):
     def _note_fault(self, what: str, error: Exception) -> None:
         self.faults[f"lowprec-check failed to measure {what}: {first_line(message_of(error))}"] = None
 
-    def _is_involved(self, call: DispatchedCall) -> bool:
-        """Whether low-precision values reach this op; if not, it is its own reference."""
-        twins = self.lockstep.twins
-        involved = twins.wide == torch.float64 or has_narrow_dtype(call.args, call.kwargs) or call.narrows_inside
-        for tensor in call.inputs:
-            key = storage_key(tensor)
-            self.input_storages.add(key)
-            if key in twins.by_storage or tensor.dtype in NARROW:
-                involved = True
-        return involved
-
     def _prepare(self, call: DispatchedCall, may_draw: bool) -> tuple[Args, Kwargs] | None:
         """Before the op runs: make twins for what it writes to, and widen its arguments for the reruns."""
-        if not call.involved or self._errors == "none":
-            return None
         with torch._C._DisableAutocast():
-            call.input_facts = self._op_errors.measure_inputs(call)
+            call.input_errors = self._op_errors.of_inputs(call)
             self.lockstep.prepare_writes(call)
             exact = self.lockstep.tape is not None and self.lockstep.has_rounded_constants(call)
-            rerun = may_draw or exact or (self._errors == "both" and has_local_error(call))
-            if not rerun:
+            if not (may_draw or exact or (self._errors == "both" and has_local_error(call))):
                 return None
             widened = widened_arguments(call, self.lockstep.wide)
             if exact:
-                call.exact_arguments = with_exact_constants(call, widened, self.lockstep)
+                call.exact_arguments = self.lockstep.exact_arguments(call, widened)
             return widened
 
     def _record(
@@ -189,19 +170,13 @@ class Recorder(DispatchMode):
         outputs = call.results(out)
         row = call.row(outputs)
         row.to_python = int(call.involved and call.traits.packet == "aten::_local_scalar_dense")
-        row.vanished = vanished_constant(call, outputs)
+        row.vanished = call.vanished_constant(outputs)
         call.involved = call.involved or any(map(is_narrow, outputs))
         if self._timed and call.outcome == "ok":
             row.time_ms = _milliseconds(call.seconds)
         if call.involved and outputs and self._errors != "none":
             with torch._C._DisableAutocast():
-                if state is not None and widened is not None and has_drawn(call, state):
-                    self.drew = True
-                    exact = self.lockstep.follow_random(call, outputs, state, widened)
-                    self._add_to_tape(call, outputs, row, exact)
-                else:
-                    self._measure(call, outputs, widened, row)
-                    self._add_to_tape(call, outputs, row, self._exact_outputs(call))
+                self._measure(call, outputs, widened, state, row)
         position = len(self.journal.rows)
         row.reads = self.flow.reads(call, position)
         if not self.lockstep.gives_constant(call):  # a cast of a parameter is as the parameter itself
@@ -211,33 +186,36 @@ class Recorder(DispatchMode):
         self.journal.add(row)
 
     def _measure(
-        self, call: DispatchedCall, outputs: list[Tensor], widened: tuple[Args, Kwargs] | None, row: OpCall
+        self,
+        call: DispatchedCall,
+        outputs: list[Tensor],
+        widened: tuple[Args, Kwargs] | None,
+        state: GeneratorState | None,
+        row: OpCall,
     ) -> None:
-        seconds = self._op_errors.measure(call, outputs, widened, row)
-        if seconds is not None and call.outcome == "ok" and self._timed:
-            row.reference_ms = _milliseconds(seconds)
-            self.emulation.add_timing(call.traits.name, call.seconds, seconds)
-
-    def _exact_outputs(self, call: DispatchedCall) -> Sequence[Tensor | None] | None:
-        """The outputs of the op on its own inputs without rounding, its parameters included; ``None`` if it rounds nothing."""
-        if call.exact_arguments is None or call.traits.casts or self.lockstep.tape is None:
-            return call.widened_outputs
-        try:
-            return run_wide(call, *call.exact_arguments)
-        except Exception:
-            return call.widened_outputs
-
-    def _add_to_tape(
-        self, call: DispatchedCall, outputs: list[Tensor], row: OpCall, exact: Sequence[Tensor | None] | None
-    ) -> None:
-        if self.lockstep.tape is not None:
+        """Advance the reference, compare the outputs with it, and record on the tape what the op adds."""
+        exact: Sequence[Tensor | None] | None
+        if state is not None and widened is not None and has_drawn(call, state):
+            self.drew = True
+            exact = self.lockstep.follow_random(call, outputs, state, widened)
+        else:
+            seconds = self._op_errors.measure(call, outputs, widened, row)
+            if seconds is not None and call.outcome == "ok" and self._timed:
+                row.reference_ms = _milliseconds(seconds)
+                self.emulation.add_timing(call.traits.name, call.seconds, seconds)
+            exact = call.widened_outputs
+            if call.exact_arguments is not None and not call.traits.casts and self.lockstep.tape is not None:
+                with contextlib.suppress(Exception):
+                    exact = run_wide(call, *call.exact_arguments)
+        tape = self.lockstep.tape
+        if tape is not None:
             # The error of a constant counts where it is used.
             waits = not self.lockstep.figures.deferred
             errors = [] if self.lockstep.gives_constant(call) else added_errors(call, outputs, exact, waits=waits)
-            self.lockstep.tape.add(call, row, outputs, errors)
+            tape.add(call, row, outputs, errors)
 
 
-def _has_no_values(call: DispatchedCall) -> bool:
+def _is_meta(call: DispatchedCall) -> bool:
     """Whether it computes a shape alone, on the device `meta`, as derivatives in forward mode do."""
     device = call.kwargs.get("device")
     return any(tensor.is_meta for tensor in call.inputs) or (device is not None and torch.device(device).type == "meta")
@@ -246,3 +224,78 @@ def _has_no_values(call: DispatchedCall) -> bool:
 def _milliseconds(seconds: float) -> float:
     """Milliseconds with four decimals, rounded down."""
     return int(seconds * 1e7) / 1e4
+
+
+FROM_INPUT = 0
+"""In :attr:`OpCall.reads`: an input of the model, which no op call wrote."""
+
+_OVERWRITES = frozenset("aten::" + name for name in ["copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"])
+_LIKE = frozenset(
+    "aten::" + name
+    for name in [
+        *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
+        *("new_zeros", "new_ones", "new_full"),
+    ]
+)
+"""Ops that read the shape of a tensor, not its values."""
+
+
+class DataFlow:
+    """The op call that last wrote each live storage: the connections between modules, residual ones included.
+
+    As twins, the writer of a value belongs to its *storage*: views need no handling, and an op that writes in place reads what it
+    changes, so that a chain of writes stays connected.
+    """
+
+    def __init__(self) -> None:
+        self._writers: dict[int, tuple[int, weakref.ref[Any]]] = {}
+        self._inputs: set[int] = set()
+
+    def add_inputs(self, tensors: Iterable[Tensor]) -> None:
+        """The tensors of the model's inputs, which live as long as the run."""
+        self._inputs.update(map(storage_key, tensors))
+
+    def reads(self, call: DispatchedCall, position: int) -> tuple[int, ...]:
+        """For each floating input of the call at ``position``, how many calls before it the last writer is.
+
+        :data:`FROM_INPUT` for an input of the model, of any dtype, that no call has written to. Parameters, and what was made
+        without reading anything, are left out; each number occurs once.
+        """
+        found: dict[int, None] = {}
+        for tensor in _read_by(call):
+            key = storage_key(tensor)
+            known = self._writers.get(key)
+            if known is None:
+                if key in self._inputs:
+                    found[FROM_INPUT] = None
+            elif is_float(tensor):
+                found[position - known[0]] = None
+        return tuple(found)
+
+    def wrote(self, outputs: Iterable[Tensor], position: int) -> None:
+        """The call at ``position`` has written ``outputs``."""
+        writers = self._writers
+        for tensor in outputs:
+            storage = tensor.untyped_storage()
+            key: int = storage._cdata
+            known = writers.get(key)
+            writers[key] = (position, self._removed_with(storage, key) if known is None else known[1])
+
+    def _removed_with(self, storage: Any, key: int) -> weakref.ref[Any]:
+        """What removes the writer of ``storage`` when it is freed: its key may be given to another one."""
+        writers = self._writers
+        return weakref.ref(storage, lambda _: writers.pop(key, None))
+
+
+def _read_by(call: DispatchedCall) -> Iterable[Tensor]:
+    """The inputs whose values are read: not those that the call only overwrites, with ``out=`` or as a whole."""
+    if call.traits.packet in _LIKE:
+        return ()
+    if not call.traits.mutable:
+        return call.inputs
+    named = {name: value for name, value in call.kwargs.items() if name not in call.traits.written}
+    read = [tensor for tensor in tensors_in(call.args, named) if tensor.layout == torch.strided]
+    if call.traits.packet in _OVERWRITES and read:
+        values = read[0].numel() * read[0].element_size()
+        return read[1:] if values == read[0].untyped_storage().nbytes() else read
+    return read

@@ -1,12 +1,12 @@
-"""Predicts the output error of formats that are not run: emulates each product in them, and follows its error to the output."""
+"""Predicts the output error of formats that are not run: computes each product in them, and follows its error to the output."""
 
 from __future__ import annotations
 
 import contextlib
 import math
 import sys
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -19,19 +19,19 @@ from lowprec_check.engine.core.source_location import ModuleStack, source_lines
 from lowprec_check.engine.model.plain_run import output_parts
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.draws import GeneratorState, has_drawn, state_before
-from lowprec_check.engine.trace.error_tape import Errors, OutputChange
+from lowprec_check.engine.trace.error_tape import OutputChange
 from lowprec_check.engine.trace.instrument import call_under
-from lowprec_check.engine.trace.local_error import widened_arguments
-from lowprec_check.engine.trace.lockstep import Lockstep, seed_state
-from lowprec_check.engine.trace.matrix_products import emulated, is_fused, product_of
-from lowprec_check.engine.trace.op_arguments import Args, Kwargs
-from lowprec_check.engine.trace.output_budget import by_place, norm_of
+from lowprec_check.engine.trace.lockstep import GeneratorState, Lockstep, has_drawn, seed_state, state_before
+from lowprec_check.engine.trace.matrix_products import is_fused, product_in_format, product_of
+from lowprec_check.engine.trace.op_errors import widened_arguments
+from lowprec_check.engine.trace.ops import Args, Kwargs
+from lowprec_check.engine.trace.output_budget import Returned, by_place, norm_of, returned
 from lowprec_check.engine.trace.pending_figures import PendingFigures
-from lowprec_check.engine.trace.twins import Returned, returned
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, WhatIf, WhatIfFormat
+
+T = TypeVar("T")
 
 PROBES = 32
 """Random directions of the output. The mean square of n of them has a relative variance of 2/n, whatever the output:
@@ -73,7 +73,7 @@ def predict(
     formats = [WHAT_IF_FORMATS.get(name) for name in names]
     inputs, named = ready.inputs(args, kwargs)
     with ModuleStack(ready.model) as stack, _unfused_attention():
-        mode = _Emulating(lockstep, stack, formats, breadcrumb)
+        mode = _WhatIfMode(lockstep, stack, formats, breadcrumb)
         output, error = call_under(mode, ready, inputs, named, seed)
     why = mode.fault
     if error is not None:
@@ -99,7 +99,7 @@ def _unfused_attention() -> Iterator[None]:
         torch.backends.mha.set_fastpath_enabled(before)
 
 
-class _Emulating(DispatchMode):
+class _WhatIfMode(DispatchMode):
     """Runs ops as given, and records each on the tape with what its result would change by in each format.
 
     The reference is the run itself. Ops that no product leads to are left out: no derivative with respect to them is needed.
@@ -117,7 +117,7 @@ class _Emulating(DispatchMode):
         self.fault: str | None = None
         """The first failure of the instruments, in words."""
         self.fused: dict[str, None] = {}
-        """Ops with products inside that are not emulated."""
+        """Ops with products inside that are not computed in the formats."""
         self.counts = [0] * len(formats)
         """Products that each format applies to."""
 
@@ -127,21 +127,18 @@ class _Emulating(DispatchMode):
         if call.traits.skipped or call.traits.view or self.fault is not None or self.lockstep.tape is None:
             return call.run()
         call.module, call.lines = self.stack.current, source_lines(sys._getframe(1))
-        results = self._guarded(self._emulate, call)
-        before = self._guarded(self._prepare, call) if call.involved else None
+        before = self._guarded(self._prepare, call)
         if self._breadcrumb is not None:
-            self._breadcrumb.enter(*call.place)
+            self._breadcrumb.enter(*call.site)
         out = call.run()
         if self._breadcrumb is not None:
             self._breadcrumb.leave()
-        if call.involved:
-            self._guarded(self._record, call, out, results, before)
+        if before is not None:
+            self._guarded(self._record, call, out, before)
         return out
 
-    def _guarded(self, step: Any, call: DispatchedCall, *more: Any) -> Any:
+    def _guarded(self, step: Callable[..., T], call: DispatchedCall, *more: Any) -> T | None:
         """The result of a step; an exception ends the prediction, not the model."""
-        if self.fault is not None:
-            return None
         try:
             with torch._C._DisableAutocast():
                 return step(call, *more)
@@ -150,57 +147,48 @@ class _Emulating(DispatchMode):
             self.fault = f"emulating {call.traits.name} failed: {message}"
             return None
 
-    def _emulate(self, call: DispatchedCall) -> list[Tensor | None] | None:
-        """What the op would return in each format; sets whether the tape needs it."""
+    def _prepare(self, call: DispatchedCall) -> _Before | None:
+        """Compute the op in each format, and make reference values for what it writes to; ``None`` if the tape does not need it."""
         product = product_of(call, self.lockstep.is_constant)
-        known = self.lockstep.twins.find
-        call.involved = (
-            product is not None
-            or any(known(tensor) is not None for tensor in call.inputs)
-            or self.lockstep.gives_constant(call)
-        )
-        if product is None:
-            if is_fused(call):
-                self.fused[call.traits.packet.partition("::")[2].strip("_")] = None
-            return None
-        results = [emulated(product, each) for each in self.formats]
+        results = [] if product is None else [product_in_format(product, each) for each in self.formats]
         for index, result in enumerate(results):
             self.counts[index] += result is not None
-        return results
-
-    def _prepare(self, call: DispatchedCall) -> tuple[GeneratorState | None, tuple[Args, Kwargs] | None]:
-        """Before the op runs: make reference values for what it writes to, and keep its arguments if it draws."""
+        if product is None and is_fused(call):
+            self.fused[call.traits.packet.partition("::")[2].strip("_")] = None
+        known = any(self.lockstep.twins.find(tensor) is not None for tensor in call.inputs)
+        if product is None and not known and not self.lockstep.gives_constant(call):
+            return None
         state = state_before(call)
         self.lockstep.prepare_writes(call)
-        return state, widened_arguments(call, self.lockstep.wide) if state is not None else None
+        return _Before(results, state, widened_arguments(call, self.lockstep.wide) if state is not None else None)
 
-    def _record(
-        self,
-        call: DispatchedCall,
-        out: Any,
-        results: list[Tensor | None] | None,
-        before: tuple[GeneratorState | None, tuple[Args, Kwargs] | None],
-    ) -> None:
+    def _record(self, call: DispatchedCall, out: Any, before: _Before) -> None:
         outputs, tape = call.results(out), self.lockstep.tape
         if not outputs or tape is None:
             return
-        state, arguments = before
+        results, state, arguments = before
         if state is not None and arguments is not None and has_drawn(call, state):
             self.lockstep.follow_random(call, outputs, state, arguments)
         else:
             self.lockstep.advance(call, outputs)
-        tape.add(call, call.row(outputs), outputs, [_errors(outputs[0], results)])
+        errors = tuple(None if result is None else result - outputs[0].detach() for result in results)
+        tape.add(call, call.row(outputs), outputs, [errors])
 
 
-def _errors(out: Tensor, results: list[Tensor | None] | None) -> Errors:
-    """What each format adds to the result of an op; nothing, if it is no product."""
-    return tuple(None if result is None else result - out.detach() for result in results or ())
+class _Before(NamedTuple):
+    """What is known before an op runs."""
+
+    results: list[Tensor | None]
+    """What it would return in each format; empty if it is no product."""
+    state: GeneratorState | None
+    """If it may draw random numbers; then its ``arguments`` too, widened."""
+    arguments: tuple[Args, Kwargs] | None
 
 
 class _Prediction:
     """The output errors of all formats, from the tape of a run."""
 
-    def __init__(self, mode: _Emulating, outputs: Sequence[Returned], seed: int, probes: int) -> None:
+    def __init__(self, mode: _WhatIfMode, outputs: Sequence[Returned], seed: int, probes: int) -> None:
         self._mode, self._seed = mode, seed
         all_floating = [its for its in outputs if is_float(its.tensor) and its.tensor.numel()]
         self._lost = next((its.lost for its in all_floating if its.lost is not None), None)
@@ -218,13 +206,8 @@ class _Prediction:
         tape = self._mode.lockstep.full_tape
         if not self._leaves or tape is None:
             return unknown(names, self._lost or "the output has no floating-point values")
-        changes = tape.backward(self._seeds())
-        return [self._entry(index, changes, list(tape.blocked)) for index in range(len(names))]
-
-    def _seeds(self) -> list[tuple[Tensor, Tensor]]:
-        """Each tensor of the output with directions: random ones for it, and zeros in those of the others."""
         generator = torch.Generator().manual_seed(self._seed)
-        seeds = []
+        seeds = []  # each tensor with directions: random ones for it, and zeros in those of the others
         for index, leaf in enumerate(self._leaves):
             shape = (self._probes, *leaf.shape, *([2] if leaf.is_complex() else []))
             mine = torch.randn(shape, generator=generator).to(leaf.device)
@@ -232,7 +215,8 @@ class _Prediction:
             directions = mine.new_zeros(self._probes * len(self._leaves), *leaf.shape)
             directions[self._columns(index)] = mine
             seeds.append((leaf, directions))
-        return seeds
+        changes = tape.backward(seeds)
+        return [self._entry(index, changes, list(tape.blocked)) for index in range(len(names))]
 
     def _columns(self, leaf: int) -> slice:
         return slice(leaf * self._probes, (leaf + 1) * self._probes)

@@ -1,10 +1,10 @@
-"""Which updates of 16-bit values are lost to rounding: the same step is made on fp32 copies beside the run."""
+"""What 16 bits do to updates: which are lost to rounding, by the same step on fp32 copies; and an ``eps`` that becomes zero."""
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import NARROW, widen, widened_dtype
 from lowprec_check.engine.model.training import MakeOptimizer
-from lowprec_check.engine.train.step import TrainingStep
-from lowprec_check.engine.train.trajectory import Samples, Trajectory
-from lowprec_check.schema.training import LostUpdates, Values
+from lowprec_check.engine.train.steps import Samples, TrainingStep, Trajectory, Watcher
+from lowprec_check.errors import first_line, message_of, type_name
+from lowprec_check.schema.training import EpsilonCheck, LostUpdates, Values
 
 Name = tuple[str, Values]
 
@@ -26,8 +26,8 @@ class _Count(NamedTuple):
     """Those of them that stay the same in 16 bits."""
 
 
-class LostUpdateCounter:
-    """A watcher that repeats each update on fp32 copies of the 16-bit values, and counts what they change and the run does not.
+class LostUpdateCounter(Watcher):
+    """Repeats each update on fp32 copies of the 16-bit values, and counts what they change and the run does not.
 
     The copies start each step from the values of the run, with its gradients and the state of its optimizer, so that each step
     is judged alone. ``make`` makes the optimizer.
@@ -43,21 +43,22 @@ class LostUpdateCounter:
         self._before: dict[str, Tensor] = {}
         self._state_before: dict[str, dict[str, Any]] = {}
         self._average: tuple[nn.Module, list[Tensor]] | None = None
+        """A copy of the average in fp32, and its parameters before the step."""
         self._decay: dict[str, float | None] = {}
         self._groups: dict[str, int] = {}
+        """By name, the parameter group."""
 
     def before(self, step: TrainingStep) -> None:
         """Keep the values, and on the first step count what weight decay alone changes."""
         optimizer = step.updates.optimizer
         if not self._groups:
-            self._groups = _groups(optimizer, self._parameters)
-            self._decay = _lost_decay(self._parameters, self._make)
+            groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
+            self._groups = {name: groups[id(p)] for name, p in self._parameters.items() if id(p) in groups}
+            self._decay = self._lost_decay()
         self._before = {name: p.detach().clone() for name, p in self._parameters.items()}
-        self._state_before = {
-            name: copy.deepcopy(optimizer.state.get(parameter, {})) for name, parameter in self._parameters.items()
-        }
+        self._state_before = {name: copy.deepcopy(optimizer.state.get(p, {})) for name, p in self._parameters.items()}
         if step.average is not None:
-            self._average = _in_fp32(step.average), [tensor.clone() for tensor in _floats(step.average)]
+            self._average = copy.deepcopy(step.average).float(), [tensor.clone() for tensor in _floats(step.average)]
 
     def after(self, step: TrainingStep) -> None:
         """Make the same step on the copies, and count."""
@@ -65,30 +66,27 @@ class LostUpdateCounter:
             mine = self._copies[name]
             mine.data = _wide_copy(self._before[name])
             mine.grad = None if parameter.grad is None else parameter.grad.detach().to(mine.dtype)
-            if self._state_before[name]:
-                self._optimizer.state[mine] = _widened(self._state_before[name])
+            state = self._state_before[name]
+            if state:  # a counter of steps may be a number
+                wide = {key: value.to(torch.float32, copy=True) for key, value in _tensors(state)}
+                others = {key: value for key, value in state.items() if key not in wide}
+                self._optimizer.state[mine] = copy.deepcopy(others) | wide
         self._optimizer.step()
         for name, parameter in self._parameters.items():
             before = self._before[name]
             self._count((name, "weight"), before, parameter.detach(), self._copies[name].detach())
-            state = dict(_tensors(step.updates.optimizer.state.get(parameter, {})))
             exact = dict(_tensors(self._optimizer.state.get(self._copies[name], {})))
-            for key, value in state.items():
+            for key, value in _tensors(step.updates.optimizer.state.get(parameter, {})):
                 known = self._state_before[name].get(key)
                 known = known if isinstance(known, Tensor) else torch.zeros_like(value)
                 if value.shape == before.shape and key in exact:
                     self._count((f"{name} · {key}", "optimizer state"), known, value, exact[key])
-        self._count_average(step)
-
-    def _count_average(self, step: TrainingStep) -> None:
-        if self._average is None or step.average is None:
-            return
-        exact, before = self._average
-        exact.update_parameters(_in_fp32(step.model))  # type: ignore[operator]
-        for (name, _), old, new, wide in zip(
-            step.average.named_parameters(), before, _floats(step.average), _floats(exact), strict=False
-        ):
-            self._count((name, "average"), old, new, wide)
+        if self._average is not None and step.average is not None:
+            average, values = self._average
+            average.update_parameters(copy.deepcopy(step.model).float())  # type: ignore[operator]
+            names = [name for name, _ in step.average.named_parameters()]
+            for name, *tensors in zip(names, values, _floats(step.average), _floats(average), strict=False):
+                self._count((name, "average"), *tensors)
 
     def _count(self, name: Name, before: Tensor, after: Tensor, exact: Tensor) -> None:
         """Count the elements of a 16-bit tensor that should change, and those of them that do not."""
@@ -99,6 +97,24 @@ class LostUpdateCounter:
         lost = int((wanted & (after == before)).sum())
         self._counts[name] = _Count(known.wanted + int(wanted.sum()), known.lost + lost)
         self._sizes[name] = after.numel()
+
+    def _lost_decay(self) -> dict[str, float | None]:
+        """By name, the share of the updates by weight decay alone, with gradients of zero, that are lost."""
+        low = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in self._parameters.items()}
+        wide = {name: nn.Parameter(_wide_copy(p)) for name, p in self._parameters.items()}
+        for copies in (low, wide):
+            for parameter in copies.values():
+                parameter.grad = torch.zeros_like(parameter)
+            try:
+                self._make(list(copies.values())).step()
+            except Exception:  # an optimizer that fails on such gradients: the run itself shows it
+                return {}
+        found: dict[str, float | None] = {}
+        for name, original in self._parameters.items():
+            wanted = wide[name] != widen(original)
+            count, lost = int(wanted.sum()), int((wanted & (low[name] == original)).sum())
+            found[name] = lost / count if count and low[name].dtype in NARROW else None
+        return found
 
     def figures(self) -> list[LostUpdates]:
         """What was counted of each tensor, in the order of the model."""
@@ -158,38 +174,37 @@ def _floats(module: nn.Module) -> list[Tensor]:
     return [parameter.detach() for parameter in module.parameters()]
 
 
-def _widened(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy of the state of one parameter, with its floating tensors in fp32; a counter of steps may be a number."""
-    wide = {key: value.to(torch.float32, copy=True) for key, value in _tensors(state)}
-    return copy.deepcopy({key: value for key, value in state.items() if key not in wide}) | wide
+# -- An eps that becomes zero
 
 
-def _groups(optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter]) -> dict[str, int]:
-    """By name, the parameter group."""
-    of = {id(parameter): index for index, group in enumerate(optimizer.param_groups) for parameter in group["params"]}
-    return {name: of[id(parameter)] for name, parameter in parameters.items() if id(parameter) in of}
+_IMPLEMENTATIONS: Mapping[str, dict[str, Any]] = {
+    "as given": {},
+    "loop": {"foreach": False, "fused": False},
+    "foreach": {"foreach": True, "fused": False},
+    "fused": {"foreach": False, "fused": True},
+}
 
 
-def _lost_decay(parameters: Mapping[str, nn.Parameter], make: MakeOptimizer) -> dict[str, float | None]:
-    """By name, the share of the updates by weight decay alone, with gradients of zero, that are lost."""
-    low = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in parameters.items()}
-    wide = {name: nn.Parameter(_wide_copy(p)) for name, p in parameters.items()}
-    for copies in (low, wide):
-        for parameter in copies.values():
-            parameter.grad = torch.zeros_like(parameter)
+def check_epsilon(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> list[EpsilonCheck]:
+    """One step with zero gradients on copies of ``parameters``, by each implementation that the optimizer has; empty without ``eps``."""
+    if "eps" not in make([nn.Parameter(p.detach().clone()) for p in parameters]).defaults:
+        return []
+    found = []
+    for name, settings in _IMPLEMENTATIONS.items():
+        copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
+        optimizer = make(copies)
+        if not settings.keys() <= optimizer.defaults.keys():
+            continue
+        for group in optimizer.param_groups:
+            group.update(settings)
+        for copied in copies:
+            copied.grad = torch.zeros_like(copied)
+        error = None
         try:
-            make(list(copies.values())).step()
-        except Exception:  # an optimizer that fails on such gradients: the run itself shows it
-            return {}
-    found: dict[str, float | None] = {}
-    for name, original in parameters.items():
-        wanted = wide[name] != widen(original)
-        count = int(wanted.sum())
-        stays = wanted & (low[name] == original)
-        found[name] = int(stays.sum()) / count if count and low[name].dtype in NARROW else None
+            optimizer.step()
+        except Exception as failure:
+            error = f"{type_name(failure)}: {first_line(message_of(failure))}"
+        elements = sum(copied.numel() for copied in copies)
+        wrong = sum(int((~copied.isfinite()).sum()) for copied in copies)
+        found.append(EpsilonCheck(implementation=name, nonfinite=wrong / max(elements, 1), error=error))  # type: ignore[arg-type]
     return found
-
-
-def _in_fp32(module: nn.Module) -> nn.Module:
-    """A deep copy with its floating tensors in fp32."""
-    return copy.deepcopy(module).float()

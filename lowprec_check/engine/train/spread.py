@@ -5,12 +5,13 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
+from msgspec import structs
 from torch import Tensor
 
-from lowprec_check.engine.train.trajectory import Samples, Trajectory
+from lowprec_check.engine.train.steps import Samples, Trajectory
 from lowprec_check.schema.training import BEYOND, Divergence
 
 NOISE = 0.01
@@ -21,6 +22,9 @@ SEEDS = 4
 
 NOTABLE = 0.1
 """The share of the squared distance to fp32 from which on a parameter is named."""
+
+_STUDENT = {1: 127.3, 2: 14.09, 3: 7.45, 4: 5.60, 5: 4.77, 6: 4.32, 7: 4.03}
+"""By degrees of freedom, the 99.75 % quantile of Student's t."""
 
 
 class Interval(NamedTuple):
@@ -36,19 +40,8 @@ class Interval(NamedTuple):
         if count < 2:
             return cls(-math.inf, math.inf)
         mean, deviation = statistics.fmean(values), statistics.stdev(values)
-        half = _STUDENT.get(count - 1, _STUDENT_LARGE) * deviation * math.sqrt(1 + 1 / count) + margin
+        half = _STUDENT[min(count - 1, max(_STUDENT))] * deviation * math.sqrt(1 + 1 / count) + margin
         return cls(mean - half, mean + half)
-
-    def including(self, value: float, margin: float) -> Interval:
-        """The smallest interval that also holds ``value`` ± ``margin``."""
-        return Interval(min(self.low, value - margin), max(self.high, value + margin))
-
-
-_STUDENT = {1: 127.3, 2: 14.09, 3: 7.45, 4: 5.60, 5: 4.77, 6: 4.32}
-"""By degrees of freedom, the 99.75 % quantile of Student's t."""
-
-_STUDENT_LARGE = 4.03
-"""That for 7 degrees of freedom."""
 
 
 class Spread:
@@ -59,10 +52,15 @@ class Spread:
 
     def __init__(self, base: Trajectory, others: Sequence[Trajectory], samples: Samples, tolerance: float) -> None:
         self._base, self._others, self._samples, self._tolerance = base, others, samples, tolerance
+        self._changes = [_changes(run) for run in (base, *others)]
 
     def distances(self, run: Trajectory) -> list[float]:
         """After each step: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw is how far the weights have moved since the first step."""
         return [self._distance(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
+
+    def progress(self, run: Trajectory) -> list[float]:
+        """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
+        return [self._progress(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
     def distance_limits(self) -> list[float]:
         """The largest distance of another seed, after each step."""
@@ -73,16 +71,14 @@ class Spread:
 
     def loss_band(self) -> tuple[list[float], list[float]]:
         """The smallest and the largest change of the loss since the first step, over all fp32 runs."""
-        changes = [_changes(run) for run in (self._base, *self._others)]
-        steps = range(min(map(len, changes)))
-        return [min(c[k] for c in changes) for k in steps], [max(c[k] for c in changes) for k in steps]
+        known = list(zip(*self._changes, strict=False))
+        return [min(values) for values in known], [max(values) for values in known]
 
     def loss_limits(self) -> tuple[list[float], list[float]]:
         """The limits of the change of the loss, for a run whose forward pass computes the loss of fp32; empty without other seeds."""
-        changes = [_changes(run) for run in (self._base, *self._others)]
-        if len(changes) < 2:
+        if not self._others:
             return [], []
-        found = [Interval.of(known, 0.0) for known in zip(*changes, strict=False)]
+        found = [Interval.of(known, 0.0) for known in zip(*self._changes, strict=False)]
         return [interval.low for interval in found], [interval.high for interval in found]
 
     def divergence(self, run: Trajectory, roundoff: float, *, noisy: bool) -> Divergence | None:
@@ -90,89 +86,77 @@ class Spread:
 
         The distance of the weights is not judged if their rounding is ``noisy``: they are right on average only.
         """
-        judged = [self._of_loss(run, roundoff), self._of_progress(run), *([] if noisy else [self._of_distance(run)])]
-        found = [divergence for divergence in judged if divergence is not None]
-        return min(found, key=lambda divergence: divergence.step, default=None)
-
-    def _of_loss(self, run: Trajectory, roundoff: float) -> Divergence | None:
-        base, mine = _changes(self._base), _changes(run)
-        others = [_changes(other) for other in self._others]
         forward = abs(run.losses[0] - self._base.losses[0])
 
-        def limits(step: int) -> Interval:
-            known = [changes[step] for changes in (base, *others) if step < len(changes)]
+        def of_loss(step: int) -> Interval:
+            known = [changes[step] for changes in self._changes if step < len(changes)]
             return Interval.of(known, 2 * (forward + roundoff * abs(self._base.losses[step])))
 
-        step = _leaves(mine[: len(base)], limits)
-        if step is None:
+        def of_progress(step: int) -> Interval:
+            """Weights may move less, or further, in the direction of fp32 than those of any fp32 run, within the tolerance."""
+            known = [self._progress(other, step) for other in self._others if step <= other.steps]
+            low, high = Interval.of(known, self._tolerance)
+            return Interval(min(low, 1.0 - self._tolerance), max(high, 1.0 + self._tolerance))
+
+        allowed = self.distance_limits()
+
+        def of_distance(step: int) -> Interval:
+            return Interval(-math.inf, max(BEYOND * allowed[step - 1], self._tolerance))
+
+        losses = _changes(run)[: len(self._base.losses)]
+        found = [
+            self._left(run, "loss", losses, 0, of_loss),
+            self._left(run, "progress", self.progress(run), 1, of_progress),
+            None if noisy else self._left(run, "weights", self.distances(run), 1, of_distance),
+        ]
+        return min(filter(None, found), key=lambda divergence: divergence.step, default=None)
+
+    def _left(
+        self,
+        run: Trajectory,
+        what: Literal["loss", "weights", "progress"],
+        values: Sequence[float],
+        first: int,
+        limits: Callable[[int], Interval],
+    ) -> Divergence | None:
+        """Where ``values``, the first of them of step ``first``, leave their limits for good; ``None`` if the last is inside."""
+        crossed = None
+        for step, value in reversed(list(enumerate(values, first))):
+            low, high = limits(step)
+            if low <= value <= high:
+                break
+            crossed = Divergence(step=step, what=what, value=value, limit=low if value < low else high)
+        if crossed is None:
             return None
-        interval = limits(step)
-        return Divergence(
-            step=step,
-            what="loss",
-            value=mine[step],
-            limit=interval.high if mine[step] > interval.high else interval.low,
-            parameter=self._furthest(run, min(max(step, 1), run.steps)),
-        )
-
-    def _of_distance(self, run: Trajectory) -> Divergence | None:
-        limits = [max(BEYOND * limit, self._tolerance) for limit in self.distance_limits()]
-        mine = self.distances(run)
-        step = _leaves(mine, lambda index: Interval(-math.inf, limits[index]))
-        if step is None:
-            return None
-        parameter = self._furthest(run, step + 1)
-        return Divergence(step=step + 1, what="weights", value=mine[step], limit=limits[step], parameter=parameter)
-
-    def _of_progress(self, run: Trajectory) -> Divergence | None:
-        """Whether the weights move less, or further, in the direction of fp32 than those of any fp32 run."""
-        mine = self.progress(run)
-
-        def limits(index: int) -> Interval:
-            known = [self._progress(other, index + 1) for other in self._others if index < other.steps]
-            return Interval.of(known, self._tolerance).including(1.0, self._tolerance)
-
-        step = _leaves(mine, limits)
-        if step is None:
-            return None
-        interval = limits(step)
-        limit = interval.high if mine[step] > interval.high else interval.low
-        parameter = self._furthest(run, step + 1)
-        return Divergence(step=step + 1, what="progress", value=mine[step], limit=limit, parameter=parameter)
-
-    def progress(self, run: Trajectory) -> list[float]:
-        """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
-        return [self._progress(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
+        parameter = self._furthest(run, min(max(crossed.step, 1), run.steps))
+        return structs.replace(crossed, parameter=parameter)
 
     def _distance(self, run: Trajectory, step: int) -> float:
-        return _ratio(self._apart(run, step, slice(None)), self._norm(_moved(self._base, step)))
+        return _ratio(self._apart(run, step), self._norm(_moved(self._base, step)))
 
     def _progress(self, run: Trajectory, step: int) -> float:
         reference = _moved(self._base, step).double()
         product = float((_moved(run, step).double() * reference * self._samples.weights).sum())
         return _ratio(product, float((reference.square() * self._samples.weights).sum()), both_zero=1.0)
 
-    def _norm(self, values: Tensor, part: slice = slice(None)) -> float:
-        return float((values.double().square() * self._samples.weights[part]).sum().sqrt())
-
     def _furthest(self, run: Trajectory, step: int) -> str | None:
         """The parameter that adds most to the distance to fp32, beyond what it adds in runs from other seeds.
 
         ``None`` if none adds :data:`NOTABLE` of the squared distance.
         """
-        best, found = NOTABLE * self._apart(run, step, slice(None)) ** 2, None
+        best, found = NOTABLE * self._apart(run, step) ** 2, None
         for name, part in self._samples.slices.items():
-            apart = self._apart(run, step, part)
-            allowed = max(
-                (self._apart(other, step, part) for other in self._others if step <= other.steps), default=0.0
-            )
-            excess = apart**2 - (BEYOND * allowed) ** 2
+            others = (self._apart(other, step, part) for other in self._others if step <= other.steps)
+            excess = self._apart(run, step, part) ** 2 - (BEYOND * max(others, default=0.0)) ** 2
             if excess > best:
                 best, found = excess, name
         return found
 
-    def _apart(self, run: Trajectory, step: int, part: slice) -> float:
+    def _apart(self, run: Trajectory, step: int, part: slice = slice(None)) -> float:
         return self._norm((_moved(run, step) - _moved(self._base, step))[part], part)
+
+    def _norm(self, values: Tensor, part: slice = slice(None)) -> float:
+        return float((values.double().square() * self._samples.weights[part]).sum().sqrt())
 
 
 def _moved(run: Trajectory, step: int) -> Tensor:
@@ -182,17 +166,6 @@ def _moved(run: Trajectory, step: int) -> Tensor:
 def _changes(run: Trajectory) -> list[float]:
     """The loss less its value before the first step."""
     return [loss - run.losses[0] for loss in run.losses]
-
-
-def _leaves(values: Sequence[float], limits: Callable[[int], Interval]) -> int | None:
-    """The index from which on ``values`` are outside their limits up to the last one; ``None`` if the last is inside."""
-    first = None
-    for index in reversed(range(len(values))):
-        low, high = limits(index)
-        if low <= values[index] <= high:
-            break
-        first = index
-    return first
 
 
 def _ratio(value: float, reference: float, *, both_zero: float = 0.0) -> float:

@@ -1,23 +1,20 @@
-"""Scales random weights layer by layer, so that the signal neither vanishes nor explodes on its way to the output.
-
-As in layer-sequential unit-variance initialization (Mishkin and Matas 2016, "All you need is a good init", arXiv:1511.06422), each
-op that multiplies by a weight is scaled when it first runs, before its result is used; here in one forward pass. Weights that are all
-zero (the last BatchNorm of a block, LayerScale, heads) are drawn anew first.
-
-Only ops whose result is out of bounds are scaled, and not to unit variance: there, the errors of 16 bits are larger than with the
-models' own weights (reports/scaled-weights.md).
-"""
+"""The weights of a model: a state dict loaded from a file, or random ones scaled so that the signal reaches the output."""
 
 from __future__ import annotations
 
-import contextlib
+import importlib
+import json
 import math
-from collections.abc import Iterator
+import pickle
+import re
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
+from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.pytree import map_tensors
@@ -25,6 +22,94 @@ from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
+
+# -- A state dict from a file: tensors only, no code in the file is run
+
+_INSIDE = ("state_dict", "model_state_dict", "model", "module", "params")
+"""Keys under which training scripts save a state dict beside other values."""
+
+_PREFIXES = ("module.", "_orig_mod.", "model.")
+"""Prefixes that ``DataParallel``, ``torch.compile`` and Lightning add to names."""
+
+
+def load_weights(model: nn.Module, path: str) -> list[str]:
+    """Load the state dict in ``path`` into ``model``, and return the code that does it.
+
+    Raises :class:`UsageError` if the file cannot be read, or does not fit the model.
+    """
+    found, code = _read(path)
+    key = None if _is_state(found) else next((key for key in _INSIDE if _is_state(found.get(key))), None)
+    if key is not None:
+        found, code = found[key], [*code[:-1], f"{code[-1]}[{json.dumps(key)}]"]
+    if not _is_state(found):
+        raise UsageError(
+            f"{path} holds no state dict: names with tensors.", "Save one: torch.save(model.state_dict(), FILE)."
+        )
+    expected, load = model.state_dict(), "model.load_state_dict(state)"
+    for prefix in _PREFIXES:
+        if expected.keys().isdisjoint(found) and all(name.startswith(prefix) for name in found):
+            found = {name.removeprefix(prefix): value for name, value in found.items()}
+            load = f'model.load_state_dict({{name.removeprefix("{prefix}"): value for name, value in state.items()}})'
+    missing = [name for name in expected if name not in found]
+    unknown = [name for name in found if name not in expected]
+    other = [
+        f"{name}: {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
+        for name, tensor in expected.items()
+        if name in found and not is_lazy(tensor) and found[name].shape != tensor.shape  # a lazy one fits any shape
+    ]
+    problems = [
+        f"{len(names)} of {total} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
+        for names, total, what in (
+            (missing, len(expected), "names of the model are missing in the file"),
+            (unknown, len(found), "names in the file are unknown to the model"),
+            (other, len(expected), "tensors have another shape"),
+        )
+        if names
+    ]
+    if problems:
+        raise UsageError(
+            f"{path} does not fit the model: {'; '.join(problems)}.", "Make the model as it was when it was saved."
+        )
+    model.load_state_dict(found)
+    return [*code, load]
+
+
+def _read(path: str) -> tuple[dict[str, Any], list[str]]:
+    """What the file holds, and the code that reads it."""
+    if not Path(path).is_file():
+        problem = f"{path} is a folder" if Path(path).is_dir() else f"No such file: {path}"
+        raise UsageError(f"{problem}.", "Give --weights the path of a saved state dict.")
+    name = json.dumps(path)
+    advice = "Only weights are loaded. Save them with torch.save(model.state_dict(), FILE), or as .safetensors."
+    try:
+        if path.endswith(".safetensors"):
+            load_file = importlib.import_module("safetensors.torch").load_file
+            return load_file(path), ["from safetensors.torch import load_file", f"state = load_file({name})"]
+        found = torch.load(path, map_location="cpu", weights_only=True)
+        code = [f'state = torch.load({name}, map_location="cpu", weights_only=True)']
+        return found if isinstance(found, dict) else {}, code
+    except ModuleNotFoundError:
+        raise UsageError("safetensors is not installed.", "pip install safetensors") from None
+    except pickle.UnpicklingError as error:
+        named = re.search(r"GLOBAL (\S+)", message_of(error))
+        why = f"it holds an object of {named[1]}" if named else "torch.load does not accept it with weights_only=True"
+        raise UsageError(f"{path} is not a file of weights: {why}.", advice) from None
+    except Exception as error:
+        raise UsageError(f"Cannot read weights from {path}: {first_line(message_of(error))}", advice) from None
+
+
+def _is_state(value: Any) -> bool:
+    return isinstance(value, Mapping) and bool(value) and all(isinstance(item, Tensor) for item in value.values())
+
+
+# -- Random weights, scaled so that the signal neither vanishes nor explodes on its way to the output
+#
+# As in layer-sequential unit-variance initialization (Mishkin and Matas 2016, "All you need is a good init", arXiv:1511.06422), each
+# op that multiplies by a weight is scaled when it first runs, before its result is used; here in one forward pass. Weights that are
+# all zero (the last BatchNorm of a block, LayerScale, heads) are drawn anew first.
+#
+# Only ops whose result is out of bounds are scaled, and not to unit variance: there, the errors of 16 bits are larger than with the
+# models' own weights (reports/scaled-weights.md).
 
 NOTE = "random weights, scaled where outputs of layers vanish or explode"
 HEALTHY = "no random weight was scaled: no output of a layer vanishes or explodes"
@@ -79,39 +164,28 @@ def scale_weights(target: Target, seed: int) -> Target:
         raise UsageError(
             "The weights are loaded from a file, so they are not scaled.", "Leave out --scale-weights, or the weights."
         )
-    scaler = _Scaler(target.model, seed)
+    scaler, snapshot = _Scaler(target.model, seed), Snapshot(target.model, target.inputs)
+    threads, fast = torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)  # it is one op with the weights of several layers
+    torch.set_num_threads(1)  # each process that loads the model scales it, and sums of several threads may differ
     try:
-        with _as_it_was(target):
-            args, kwargs = (map_tensors(given, lambda tensor: tensor.detach().clone()) for given in target.inputs)
-            with torch.no_grad(), scaler:
-                call_model(target.model, args, kwargs)
+        args, kwargs = (map_tensors(given, lambda tensor: tensor.detach().clone()) for given in target.inputs)
+        with torch.no_grad(), scaler:
+            call_model(target.model, args, kwargs)
     except Exception as error:
         raise UsageError(
             f"The weights could not be scaled, since the model fails: {type_name(error)}: {first_line(message_of(error))}",
             "Leave out --scale-weights, or give the inputs that the model takes with --inputs.",
         ) from None
+    finally:
+        torch.set_num_threads(threads)
+        torch.backends.mha.set_fastpath_enabled(fast)
+        snapshot.restore()
     if not scaler.scaled + scaler.redrawn:
         return target._replace(notes=(*target.notes, HEALTHY))
     setup = (*target.setup, "# then the scan scaled the random weights: --scale-weights")
     counts = f"{scaler.scaled} of {scaler.layers} layers; {scaler.redrawn} weights that were zero are drawn anew"
     return target._replace(weights="scaled", notes=(*target.notes, f"{NOTE} ({counts})"), setup=setup)
-
-
-@contextlib.contextmanager
-def _as_it_was(target: Target) -> Iterator[None]:
-    """Restore everything but the values of weights. Meanwhile there is one thread: each process that loads the model scales it,
-    and sums of several threads may have other last digits.
-    """
-    snapshot, threads = Snapshot(target.model, target.inputs), torch.get_num_threads()
-    fast = torch.backends.mha.get_fastpath_enabled()
-    torch.backends.mha.set_fastpath_enabled(False)  # it is one op with the weights of several layers
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-        torch.backends.mha.set_fastpath_enabled(fast)
-        snapshot.restore()
 
 
 class _Scaler(DispatchMode):
@@ -132,26 +206,33 @@ class _Scaler(DispatchMode):
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Run the op; if it multiplies by weights that are new, scale them and the result."""
         name = func._schema.name.removeprefix("aten::")
-        found = self._affine(name, args)
+        found = self._factors(name, args)
         if not found:
             return run_op(func, args, kwargs, keys)
         weight = found[0]
         is_new = not bool(weight.count_nonzero())
         if is_new:
-            self._redraw(weight, name)
+            self.redrawn += 1
+            if name in _FACTORS:
+                weight.fill_(1.0)
+            else:
+                weight.copy_(torch.randn(weight.shape, generator=self._generator))
         result = run_op(func, args, kwargs, keys)
         output = result if isinstance(result, Tensor) else result[0]
-        size = _root_mean_square(output)
+        size = 0.0
+        if output.numel() and output.is_floating_point():
+            size = float(torch.linalg.vector_norm(output, dtype=torch.float64)) / math.sqrt(output.numel())
         if size and math.isfinite(size):
-            self._mark(found)
             self.layers += 1
+            for tensor in found:
+                self._done.setdefault(tensor.untyped_storage().data_ptr(), []).append(_elements(tensor))
             if not SMALLEST <= size <= LARGEST or (is_new and name in _PRODUCTS):
                 self.scaled += 1
                 for tensor in (*found, output):
                     tensor.mul_(TARGET / size)
         return result
 
-    def _affine(self, name: str, args: tuple[Any, ...]) -> list[Tensor]:
+    def _factors(self, name: str, args: tuple[Any, ...]) -> list[Tensor]:
         """The weight, and the bias if there is one, that the result of an op is proportional to; empty if it is not."""
         roles = _PRODUCTS.get(name) or _FACTORS.get(name)
         if roles is None:
@@ -175,18 +256,6 @@ class _Scaler(DispatchMode):
         known = self._done.get(tensor.untyped_storage().data_ptr(), [])
         return any(mine.start < other.stop and other.start < mine.stop for other in known)
 
-    def _mark(self, tensors: list[Tensor]) -> None:
-        for tensor in tensors:
-            self._done.setdefault(tensor.untyped_storage().data_ptr(), []).append(_elements(tensor))
-
-    def _redraw(self, weight: Tensor, name: str) -> None:
-        """Ones for a factor of each channel; for the weight of a product normal numbers, which are scaled in any case."""
-        self.redrawn += 1
-        if name in _FACTORS:
-            weight.fill_(1.0)
-        else:
-            weight.copy_(torch.randn(weight.shape, generator=self._generator))
-
 
 def _is_per_channel(weight: Tensor, operands: list[Any]) -> bool:
     """Whether a product of two tensors is that of an activation with a factor for each channel, as LayerScale is."""
@@ -199,9 +268,3 @@ def _elements(tensor: Tensor) -> range:
     start = int(tensor.storage_offset())
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return range(start, start + last + 1)
-
-
-def _root_mean_square(tensor: Tensor) -> float:
-    if not tensor.numel() or not tensor.is_floating_point():
-        return 0.0
-    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) / math.sqrt(tensor.numel())

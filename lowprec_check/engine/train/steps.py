@@ -1,12 +1,13 @@
-"""Runs steps of training without instruments, and keeps the loss and samples of the weights after each."""
+"""Steps of training: one is called like the model; a loop makes several, and keeps the loss and samples of the weights after each."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,18 +16,141 @@ from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.floating_dtypes import is_float, real
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
+from lowprec_check.engine.model.inputs import NoBatchError
 from lowprec_check.engine.model.plain_run import reraise_interrupt
-from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.prepared import FailedCast, Prepared
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.train.step import StepResult, TrainingStep
-from lowprec_check.engine.train.ways import trained_weights
+from lowprec_check.engine.model.training import LossInputs, loss_of, make_optimizer
+from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.schema.run_key import Phase
+from lowprec_check.schema.ways_to_train import Updates, WayToTrain
 
 SAMPLED = 1024
 """Elements of each tensor that are kept of every step, chosen at random; all, if it has no more."""
 
 MAX_SKIPPED = 24
 """Steps that a ``GradScaler`` may skip: from 2¹⁶, it is then below 2⁻⁸."""
+
+
+class StepResult(NamedTuple):
+    """What a step computed; the tensors are those of the model and change in the next step."""
+
+    output: Any
+    loss: Tensor
+    gradients: list[Tensor]
+    weights: list[Tensor]
+    """Parameters and buffers."""
+
+
+class TrainingStep:
+    """A step that updates the model of ``ready`` in the given ``way``; it enters autocast itself, for the forward pass only.
+
+    ``call`` is called in place of the model, by default what its user compiled, or the model.
+    """
+
+    updates: Updates
+    average: Any
+    """The average of the weights, if the user's file makes one."""
+
+    def __init__(
+        self, target: Target, ready: Prepared, way: WayToTrain, call: Callable[..., Any] | None = None
+    ) -> None:
+        self.target, self.way, self.model = target, way, ready.model
+        self.phase: Phase = "forward"
+        """The part that runs, or failed."""
+        self.on_loss: Callable[[Tensor], None] = lambda _loss: None
+        """Called with the loss, before the backward pass."""
+        self.targets: tuple[Any, ...] = target.targets
+        """What the loss gets of the batch besides the output."""
+        self._ready = ready
+        self._call: Callable[..., Any] = ready.call if isinstance(ready.call, FailedCast) else call or target.called
+        self.restart()
+
+    def restart(self) -> None:
+        """Forget the state of the optimizer, of the loss scale and of the average."""
+        scale, device = self.way.scale, self._ready.device.type
+        self.updates = self.way.updates(
+            self.model,
+            lambda parameters: make_optimizer(self.target.optimizer, list(parameters)),
+            None if scale is None else torch.amp.GradScaler(device, init_scale=scale),
+        )
+        self.average = None if self.target.average is None else self.target.average(self.model)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
+        """Do one step on a batch, prepared by ``ready.inputs``."""
+        self.updates.zero_grad()
+        output, loss = self.forward(args, kwargs)
+        self.on_loss(loss)
+        self.phase = "backward"
+        self.updates.backward(loss)
+        self.phase = "optimizer"
+        self.updates.step()
+        if self.average is not None:
+            self.average.update_parameters(self.model)
+        parameters = self.updates.parameters
+        return StepResult(
+            output,
+            loss.detach(),
+            [parameter.grad for parameter in parameters if parameter.grad is not None],
+            [tensor.detach() for tensor in (*parameters, *self.model.buffers())],
+        )
+
+    def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
+        """The output and the loss, in the precision."""
+        self.phase = "forward"
+        targets, _ = self._ready.inputs(self.targets, {})
+        with self._context(around=False):
+            output = self._call(*args, **kwargs)
+            return output, loss_of(self.target.loss, output, LossInputs(args, kwargs, targets))
+
+    def around(self) -> contextlib.AbstractContextManager[Any]:
+        """What is entered once around all steps."""
+        return self._context(around=True)
+
+    def _context(self, *, around: bool) -> contextlib.AbstractContextManager[Any]:
+        if around != self.way.one_context:
+            return contextlib.nullcontext()
+        return self._ready.application.context(self._ready.device.type)
+
+    @property
+    def scale(self) -> float | None:
+        """The loss scale of a ``GradScaler``; ``None`` without one."""
+        scaler: Any = getattr(self.updates, "scaler", None)
+        return None if scaler is None else float(scaler.get_scale())
+
+
+def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
+    """``ready``, called by ``step``, which enters the context of the precision itself."""
+    return ready._replace(call=step, enters_context=True)
+
+
+def state_bytes(updates: Updates) -> int:
+    """Bytes of the weights, their copies, and the state of the optimizer."""
+    lists = [found for found in vars(updates).values() if isinstance(found, list)]
+    lists += [list(state.values()) for state in updates.optimizer.state.values()]
+    storages = [tensor.untyped_storage() for found in lists for tensor in found if isinstance(tensor, Tensor)]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+
+
+def batches_of(target: Target, count: int) -> list[Target]:
+    """``target`` with the inputs of each of the first ``count`` batches; fewer if there are fewer, one if its inputs are fixed."""
+    found = [target]
+    while len(found) < count:
+        number = len(found)
+        try:
+            found.append(call_user_code(f"Making batch {number}", functools.partial(target.batch, number)))
+        except NoBatchError:  # fixed inputs, or the end of a loader
+            break
+    return found
+
+
+def step_seed(seed: int, number: int) -> int:
+    """The seed of a step, the same in every precision, whatever the steps before it drew."""
+    return seed + 1_000_003 * number
+
+
+# -- Several steps
 
 
 class Samples:
@@ -40,9 +164,9 @@ class Samples:
         """By name, where its elements are in what :meth:`take` returns."""
         weights, end = [torch.zeros(0)], 0
         for name, size in self.sizes.items():
-            picked = torch.randint(size, (SAMPLED,), generator=generator) if size > SAMPLED else None
             count = min(size, SAMPLED)
-            self._picked[name], self.slices[name] = picked, slice(end, end + count)
+            self._picked[name] = torch.randint(size, (SAMPLED,), generator=generator) if size > SAMPLED else None
+            self.slices[name] = slice(end, end + count)
             end += count
             weights.append(torch.full((count,), size / max(count, 1)))
         self.weights = torch.cat(weights)
@@ -83,7 +207,7 @@ class Trajectory:
         return max(0, len(self.weights) - 1)
 
 
-class Watcher(Protocol):
+class Watcher:
     """Observes the steps of a run from outside."""
 
     def before(self, step: TrainingStep) -> None:
@@ -91,6 +215,14 @@ class Watcher(Protocol):
 
     def after(self, step: TrainingStep) -> None:
         """Called after it."""
+
+
+class StepFailedError(Exception):
+    """A step raised an exception, which is the model's, the loss's or the optimizer's."""
+
+    def __init__(self, error: BaseException) -> None:
+        super().__init__()
+        self.error = error
 
 
 class Loop:
@@ -106,7 +238,7 @@ class Loop:
         batches: Sequence[Target],
         seed: int,
         *,
-        on_step: Callable[[int], None] | None = None,
+        on_step: Callable[[int], None],
         on_first: Callable[[StepResult], None] | None = None,
         watchers: Sequence[Watcher] = (),
     ) -> None:
@@ -131,16 +263,19 @@ class Loop:
                 self._do(found.steps)
                 if found.skipped > MAX_SKIPPED or not all(map(math.isfinite, found.losses[-1:])):
                     return found
-            found.losses.append(self._last_loss(found.steps))
+            # With gradients, which a model or a loss may compute itself, as in a gradient penalty.
+            inputs = self._inputs(found.steps)
+            with _failures():
+                _, loss = call_model(self._step.forward, inputs, {})
+                found.losses.append(float(loss.detach()))
         return found
 
     def _do(self, number: int) -> None:
         """One step; if a ``GradScaler`` skips it, nothing but that is noted."""
         found, step = self.trajectory, self._step
-        scale = _scale(step)
+        scale = step.scale
         self._observe(lambda watcher: watcher.before(step))
-        if self._on_step is not None:
-            self._on_step(number + 1)
+        self._on_step(number + 1)
         inputs, named = self._inputs(number)
         with _failures():
             result, seconds = devices.timed(self._ready.device, lambda: call_model(step, inputs, named))
@@ -148,7 +283,7 @@ class Loop:
             self._on_first(result)
             self._on_first = None
         self._observe(lambda watcher: watcher.after(step))
-        if scale is not None and (_scale(step) or 0.0) < scale:
+        if scale is not None and (step.scale or 0.0) < scale:
             found.skipped += 1
             if found.skipped > MAX_SKIPPED and not math.isfinite(float(result.loss)):
                 found.losses.append(float(result.loss))  # no scale helps: the forward pass is not finite
@@ -174,24 +309,9 @@ class Loop:
         return self._ready.inputs(batch.args, batch.kwargs)
 
     def _keep(self) -> None:
-        weights = dict(zip(self.parameters, trained_weights(self._step.updates), strict=True))
+        weights = dict(zip(self.parameters, self._step.way.weights(self._step.updates), strict=True))
         self.trajectory.weights.append(self.samples.take(weights))
         self.trajectory.buffers.append(self.buffer_samples.take(self.buffers))
-
-    def _last_loss(self, number: int) -> float:
-        """The loss after the last step: with gradients, which a model or a loss may compute itself, as in a gradient penalty."""
-        inputs, named = self._inputs(number)
-        with _failures():
-            _, loss = call_model(self._step.forward, (inputs, named), {})
-            return float(loss.detach())
-
-
-class StepFailedError(Exception):
-    """A step raised an exception, which is the model's, the loss's or the optimizer's."""
-
-    def __init__(self, error: BaseException) -> None:
-        super().__init__()
-        self.error = error
 
 
 @contextlib.contextmanager
@@ -204,13 +324,3 @@ def _failures() -> Iterator[None]:
     except BaseException as error:
         reraise_interrupt(error)
         raise StepFailedError(error) from error
-
-
-def step_seed(seed: int, number: int) -> int:
-    """The seed of a step, the same in every precision, whatever the steps before it drew."""
-    return seed + 1_000_003 * number
-
-
-def _scale(step: TrainingStep) -> float | None:
-    scaler: Any = getattr(step.updates, "scaler", None)
-    return None if scaler is None else float(scaler.get_scale())

@@ -1,4 +1,8 @@
-"""What the error of the output would be with modules kept in fp32, and the fewest that bring it down."""
+"""What the error of the output would be with modules kept in fp32, and the fewest that bring it down.
+
+An error budget splits the squared error of the output into shares of modules. If modules are kept in fp32, their shares go, and the
+root of the others is the error that is left, to first order.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,10 @@ from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.schema.module_paths import is_inside, module_around, paths_above
-from lowprec_check.schema.scan_result import Run
 
-# -- The called modules of a model by path, without the model
+LARGEST_STEP = 100.0
+"""If no set reaches the goal, one is proposed that lowers what sets can remove of the squared error by this factor."""
 
 Keep = tuple[str, ...]
 """Paths of modules kept in fp32, none inside another, in the model's order."""
@@ -76,17 +79,8 @@ class ModuleTree:
         return ".".join("*" if part.isdigit() else part for part in path.split(".")), self.types[path]
 
 
-# -- What the error of the output would be with modules kept in fp32, and the fewest that bring it down
-#
-# An error budget splits the squared error of the output into shares of modules. If modules are kept in fp32, their shares go, and the
-# root of the others is the error that is left, to first order.
-
-LARGEST_STEP = 100.0
-"""If no set reaches the goal, one is proposed that lowers what sets can remove of the squared error by this factor."""
-
-
 class Causes(NamedTuple):
-    """What the budget of a run says."""
+    """What the error of an output comes from."""
 
     error: float
     """rel_l2 of the output."""
@@ -95,24 +89,7 @@ class Causes(NamedTuple):
     to 1; those of ``""`` stay."""
 
 
-def causes_of(run: Run) -> Causes | None:
-    """The causes of the output's error in ``run``; ``None`` if there is no budget that explains most of it."""
-    budget, error = trusted_budget(run), run.output_error.rel_l2 if run.output_error else None
-    if budget is None:
-        return None
-    if error is None or not math.isfinite(error):
-        error = budget.measured
-    shares: dict[str, float] = defaultdict(float)
-    for share in budget.shares:
-        shares[share.module] += abs(share.share)
-    shares[""] += abs(budget.others)
-    total = math.fsum(shares.values())
-    if not error or not total or not math.isfinite(error):
-        return None
-    return Causes(error, {module: share / total for module, share in shares.items()})
-
-
-class PredictedRest:
+class PredictedError:
     """Predicts the error of the output for a set of modules in fp32, and learns from what is measured."""
 
     def __init__(self, tree: ModuleTree, causes: Causes, kept: Keep = ()) -> None:
@@ -139,13 +116,13 @@ class PredictedRest:
         """Predict ``error``, which was measured, for ``keep``; other sets differ from it by the parts that they remove."""
         self._fixed += error**2 - self._square(keep)
 
-    def learn(self, predicted: float, measured: float) -> None:
-        """Scale what is left in further predictions by the ratio of an error that was measured to the predicted one."""
+    def scale(self, predicted: float, measured: float) -> None:
+        """Scale further predictions by the ratio of an error that was measured to the predicted one."""
         ratio = (measured / predicted) ** 2
         self._parts = {path: part * ratio for path, part in self._parts.items()}
         self._fixed *= ratio
 
-    def rest(self, keep: Collection[str]) -> float:
+    def error(self, keep: Collection[str]) -> float:
         """The error of the output with the modules of ``keep`` in fp32."""
         return math.sqrt(max(0.0, self._square(keep)))
 
@@ -163,12 +140,39 @@ class PredictedRest:
 
         If there is none: one that gets nearly as low as any; another analysis must tell how to continue.
         """
-        sets = _Sets(self._tree, self._parts, kept)
-        left = self._square(kept)
-        lowest = left - sets.best[-1].removed
+        best, left = self._best_sets(kept), self._square(kept)
+        lowest = left - best[-1].removed
         wanted = goal**2 if lowest <= goal**2 else lowest + (left - lowest) / LARGEST_STEP
-        chosen = next(found for found in sets.best if left - found.removed <= wanted or found is sets.best[-1])
+        chosen = next(found for found in best if left - found.removed <= wanted or found is best[-1])
         return self._tree.normalized([*kept, *chosen.paths])
+
+    def _best_sets(self, kept: Keep) -> list[_Set]:
+        """The sets that remove the most for each number of leaves, the empty one first, by dynamic programming up the tree."""
+        around, free = frozenset(kept), self._tree.leaves(kept)
+        inside: dict[str, list[str]] = defaultdict(list)
+        """The modules directly below that have a part, or something below them has."""
+        for module, part in self._parts.items():
+            path = module if part and module_around(module, around) is None else ""
+            while path and path not in inside[above := self._tree.parent(path)]:
+                inside[above].append(path)
+                path = above
+
+        def below(path: str) -> list[_Set]:
+            best = [_Set(0, 0.0, ())]
+            for child in inside.get(path, []):
+                under = below(child)
+                removed = self._parts.get(child, 0.0) + under[-1].removed
+                whole = _Set(len(self._tree.leaves([child]) - free), removed, (child,))
+                at_or_under = list(_undominated([*under, whole]))
+                sums = (
+                    _Set(a.leaves + b.leaves, a.removed + b.removed, (*a.paths, *b.paths))
+                    for a in best
+                    for b in at_or_under
+                )
+                best = list(_undominated(sums))
+            return best
+
+        return below("")
 
 
 class _Set(NamedTuple):
@@ -177,47 +181,6 @@ class _Set(NamedTuple):
     leaves: int
     removed: float
     paths: Keep
-
-
-class _Sets:
-    """The sets that remove the most for each number of leaves, by dynamic programming up the tree."""
-
-    def __init__(self, tree: ModuleTree, parts: Mapping[str, float], kept: Keep) -> None:
-        self._tree, self._parts = tree, parts
-        self._kept, self._free = frozenset(kept), tree.leaves(kept)
-        self._inside: dict[str, list[str]] = defaultdict(list)
-        """The modules directly below that have a part, or something below them has."""
-        for path, part in parts.items():
-            if part and module_around(path, self._kept) is None:
-                self._insert(path)
-        self.best = self._combined("")
-        """By growing number of leaves and error removed; the first is empty."""
-
-    def _insert(self, path: str) -> None:
-        while path:
-            above = self._tree.parent(path)
-            if path in self._inside[above]:
-                return
-            self._inside[above].append(path)
-            path = above
-
-    def _combined(self, path: str) -> list[_Set]:
-        """The best sets of modules below ``path``."""
-        best = [_Set(0, 0.0, ())]
-        for child in self._inside.get(path, []):
-            inside = self._best_at(child)
-            sums = (
-                _Set(a.leaves + b.leaves, a.removed + b.removed, (*a.paths, *b.paths)) for a in best for b in inside
-            )
-            best = list(_undominated(sums))
-        return best
-
-    def _best_at(self, path: str) -> list[_Set]:
-        """The best sets of modules at or below ``path``."""
-        below = self._combined(path)
-        removed = self._parts.get(path, 0.0) + below[-1].removed
-        whole = _Set(len(self._tree.leaves([path]) - self._free), removed, (path,))
-        return list(_undominated([*below, whole]))
 
 
 def _undominated(sets: Iterable[_Set]) -> Iterator[_Set]:

@@ -1,0 +1,377 @@
+"""LP3xx: outputs that are wrong, and ops that lose precision, magnify errors, fail or decide differently than in fp32."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+from lowprec_check.analysis.error_shares import is_over_tolerance
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.rules.relevance import (
+    Relevance,
+    as_harmless,
+    by_place,
+    from_gaps,
+    knowledge_of,
+    passing_elsewhere,
+    place_finding,
+    recommended_instead,
+    weighed_places,
+)
+from lowprec_check.analysis.run_summary import degenerate_output, on_which_call
+from lowprec_check.schema.measures import MATTERS, CompilerCheck
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.scan_result import Run, ScanResult, Severity
+from lowprec_check.schema.statements import Sentence, chained, say, short_op
+
+OUTLIER_ROUNDOFFS = 8
+JUMP = 4
+DECISIVE = 5
+
+PICKS_ELEMENTS = (
+    *("arg", "max", "min", "cummax", "cummin"),
+    *("topk", "sort", "median", "nanmedian", "kthvalue", "mode"),
+)
+"""How the short names of ops begin whose integer output is the indices of chosen elements."""
+POOLS_OR_PIVOTS = re.compile(r"(adaptive_|fractional_)?max_pool\d?d.*|linalg_((lu|ldl)_factor.*|solve_ex|det|slogdet)")
+"""Short names of ops whose integer output is the indices of pooled elements or the pivots of a decomposition."""
+
+
+@rule("LP301", "output-mismatch", "error")
+def output_mismatch(result: ScanResult) -> Iterator[Finding]:
+    """The run's output is too far from fp32's, or not finite.
+
+    Observed: the output of the model, run without instruments, against that of the fp32 run: the relative error
+    ‖y − r‖₂ / ‖r‖₂, the largest of all floating-point tensors in the output. Default tolerance: 1e-2 for fp16,
+    5e-2 for bf16.
+
+    It is a note if the output tells nothing: all zeros in fp32, or too small for the format.
+
+    Usual causes: the other findings of this precision, above all LP201 to LP203, LP302 and LP303.
+
+    What to do, in this order:
+
+    1. Use the precision that the scan recommends.
+    2. Fix the first finding of this precision, or let `lowprec-check plan` find the modules to keep in fp32.
+    3. See what causes the error: the scan prints the modules, `--report scan.html` shows every op.
+    4. If the model tolerates the error, set `--tolerance`, or judge by your own metric: `lowprec-check plan --metric`.
+
+    The first step, if the scan recommends `autocast-bf16`:
+
+        # before
+        y = model.half()(x.half())
+        # after
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = model(x)
+    """
+    for run in low_runs(result):
+        if run.training is None and run.status in (
+            "nonfinite",
+            "inaccurate",
+        ):  # that of training is about all steps: LP507
+            when, odd = on_which_call(run), degenerate_output(run, result)
+            message = chained(say("{when:text}", when=when) if when else None, _mismatch(run), between="")
+            eager = run.lockstep_error.rel_l2 if run.lockstep_error and run.complete and not run.gaps else None
+            if eager is not None and eager <= (run.tolerance or 0.0) and not run.is_eager and not run.is_quantized:
+                also = say("op by op in eager mode the error is {eager:error}", eager=eager)
+                message = chained(message, also)
+            if odd is None:
+                yield Finding(message, run=run, help=_instead(run, result))
+            else:  # the error is that of the format's range
+                judged = say("cannot be judged: {odd:text}", odd=odd)
+                yield Finding(chained(message, judged), run=run, severity="note")
+
+
+def _mismatch(run: Run) -> Sentence:
+    if run.status == "nonfinite":
+        return say("the output has NaN or Inf where fp32 is finite")
+    limit = run.tolerance or 0.0
+    if run.rel_l2 is not None:
+        over = "output error {error:error} exceeds the tolerance {limit:limit}"
+        return say(over, error=run.rel_l2, limit=limit)
+    if run.distance is not None:
+        differ = "{share:percent} of the integers differ, over the tolerance {limit:limit}"
+        return say(differ, share=run.distance, limit=limit)
+    note = say("{note:text}", note=run.notes[0]) if run.notes else None
+    return chained(say("the output cannot be compared with that of fp32"), note, between=": ")
+
+
+def _instead(run: Run, result: ScanResult) -> str:
+    """What to do about a wrong output: what the scan recommends, if it is something else than a search."""
+    best = recommended_instead(run, result)
+    if run.failed_call or (run.compiler is not None and run.compiler.verdict == "worse"):
+        return "try what the model keeps between calls in fp32" if run.failed_call else "see LP306 of this run"
+    if run.is_quantized:
+        other = f", or use {best.label}" if best is not None and best.backend != run.backend else ""
+        return f"calibrate on data like that of use: see the errors of its layers{other}"
+    if not run.is_low:
+        return "use eager mode, and report this to the project of the backend"
+    if best is not None and best.keep_fp32 and best.precision == run.precision:
+        return "keep the modules in fp32 that the recommendation names"
+    command = (
+        "lowprec-check plan" if result.prediction is None else "lowprec-check scan --plan"
+    )  # plan needs the device
+    search = f"find the modules to keep in fp32: {command}"
+    return f"use {best.label}, or {search}" if best is not None and not best.keep_fp32 else search
+
+
+@rule("LP302", "op-outlier", "warning")
+def op_outlier(result: ScanResult) -> Iterator[Finding]:
+    """The op loses more precision than rounding its result explains.
+
+    Observed: the op on its low-precision inputs, against the same op on the same inputs in fp32, has a relative
+    error of more than 8 unit roundoffs. Rounding the exact result costs at most one: 5e-4 in fp16, 4e-3 in bf16.
+
+    It is a warning if the run fails and the share of this op in the output error is at least 3 %, else a note.
+
+    Usual causes: a kernel that adds up or stores intermediate values in 16 bits; values close to zero, where fp16
+    has fewer digits; a cast to a narrower dtype than that of the run.
+
+    What to do: keep the module in fp32, or compute this op in fp32:
+
+        # before
+        y = x.prod(0)
+        # after
+        y = x.float().prod(0).to(x.dtype)
+    """
+
+    def is_outlier(run: Run, row: OpCall) -> bool:
+        return run.format is not None and (row.local_error or 0.0) > OUTLIER_ROUNDOFFS * run.format.roundoff
+
+    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
+        adds = "this op adds a relative error of {error:error}, rounding alone at most {roundoff:limit}"
+        message = say(adds, error=row.local_error, roundoff=run.format.roundoff if run.format else None)
+        passing = passing_elsewhere(run, result) if run.status != "ok" else None
+        return message, chained(say("try this op in fp32"), passing, between=", or ")
+
+    yield from weighed_places(result, is_outlier, lambda row: row.local_error or 0.0, describe)
+
+
+@rule("LP303", "error-amplifier", "warning")
+def error_amplifier(result: ScanResult) -> Iterator[Finding]:
+    """The op magnifies the error of its inputs.
+
+    Observed: the op itself is accurate, but the relative error of its output against the fp32 reference is over the
+    tolerance and more than 4 times that of its inputs.
+
+    Its own share of the output error is small: what it magnifies is counted for the ops that add it. Whether the
+    magnified error reaches the output is not known. So this is a note wherever the scan knows what causes the
+    output error, and states the share of all ops up to this one.
+
+    Usual causes: a difference of nearly equal numbers, the inverse of an ill-conditioned matrix, a steep function.
+
+    What to do: compute the inputs of this op in fp32; the op alone in fp32 does not help. Or use a formula without
+    the large intermediate values:
+
+        # before
+        y = x.square().mean(-1) - x.mean(-1).square()
+        # after
+        y = (x - x.mean(-1, keepdim=True)).square().mean(-1)
+    """
+    for run in low_runs(result):
+        if run.format is not None and run.status != "ok":
+            yield from _amplifiers(run, result, run.format.roundoff)
+
+
+def _amplifiers(run: Run, result: ScanResult, roundoff: float) -> Iterator[Finding]:
+    def amplifies(row: OpCall) -> bool:
+        if row.input_error is None:  # the inputs were not finite
+            return False
+        jumped = (row.accumulated_error or 0.0) > max(run.tolerance or 0.0, JUMP * max(row.input_error, roundoff))
+        return jumped and (row.local_error or 0.0) < OUTLIER_ROUNDOFFS * roundoff and not row.introduced_inf
+
+    found = by_place(run, amplifies, lambda row: row.accumulated_error or 0.0)
+    if not found:
+        return
+    relevance = Relevance(run)
+    for row, count in found:
+        grows = "this op magnifies the relative error of its inputs from {before:error} to {after:error}"
+        message = say(grows, before=row.input_error or 0.0, after=row.accumulated_error or 0.0)
+        finding = place_finding(result, run, row, count, message, "try the inputs of this op in fp32")
+        if relevance.known != "explained":
+            yield relevance.weigh(finding, row)
+            continue
+        share = relevance.shares_up_to.get(row.place)
+        if share is not None and share < MATTERS:
+            yield as_harmless(finding)
+        else:
+            up_to = "the share of all ops up to it in the output error is {share:share}"
+            yield finding.adding(say(up_to, share=share) if share is not None else None)._replace(severity="note")
+
+
+@rule("LP304", "decision-flip", "note")
+def decision_flip(result: ScanResult) -> Iterator[Finding]:
+    """An op picks or decides differently than in fp32.
+
+    Observed: indices or booleans in the op's output (`argmax`, `topk`, max pooling, a comparison) differ from those of
+    the fp32 reference. The reference continues with the low-precision choice, so later errors do not count it again.
+
+    It is a warning if the error of the output depends on such choices: the error is within the tolerance if fp32
+    makes the choices of the run, and more than 5 times as large if fp32 makes its own; or the run fails, and the
+    share of choices in its output error is at least 3 %. A value read into Python by `.item()` counts as a choice.
+    So does one read by `.tolist()` or `.numpy()`, but the scan does not see these calls.
+
+    One finding counts the indices of max pooling and the pivots of a decomposition in the whole model: the values that
+    they select are nearly equal. It is a warning only if no other choice differs.
+
+    Usual causes: values so close to each other, or to a threshold, that rounding changes their order; ids or positions
+    that pass through a 16-bit dtype, which holds whole numbers exactly only up to 2048 (fp16) or 256 (bf16).
+
+    What to do: nothing if the run passes; such choices are mostly harmless. If the run fails, or the choice matters
+    (token ids, box indices), compute the inputs of the op in fp32, for example the layer before it:
+
+        # before
+        y = self.head(x).argmax(-1)
+        # after
+        with torch.autocast(x.device.type, enabled=False):
+            y = self.head(x.float()).argmax(-1)
+    """
+    for run in low_runs(result):
+        yield from _flips(run, result)
+
+
+def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
+    budget = run.budget
+    share = budget.decisions if budget is not None and is_over_tolerance(run) and run.status != "ok" else 0.0
+    of_all = "the share of all such choices in the output error is {share:share}"
+    by_budget = say(of_all, share=share) if share >= MATTERS else None
+    causes = [cause for cause in (by_budget, _decided_by_choices(run)) if cause is not None]
+    is_harmless = knowledge_of(run) in ("passes", "within tolerance", "explained")
+
+    def weighed(finding: Finding) -> Finding:
+        """``finding`` with what choices do to the output of the run."""
+        if causes:
+            known = share if by_budget is not None else None
+            return finding.adding(*causes)._replace(severity="warning", matters=True, share=known)
+        return finding._replace(matters=False if is_harmless else None)
+
+    def is_pool(row: OpCall) -> bool:
+        return row.is_forward and POOLS_OR_PIVOTS.fullmatch(short_op(row.op)) is not None
+
+    def chooses(row: OpCall) -> bool:
+        return row.is_forward and ((row.flips > 0 and not is_pool(row)) or (bool(causes) and row.to_python > 0))
+
+    found = by_place(run, chooses, lambda row: row.flips)
+    for row, count in found:
+        finding = weighed(place_finding(result, run, row, count, _choice(row), "compute its inputs in fp32"))
+        yield finding.adding(say("the output passes"))._replace(help=None) if run.status == "ok" else finding
+    pooled = [row for row in run.op_calls.rows() if is_pool(row)]
+    flips, choices = sum(row.flips for row in pooled), sum(row.compared_choices for row in pooled)
+    if flips:  # one finding, at the first of them: which one differs most varies between machines
+        message = say("pooling indices or pivots differ from fp32 in {flips:of element}", flips=[flips, choices])
+        calls = sum(row.flips > 0 for row in pooled)
+        finding = Finding(message, run, "", pooled[0].op, pooled[0].source, calls=calls)
+        yield finding if causes and found else weighed(finding)
+    if causes and not found and not flips:
+        message = say("no op picks differently; values read by .tolist() or .numpy(), or Python code, may differ")
+        yield weighed(Finding(message, run=run, help="compute them in fp32"))
+
+
+def _choice(row: OpCall) -> Sentence:
+    """``argmax picked a different element than fp32 3 of 1,500 times (0.2 %)``."""
+    flips = [row.flips, row.compared_choices]
+    if row.to_python and not row.flips:
+        return say("a value is read into Python")
+    if short_op(row.op).startswith(PICKS_ELEMENTS):
+        return say("{op:op} picked a different element than fp32 {flips:of time}", op=row.op, flips=flips)
+    return say("{op:op} differs from fp32 in {flips:of element}", op=row.op, flips=flips)
+
+
+def _decided_by_choices(run: Run) -> Sentence | None:
+    """The error of the output with the choices of the run and with those of fp32, if choices decide whether it passes."""
+    error, in_lockstep = run.output_error, run.lockstep_error.distance if run.lockstep_error else None
+    about_another_run = not run.is_eager or run.failed_call or run.compared_module or not run.complete
+    if run.status != "inaccurate" or about_another_run or error is None or in_lockstep is None:
+        return None
+    far = error.distance is None or error.distance > DECISIVE * in_lockstep
+    if not far or in_lockstep > (run.tolerance or 0.0):
+        return None
+    if error.rel_l2 is None and error.distance is not None:
+        integers = "{share:percent} of the integers differ, but {same:percent} with the same choices in fp32"
+        return say(integers, share=error.distance, same=in_lockstep)
+    errors = "output error {error:error}, but {same:error} with the same choices in fp32"
+    return say(errors, error=error.distance, same=in_lockstep)
+
+
+@rule("LP305", "numeric-failure", "error")
+def numeric_failure(result: ScanResult) -> Iterator[Finding]:
+    """The op fails on values that low precision has changed.
+
+    Observed: the op failed on its inputs, also when they were converted to fp32, and succeeded on the inputs of the
+    fp32 reference. The scan continued with the result of the reference.
+
+    Usual causes: rounding made a matrix singular or no longer positive definite, or moved an index out of range.
+
+    What to do: compute this op and its inputs in fp32, for example by keeping the modules that compute them in
+    fp32. For a Cholesky decomposition, a larger term on the diagonal also helps:
+
+        # before
+        y = torch.linalg.cholesky(x.float())
+        # after
+        y = torch.linalg.cholesky(x.float() + 1e-2 * torch.eye(len(x), device=x.device))
+    """
+    yield from from_gaps(result, "numeric-failure", "compute this op and its inputs in fp32")
+
+
+@rule("LP306", "compiled-worse", "error")
+def compiled_worse(result: ScanResult) -> Iterator[Finding]:
+    """A compiler makes the output worse than eager mode does in the same precision.
+
+    Observed: the model was run in fp64, in fp32, in the precision of the run in eager mode, and compiled, on the same
+    inputs and the same (rounded) weights. For a tensor of the output, the compiled result has NaN or Inf where eager has
+    numbers, or changes more than twice as many decisions (integers, booleans), or is more than twice as far from fp64 as
+    eager's. The distance is relative to that tensor. A larger distance is confirmed on eight other inputs, and counts
+    only if it is over a tenth of the tolerance: a result that differs from eager's but is not further from fp64 is no
+    fault. In a run that passes this is a warning.
+
+    Usual causes: the compiler computes a value in fp32 at one place and rounds it to 16 bits at another, so that two
+    values that were equal in eager mode differ; a fault of the compiler.
+
+    What to do: run the part in eager mode (`torch.compiler.disable`), and report it to pytorch/pytorch with the pass that
+    the finding names. Or, if the finding says that `emulate_precision_casts` removes it, set that:
+
+        # before
+        model = torch.compile(model)
+        # after
+        import torch._inductor.config
+        torch._inductor.config.emulate_precision_casts = True
+        model = torch.compile(model)
+    """
+    for run in result.runs:
+        check = run.compiler
+        if check is not None and check.verdict == "worse":
+            advice = f"torch's bisection finds {check.culprit}; " if check.culprit else ""
+            if check.emulated is not None and check.emulated != "worse":
+                config = "torch._inductor.config.emulate_precision_casts"
+                advice += f"set {config} = True, with which it was not worse"
+            else:
+                advice += "use eager mode, and report the fault to pytorch/pytorch"
+            severity: Severity | None = "warning" if run.status == "ok" else None
+            source = result.model.source
+            yield Finding(_what_compiling_does(run, check), run, source=source, help=advice, severity=severity)
+
+
+def _what_compiling_does(run: Run, check: CompilerCheck) -> Sentence:
+    what = "the compiled model" if run.backend == EAGER else run.backend
+    where = f" in tensor {check.tensor} of the output" if check.tensors > 1 else ""
+    about = {"what": what, "where": where, "exact": check.exact}
+    if check.nonfinite:
+        return say(
+            "{what:text} gives {values:count NaN or Inf value}{where:text} where eager and {exact:text} have numbers",
+            **about,
+            values=check.nonfinite,
+        )
+    if check.decisions:
+        return say(
+            "{what:text} changes {compiled:of decision}{where:text} against {exact:text}; eager changes {eager:number}",
+            **about,
+            compiled=[check.compiled_changed, check.decisions],
+            eager=check.eager_changed,
+        )
+    return say(
+        "the error of {what:text} against {exact:text} is {compiled:error}{where:text}, that of eager {eager:error}",
+        **about,
+        compiled=check.compiled_error,
+        eager=check.eager_error or 0.0,
+    )

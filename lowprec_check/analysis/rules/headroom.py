@@ -1,0 +1,180 @@
+"""LP205: how close the values of a run that passes come to the limits of their dtype."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+from lowprec_check.analysis.rules.ranges import narrowest
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.rules.relevance import wider_range
+from lowprec_check.analysis.run_summary import ranges_by_place
+from lowprec_check.schema.precisions import FP32, FloatFormat
+from lowprec_check.schema.scan_result import Run, ScanResult, Severity
+from lowprec_check.schema.statements import Sentence, chained, say
+
+LITTLE_ROOM = 4.0
+"""A note if a value this many times as large would overflow."""
+
+MANY_SUBNORMAL = 0.1
+"""A note if this share of an op's non-zeros is below the smallest normal number."""
+
+GROWTH = 1.5
+"""A warning needs a batch that exceeds the first by this factor, ..."""
+
+USED_UP = 2.0
+"""... and leaves less room than this factor, ..."""
+
+MOST_FLUSHED = 0.5
+"""... or loses this share of an op's non-zeros."""
+
+
+@rule("LP205", "little-headroom", "note")
+def little_headroom(result: ScanResult) -> Iterator[Finding]:
+    """A run that passes comes close to the limits of its dtype: another input may fail.
+
+    Observed, in a run with status `ok`, of all ops whose output is in 16 bits:
+
+    - the op whose largest value is closest to the largest number of the dtype, if a value 4 times as large overflows
+      (more than 16376 in fp16);
+    - the op with the largest share of non-zero values below the smallest normal number, if it is at least 10 %. In fp16
+      that number is 6e-5: smaller values lose digits, and those below 3e-8 become zero.
+
+    There is one note per run, for both. Weights are not counted, since they do not depend on the input, nor are values
+    at the very limit, such as `finfo.min` in masks. bf16 has the range of fp32, so that notes are rare there. Why 4:
+    between inputs of one kind, largest values may well differ by a factor of 2, and two such steps are left.
+
+    It is a warning, one per run, if `--batches N` shows that the headroom is used up:
+
+    - an op overflows on a further batch, but not on the first;
+    - or its largest value is at least 1.5 times that of the first batch, and less than a factor of 2 remains: two more
+      such steps overflow;
+    - or at least half of its non-zeros become zero, and at least 1.5 times as many as on the first batch.
+
+    Usual causes: unscaled sums, squares and attention scores (top); gradients, probabilities, squares of small values,
+    weights and inputs of small scale (bottom).
+
+    What to do: check it on more inputs: `lowprec-check scan --batches 8`, with `inputs` that depend on the batch number.
+    Then use bf16, keep the module in fp32, or scale the values:
+
+        # before: fp16 overflows for values above 256
+        y = x.square().mean(-1).sqrt()
+        # after
+        y = (x / 64).square().mean(-1).sqrt() * 64
+    """
+    for run in low_runs(result):
+        if run.status == "ok":
+            yield from _findings(run, result)
+
+
+def _findings(run: Run, result: ScanResult) -> Iterator[Finding]:
+    """A warning about what grows beyond the range from batch to batch, and a note about the rest."""
+
+    def finding(place: _Place, message: Sentence, help: Sentence | str, severity: Severity) -> Finding:
+        source = place.source or result.model.source
+        return Finding(message, run, place.module, place.op, source, help=help, severity=severity)
+
+    places = list(_places(run))
+    growing = [(place, *growth) for place in places if (growth := place.growth()) is not None]
+    if growing:
+        worst, _, grows = min(growing, key=lambda found: found[1])
+        message = chained(_with_others(grows, growing), say("the output passes"))
+        yield finding(worst, message, wider_range(run, result, worst.module), "warning")
+    said, tightest = _summary([place for place in places if place.growth() is None])
+    if tightest is not None:
+        tried = len(tightest.largest)
+        on_all = say("the worst of {batches:count batch}", batches=tried) if tried > 1 else None
+        advice = "try the module in fp32 if it fails" if tried > 1 else "check it on more inputs: --batches 8"
+        yield finding(tightest, chained(*said, on_all), advice, "note")
+
+
+class _Place(NamedTuple):
+    """The range of an op at one place, in the format of its output, on each batch of the scan."""
+
+    module: str
+    op: str
+    source: str | None
+    format: FloatFormat
+    largest: list[float]
+    overflows: list[int]
+    flushed: list[float]
+    subnormal: list[float]
+
+    @property
+    def room(self) -> float:
+        """The factor by which the largest value may grow before it overflows."""
+        most = max(self.largest)
+        return self.format.largest / most if most else float("inf")
+
+    @property
+    def small(self) -> float:
+        """The largest share of subnormal values."""
+        return max(self.subnormal)
+
+    def growth(self) -> tuple[tuple[int, float], Sentence] | None:
+        """How the values grow beyond the range from batch to batch, after a rank that is smaller for what is worse."""
+        first, most = self.largest[0], max(self.largest)
+        overflowing = next((number for number, count in enumerate(self.overflows) if count), 0)
+        if overflowing:
+            count = self.overflows[overflowing]
+            text = "on batch {batch:number}, {values:count value} overflowed to Inf where fp32 is finite"
+            return (0, -count), say(text, batch=overflowing, values=count)
+        if first and most >= GROWTH * first and self.room < USED_UP:
+            text = "the largest value grows from {first:figure} to {most:figure} on batch {batch:number}: room for a factor of {room:figure}"
+            told = say(text, first=first, most=most, batch=self.largest.index(most), room=self.room)
+            return (1, self.room), told
+        lost, worst = self.flushed[0], max(self.flushed)
+        if worst >= max(MOST_FLUSHED, GROWTH * lost):
+            text = "the share of non-zeros that become zero grows from {first:percent} to {most:percent} on batch {batch:number}"
+            return (2, -worst), say(text, first=lost, most=worst, batch=self.flushed.index(worst))
+        return None
+
+
+def _places(run: Run) -> Iterator[_Place]:
+    """The places whose output is in 16 bits, without weights."""
+    for found in run.batches.places if run.batches and run.batches.places else ranges_by_place([run.op_calls]):
+        written = narrowest(found.dtypes.rpartition("→")[2])
+        if written is None or written.precision_bits >= FP32.precision_bits or found.op.startswith("cast "):
+            continue
+        largest, flushed, subnormal = (
+            [value or 0.0 for value in values] for values in (found.largest, found.flushed, found.subnormal)
+        )
+        overflows = found.overflows
+        # A value at the very limit is meant so: finfo.min in a mask. A larger one is of another output, in a wider dtype.
+        if any(value >= written.largest for value in largest):
+            largest, overflows = [0.0] * len(largest), [0] * len(largest)
+        yield _Place(found.module, found.op, found.source, written, largest, overflows, flushed, subnormal)
+
+
+def _summary(places: Sequence[_Place]) -> tuple[list[Sentence], _Place | None]:
+    """What is near the top and the bottom, and the first op that this is about."""
+    near = sorted(
+        (place for place in places if place.room < LITTLE_ROOM and not place.overflows[0]), key=lambda p: p.room
+    )
+    small = sorted((place for place in places if place.small >= MANY_SUBNORMAL), key=lambda p: -p.small)
+    said: list[Sentence] = []
+    if near:
+        worst = near[0]
+        top = "largest value {largest:figure}, room for a factor of {room:figure} in {dtype:text}"
+        largest = say(top, largest=max(worst.largest), room=worst.room, dtype=worst.format.short)
+        said.append(_with_others(largest, near))
+    if small:
+        worst, lost = small[0], max(small[0].flushed)
+        named = {"op": worst.op, "module": worst.module} if near and worst is not near[0] else {}
+        below = say(
+            f"{{share:percent}} of the non-zeros {'of {op:op} in {module:module} ' if named else ''}"
+            "are below {smallest:limit}, the smallest normal number of {dtype:text}",
+            share=worst.small,
+            smallest=worst.format.smallest_normal,
+            dtype=worst.format.short,
+            **named,
+        )
+        zero = say("{lost:percent} become zero", lost=lost) if lost else None
+        said.append(_with_others(chained(below, zero, between=", "), small))
+    return said, next(iter([*near, *small]), None)
+
+
+def _with_others(told: Sentence, places: Sequence[object]) -> Sentence:
+    """``told`` of the first, and how many more places there are."""
+    more = say(" (and {more:count more place})", more=len(places) - 1) if len(places) > 1 else None
+    return chained(told, more, between="")

@@ -1,0 +1,255 @@
+"""LP2xx: values outside the dtype's range, and constants that are zero in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.rules.relevance import (
+    from_gaps,
+    gives_inf,
+    keep_in_fp32,
+    place_finding,
+    weighed_places,
+    wider_range,
+)
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.precisions import FloatFormat, formats
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import Sentence, chained, say, short_op
+
+FLUSHED_SHARE = 0.1
+
+POLES = {
+    **dict.fromkeys(("log", "log2", "log10"), "0"),
+    **dict.fromkeys(("log1p", "atanh", "erfinv", "logit"), "the end of its range"),
+    "rsqrt": "0",
+}
+"""Functions whose result is Inf for a finite input only at one point, by short name: no result of theirs is too large for a dtype."""
+
+
+@rule("LP201", "overflow", "error")
+def overflow(result: ScanResult) -> Iterator[Finding]:
+    """Values that are finite in fp32 overflow to Inf.
+
+    Observed: the fp32 reference, which the scan computes alongside each op, is finite, and so are the op's
+    inputs, but the output has infinities: the values are larger than the dtype can hold (65504 in fp16).
+
+    It is a note in a run that passes: an infinite mask, for example, does what it should. If the output is not
+    finite, only the first op with Inf or NaN is an error; the others may follow from it. If the output is finite,
+    but too far from fp32's, it is a note unless the share of this op in the output error is at least 3 %.
+
+    Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; weights that do not
+    fit (the finding then names `cast weight` as the op); a division by a value that is zero or tiny. Logarithms
+    of zero are LP207.
+
+    What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale before the op:
+
+        # before
+        y = (q @ k.mT) / math.sqrt(d)
+        # after
+        y = (q / math.sqrt(d)) @ k.mT
+    """
+
+    def overflows(_: Run, row: OpCall) -> bool:
+        return gives_inf(row) and short_op(row.op) not in POLES and row.phase != "backward"  # those are LP502
+
+    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | str]:
+        what = "{values:of value} overflowed to Inf where fp32 is finite"
+        if short_op(row.op) in ("div", "reciprocal", "pow"):
+            what = "{values:of value} became Inf where fp32 is finite: too large for the dtype, or divided by 0"
+        return say(what, values=[row.introduced_inf, row.compared_values]), _advice(run, result, row)
+
+    yield from weighed_places(result, overflows, lambda row: row.introduced_inf, describe)
+
+
+def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
+    """What to do about values out of range."""
+    return "ignore this, or try the module in fp32" if run.status == "ok" else wider_range(run, result, row.module)
+
+
+@rule("LP202", "underflow", "warning")
+def underflow(result: ScanResult) -> Iterator[Finding]:
+    """Many values that are non-zero in fp32 become zero.
+
+    Observed: at least 10 % of the values that are non-zero in the fp32 reference are zero in the op's output, and
+    at least twice the share that was already zero in its inputs. In fp16, magnitudes below 3e-8 round to zero.
+
+    It is a warning if the run fails and the share of this op in the output error is at least 3 %, else a note:
+    most values that become zero are too small to matter.
+
+    Usual causes: small probabilities, gradients or learning rates; squares of small values.
+
+    What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale the values up before
+    the op and down after it, as `torch.amp.GradScaler` does for gradients:
+
+        # before: 1e-4 squared is 1e-8, which is 0 in fp16
+        y = x.square().mean()
+        # after
+        y = (x * 1e3).square().mean().float() * 1e-6
+    """
+
+    def underflows(_: Run, row: OpCall) -> bool:
+        if row.flushed is None or row.phase == "backward":  # those are LP501
+            return False
+        return row.flushed >= max(FLUSHED_SHARE, 2 * (row.input_flushed or 0.0))
+
+    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
+        scale, keep = say("scale the values up before this op"), keep_in_fp32(run, result, row.module)
+        message = say("{share:percent} of the values that are non-zero in fp32 became zero", share=row.flushed)
+        return message, chained(scale, keep, between=", or ")
+
+    yield from weighed_places(result, underflows, lambda row: row.flushed or 0.0, describe)
+
+
+@rule("LP203", "introduced-nan", "error")
+def introduced_nan(result: ScanResult) -> Iterator[Finding]:
+    """Finite inputs give NaN.
+
+    Observed: the output has NaNs that the fp32 reference does not have, and every input is finite wherever the
+    reference is.
+
+    It is a note in a run that passes. If the output is not finite, only the first op with Inf or NaN is an error.
+    If the output is finite, but too far from fp32's, it is a note unless the share of this op in the output error
+    is at least 3 %.
+
+    Usual causes: an intermediate value inside the op overflows, as in the variance of a normalization; 0 / 0,
+    because a divisor or its epsilon rounds to zero in fp16; the square root of a value that rounding made
+    negative.
+
+    What to do: use bf16, which has the range of fp32, or keep the module in fp32. Check epsilons:
+
+        # before: 1e-8 is 0 in fp16
+        y = x / (x.norm() + 1e-8)
+        # after
+        y = x / x.norm().clamp(min=torch.finfo(x.dtype).tiny)
+    """
+
+    def turns_nan(_: Run, row: OpCall) -> bool:
+        return row.introduced_nan > 0 and row.phase != "backward"  # those are LP502
+
+    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | str]:
+        values = [row.introduced_nan, row.compared_values]
+        message = say("{values:of value} became NaN though the inputs are finite", values=values)
+        return message, _advice(run, result, row)
+
+    yield from weighed_places(result, turns_nan, lambda row: row.introduced_nan, describe)
+
+
+@rule("LP204", "scalar-overflow", "error")
+def scalar_overflow(result: ScanResult) -> Iterator[Finding]:
+    """A constant does not fit the dtype (`masked_fill(-1e9)` in fp16).
+
+    Observed: PyTorch raised because a number in the code is outside the dtype's range.
+
+    Usual causes: a large constant that stands for infinity, as in attention masks; fp16 ends at 65504.
+
+    What to do: use the limit of the dtype instead of the number:
+
+        # before
+        y = x.masked_fill(mask, -1e9)
+        # after
+        y = x.masked_fill(mask, torch.finfo(x.dtype).min)
+    """
+    yield from from_gaps(result, "scalar-overflow", "use torch.finfo(x.dtype).min or .max instead of the number")
+
+
+@rule("LP206", "vanishing-constant", "note")
+def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
+    """A constant that is not zero becomes zero in the dtype (`x + 1e-8` in fp16).
+
+    Observed: an op takes a number from the code in the dtype of its tensors, and the number rounds to zero there: in
+    fp16, every number up to 3e-8. The scan reads it from the arguments, so no input needs to show the effect. Added, it
+    changes nothing; as a bound, it is zero; a comparison with it is one with zero. Numbers that a kernel takes in fp32,
+    such as the `eps` of `layer_norm`, do not count.
+
+    It is a warning if an op of the same module gives NaN or Inf later in this run.
+
+    Usual causes: an epsilon for fp32, such as `x / (norm + 1e-8)` or `clamp(min=1e-8)`; the default `eps` of
+    `torch.nn.functional.normalize` (1e-12) and `cosine_similarity` (1e-8).
+
+    What to do: use a number that the dtype holds, or compute this part in fp32:
+
+        # before: 0 / 0 for an x of zeros
+        y = x / (x.norm() + 1e-8)
+        # after
+        y = x / (x.norm() + torch.finfo(x.dtype).tiny)
+    """
+    for run in low_runs(result):
+        if not any(run.op_calls.vanished):
+            continue
+        found: dict[tuple[str, str | None, float], list[tuple[int, OpCall]]] = {}
+        broken: dict[str, list[tuple[int, OpCall]]] = {}
+        has_epsilon = run.training is not None and bool(run.training.epsilon)  # LP506 is about that of the optimizer
+        for index, row in enumerate(run.op_calls.rows()):
+            if row.vanished is not None and not (row.phase == "optimizer" and has_epsilon):
+                found.setdefault((row.module, row.source, row.vanished), []).append((index, row))
+            if row.gives_nonfinite:
+                broken.setdefault(row.module, []).append((index, row))
+        for place, calls in found.items():
+            later = (row for index, row in broken.get(place[0], []) if index >= calls[0][0])
+            yield _vanished(run, result, [row for _, row in calls], next(later, None))
+
+
+def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall | None) -> Finding:
+    """The finding about one constant at one line, and the op of its module that gives NaN or Inf ``after`` it.
+
+    A bound that the backward pass compares with, at the same line, is not a finding of its own.
+    """
+    first = calls[0]
+    written = narrowest(first.dtypes.replace("→", "+"))  # it is rounded to this one
+    name = written.short if written else "this dtype"
+    message = say("the constant {constant:scale} is 0 in {dtype:text}", constant=first.vanished, dtype=name)
+    if after is not None:
+        what = "NaN" if after.introduced_nan else "Inf"
+        at = f" at {after.source}" if after.source and after.source != first.source else ""
+        later = "{op:op} in the same module gives {what:text}{at:text}"
+        message = chained(message, say(later, op=after.op, what=what, at=at))
+    smallest = f"{written.smallest_normal:.0e}" if written else "torch.finfo(x.dtype).tiny"
+    advice = f"use a constant of at least {smallest}, or compute this in fp32"
+    finding = place_finding(result, run, first, sum(row.op == first.op for row in calls), message, advice)
+    return finding._replace(severity="warning" if after is not None else None)
+
+
+def narrowest(dtypes: str) -> FloatFormat | None:
+    """The format with the smallest range among dtypes, as op calls name them: ``bf16+f32``."""
+    marks = dtypes.split("+")
+    return min((known for known in formats() if known.mark in marks), key=lambda known: known.largest, default=None)
+
+
+@rule("LP207", "division-by-zero", "error")
+def division_by_zero(result: ScanResult) -> Iterator[Finding]:
+    """A logarithm or `rsqrt` of a value that is zero here and not in fp32 gives Inf.
+
+    Observed: the input of `log`, `log2`, `log10` or `rsqrt` is zero (that of `log1p`, `atanh`, `logit` or
+    `erfinv` is at the end of its range), so that the result is infinite. In the fp32 reference, which the scan
+    computes alongside each op, it is finite. IEEE 754 calls this a division by zero: nothing is too large for the
+    dtype.
+
+    It is a note in a run that passes. If the output is not finite, only the first op with Inf or NaN is an error.
+
+    Usual causes: an epsilon for fp32 that is zero in fp16, as in `log(x + 1e-8)` (LP206); values that are too
+    small for the dtype and become zero in an earlier op (LP202).
+
+    What to do: keep the input away from zero with a number that the dtype holds, or compute this part in fp32:
+
+        # before: 1e-8 is 0 in fp16
+        y = (x + 1e-8).log()
+        # after
+        y = x.clamp(min=torch.finfo(x.dtype).tiny).log()
+    """
+
+    def divides(_: Run, row: OpCall) -> bool:
+        return gives_inf(row) and short_op(row.op) in POLES and row.phase != "backward"
+
+    def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
+        message = say(
+            "{op:op} of {pole:text} is infinite in {values:of value}, which are finite in fp32",
+            op=row.op,
+            pole=POLES[short_op(row.op)],
+            values=[row.introduced_inf, row.compared_values],
+        )
+        clamp = say("clamp its input with a number that the dtype holds")
+        return message, chained(clamp, wider_range(run, result, row.module), between=", or ")
+
+    yield from weighed_places(result, divides, lambda row: row.introduced_inf, describe)

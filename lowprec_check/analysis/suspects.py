@@ -1,0 +1,221 @@
+"""Which modules of a run should stay in fp32, and why; errors that earlier ones hide."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Sequence
+from typing import NamedTuple, TypeVar
+
+from lowprec_check.analysis.error_shares import trusted_budget
+from lowprec_check.analysis.predicted_error import Causes
+from lowprec_check.analysis.run_summary import shorten
+from lowprec_check.schema.measures import MATTERS
+from lowprec_check.schema.module_paths import is_inside, module_around
+from lowprec_check.schema.op_calls import PRODUCTS, OpCall
+from lowprec_check.schema.plan import Blame, Constant
+from lowprec_check.schema.scan_result import Gap, Run
+from lowprec_check.schema.statements import percent, short_op
+
+LEAST_CAUSE = 0.001
+"""A module with a smaller share of the error is not said to cause it."""
+
+_LEAST_GUESS = 1e-3
+"""Smaller relative errors of an op are not guessed."""
+
+_REASONS = {
+    "missing-kernel": "has no kernel",
+    "unsupported-dtype": "does not support the dtype",
+    "no-backend-kernel": "has no kernel on this device",
+    "dtype-mismatch": "gets inputs of different dtypes",
+    "scalar-overflow": "has a constant that does not fit the dtype",
+    "numeric-failure": "fails on rounded values",
+    "crash": "crashes the process",
+}
+"""Why a module with a gap is kept, by its kind."""
+
+
+class Suspects(NamedTuple):
+    """Modules that may have to stay in fp32, by path."""
+
+    certain: list[str]
+    """Contain an op that has no kernel, raises, or turns finite values into NaN or Inf."""
+    likely: list[str]
+    """All with ops of their own: the largest shares of the output's error first, then those that add the most error."""
+    root: bool
+    """Whether such an op is in the model's own ``forward``, outside any submodule."""
+    causes: Causes | None = None
+    """What the error of the output comes from, if there is a budget."""
+    guess: Causes | None = None
+    """The same with errors that others seem to hide; ``None`` if none seems hidden."""
+
+
+def suspects(run: Run) -> Suspects:
+    """The suspects in ``run``."""
+    failing = [gap.module for gap in run.gaps]
+    failing += [row.module for row in run.op_calls.rows() if row.gives_nonfinite]
+    if run.exception is not None and run.exception.module is not None:
+        failing.append(run.exception.module)
+    added: dict[str, float] = {}
+    for row in run.op_calls.rows():  # what the op itself adds, or by which it magnifies the error of its inputs
+        adds = max(row.local_error or 0.0, (row.accumulated_error or 0.0) - (row.input_error or 0.0))
+        added[row.module] = max(added.get(row.module, 0.0), adds)
+    certain = list(dict.fromkeys(failing))
+    causes = causes_of(run)
+    shares = causes.shares if causes is not None else {}
+    likely = sorted((path for path in added if path), key=lambda path: (-shares.get(path, 0.0), -added[path]))
+    guess = _with_hidden(causes, run) if causes is not None else None
+    return Suspects([path for path in certain if path], likely, "" in certain, causes, guess)
+
+
+def causes_of(run: Run) -> Causes | None:
+    """The causes of the output's error in ``run``; ``None`` if there is no budget that explains most of it."""
+    budget, error = trusted_budget(run), run.rel_l2
+    if budget is None:
+        return None
+    if error is None or not math.isfinite(error):
+        error = budget.measured
+    shares: dict[str, float] = defaultdict(float)
+    for share in budget.shares:
+        shares[share.module] += abs(share.share)
+    shares[""] += abs(budget.others)
+    total = math.fsum(shares.values())
+    if not error or not total or not math.isfinite(error):
+        return None
+    return Causes(error, {module: share / total for module, share in shares.items()})
+
+
+def _with_hidden(causes: Causes, run: Run) -> Causes | None:
+    """``causes`` with guesses of errors that earlier ones hide; ``None`` if none seems hidden.
+
+    If a module flushes its values to zero, later modules get zeros and add no error, although they would flush the original values
+    too. How much they would add is guessed from the typical magnitude of the fp32 values, less what was measured; the guess only proposes
+    modules, which a trial then tests.
+    """
+    hidden: dict[str, float] = defaultdict(float)
+    if run.format is None or not run.format.underflows:
+        return None
+    for row in run.op_calls.rows():
+        is_low = run.format.mark in re.split("[+→]", row.dtypes)
+        if row.rms and is_low and (not run.is_autocast or PRODUCTS.search(row.op)):
+            guessed = min(1.0, run.format.smallest_subnormal / math.sqrt(12) / row.rms)
+            if guessed >= max(_LEAST_GUESS, 2 * (row.local_error or 0.0)):
+                hidden[row.module] += guessed**2
+    if not hidden:
+        return None
+    shares = _by_producer(run) if run.is_autocast else dict(causes.shares)
+    for module, square in hidden.items():
+        shares[module] = shares.get(module, 0.0) + square / causes.error**2
+    return Causes(causes.error, shares)
+
+
+def _by_producer(run: Run) -> dict[str, float]:
+    """The shares of modules under autocast, where an op rounds its result only if its inputs come from one that runs in 16 bits:
+    the rounding between modules counts for the module of the last such op before it.
+    """
+    assert run.budget is not None
+    places: dict[tuple[str, str | None], list[tuple[OpCall, str]]] = defaultdict(list)
+    producer = ""
+    for row in run.op_calls.rows():
+        producer = row.module if PRODUCTS.search(row.op) else producer
+        places[row.op, row.source].append((row, producer))
+    shares: dict[str, float] = defaultdict(float)
+    for share in run.budget.shares:
+        parts = [
+            (abs(row.share), producer)
+            for row, producer in places[share.op, share.source]
+            if share.rounding and row.share and (not share.module or is_inside(row.module, share.module))
+        ]
+        total = math.fsum(part for part, _ in parts)
+        for part, producer in parts:
+            shares[producer] += abs(share.share) * part / total
+        if not parts:
+            shares[share.module] += abs(share.share)
+    return shares
+
+
+# -- Why modules are kept
+
+
+def blame(runs: Sequence[Run], keep: Sequence[str]) -> list[Blame]:
+    """For each kept module the op at fault, from the first of ``runs`` that shows one; none is inside another."""
+    kept = frozenset(keep)
+    gaps = [_by_module(run.gaps, kept) for run in runs]
+    rows = [_by_module(run.op_calls.rows(), kept) for run in runs]
+
+    def found(module: str) -> Blame:
+        inside = zip(runs, gaps, rows, strict=True)
+        faults = (_first_fault(run, module, its[module], calls[module]) for run, its, calls in inside)
+        fault = next((fault for fault in faults if fault is not None), None) or _largest_cause(module, runs)
+        return fault or Blame(module=module, why="needed to pass, found by trial")
+
+    return [found(module) for module in keep]
+
+
+Located = TypeVar("Located", Gap, OpCall)
+
+
+def _by_module(found: Iterable[Located], kept: Collection[str]) -> defaultdict[str, list[Located]]:
+    """The gaps or rows inside each kept module."""
+    grouped: defaultdict[str, list[Located]] = defaultdict(list)
+    for item in found:
+        module = module_around(item.module, kept)
+        if module is not None:
+            grouped[module].append(item)
+    return grouped
+
+
+def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
+    """The largest share inside ``module``, from the first budget in which it matters, else from that in which it is largest."""
+    shares = [[share for share in run.budget.shares if is_inside(share.module, module)] for run in runs if run.budget]
+    sums = [sum(share.share for share in its) for its in shares]
+    largest = max(range(len(sums)), key=sums.__getitem__, default=None)
+    index = next((index for index, total in enumerate(sums) if total >= MATTERS), largest)
+    if index is None or sums[index] < LEAST_CAUSE:
+        return None
+    cause = max(shares[index], key=lambda share: share.share)
+    why = f"has {percent(sums[index])} of the error{' that is left by the others' if index else ''}"
+    return Blame(module=module, why=why, op=cause.op, source=cause.source)
+
+
+def at_fault(run: Run, module: str) -> Blame | None:
+    """What fails inside ``module``, or the op that first gives NaN or Inf; ``""`` is the model's own ``forward``."""
+    gaps = (gap for gap in run.gaps if is_inside(gap.module, module))
+    return _first_fault(run, module, gaps, (row for row in run.op_calls.rows() if is_inside(row.module, module)))
+
+
+def _first_fault(run: Run, module: str, gaps: Iterable[Gap], rows: Iterable[OpCall]) -> Blame | None:
+    """:func:`at_fault`, for the gaps and rows inside ``module``."""
+    for gap in gaps:
+        return Blame(module=module, why=_REASONS[gap.kind], op=gap.op, source=gap.source)
+    raised = run.exception or run.stopped_by
+    if raised is not None and raised.module is not None and is_inside(raised.module, module):
+        return Blame(module=module, why=f"raises {shorten(raised.text)}", source=raised.source)
+    for row in rows:
+        if row.gives_nonfinite:
+            what = "overflows to Inf" if row.introduced_inf else "gives NaN"
+            return Blame(module=module, why=what, op=row.op, source=row.source)
+    return None
+
+
+def constants(run: Run) -> list[Constant]:
+    """Constants in the code that do not fit the dtype of ``run``, each with its replacement."""
+    dtype = run.format.dtype if run.format else None
+    return [
+        Constant(
+            module=gap.module,
+            op=gap.op,
+            source=gap.source,
+            value=gap.constant,
+            use=f"torch.finfo({dtype}).{'max' if gap.constant and gap.constant > 0 else 'min'}",
+        )
+        for gap in run.gaps
+        if gap.kind == "scalar-overflow" and dtype is not None
+    ]
+
+
+def kept_because(found: Blame) -> str:
+    """Why a plan keeps a module in fp32: ``linalg_inv_ex has no kernel (net.py:24)``."""
+    what = f"{short_op(found.op)} {found.why}" if found.op else found.why
+    return f"{what} ({found.source})" if found.source else what

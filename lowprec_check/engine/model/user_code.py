@@ -1,0 +1,181 @@
+"""The user's code: called so that an exception becomes a short message, and the lines that define what a file has."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import linecache
+import threading
+import traceback
+import types
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lowprec_check.engine.core.devices import says_device_is_absent
+from lowprec_check.engine.core.source_location import is_own_file, is_user_code, show_file, show_line
+from lowprec_check.errors import Terminated, UsageError, encodable, message_of, text_of, type_name
+from lowprec_check.process.function_worker import end_if_forked, in_worker
+
+T = TypeVar("T")
+
+
+def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) -> T:
+    """Run the user's code; an exception becomes a :class:`UsageError` with the user's line.
+
+    If no line of the user's is involved, its message starts with ``what`` failed, and its hint is ``hint``.
+    """
+    try:
+        return work()
+    except (UsageError, Terminated):
+        raise
+    except SyntaxError as error:
+        file, line = text_of(error.filename or what), (error.lineno or 0)
+        location = show_line(file, line) if line else show_file(file)
+        text = text_of(error.text or "").strip()
+        raise UsageError(
+            f"Syntax error at {location}: {text_of(error.msg)}.", f"    {text}" if text else None
+        ) from None
+    except BaseException as error:
+        end_if_forked(error)
+        if isinstance(error, KeyboardInterrupt) and not in_worker():
+            raise  # a worker gets no Ctrl+C: there, the user's code raises it
+        frame = _user_frame(error)
+        if frame is None:
+            raise UsageError(f"{what} failed: {type_name(error)}: {message_of(error)}", hint) from None
+        root = _root_cause(error)
+        cause = None if root is error else _user_frame(root)
+        message = _description(error, frame) + (f" (caused by {_description(root, cause)})" if cause else "")
+        advice = ""
+        if isinstance(error, SystemExit):
+            advice = "The file is run without command-line arguments: give those that it requires default values."
+        if says_device_is_absent(message):
+            advice = "Make the model and its inputs on the CPU: a scan moves them to the device that it measures on."
+        raise UsageError(message, "\n".join(filter(None, [f"    {text_of(frame.line)}", advice]))) from None
+
+
+def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
+    """The innermost frame of the user's code, if possible outside installed packages."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if is_user_code(frame.filename)]
+    own = [frame for frame in frames if "site-packages" not in frame.filename]
+    return next(reversed(own or frames), None)
+
+
+def _description(error: BaseException, frame: traceback.FrameSummary) -> str:
+    location = show_line(frame.filename, frame.lineno or 0)
+    return f"{type_name(error)} at {location}: {message_of(error).strip() or 'no message'}"
+
+
+def _root_cause(error: BaseException) -> BaseException:
+    """The exception that started a chain of them; ``error`` itself if there is none."""
+    root, seen = error, {id(error)}
+    while True:
+        cause = root.__cause__ or (None if root.__suppress_context__ else root.__context__)
+        if cause is None or id(cause) in seen:
+            return root
+        seen.add(id(cause))
+        root = cause
+
+
+def call_function(name: str, work: Callable[[], T]) -> T:
+    """:func:`call_user_code` for the function ``name`` of the user's file."""
+    return call_user_code(f"Calling {name}()", work, f"Make sure that {name}() needs no arguments.")
+
+
+def attribute_of(module: types.ModuleType, name: str, default: Any = None) -> Any:
+    """``getattr(module, name, default)``; raises :class:`UsageError` if the module's own ``__getattr__`` fails."""
+    return call_user_code(f"Reading {module.__name__}.{name}", lambda: getattr(module, name, default))
+
+
+def display_name(module: types.ModuleType) -> str:
+    """The name of the module for messages: its file, as a user would write it."""
+    file = getattr(module, "__file__", None)
+    return show_file(file) if file else module.__name__
+
+
+# -- The lines that define a class or a name, and what lines say
+
+# CPython 3.11 and 3.12 fail with SystemError when two threads parse at a time (python/cpython#106905). The lock
+# keeps our threads apart; a thread of the user's that parses costs a location, not the scan.
+_parsing = threading.Lock()
+
+
+def class_line(model: nn.Module) -> str | None:
+    """Return where the class of ``model`` is defined; ``None`` if it is a class of torch or has no source."""
+    if type(model).__module__.startswith("torch."):
+        return None
+    try:
+        with _parsing:
+            line = inspect.getsourcelines(type(model))[1]
+        return show_line(inspect.getfile(type(model)), line)
+    except (OSError, TypeError, SystemError):
+        return None
+
+
+def is_own_class(model: nn.Module) -> bool:
+    """Whether the class of ``model`` is in a file of the user's own."""
+    try:
+        return is_own_file(inspect.getfile(type(model)))
+    except (OSError, TypeError):
+        return False
+
+
+def file_start(module: types.ModuleType) -> str | None:
+    """The first line of the file; ``None`` if it is not the user's own."""
+    file = getattr(module, "__file__", None)
+    return show_line(file, 1) if file and is_own_file(file) else None
+
+
+def definition_line(module: types.ModuleType, name: str) -> str | None:
+    """The line that assigns, defines or imports ``name``, outside functions and classes."""
+    file = getattr(module, "__file__", None)
+    if not file:
+        return None
+    try:
+        with _parsing:
+            body = ast.parse(Path(file).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError, SystemError):
+        return None
+    line = next((node.lineno for node in _statements(body) if name in _names_in(node)), None)
+    return None if line is None else show_line(file, line)
+
+
+def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
+    """The statements of a file in order, also those in ``if``, ``with``, ``try`` and loops."""
+    for node in body:
+        yield node
+        if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            inner = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
+            inner += [handler.body for handler in getattr(node, "handlers", [])]
+            for part in inner:
+                yield from _statements(part)
+
+
+def _names_in(node: ast.stmt) -> list[str | None]:
+    """The names that a statement assigns, defines or imports."""
+    if isinstance(node, (ast.Import, ast.ImportFrom)):
+        return [found.asname or found.name for found in node.names]
+    targets = getattr(node, "targets", [getattr(node, "target", None)])
+    targets = [part for target in targets for part in getattr(target, "elts", [target])]
+    return [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]
+
+
+def texts_of_lines(sources: Iterable[str | None], target: str) -> dict[str, str]:
+    """The text of each line ``model.py:41``, without its indentation; those of files that are not found are left out.
+
+    A file outside the current folder is shown by its name alone: it is looked for beside ``target``, the user's name for it. At most
+    2,000 lines, of 200 characters each.
+    """
+    found: dict[str, str] = {}
+    folder = Path(target.partition(":")[0]).parent
+    for source in dict.fromkeys(sources):
+        file, _, line = (source or "").rpartition(":")
+        if not file or not line.isdecimal() or len(found) == 2000:
+            continue
+        # linecache also finds `package/file.py` on the import path.
+        text = linecache.getline(file, int(line)) or linecache.getline(str(folder / file), int(line))
+        if source and text.strip():
+            found[source] = encodable(text.strip()[:200])
+    return found

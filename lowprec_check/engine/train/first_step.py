@@ -1,0 +1,140 @@
+"""The gradients of the first step, compared with those of fp32, and the loss scale that they suggest."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+from msgspec import structs
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
+from lowprec_check.engine.core.floating_dtypes import real
+from lowprec_check.engine.trace.places import Places, accumulates, nodes_of
+from lowprec_check.engine.train.steps import TrainingStep, Watcher
+from lowprec_check.schema.training import ParameterGradient
+from lowprec_check.schema.ways_to_train import DEFAULT_SCALE
+
+MOST, LEAST = 2.0**24, 1.0
+"""Limits of the suggested loss scale."""
+
+MARGIN = 2.0
+"""How many times larger the gradients may become before one overflows."""
+
+
+class FirstGradients(Watcher):
+    """Copies the gradients of the first step that is not skipped, in fp32 on the CPU, by the name of the parameter."""
+
+    def __init__(self, parameters: Mapping[str, Tensor]) -> None:
+        self._parameters = parameters
+        self.found: dict[str, Tensor] = {}
+
+    def after(self, step: TrainingStep) -> None:
+        """Copy the gradients. A ``GradScaler`` has divided them by its scale; where it skips a step, they are replaced."""
+        if self.found and all(bool(gradient.isfinite().all()) for gradient in self.found.values()):
+            return
+        self.found = {
+            name: real(parameter.grad.detach()).float().cpu().clone()
+            for name, parameter in self._parameters.items()
+            if parameter.grad is not None and parameter.grad.layout == torch.strided
+        }
+
+
+class GradientComparison(NamedTuple):
+    """The gradients of all parameters, compared with those of fp32."""
+
+    parameters: list[ParameterGradient]
+    error: float | None
+    """rel_l2 of all together; ``None`` if it is not finite."""
+    underflow: float | None
+    """Share of all elements that are not zero in fp32 and zero here; ``None`` if there are none."""
+
+
+def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> GradientComparison:
+    """Compare the gradients ``mine`` with those of fp32, by name. A parameter that got none here has a gradient of zero."""
+    rows, squares, norm, flushed, elements = list[ParameterGradient](), list[float](), 0.0, 0, 0
+    for name, exact in reference.items():
+        found = mine.get(name)
+        low = torch.zeros_like(exact) if found is None else found
+        apart, size = float((low.double() - exact).norm()), float(exact.double().norm())
+        zero = int(((low == 0) & (exact != 0)).sum())
+        overflown = int((~low.isfinite() & exact.isfinite()).sum())
+        count = exact.numel()
+        rows.append(
+            ParameterGradient(
+                parameter=name,
+                elements=count,
+                error=_finite(apart / size if size else (0.0 if apart == 0 else math.inf)),
+                absmax=_finite(float(exact.abs().max())) if count else None,
+                underflow=zero / max(count, 1),
+                overflow=overflown / max(count, 1),
+            )
+        )
+        squares.append(apart**2)
+        norm, flushed, elements = norm + size**2, flushed + zero, elements + count
+    total = sum(squares)
+    if total and math.isfinite(total):
+        rows = [structs.replace(row, error_share=square / total) for row, square in zip(rows, squares, strict=True)]
+    error = _finite(math.sqrt(total / norm)) if norm else None
+    return GradientComparison(rows, error, flushed / elements if elements else None)
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+class Largest(NamedTuple):
+    """The largest magnitude of a gradient, which may be infinite, and the module whose op gets it."""
+
+    value: float = 0.0
+    module: str | None = None
+
+
+class LargestGradient(DispatchMode):
+    """Finds the largest gradient in ``dtype`` that a node of the autograd graph of a loss gets; active while the graph is made.
+
+    Gradients that reach a loss in fp32 do not overflow, so they do not count.
+    """
+
+    def __init__(self, places: Places, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._places, self._dtype = places, dtype
+        self.largest = Largest()
+
+    def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        """Run the op, and note where it is called."""
+        self._places.of(sys._getframe(1))
+        return run_op(func, args, kwargs, keys)
+
+    def backward(self, loss: Tensor, scale: float) -> None:
+        """Compute the gradients of ``loss`` · ``scale``, and find the largest, divided by the scale."""
+
+        def look(node: Any, gradients: tuple[Tensor | None, ...]) -> None:
+            for gradient in gradients:
+                if gradient is None or gradient.dtype != self._dtype or not gradient.numel():
+                    continue
+                value = float(gradient.detach().float().abs().max()) / scale
+                if not value <= self.largest.value:
+                    place = self._places.of_node(node)
+                    self.largest = Largest(math.inf if math.isnan(value) else value, place and place.module)
+
+        hooks = [
+            node.register_prehook(functools.partial(look, node)) for node in nodes_of(loss) if not accumulates(node)
+        ]
+        try:
+            (loss * scale).backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+
+def suggested_scale(largest: float, maximum: float) -> float:
+    """The largest power of two with which gradients up to :data:`MARGIN` · ``largest`` stay below ``maximum``, that of the dtype."""
+    if not largest or not math.isfinite(largest):
+        return DEFAULT_SCALE
+    return min(MOST, max(LEAST, 2.0 ** math.floor(math.log2(maximum / (MARGIN * largest)))))

@@ -1,0 +1,148 @@
+"""The ways to train in a precision: each says how the loss is scaled, how weights are updated, and with which code to paste.
+
+To add one, add a module with ``WAYS`` to :mod:`lowprec_check.engine.train.ways`, or register it from another package
+(CONTRIBUTING.md).
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import importlib
+import inspect
+import pkgutil
+import textwrap
+from collections.abc import Callable, Iterable
+from typing import Any, Literal, NamedTuple, Protocol
+
+from lowprec_check.schema.precisions import Kind, Precision
+from lowprec_check.schema.registry import Registry
+
+DEFAULT_SCALE = 2.0**16
+"""The initial scale of ``torch.amp.GradScaler``."""
+
+Trial = Literal["each run", "suggested scale", "own process"]
+"""When a way is tried: in each run; with the loss scale that the first step suggests; in a process that it changes for good."""
+
+
+class Updates(Protocol):
+    """What a training loop calls around its forward pass; state in lists of tensors counts as memory of the training."""
+
+    parameters: list[Any]
+    """The parameters of the model that are trained."""
+    optimizer: Any
+
+    def zero_grad(self) -> None:
+        """Remove the gradients."""
+
+    def backward(self, loss: Any) -> None:
+        """Compute the gradients of ``loss``, a tensor."""
+
+    def step(self) -> None:
+        """Update the parameters."""
+
+
+class PastedClass(NamedTuple):
+    """A class of the code to paste."""
+
+    name: str
+    text: str
+
+
+def _of_the_model(updates: Updates) -> list[Any]:
+    return list(updates.parameters)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WayToTrain:
+    """A way to train in a precision. A module that makes one imports torch inside functions only."""
+
+    name: str
+    """The name in saved results: ``master-weights``."""
+    words: str
+    """How it is shown: ``fp32 master weights``."""
+    summary: str
+    """What it does, as a sentence that follows its name in the documentation."""
+    order: int
+    """Ways are tried in this order, and recommended in it if no run passes as its user would write it."""
+    aliases: tuple[str, ...] = ()
+    kinds: tuple[Kind, ...] | None = None
+    """The kinds of precision that it suits; ``None`` for all."""
+    dtype: str | None = None
+    """torch's name of the only dtype that it suits, ``bfloat16``; ``None`` for all, with a ``GradScaler`` all that underflow."""
+    scale: float | None = None
+    """The initial scale of a ``GradScaler``; ``None`` without one."""
+    updater: Callable[[], Callable[..., Updates]] | None = None
+    """Imports torch, defines one class and returns it: the class is run, and its text is printed as code to paste. It is called with the
+    parameters of the model, a function that makes an optimizer of parameters, and a ``GradScaler`` if there is a scale.
+    """
+    weights: Callable[[Any], list[Any]] = _of_the_model
+    """The weights that are trained: those of the model, or what is kept of them in more bits, in the order of the parameters."""
+    is_random: bool = False
+    """Whether it rounds at random: the weights are right on average, so their distance from those of fp32 is not judged."""
+    one_context: bool = False
+    """Whether autocast is entered once, around all steps; the loss is scaled as in the usual way."""
+    is_trap: bool = False
+    """Whether it is tried to show that it fails, and never recommended."""
+    trial: Trial = "each run"
+    imports: tuple[str, ...] = ()
+    """Lines of code to paste that import what :meth:`optimizer_code` needs."""
+
+    @property
+    def leaves_weights(self) -> bool:
+        """Whether the optimizer updates the weights as they are."""
+        return self.updater is None and self.trial != "own process"
+
+    def suits(self, precision: Precision) -> bool:
+        """Whether it can be tried in a precision."""
+        kind, scales = self.kinds is None or precision.kind in self.kinds, self.scale or self.trial == "suggested scale"
+        return kind and self.dtype in (None, precision.format.name) and (precision.format.underflows or not scales)
+
+    def supports(self, optimizer: Any) -> bool:
+        """Whether it can be tried with ``optimizer``."""
+        return True
+
+    def updates(self, model: Any, make: Callable[..., Any], scaler: Any = None) -> Updates:
+        """What updates the parameters of ``model``; ``make(parameters)`` makes an optimizer."""
+        if self.updater is None:
+            raise NotImplementedError
+        return self.updater()(model.parameters(), make, *(() if scaler is None else (scaler,)))
+
+    def pasted_class(self) -> PastedClass | None:
+        """The class that updates the weights; ``None`` without one."""
+        if self.updater is None:
+            return None
+        text = textwrap.dedent(inspect.getsource(self.updater))
+        (found,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+        return PastedClass(
+            found.name, textwrap.dedent("\n".join(text.splitlines()[found.lineno - 1 : found.end_lineno]))
+        )
+
+    def optimizer_code(self, optimizer: str) -> list[str]:
+        """Lines of code to paste after ``optimizer``, a variable, is made."""
+        return []
+
+
+def _built_in() -> Iterable[WayToTrain]:
+    package = importlib.import_module("lowprec_check.engine.train.ways")
+    found = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
+    return sorted((way for module in found for way in module.WAYS), key=lambda way: way.order)
+
+
+WAYS: Registry[WayToTrain] = Registry("way to train", WayToTrain, _built_in)
+"""All ways to train, in their order."""
+
+
+def way_named(name: str) -> WayToTrain:
+    """The way of that name; one that is not installed is shown by its name."""
+    return WAYS.find(name) or WayToTrain(name=name, words=name, summary="", order=0)
+
+
+def ways_of(precision: Precision, steps: int) -> list[WayToTrain]:
+    """The ways to try in each run of a precision, for that many steps. The first is what people write: the status of the run is its."""
+    usual = WAYS.get("grad-scaler" if precision.kind == "autocast" and precision.format.underflows else "plain")
+    tried = (
+        way for way in WAYS if way.trial == "each run" and way.suits(precision) and (steps > 1 or not way.one_context)
+    )
+    others = (dataclasses.replace(way, scale=usual.scale) if way.one_context else way for way in tried)
+    return [usual, *(way for way in others if way.name != usual.name)]

@@ -1,0 +1,57 @@
+"""Runs what CI runs: the tests, and beside them lint, format, import contracts and types; prints how long each took.
+
+``python tools/checks.py [arguments of pytest]``, with the Python of the environment that has the extra ``test``.
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PROGRAMS = Path(sys.executable).parent
+STATIC = {
+    "lint": ("ruff", "check", "."),
+    "format": ("ruff", "format", "--check", "."),
+    "imports": ("lint-imports", "--no-cache", "--no-logo"),
+    "types": ("mypy",),
+}
+TESTS = ("-n", "auto", "--dist", "worksteal", "--durations=15")
+
+
+def checked(name: str) -> tuple[str, float, subprocess.CompletedProcess[str]]:
+    """Run one of the static checks."""
+    start = time.monotonic()
+    program, *arguments = STATIC[name]
+    done = subprocess.run(
+        [PROGRAMS / program, *arguments],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        stdin=subprocess.DEVNULL,
+    )
+    return name, time.monotonic() - start, done
+
+
+def main() -> int:
+    """The exit code: 0 if all is well, else that of the tests, or 1."""
+    start = time.monotonic()
+    with ThreadPoolExecutor(1) as beside:  # one after another: two cores belong to the tests
+        static = [beside.submit(checked, name) for name in STATIC]
+        arguments = sys.argv[1:] or TESTS
+        code = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False).returncode
+        tests = time.monotonic() - start
+        results = [future.result() for future in static]
+    for name, _, done in results:
+        if done.returncode:
+            print(f"\n{name} failed:\n{done.stdout}{done.stderr}")
+    print(f"\ntests {tests:.0f} s; beside them " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds, _ in results))
+    return code or int(any(done.returncode for _, _, done in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
