@@ -232,11 +232,11 @@ class Phases:
     NAMES = (
         ("Loaded", "start"),
         ("CallStarted", "plain"),
-        ("PlainDone", "plain"),
-        ("MeasuresDone", "measures"),
+        ("PlainResult", "plain"),
+        ("Measures", "measures"),
         ("GapFound", "instrumented"),
         ("OpCallsFound", "instrumented"),
-        ("Explained", "instrumented"),
+        ("Instrumented", "instrumented"),
     )
 
     def __init__(self) -> None:
@@ -253,27 +253,27 @@ class Phases:
     def watch(self) -> None:
         """Watch the messages of all jobs of this process."""
         from lowprec_check.engine.run import launcher
-        from lowprec_check.engine.run.outcome import JobOutcome
+        from lowprec_check.engine.run.outcome import Outcome
 
-        add, execute, names = JobOutcome.add, launcher.execute, dict(self.NAMES)
+        add, execute, names = Outcome.add, launcher.execute, dict(self.NAMES)
 
-        def watched_add(outcome: JobOutcome, message: Any) -> None:
+        def watched_add(outcome: Outcome, message: Any) -> None:
             self.passed(names.get(type(message).__name__, type(message).__name__))
             add(outcome, message)
 
-        def watched_execute(*args: Any, **kwargs: Any) -> JobOutcome:
+        def watched_execute(*args: Any, **kwargs: Any) -> Outcome:
             self.passed(None)
             outcome = execute(*args, **kwargs)
             self.passed("died" if outcome.ended == "crashed" else "end")
             return outcome
 
-        JobOutcome.add, launcher.execute = watched_add, watched_execute  # type: ignore[method-assign]
+        Outcome.add, launcher.execute = watched_add, watched_execute  # type: ignore[method-assign]
 
 
 def run_child(options: argparse.Namespace) -> None:
     """Scan one file and print what was found as one line of JSON."""
     phases = Phases()
-    from lowprec_check.engine.load import TargetSpec, load_here
+    from lowprec_check.engine.run.target_source import TargetSpec, load_here
     from lowprec_check.engine.scan import scan_target
     from lowprec_check.schema.options import ScanOptions
 

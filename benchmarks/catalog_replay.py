@@ -25,13 +25,14 @@ from report_files import head, made, save
 from tabulate import tabulate
 
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.names import overload_name
 from lowprec_check.catalog.records import LOW, SHORT, Dtype
 from lowprec_check.engine.core.dispatch_mode import DispatchMode, run_op
-from lowprec_check.engine.sweep.calls import Caller, Setting
-from lowprec_check.engine.sweep.op_replay import computes_with_floats, copied, try_call
+from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
-from lowprec_check.engine.trace.ops import outputs_of, traits
+from lowprec_check.engine.trace.ops import Args, Kwargs, outputs_of, tensors_in, traits
+from lowprec_check.pytest_plugin.fixture.cast_replay import copied, try_call
 
 SECONDS = 20
 PER_SAMPLE = 2
@@ -58,6 +59,13 @@ Left: calls with empty outputs are not counted, since every kernel runs on them 
 accelerators are not compared."""
 
 
+def computes_with_floats(args: Args, kwargs: Kwargs) -> bool:
+    """Whether an argument is a real floating tensor or dtype, so that a cast changes it."""
+    return any(is_float(tensor) and not tensor.is_complex() for tensor in tensors_in(args, kwargs)) or any(
+        isinstance(value, torch.dtype) and value.is_floating_point for value in (*args, *kwargs.values())
+    )
+
+
 class KeptArguments(DispatchMode):
     """Keeps copies of the arguments of op calls, :data:`PER_SAMPLE` of each op."""
 
@@ -77,7 +85,7 @@ class KeptArguments(DispatchMode):
 def replay(name: str, bound: int) -> list[tuple[str, Dtype, str | None]]:
     """For every call that an operator's samples make: the op, the dtype, and what it raised."""
     operator = load_operators()[name]
-    caller = Caller(name, operator, Setting("cpu", bound, ("float16", "bfloat16"), torch.float64))
+    caller = Caller(operator, "cpu")
     seed_all(name)
     found: list[tuple[str, Dtype, str | None]] = []
     for sample in samples_of(operator, "cpu", bound):

@@ -9,6 +9,7 @@ import argparse
 import contextlib
 import os
 import resource
+import sys
 import tempfile
 import time
 import warnings
@@ -17,9 +18,13 @@ from pathlib import Path
 
 import torch
 
-from lowprec_check.engine.sweep.build import SAMPLES, build
-from lowprec_check.engine.sweep.calls import Caller, Setting
+from lowprec_check.engine.sweep.calls import Caller
+from lowprec_check.engine.sweep.kept_sweep import SAMPLES
 from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from tools.operator_sweep.__main__ import build
 
 LIMIT = 60.0
 
@@ -40,12 +45,12 @@ def _processor_time() -> float:
 
 def fp32_pass() -> int:
     """Run every operator forward in fp32, once per sample, in one process; return the number of calls that succeeded."""
-    setting, calls = Setting("cpu", SAMPLES, (), torch.float64), 0
+    calls = 0
     for name, operator in load_operators().items():
         seed_all(name)
         with contextlib.suppress(Exception):
             for sample in samples_of(operator, "cpu", SAMPLES):
-                calls += Caller(name, operator, setting).attempt(sample, torch.float32, "forward").outcome is True
+                calls += Caller(operator, "cpu").attempt(sample, torch.float32, "forward").outcome is True
     return calls
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from lowprec_check.engine.sweep.build import build  # noqa: E402
+from tools.operator_sweep.__main__ import build  # noqa: E402
 
 IPEX = "+ipex"
 
@@ -54,7 +54,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "catalog")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
     options = parser.parse_args()
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     for python in options.here:
         measure(python, options.out, options.jobs)
     for version in options.versions:

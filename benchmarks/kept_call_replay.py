@@ -15,18 +15,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from catalog_replay import fills_an_output
+from catalog_replay import computes_with_floats, fills_an_output
 
 from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
 from lowprec_check.catalog.records import LOW
 from lowprec_check.engine.core.dispatch_mode import DispatchMode, run_op
-from lowprec_check.engine.sweep.calls import Caller, Setting
-from lowprec_check.engine.sweep.op_replay import computes_with_floats
+from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.samples import load_operators, samples_of, seed_all
 from lowprec_check.engine.trace.ops import traits
 from lowprec_check.pytest_plugin import replayed_calls
 from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
-from lowprec_check.pytest_plugin.replayed_calls import CastReplay, ReplayTask, with_answer
+from lowprec_check.pytest_plugin.replayed_calls import ReplayTask, replay_calls, with_answer
 
 SAMPLES = 2
 
@@ -51,7 +50,7 @@ def kept() -> CallKeeper:
     """A call of each op that the samples dispatch."""
     mode = KeepingMode()
     for name, operator in load_operators().items():
-        caller = Caller(name, operator, Setting("cpu", SAMPLES, LOW, torch.float64))
+        caller = Caller(operator, "cpu")
         seed_all(name)
         samples = []
         with contextlib.suppress(Exception):
@@ -77,7 +76,7 @@ def main() -> None:
     tasks = [ReplayTask(op=op, dtype=d, device="cpu", call=c.data) for op, c in calls.items() for d in LOW if c.data]
     started = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        answers = CastReplay(tasks, Path(folder)).run()
+        answers = replay_calls(tasks, Path(folder))
     print(f"{len(answers)} of {len(tasks)} calls answered in {time.monotonic() - started:.1f} s")
     catalogs = {dtype: AtenCatalog("cpu", dtype, torch.__version__) for dtype in LOW}
     counts: Counter[tuple[str, str, str]] = Counter()

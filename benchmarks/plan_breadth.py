@@ -21,9 +21,8 @@ from report_files import head, made, save
 from tabulate import tabulate
 
 from lowprec_check import UsageError, apply
-from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.plan.planner import plan_target
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_source import TargetSource, TargetSpec
 from lowprec_check.schema.options import PlanOptions
 from lowprec_check.schema.plan import Plan
 

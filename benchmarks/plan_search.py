@@ -21,11 +21,10 @@ from report_files import head, made, save
 from tabulate import tabulate
 from torch import Tensor, nn
 
-from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.plan.planner import plan_target
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_source import TargetSource, TargetSpec
 from lowprec_check.schema.options import PlanOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))

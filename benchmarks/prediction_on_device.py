@@ -51,7 +51,7 @@ from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
 from lowprec_check.engine.device_twin.twin import become_twin, emulating
 from lowprec_check.engine.model.zoo import import_torchvision
-from lowprec_check.engine.sweep.calls import Caller, Setting
+from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.samples import MAX_GENERATED, larger, load_operators, samples_of, seed_all
 
@@ -132,7 +132,7 @@ def chosen_cases() -> dict[str, dict[str, Case]]:
 def outcomes_of_op(name: str, operator: Any, caller: Caller, emulate: Any) -> dict[str, Any]:
     """Of each sample: what it is, and by dtype whether it runs, or the message; ``None`` where fp32 fails as well."""
     seed_all(name)
-    device = caller.setting.device
+    device = caller.device
     drawn = [sample for sample in samples_of(operator, device, MAX_GENERATED) if sample.floating()]
     samples = [sample for sample in drawn if caller.size_of_result(sample) != 0] or drawn
     samples += larger(samples, caller.size_of_result)
@@ -178,9 +178,8 @@ def work(options: argparse.Namespace) -> None:
             elif pool == "measure":
                 answer = measured_case(known[suite][name], options)
             else:
-                setting = Setting(device, MAX_GENERATED, ("float16", "bfloat16"), torch.float64)
                 emulate = (lambda: emulating(twin)) if pool == "predict-ops" else contextlib.nullcontext
-                answer = outcomes_of_op(name, operators[name], Caller(name, operators[name], setting), emulate)
+                answer = outcomes_of_op(name, operators[name], Caller(operators[name], device), emulate)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"[:300]
         plain = {k: tuple(v) for k, v in answer.items()} if answer and not pool.endswith("ops") else answer

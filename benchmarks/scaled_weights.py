@@ -30,10 +30,10 @@ from torch import Tensor
 from lowprec_check import UsageError
 from lowprec_check.compat.scan_process import read_list
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model import weights
 from lowprec_check.engine.model.plain_run import output_tensors
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.target_source import TargetSpec
 from lowprec_check.schema.precisions import FP16
 
 LISTS = Path(__file__).parent / "zoo"

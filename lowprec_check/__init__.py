@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from lowprec_check.schema.run_key import RunKey
     from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, ResultError, Run, ScanResult
     from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
+    from lowprec_check.schema.ways_to_train import WayToTrain
     from lowprec_check.schema.what_if import OperandFormat, WhatIf, WhatIfFormat
 
 _MODULES = {
@@ -61,6 +62,7 @@ _MODULES = {
     "ScanResult": "schema.scan_result",
     "Share": "schema.measures",
     "UsageError": "errors",
+    "WayToTrain": "schema.ways_to_train",
     "WhatIf": "schema.what_if",
     "WhatIfFormat": "schema.what_if",
     "apply": "engine.plan.apply",
@@ -103,6 +105,7 @@ __all__ = [
     "ScanResult",
     "Share",
     "UsageError",
+    "WayToTrain",
     "WhatIf",
     "WhatIfFormat",
     "apply",

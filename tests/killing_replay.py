@@ -8,7 +8,7 @@ import time
 
 import torch
 
-from lowprec_check.pytest_plugin.fixture import kept_calls as cast_replay
+from lowprec_check.pytest_plugin.fixture import cast_replay
 
 LIBRARY = torch.library.Library("killing_replay_ops", "DEF")
 

@@ -55,7 +55,8 @@ def operator(function: Any) -> SimpleNamespace:
     )
 
 
+FUNCTIONS = (dies, always_dies, hangs, prints, refuses_large)
+worker.load_operators = lambda: {function.__name__: operator(function) for function in FUNCTIONS}
+
 if __name__ == "__main__":
-    functions = (dies, always_dies, hangs, prints, refuses_large)
-    worker.load_operators = lambda: {function.__name__: operator(function) for function in functions}
     worker.main()

@@ -10,10 +10,10 @@ import torch
 from conftest import ROOT
 
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.aten_corrections import corrected_state
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.aten_facts import corrected_state
 from lowprec_check.catalog.measured import at_release, history
-from lowprec_check.engine.sweep.op_replay import copied, try_call
+from lowprec_check.catalog.versions import release_of
+from lowprec_check.pytest_plugin.fixture.cast_replay import copied, try_call
 
 sys.path.append(str(ROOT / "benchmarks"))  # behind the tests, which have a module of the same name
 import catalog_replay

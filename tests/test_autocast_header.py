@@ -17,30 +17,29 @@ from conftest import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowprec_check.catalog.autocast_header import (
-    HEADER,
-    LISTS,
-    POLICIES,
-    WITH_POLICY,
-    AutocastHeaderError,
-    HeaderPolicy,
-    parse_header,
-)
-from lowprec_check.catalog.autocast_releases import (
+from lowprec_check.catalog.predictable import (
     DEVICE_OPS,
     DEVICES,
     FILE,
     CastPolicy,
+    HeaderPolicy,
     ReadHeader,
-    all_changes,
     installed_policies,
     policies_of,
     read_releases,
     releases,
 )
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.errors import UsageError
-from tools.autocast_policies import encode, read_headers, save
+from tools.autocast_header import (
+    HEADER,
+    LISTS,
+    POLICIES,
+    WITH_POLICY,
+    AutocastHeaderError,
+    parse_header,
+)
+from tools.autocast_policies import all_changes, check, encode, read_headers, save
 
 TEXT = (Path(torch.__file__).parent / HEADER).read_text(encoding="utf-8")
 PARSED = parse_header(TEXT)
@@ -73,8 +72,8 @@ def registered(device: str) -> list[str]:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-def test_the_installed_header_lists_what_torch_registers(device: str) -> None:
-    policies = installed_policies(device, torch.__version__, TEXT, registered(device))
+def test_the_catalog_has_what_the_installed_torch_registers(device: str) -> None:
+    policies = installed_policies(device, torch.__version__, registered(device))
     ops = {op.removeprefix("aten::") for op in registered(device) if op.startswith("aten::")}
     absent = {entry.op for entry in DEVICE_OPS if entry.needs_device_build and device in entry.devices} - ops
     assert policies.keys() == ops | absent
@@ -85,14 +84,14 @@ def test_the_installed_header_lists_what_torch_registers(device: str) -> None:
 @pytest.mark.parametrize(
     "change", [lambda ops: [op for op in ops if op != "aten::mm"], lambda ops: [*ops, "aten::new_op"]]
 )
-def test_a_registration_that_the_header_does_not_have_is_an_error(
+def test_a_registration_that_the_catalog_does_not_have_is_an_error(
     device: str, change: Callable[[list[str]], list[str]]
 ) -> None:
     known = [f"aten::{op}" for op in policies_of(device, torch.__version__)]
-    policies = installed_policies(device, torch.__version__, TEXT, [*known, "torchvision::nms"])
+    policies = installed_policies(device, torch.__version__, [*known, "torchvision::nms"])
     assert policies == policies_of(device, torch.__version__)
-    with pytest.raises(AutocastHeaderError, match="registers other ops"):
-        installed_policies(device, torch.__version__, TEXT, change(known))
+    with pytest.raises(UsageError, match="registers other ops"):
+        installed_policies(device, torch.__version__, change(known))
 
 
 def test_the_stored_policies_of_the_installed_release_are_those_of_its_header() -> None:
@@ -277,8 +276,13 @@ def test_an_unknown_device_is_an_error() -> None:
     for device in ("cpu", "mps"):
         with pytest.raises(UsageError, match=f"no autocast policies for {device}"):
             policies_of(device, "2.8")
+
+
+def test_an_op_in_the_header_that_a_device_registers_itself_is_an_error(tmp_path: Path) -> None:
+    header = tmp_path / "autocast_mode.h"
+    header.write_text(changed(r"_\(dot\)", "_(dot) _(_cudnn_rnn)"), encoding="utf-8")
     with pytest.raises(AutocastHeaderError, match="cuda registers itself: _cudnn_rnn"):
-        installed_policies("cuda", "2.15", changed(r"_\(dot\)", "_(dot) _(_cudnn_rnn)"), [])
+        read_headers([f"2.15.0={header}"])
 
 
 POLICY = st.sampled_from(sorted(POLICIES.values()))
@@ -361,17 +365,21 @@ def test_a_wrong_file_is_an_error(tmp_path: Path, before: str, after: str, messa
     assert found
     (tmp_path / FILE).write_text(head + after + tail, encoding="utf-8")
     with pytest.raises(UsageError, match=message):
-        read_releases(tmp_path / FILE)
+        check(tmp_path / FILE)
 
 
 def test_a_file_without_a_policy_or_without_releases_is_an_error(tmp_path: Path) -> None:
     path = tmp_path / FILE
     path.write_text('[[release]]\ntorch = "2.6"\nbuild = "2.6.0"\nlower = ["mm"]\n', encoding="utf-8")
     with pytest.raises(UsageError, match=r"release 2\.6: no op is fp32"):
-        read_releases(path)
+        check(path)
     path.write_text("", encoding="utf-8")
     with pytest.raises(UsageError, match="no releases"):
-        read_releases(path)
+        check(path)
+
+
+def test_the_file_of_the_catalog_is_right() -> None:
+    assert check(STORED) == releases()
 
 
 def test_each_device_op_names_its_source() -> None:

@@ -1,4 +1,4 @@
-"""A precision, a backend and a report format from another package work everywhere, as CONTRIBUTING.md says."""
+"""A precision, a backend, a report format and a way to train from another package work everywhere, as CONTRIBUTING.md says."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ TOY = '''
 """The axes of another package: two precisions, a backend, a device and a report format."""
 
 from lowprec_check import (
-    Backend, Code, Device, FloatFormat, OperandFormat, Precision, ReportFormat, WhatIfFormat,
+    Backend, Code, Device, FloatFormat, OperandFormat, Precision, ReportFormat, WayToTrain, WhatIfFormat,
 )
 
 FP12 = FloatFormat("float16", "fp12", "f16", 7, -14, 15, tolerance=0.2)
@@ -103,6 +103,7 @@ FORMAT, DEVICE = Shout(), Device(name="tpu")
 INT4 = WhatIfFormat(
     name="int4-weights", summary="weights in int4", weights=OperandFormat("int4", "channel"), weights_only=True
 )
+WAY = WayToTrain(name="toy-way", words="a way of toy", summary="nothing.", order=5, kinds=("cast",))
 '''
 
 TOY_TORCH = '''
@@ -135,6 +136,7 @@ int6 = toy:INT6
 shout = toy:FORMAT
 tpu = toy:DEVICE
 int4 = toy:INT4
+toy-way = toy:WAY
 """
 
 MODEL = """
@@ -252,6 +254,11 @@ def test_a_scan_runs_every_precision_on_every_backend(scanned: Path) -> None:
     assert doubled["explained_by"] == "rounded"  # the eager run beside it
     mismatch = [d for d in saved["diagnostics"] if d["code"] == "LP301" and d["backend"] == "doubled"]
     assert {d["precision"] for d in mismatch} == {"rounded", "strict-half"}
+
+
+def test_a_way_to_train_follows_those_built_in(folder: Path) -> None:
+    code = "from lowprec_check.schema.ways_to_train import WAYS; print(*WAYS.names()[-2:])"
+    assert python(folder, "-c", code).stdout.split() == ["ipex-fused", "toy-way"]
 
 
 @pytest.mark.slow

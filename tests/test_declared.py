@@ -14,22 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.answers import difference, find_fix, gaps, lookup
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.declared_file import DeclaredFile, DeclaredRow, Source
-from lowprec_check.catalog.fixes import find_fix
+from lowprec_check.catalog.data_files import read_tables
+from lowprec_check.catalog.declared import DeclaredRow, Source, read_declared
 from lowprec_check.catalog.known_issues import matching
-from lowprec_check.catalog.missing_ops import gaps
-from lowprec_check.catalog.op_lookup import lookup
-from lowprec_check.catalog.toml_tables import read_tables
-from lowprec_check.catalog.version_diff import difference
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.op_support import support_of
 from lowprec_check.report.answers import answers_document, gaps_document
-from lowprec_check.report.catalog_document import builds, catalog_document
 from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.report.layout.text import text as in_text
 from lowprec_check.schema.axes import DEVICES, Device
 from lowprec_check.schema.base import encode
+from tools.catalog_report import catalog_document
+from tools.catalog_report import releases as reported
 from tools.xpu_declarations import claims, dtypes, kernels, registrations
 from tools.xpu_declarations.__main__ import rows, save
 from tools.xpu_declarations.corrections import Correction, Corrections
@@ -252,13 +250,14 @@ def test_reading_returns_what_was_written_in_any_order(
         for release in data.draw(st.permutations([*releases, *releases])):  # each twice: replaced by itself
             save(path, release, SOURCES, rows_of(releases[release]))
     assert (folder / "a.jsonl").read_bytes() == (folder / "b.jsonl").read_bytes()
-    file = DeclaredFile(folder / "a.jsonl")
-    assert sorted(file.releases) == sorted(releases)
-    for release, table in releases.items():
-        assert file.sources[release] == SOURCES
-        assert dict(file.release(release)) == rows_of(table)
+    file = read_declared(folder / "a.jsonl")
+    assert sorted(version.torch for version in file.versions) == sorted(releases)
+    for index, version in enumerate(file.versions):
+        table = releases[version.torch]
+        assert version.sources == SOURCES
+        assert dict(file.table(index)) == rows_of(table)
         for op, (row, half, b) in table.items():
-            assert file.release(release)[op] == DeclaredRow(*row, half.supported, b.supported, half.source, b.source)
+            assert file.table(index)[op] == DeclaredRow(*row, half.supported, b.supported, half.source, b.source)
 
 
 def test_a_new_release_only_adds_lines(tmp_path: Path) -> None:
@@ -269,9 +268,9 @@ def test_a_new_release_only_adds_lines(tmp_path: Path) -> None:
     save(path, "2.9", SOURCES, {"add": row, "dot": row})
     after = path.read_text().splitlines()
     assert set(before[1:]) <= set(after)
-    assert [line for line in after[1:] if line not in before and "source" not in line] == [
-        '["dot","2.9","native","torch"]',
-        '["old","2.9"]',
+    assert [line for line in after[1:] if line not in before and "sources" not in line] == [
+        '["dot","2.9",["native","torch"]]',
+        '["old","2.9",null]',
     ]
 
 
@@ -282,19 +281,19 @@ def test_errors_name_file_line_and_op(tmp_path: Path) -> None:
     number = good.splitlines().index(dot) + 1
     errors = {
         rf":{number}: op 'dot': Invalid enum value 'natve'": good.replace(
-            '["dot","2.11","native"', '["dot","2.11","natve"'
+            '["dot","2.11",["native"', '["dot","2.11",["natve"'
         ),
-        rf":{number}: op 'dot': .*bool": good.replace(dot, '["dot","2.11","native","torch",null,1]'),
+        rf":{number}: op 'dot': .*bool": good.replace(dot, '["dot","2.11",["native","torch",null,1]]'),
         rf":{number}: op 'dot': .*length": good.replace(
-            dot, '["dot","2.11","native","torch",null,true,true,"a:b","a:b",8]'
+            dot, '["dot","2.11",["native","torch",null,true,true,"a:b","a:b",8]]'
         ),
-        rf":{number}: op 'dot': unknown source 'hearsay'": good.replace(dot, '["dot","2.11","native","hearsay"]'),
+        rf":{number}: op 'dot': unknown source 'hearsay'": good.replace(dot, '["dot","2.11",["native","hearsay"]]'),
         rf":{number}: op 'dot': version '9.9' is not listed at the top": good.replace(dot, dot.replace("2.11", "9.9")),
         rf":{number}: op 'dot' version '2.8': duplicate": good.replace(dot, dot.replace("2.11", "2.8")),
         rf":{number}: does not start with an operator": good.replace(dot, "[1]"),
         rf":{number}: .*malformed": good.replace(dot, "nonsense"),
-        ":1: schema 1, but": good.replace('"schema":2', '"schema":1'),
-        ":1: .*extra": good.replace('"schema":2', '"schema":2,"extra":0'),
+        ":1: schema 1, but": good.replace('"schema":3', '"schema":1'),
+        ":1: .*extra": good.replace('"schema":3', '"schema":3,"extra":0'),
         ":2: .*urk": good.replace('"url"', '"urk"', 1),
         ".*truncated": good[: len(good) // 2],
     }
@@ -302,7 +301,7 @@ def test_errors_name_file_line_and_op(tmp_path: Path) -> None:
         assert text != good
         path.write_text(text, encoding="utf-8")
         with pytest.raises(UsageError, match=rf"declared-xpu\.jsonl{message}"):
-            dict(DeclaredFile(path).release("2.13"))
+            dict(read_declared(path).table(declared.releases("xpu").index("2.13")))
 
 
 def test_names_and_releases() -> None:
@@ -418,7 +417,7 @@ def npu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """A second declared device: its Device and its file, a copy of the one for XPU."""
     text = (ROOT / "catalog" / "declared-xpu.jsonl").read_text(encoding="utf-8")
     (tmp_path / "declared-xpu.jsonl").write_text(text, encoding="utf-8")
-    (tmp_path / "declared-npu.jsonl").write_text(text.replace('"device":"xpu"', '"device":"npu"', 1), encoding="utf-8")
+    (tmp_path / "declared-npu.jsonl").write_text(text, encoding="utf-8")
     monkeypatch.setattr(declared, "data_folder", lambda: tmp_path)
     monkeypatch.setitem(DEVICES._items, "npu", Device(name="npu", catalog="declared"))
     caches = (declared._file, declared.releases, declared.load)
@@ -463,7 +462,7 @@ def test_reports_show_a_second_declared_device() -> None:
         assert "npu" in shown
         assert "xpu" not in shown
     assert "npu: declared only for torch 2.8 to 2.15" in in_text(answers_document(lookup("dot", torch="2.1")))
-    labels = {device: [one.label for one in builds() if one.device == device] for device in ("npu", "xpu")}
+    labels = {device: [one.label for one in reported() if one.device == device] for device in ("npu", "xpu")}
     assert labels["npu"] == labels["xpu"] == list(declared.releases("npu"))
     document = markdown(catalog_document(), 10**9, "all")
     assert re.search(r"^\| linalg.svd +\| half +\| npu .*\| 2.15: ", document, re.M)

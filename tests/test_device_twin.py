@@ -23,10 +23,10 @@ from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.engine.device_twin import twin
 from lowprec_check.engine.device_twin.emulated_kernels import EmulatedKernels
 from lowprec_check.engine.device_twin.kernel_support import KernelSupport
-from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.machine import machine_for
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
+from lowprec_check.engine.run.target_source import TargetSpec, load_here
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.options import ScanOptions

@@ -7,13 +7,13 @@ import re
 import pytest
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.measured import history, sweep_of
-from lowprec_check.catalog.missing_ops import gaps
+from lowprec_check.catalog.answers import difference, gaps
+from lowprec_check.catalog.measured import history, sweep_of, sweeps
 from lowprec_check.catalog.records import LOW, MODES, Mode
-from lowprec_check.catalog.version_diff import difference
+from lowprec_check.catalog.support import TorchRelease
 from lowprec_check.report.blocks import Document, Table
-from lowprec_check.report.catalog_document import Build, builds, catalog_document
 from lowprec_check.report.layout.markdown import markdown
+from tools.catalog_report import catalog_document, releases, word
 
 FORWARD = 3
 """The column of the forward pass."""
@@ -36,8 +36,8 @@ def shown(document: Document) -> str:
     return markdown(document, 10**9)
 
 
-def of(device: str, label: str) -> Build:
-    [found] = [build for build in builds() if (build.device, build.label) == (device, label)]
+def of(device: str, label: str) -> TorchRelease:
+    [found] = [release for release in releases() if (release.device, release.label) == (device, label)]
     return found
 
 
@@ -46,20 +46,17 @@ def of(device: str, label: str) -> Build:
 
 def test_no_means_that_fp32_runs() -> None:
     fp32: dict[Mode, Mode] = {"forward": "forward", "autocast": "forward", "backward": "backward"}
-    for build in builds():
-        for op in build.sweep.records if build.sweep else ():
+    for sweep in sweeps():
+        for op in sweep.records:
             for mode, plain in fp32.items():
-                word = build.word(op, "float16", mode)
-                if word in ("no", "not even in fp32"):
-                    assert build.sweep
-                    runs = build.sweep.state(op, "float32", plain) in ("all", "some")
-                    assert runs == (word == "no"), (op, mode, build.label)
+                shown = word(sweep, op, "float16", mode)
+                if shown in ("no", "not even in fp32"):
+                    runs = sweep.state(op, "float32", plain) in ("all", "some")
+                    assert runs == (shown == "no"), (op, mode, sweep.label)
 
 
 def test_a_row_is_what_every_build_says(rows: dict[tuple[str, str, str], list[str]]) -> None:
-    on_cpu = [
-        build for build in builds() if build.device == "cpu" and not (build.sweep and build.sweep.header.extension)
-    ]
+    on_cpu = [release for release in releases() if release.device == "cpu" and not release.extension]
     for op in ("cdist", "special.i1", "_upsample_bilinear2d_aa"):
         for mode, cell in zip(MODES, rows[op, "half", "cpu"][FORWARD:], strict=False):
             said = [
@@ -67,10 +64,10 @@ def test_a_row_is_what_every_build_says(rows: dict[tuple[str, str, str], list[st
                 for part in cell.split(", ")
             ]
             changes = dict(said)
-            word = changes.pop("", "–")
-            for build in on_cpu:
-                word = changes.pop(build.label, word)
-                assert build.word(op, "float16", mode) in (word, "–")
+            shown = changes.pop("", "–")
+            for release in on_cpu:
+                shown = changes.pop(release.label, shown)
+                assert word(release, op, "float16", mode) in (shown, "–")
             assert not changes
 
 
@@ -81,8 +78,8 @@ def test_operators_that_always_run_have_no_row(rows: dict[tuple[str, str, str], 
         if all((op, "half", device) not in rows for device in ("cpu", "cuda", "xpu"))
     }
     assert {"mul", "jiterator_unary"} & always == {"mul", "jiterator_unary"}
-    for build in builds():
-        words = {build.word("mul", dtype, mode) for dtype in LOW for mode in MODES}
+    for release in releases():
+        words = {word(release, "mul", dtype, mode) for dtype in LOW for mode in MODES}
         assert words <= {"yes", "–"}
 
 
@@ -93,8 +90,8 @@ def test_partly_and_wholly_on_the_cpu_differ(rows: dict[tuple[str, str, str], li
 
 def test_an_operator_without_gradient_has_none_on_xpu() -> None:
     assert not sweep_of("cpu").records["argmax"].samples[1]
-    assert of("xpu", "2.15").word("argmax", "float16", "backward") == "–"
-    assert of("xpu", "2.15").word("argmax", "float16", "forward") == "yes"
+    assert word(of("xpu", "2.15"), "argmax", "float16", "backward") == "–"
+    assert word(of("xpu", "2.15"), "argmax", "float16", "forward") == "yes"
 
 
 def test_reasons_are_for_the_dtype_and_the_device(rows: dict[tuple[str, str, str], list[str]]) -> None:

@@ -30,7 +30,7 @@ def module_of(path: Path) -> str:
     return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
 
 
-WITHOUT_TORCH = ("engine/backends/", "engine/sweep/build.py", "engine/sweep/kept_sweep.py", "engine/sweep/messages.py")
+WITHOUT_TORCH = ("engine/backends/", "engine/sweep/kept_sweep.py", "engine/sweep/messages.py")
 """In the engine, and still imported by the command line for ``--help`` and for what needs no model."""
 
 TORCH_FREE = [

@@ -15,11 +15,11 @@ import psutil
 import pytest
 from conftest import PLUGIN, ROOT
 
-from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.records import DTYPES, MODES, Failure
 from lowprec_check.engine.sweep import kept_sweep
-from lowprec_check.engine.sweep.build import build
+from lowprec_check.engine.sweep.kept_sweep import BriefSweep
 from lowprec_check.errors import UsageError
+from tools.operator_sweep.__main__ import build
 
 pytestmark = pytest.mark.slow
 ODD = "killing_worker"
@@ -36,12 +36,12 @@ def own_operators(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         kept_sweep._end(key)
 
 
-def measured(*ops: str) -> MeasuredSweep:
+def measured(*ops: str) -> BriefSweep:
     return kept_sweep.measure_briefly("cpu", [*ops], worker=ODD, call_seconds=6)
 
 
 def worker_pid() -> int:
-    [worker] = kept_sweep._kept[os.getpid(), "cpu", ODD].workers
+    [worker] = kept_sweep._kept[os.getpid(), "cpu", ODD].queue.workers
     return worker._group.pid
 
 
@@ -91,7 +91,7 @@ def test_the_worker_ends_with_its_process(end: str) -> None:
     code = (
         "import os\nfrom lowprec_check.engine.sweep import kept_sweep as k\n"
         f"k.measure_briefly('cpu', ['prints'], worker={ODD!r})\n[sweep] = k._kept.values()\n"
-        f"print(sweep.workers[0]._group.pid, sweep.workdir, flush=True)\n{end}\n"
+        f"print(sweep.queue.workers[0]._group.pid, sweep.queue.folder, flush=True)\n{end}\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     pid, folder = done.stdout.split()

@@ -12,10 +12,10 @@ from hypothesis import strategies as st
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.catalog import declared
+from lowprec_check.catalog.answers import lookup
 from lowprec_check.catalog.known_issues import KnownIssue, known_issues, matching
 from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.names import function_name
-from lowprec_check.catalog.op_lookup import lookup
 from lowprec_check.errors import UsageError
 from lowprec_check.report.answers import answers_document
 from lowprec_check.report.layout.text import text as in_text

@@ -18,9 +18,9 @@ from lowprec_check.engine.model import memory as memory_need
 from lowprec_check.engine.model.memory import MOST_TIMES_FP32, SMALL, ModelBytes, Part, gibibytes
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.run import memory_limits
-from lowprec_check.engine.run.job import open_job_files
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.plain_part import _fingerprint
+from lowprec_check.engine.run.tasks import open_task_files
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import PRECISIONS
@@ -210,7 +210,7 @@ def test_a_fresh_interpreter_needs_memory_for_the_weights(monkeypatch: pytest.Mo
     with pytest.raises(UsageError, match="again"):
         check_weights_fit(model(), torch.device("cpu"), "spawn")
     monkeypatch.setattr(memory_limits, "free_memory", lambda _: size.cast)
-    with open_job_files() as files:
+    with open_task_files() as files:
         assert why_too_large(model(), "cpu", "fork", None, files) is None
         assert why_too_large(model(), "cpu", "spawn", None, files) is not None
         assert why_too_large(model(), "cuda", "spawn", None, files) is None

@@ -1,4 +1,4 @@
-"""Messages of a job's worker are decoded as they were sent."""
+"""Messages of a worker are decoded as they were sent."""
 
 from __future__ import annotations
 
@@ -10,23 +10,12 @@ from conftest import Mlp
 from shared_result import gap
 
 from lowprec_check.engine.model.plain_run import PlainResult
-from lowprec_check.engine.run.isolation import WorkerError, isolated
-from lowprec_check.engine.run.messages import (
-    Explained,
-    Finished,
-    FromJob,
-    GapFound,
-    InstrumentFault,
-    Measures,
-    MeasuresDone,
-    PlainDone,
-    ToolFailed,
-    decode,
-    encode,
-)
-from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.run.isolation import isolated
+from lowprec_check.engine.run.messages import Fault, GapFound, Measures, TaskMessage, decode, encode
+from lowprec_check.engine.run.outcome import Outcome
+from lowprec_check.engine.trace.instrument import Instrumented
 from lowprec_check.errors import UsageError
+from lowprec_check.process.function_worker import Ended, WorkerError
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
 
@@ -78,55 +67,56 @@ FOUND = Instrumented(
 PLAIN = PlainResult(
     status="error", exception=RAISED, output_error=ERROR, seconds=0.5, random=True, notes=("n",), loss=-math.inf
 )
-MESSAGES: list[FromJob] = [
-    PlainDone(PLAIN),
-    MeasuresDone(Measures(peak_memory_bytes=3, self_error=ERROR, nonfinite_at=("op", "", None), metric=1.0)),
+MESSAGES: list[TaskMessage] = [
+    PLAIN,
+    Measures(peak_memory_bytes=3, self_error=ERROR, nonfinite_at=("op", "", None), metric=1.0),
     GapFound(gap("aten.fill_.Scalar", kind="scalar-overflow", constant=-math.inf)),
-    Explained(FOUND),
-    InstrumentFault("measuring failed"),
-    Finished(),
-    ToolFailed("Traceback"),
+    FOUND,
+    Fault("measuring failed"),
+    Ended(),
+    Ended(message="No.", hint="Do this."),
+    Ended(traceback="Traceback"),
 ]
 
 
 @pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
-def test_every_message_arrives_as_it_was_sent(message: FromJob) -> None:
+def test_every_message_arrives_as_it_was_sent(message: TaskMessage) -> None:
     received = decode(encode(message))
     assert type(received) is type(message)
     assert received == message
 
 
 def test_a_nan_arrives_as_a_nan() -> None:
-    received = decode(encode(MeasuresDone(Measures(metric=math.nan))))
-    assert isinstance(received, MeasuresDone)
-    assert received.measures.metric is not None
-    assert math.isnan(received.measures.metric)
+    received = decode(encode(Measures(metric=math.nan)))
+    assert isinstance(received, Measures)
+    assert received.metric is not None
+    assert math.isnan(received.metric)
 
 
 def test_a_message_with_invalid_unicode_is_sent() -> None:
     odd = msgspec.structs.replace(PLAIN, exception=msgspec.structs.replace(RAISED, message="\udcff.bin"), loss=math.inf)
-    received = decode(encode(PlainDone(odd)))
-    assert isinstance(received, PlainDone)
-    assert received.result.exception is not None
-    assert received.result.exception.message == "\\udcff.bin"
-    assert received.result.loss == math.inf
+    received = decode(encode(odd))
+    assert isinstance(received, PlainResult)
+    assert received.exception is not None
+    assert received.exception.message == "\\udcff.bin"
+    assert received.loss == math.inf
 
 
 def test_equal_texts_of_a_column_are_stored_once() -> None:
-    received = decode(encode(Explained(FOUND)))
-    assert isinstance(received, Explained)
+    received = decode(encode(FOUND))
+    assert isinstance(received, Instrumented)
     for name in ("op", "module", "dtypes", "shape"):
-        assert len({id(text) for text in getattr(received.result.op_calls, name)}) == 1
+        assert len({id(text) for text in getattr(received.op_calls, name)}) == 1
 
 
-@pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "gap"}), encode(Finished())[:-1]])
+@pytest.mark.parametrize("data", [b"", b"\x80", msgspec.msgpack.encode({"type": "gap"}), encode(Ended())[:-1]])
 def test_other_data_is_a_decode_error(data: bytes) -> None:
     with pytest.raises(msgspec.DecodeError):
         decode(data)
 
 
 def test_an_outcome_collects_the_messages() -> None:
-    outcome = JobOutcome()
+    outcome = Outcome()
     for message in MESSAGES:
         outcome.add(message)
     assert (outcome.plain, outcome.explained, outcome.faults) == (PLAIN, FOUND, ["measuring failed"])

@@ -14,8 +14,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 from lowprec_check import catalog
 from lowprec_check.catalog import measured
-from lowprec_check.catalog.aliases import why_unmeasured
-from lowprec_check.catalog.names import find, function_name
+from lowprec_check.catalog.names import find, function_name, why_unmeasured
 from lowprec_check.errors import UsageError
 from lowprec_check.report.answers import answers_document
 from lowprec_check.report.layout.text import text

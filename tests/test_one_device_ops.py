@@ -10,10 +10,7 @@ import pytest
 import torch
 
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.data_files import data_folder
-from lowprec_check.catalog.declared import known_release, load
-from lowprec_check.catalog.measured import at_release, sweep_of
-from lowprec_check.catalog.one_device_ops import (
+from lowprec_check.catalog.aten_facts import (
     COUNTERPARTS,
     Counterpart,
     dispatched_elsewhere,
@@ -21,9 +18,11 @@ from lowprec_check.catalog.one_device_ops import (
     measured_counterparts,
     only_device,
 )
+from lowprec_check.catalog.data_files import data_folder, read_tables
+from lowprec_check.catalog.declared import known_release, load
+from lowprec_check.catalog.measured import at_release, sweep_of
 from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
-from lowprec_check.catalog.toml_tables import read_tables
 from lowprec_check.engine.device_twin.kernel_support import KernelSupport
 from tools.one_device_ops import only_on, only_other_layouts
 from tools.xpu_declarations.registrations import parse

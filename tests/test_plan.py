@@ -23,12 +23,11 @@ from torch import Tensor, nn
 
 from lowprec_check import Plan, UsageError, apply, find_plan
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.planner import plan_target
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_source import TargetSource, TargetSpec
 from lowprec_check.engine.session import plan_file
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.plan import plan_document

@@ -18,7 +18,7 @@ from watched import watching
 
 from lowprec_check import catalog
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.numbers import COMPLEX_OPERATORS
+from lowprec_check.catalog.records import COMPLEX_OPERATORS
 from lowprec_check.engine.core.autocast_policies import autocast_policies
 from lowprec_check.engine.core.devices import is_available
 from lowprec_check.engine.sweep.samples import load_operators

@@ -13,7 +13,6 @@ from conftest import INSTALLED, PLUGIN, ROOT
 
 from lowprec_check.catalog.declared import releases
 from lowprec_check.catalog.measured import sweep_of
-from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.engine.sweep import kept_sweep
 from lowprec_check.pytest_plugin import op_support as support
 from lowprec_check.pytest_plugin.fixture import lowprec as fixture  # noqa: F401 - imported once for all projects
@@ -289,10 +288,10 @@ def test_without_the_device_a_test_is_skipped(project: pytest.Pytester, call: st
 def test_all_operators_of_a_name_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     measured: list[list[str]] = []
 
-    def measure(device: str, ops: list[str]) -> MeasuredSweep:
+    def measure(device: str, ops: list[str]) -> kept_sweep.BriefSweep:
         measured.append(ops)
         sweep = sweep_of(device)
-        return MeasuredSweep(sweep.header, [sweep.records[op] for op in sorted(ops)], [])
+        return kept_sweep.BriefSweep(sweep.header.torch, [sweep.records[op] for op in sorted(ops)])
 
     monkeypatch.setattr(kept_sweep, "measure_briefly", measure)
     support._measured.cache_clear()

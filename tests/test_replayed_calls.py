@@ -15,10 +15,11 @@ import torch._dynamo  # optimizers import it, which works once in a process
 
 from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.op_replay import try_call
 from lowprec_check.pytest_plugin import replayed_calls
+from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
+from lowprec_check.pytest_plugin.fixture.cast_replay import try_call
 from lowprec_check.pytest_plugin.fixture.kept_calls import MAX_BYTES, CallKeeper, loaded
-from lowprec_check.pytest_plugin.replayed_calls import CastReplay, ReplayAnswer, ReplayTask, with_answer
+from lowprec_check.pytest_plugin.replayed_calls import ReplayAnswer, ReplayTask, replay_calls, with_answer
 
 aten = torch.ops.aten
 
@@ -267,7 +268,7 @@ def test_a_call_that_ends_the_process_costs_only_its_op(with_killers: Path) -> N
     tasks = [
         ReplayTask(op=f"killing_replay_ops.{name}.default", dtype="float16", device="cpu", call=call) for name in names
     ]
-    answers = CastReplay(tasks, with_killers).run()
+    answers = replay_calls(tasks, with_killers)
     found = {name: answers[f"killing_replay_ops.{name}.default", "float16"] for name in names}
     assert found["dies"].raised is not None
     assert (found["dies"].raised.type, found["dies"].raised.died) == ("SIGSEGV", True)
@@ -286,7 +287,7 @@ def test_a_call_that_ends_the_process_costs_only_its_op(with_killers: Path) -> N
 def test_a_process_that_does_not_start_leaves_all_unknown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(replayed_calls, "WORKER", "no_such_module_of_ours")
     task = ReplayTask(op="aten.neg.default", dtype="float16", device="cpu", call=b"")
-    assert CastReplay([task], tmp_path).run() == {}
+    assert replay_calls([task], tmp_path) == {}
 
 
 def test_a_mismatch_of_dtypes_in_a_derivative_says_nothing() -> None:

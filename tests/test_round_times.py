@@ -18,8 +18,8 @@ from lowprec_check.analysis.speed import (
     latency_outside_rounds,
     speedup_of,
 )
-from lowprec_check.engine.run.messages import TurnTimed
-from lowprec_check.engine.run.round_schedule import ENOUGH, FEW, MORE, MOST, RoundSchedule
+from lowprec_check.engine.run.messages import TurnFailed, TurnTimed
+from lowprec_check.engine.run.turns import ENOUGH, FEW, MORE, MOST, RoundSchedule
 from lowprec_check.schema.measures import Speedup
 
 ratios = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40)
@@ -140,7 +140,7 @@ def taken(schedule: RoundSchedule, seconds: list[float], noise: float = 0.0) -> 
         if len(order) <= schedule.number:
             order.append([])
         order[-1].append(row)
-        schedule.add(turn(row, schedule.number, seconds[row] * math.exp(draw.gauss(0, noise))))
+        schedule.note(turn(row, schedule.number, seconds[row] * math.exp(draw.gauss(0, noise))))
     return order
 
 
@@ -166,7 +166,7 @@ def test_rounds_are_timed_as_long_as_time_is_left_and_longer_if_they_are_noisy(
     monkeypatch: pytest.MonkeyPatch, seconds_of_a_round: int, noise: float, rounds: float
 ) -> None:
     schedule = RoundSchedule(2, seconds=4)
-    clock = "lowprec_check.engine.run.round_schedule.time.monotonic"
+    clock = "lowprec_check.engine.run.turns.time.monotonic"
     monkeypatch.setattr(clock, lambda: schedule.number * seconds_of_a_round)
     assert len(taken(schedule, [1.0, 1.02], noise)) == rounds
 
@@ -177,15 +177,15 @@ def test_a_run_that_fails_is_left_out_and_without_fp32_nothing_is_timed() -> Non
     for row in schedule:
         found.append(row)
         if row == 1:
-            schedule.lose(row)
+            schedule.note(TurnFailed(row, "it failed"))
         else:
-            schedule.add(turn(row, schedule.number, 1.0))
+            schedule.note(turn(row, schedule.number, 1.0))
     assert found.count(1) == 1
     assert schedule.latency(1) is None
     assert schedule.latency(2) is not None
     schedule = RoundSchedule(2, seconds=60)
     for row in schedule:
-        schedule.lose(row)
+        schedule.note(TurnFailed(row, "it failed"))
     assert [schedule.latency(row) for row in range(2)] == [None, None]
 
 
@@ -194,7 +194,7 @@ def test_load_is_noticed_and_the_rounds_after_it_use_one_core() -> None:
     flags = []
     for row in schedule:
         flags.append(schedule.is_disturbed)
-        schedule.add(turn(row, schedule.number, 1.0, waited=0.5, alone=schedule.is_disturbed))
+        schedule.note(turn(row, schedule.number, 1.0, waited=0.5, alone=schedule.is_disturbed))
     assert flags[0] is False
     assert all(flags[1:])
     conditions = schedule.conditions()
@@ -211,7 +211,7 @@ def test_a_processor_that_changes_its_speed_is_noticed() -> None:
     for number in range(8):
         for row in range(2):
             made = turn(row, number, 1.0)
-            schedule.add(
+            schedule.note(
                 TurnTimed(row=row, round=number, seconds=made.seconds, waited=None, fixed_work=1e-3 * (1 + number // 4))
             )
     assert schedule.conditions().speed_change == pytest.approx(2.0)
@@ -226,7 +226,7 @@ def test_the_ratio_survives_a_machine_that_changes_its_speed(seed: int, factor: 
     for row in schedule:
         slower = 1 + 2 * schedule.number / MOST
         seconds = (1.0, 1 / factor)[row] * slower * math.exp(abs(draw.gauss(0, 0.03)))
-        schedule.add(turn(row, schedule.number, seconds))
+        schedule.note(turn(row, schedule.number, seconds))
     latency = schedule.latency(1)
     assert latency is not None
     assert latency.speedup is not None

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.load import TargetSpec
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.weights import HEALTHY, LARGEST, NOTE, SMALLEST, TARGET, scale_weights
+from lowprec_check.engine.run.target_source import TargetSpec
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.scan_result import ScanResult
 

@@ -16,8 +16,7 @@ from conftest import Call
 from torch import Tensor, nn
 
 from lowprec_check import UsageError, scan
-from lowprec_check.engine.run.instance import Instance
-from lowprec_check.engine.run.scenario import batch_of, instances_of, percentile
+from lowprec_check.engine.run.scenario import batch_of, cores_of_instances, percentile
 
 
 class Rows(nn.Module):
@@ -87,8 +86,7 @@ def test_a_model_that_exits_in_an_instance_is_not_timed(isolation: Any) -> None:
 
 def test_an_instance_in_this_process_uses_the_threads_that_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads(), os.sched_getaffinity(0)
-    three = Instance((0, 1, 2), single=True)
-    monkeypatch.setattr("lowprec_check.engine.run.scenario.instances_of", lambda *_: [three])
+    monkeypatch.setattr("lowprec_check.engine.run.scenario.cores_of_instances", lambda *_: [(0, 1, 2)])
 
     def check() -> None:
         if torch.get_num_threads() != 3:
@@ -103,9 +101,8 @@ def test_an_instance_in_this_process_uses_the_threads_that_are_reported(monkeypa
 
 
 def test_instances_may_finish_at_different_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    two = [Instance((), single=True), Instance((), single=True)]
-    monkeypatch.setattr("lowprec_check.engine.run.scenario.instances_of", lambda *_: two)
-    monkeypatch.setattr("lowprec_check.engine.run.instance.SECONDS", 0.1)
+    monkeypatch.setattr("lowprec_check.engine.run.scenario.cores_of_instances", lambda *_: [(), ()])
+    monkeypatch.setattr("lowprec_check.engine.run.turns.INSTANCE_SECONDS", 0.1)
     slow = tmp_path / "slow"
 
     def wait() -> None:
@@ -145,10 +142,10 @@ def test_inputs_without_a_common_batch_are_timed_offline_only() -> None:
 )
 def test_instances_share_the_cores(cores: int, expected: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)), raising=False)
-    found = instances_of("realtime", "cpu")
-    assert [len(instance.cores) for instance in found] == expected
-    assert len({core for instance in found for core in instance.cores}) == sum(expected)
-    assert [len(instance.cores) for instance in instances_of("realtime", "cuda")] == [cores]
+    found = cores_of_instances("realtime", "cpu")
+    assert [len(instance) for instance in found] == expected
+    assert len({core for instance in found for core in instance}) == sum(expected)
+    assert [len(instance) for instance in cores_of_instances("realtime", "cuda")] == [cores]
 
 
 def test_percentiles_are_samples() -> None:

@@ -20,7 +20,7 @@ from rich.text import Text
 from shared_result import run, shared_result
 
 from lowprec_check.analysis.statements.advice import verdict
-from lowprec_check.catalog import installed
+from lowprec_check.catalog import versions
 from lowprec_check.report.foreign_text import TRANSLITERATE, transliterated
 from lowprec_check.report.layout.text import print_table, screen
 from lowprec_check.report.layout.text import text as document_text
@@ -350,10 +350,10 @@ def test_reports_say_that_only_the_forward_was_run(format: str) -> None:
 def op_with(version: str | None, monkeypatch: pytest.MonkeyPatch, call: Call, *options: str) -> list[str]:
     def version_of(package: str) -> str:
         if version is None:
-            raise installed.importlib.metadata.PackageNotFoundError(package)
+            raise versions.importlib.metadata.PackageNotFoundError(package)
         return version
 
-    monkeypatch.setattr(installed.importlib.metadata, "version", version_of)
+    monkeypatch.setattr(versions.importlib.metadata, "version", version_of)
     done = call("op", "special.i1", *options)
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import functools
+import dataclasses
 import math
 import os
 import signal
@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from lowprec_check import Run, ScanResult, scan
 from lowprec_check.engine.core import devices
-from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target, make_target
+from lowprec_check.engine.run import worker
 from lowprec_check.engine.run.isolation import isolation_on
-from lowprec_check.engine.run.job import Job, Send, open_job_files
 from lowprec_check.engine.run.launcher import Launcher
-from lowprec_check.engine.run.messages import PlainDone
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.messages import Send
+from lowprec_check.engine.run.target_source import TargetSource, TargetSpec, load_here
+from lowprec_check.engine.run.tasks import RunTask, open_task_files
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.engine.trace import journal
 from lowprec_check.process import Isolation
@@ -235,16 +235,16 @@ def test_a_broken_device_costs_its_row_only(monkeypatch: pytest.MonkeyPatch) -> 
     assert any("device-side assert" in left for left in source.kept.left)
 
 
-def fails_on_the_device(target: Target, send: Send) -> None:
+def fails_on_the_device(task: RunTask, target: Target, send: Send) -> None:
     FakeAccelerator.break_down()
 
 
 def test_a_device_that_breaks_outside_of_a_call_is_an_error_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "initialized", lambda: iter([FakeAccelerator]))
+    monkeypatch.setattr(worker, "run_model", fails_on_the_device)
     source = TargetSource(make_target(Breaks().eval(), torch.ones(2, 8)))
-    with open_job_files() as files:
-        job = Job(precision="half", device="cpu", files=files)
-        outcome = Launcher(source, "shared").execute(job, 1.0, work=fails_on_the_device)
+    with open_task_files() as files:
+        outcome = Launcher(source, "shared").execute(RunTask(precision="half", device="cpu", files=files))
     source.close()
     assert outcome.plain is not None
     assert outcome.plain.status == "error"
@@ -263,37 +263,36 @@ def test_weights_that_are_freed_keep_their_shapes_and_ties() -> None:
     assert model[1].weight is model[0].weight
 
 
-# -- any work
+# -- one task after another
 
 
-def counts_calls(what: str, target: Target, send: Send) -> None:
+def counts_calls(task: RunTask, target: Target, send: Send) -> None:
+    if task.precision == "autocast-fp16":
+        os.kill(os.getpid(), signal.SIGKILL)
     target.model.calls = getattr(target.model, "calls", 0) + 1  # type: ignore[assignment]
-    send(PlainDone(PlainResult(status="ok", notes=(what, str(os.getpid())))))
+    send(PlainResult(status="ok", notes=(task.precision, str(os.getpid()))))
 
 
-def kills(target: Target, send: Send) -> None:
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def test_a_shared_worker_does_any_work() -> None:
+def test_a_shared_worker_does_one_task_after_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(worker, "run_model", counts_calls)  # forks have it too
     source = TargetSource(make_target(nn.Linear(2, 2).eval(), torch.ones(1, 2)))
-    with open_job_files() as files:
-        job, launcher = Job(precision="half", device="cpu", files=files), Launcher(source, "shared")
-        notes = []
-        for work in (functools.partial(counts_calls, "one"), functools.partial(counts_calls, "two"), kills):
-            outcome = launcher.execute(job, 1.0, work=work)
+    with open_task_files() as files:
+        launcher, notes = Launcher(source, "shared"), []
+        one = RunTask(precision="half", device="cpu", files=files)
+        for precision in ("half", "bfloat16", "autocast-fp16"):
+            outcome = launcher.execute(dataclasses.replace(one, precision=precision))
             notes.append(outcome.plain.notes if outcome.plain else (outcome.ended, str(outcome.reason)))
-        after = launcher.execute(job, 1.0, work=functools.partial(counts_calls, "three"))
+        after = launcher.execute(one)
     assert after.plain is not None
     last = int(after.plain.notes[1])
     assert psutil.pid_exists(last)
     source.close()
     assert not psutil.pid_exists(last)
-    (one, process), (two, same), (ended, reason) = notes
-    assert (one, two, ended) == ("one", "two", "crashed")
+    (first, process), (second, same), (ended, reason) = notes
+    assert (first, second, ended) == ("half", "bfloat16", "crashed")
     assert process == same != str(os.getpid())
     assert "SIGKILL" in reason
-    assert (after.plain.notes[0], after.plain.notes[1] != process) == ("three", True)
+    assert (after.plain.notes[0], after.plain.notes[1] != process) == ("half", True)
     assert source.kept.started == 2
 
 

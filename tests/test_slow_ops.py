@@ -14,21 +14,20 @@ from torch import Tensor, nn
 
 from lowprec_check import scan
 from lowprec_check.analysis.rules.registry import diagnose
-from lowprec_check.engine.run.explanation import MAX_SUSPECTS, Attempts
-from lowprec_check.engine.run.job import Job
-from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.engine.run.launcher import MAX_SUSPECTS, Attempts
+from lowprec_check.engine.run.outcome import Outcome
+from lowprec_check.engine.run.tasks import ExplainTask
 from lowprec_check.engine.trace import lockstep
 from lowprec_check.process.breadcrumb import IN_OP, Position
 from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.op_calls import OpCall, killed_reason, seconds_killed, to_columns
 from lowprec_check.schema.scan_result import Run
 
-OP_LIMIT = 1.0
 SLOW = "mylib.slow.default"
 
 
-def a_job() -> Job:
-    return Job(
+def a_task() -> ExplainTask:
+    return ExplainTask(
         precision="half",
         device="cpu",
         files=cast("Any", None),
@@ -41,33 +40,33 @@ def a_job() -> Job:
     )
 
 
-def ended(how: str, op: str, seconds: float) -> JobOutcome:
+def ended(how: str, op: str, seconds: float) -> Outcome:
     position = Position(state=IN_OP, started=0.0, ops=3, op=op, module="layers.0", source="net.py:7")
-    return JobOutcome(ended=cast("Any", how), position=position, seconds_in_op=seconds)
+    return Outcome(ended=cast("Any", how), position=position, seconds_in_op=seconds)
 
 
 def test_an_op_in_which_a_budget_ended_once_is_tried_again() -> None:
-    attempts = Attempts(a_job(), OP_LIMIT)
+    attempts = Attempts(a_task())
     assert attempts.learn(ended("timeout", "aten.relu.default", 3.0))
-    assert attempts.job.measure_once
-    assert not attempts.job.slow
-    assert not attempts.learn(JobOutcome(ended="done"))
-    assert not attempts.job.slow
+    assert attempts.task.measure_once
+    assert not attempts.task.slow
+    assert not attempts.learn(Outcome(ended="done"))
+    assert not attempts.task.slow
 
 
 def test_an_op_that_takes_too_long_twice_is_emulated() -> None:
-    attempts = Attempts(a_job(), OP_LIMIT)
+    attempts = Attempts(a_task())
     assert attempts.learn(ended("stuck", SLOW, 1.1))
-    assert not attempts.job.slow
+    assert not attempts.task.slow
     assert attempts.learn(ended("stuck", SLOW, 1.2))
-    assert attempts.job.slow == ((SLOW, "a call took more than 1.2 s, twice"),)
+    assert attempts.task.slow == ((SLOW, "a call took more than 1.2 s, twice"),)
 
 
 def test_ops_that_take_long_once_each_are_not_blamed_for_ever() -> None:
-    attempts = Attempts(a_job(), OP_LIMIT)
+    attempts = Attempts(a_task())
     learned = [attempts.learn(ended("stuck", f"mylib.op{number}.default", 2.0)) for number in range(MAX_SUSPECTS)]
     assert learned == [True] * (MAX_SUSPECTS - 1) + [False]
-    assert not attempts.job.slow
+    assert not attempts.task.slow
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0, 3.25, 61.04])

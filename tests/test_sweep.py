@@ -13,12 +13,12 @@ from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from lowprec_check.catalog.measured import Sweep, read_sweeps, sweep_of
-from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.records import LOW, MODES, Dtype, Failure, in_samples
-from lowprec_check.engine.sweep.build import build
 from lowprec_check.engine.sweep.failures import Raised, condition, kind_of, merged
-from lowprec_check.engine.sweep.ulp import summary, ulp_errors
 from lowprec_check.errors import UsageError
+from tools.catalog_files import MeasuredSweep
+from tools.operator_sweep.__main__ import build
+from tools.operator_sweep.ulp import summary, ulp_errors
 
 # -- the catalog agrees with direct calls
 
@@ -116,7 +116,7 @@ def deadly() -> MeasuredSweep:
     before = os.environ.get("PYTHONPATH", "")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), before])
     try:
-        return build("cpu", jobs=2, worker="killing_worker", call_seconds=6)
+        return build("cpu", jobs=2, worker="killing_full_worker", call_seconds=6)
     finally:
         os.environ["PYTHONPATH"] = before
 

@@ -16,13 +16,16 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from lowprec_check.report.catalog_document import catalog_document
 from lowprec_check.report.matrix import matrix_document, matrix_page
 from lowprec_check.report.registry import render
 from lowprec_check.schema.matrix import load
 from lowprec_check.schema.scan_result import ScanResult
 
 ROOT = Path(__file__).resolve().parent.parent
+sys.path.append(str(ROOT))  # where this is run as a script
+
+from tools.catalog_report import catalog_document  # noqa: E402
+
 REPORTS = ROOT / "reports"
 Render = Callable[[Path], str]
 """Makes a report of the JSON beside it."""
@@ -89,7 +92,7 @@ _EXAMPLES = "python benchmarks/example_scans.py --only"
 _ON_CPU = ("2.13.0+cpu", "AMD EPYC, 2 cores")
 _XEON = "Xeon with AMX and avx512_fp16"
 _AT_ONCE = "Small inputs, random weights; several scans at once, so times are approximate."
-_CATALOG = ("lowprec-check catalog report", "from catalog/", "2.1 to 2.15", "those of the catalog", "")
+_CATALOG = ("python tools/committed_reports.py", "from catalog/", "2.1 to 2.15", "those of the catalog", "")
 MADE = {
     "scans/": (f"{_EXAMPLES} scans/", "2026-11-24", *_ON_CPU, ""),
     "training/": (f"{_EXAMPLES} training/", "2026-11-22", *_ON_CPU, "train_classifier and train_gan: 2026-11-24."),

@@ -101,46 +101,50 @@ def diff_scans(
 
     Each change between a measured and a predicted result says so. Predictions have no times, so none are compared.
     """
-    pairs = _matched(old, new)
-    changes: list[ScanChange] = []
-    for before, after in pairs:
-        if before is None or after is None:
-            changes += _only_one(before, after, new)
-            continue
-        changes += _status(before, after)
-        changes += _gaps(before, after)
-        changes += _error(before, after, error_factor)
-        changes += _speed(before, after, old, new, time_factor)
-        changes += _memory(before, after, old, new)
+    before, after = _by_key(old), _by_key(new)
+    pairs = [(before.get(key), after.get(key)) for key in dict.fromkeys([*after, *before])]
+    changes = [
+        change
+        for was, is_now in pairs
+        for change in (
+            _only_one(was, is_now, new)
+            if was is None or is_now is None
+            else _changes(was, is_now, old, new, error_factor, time_factor)
+        )
+    ]
     changes += _recommendation(old, new)
-    if old.evidence != new.evidence:
-        changes = [_across_evidence(change, old, new) for change in changes]
+    if old.evidence != new.evidence:  # one side did not run: the prediction may be wrong
+        sides = f" ({old.evidence} before, {new.evidence} now)"
+        changes = [msgspec.structs.replace(change, what=f"{change.what}{sides}") for change in changes]
     order = {"worse": 0, "better": 1, "other": 2}
     changes.sort(key=lambda change: order[change.direction])
     return ScanDiff(
         old=_side(old),
         new=_side(new),
         warnings=list(_warnings(old, new)),
-        runs=[_pair(before, after, old, new) for before, after in pairs],
+        runs=[
+            RunPair(
+                run=label(known),
+                old_status=was.status if was else None,
+                new_status=is_now.status if is_now else None,
+                old_error=was.distance if was else None,
+                new_error=is_now.distance if is_now else None,
+                old_time=speed(was, old.runs).time if was else None,
+                new_time=speed(is_now, new.runs).time if is_now else None,
+                old_memory=memory_ratio(was, old.runs) if was else None,
+                new_memory=memory_ratio(is_now, new.runs) if is_now else None,
+            )
+            for was, is_now in pairs
+            if (known := is_now or was)
+        ],
         changes=changes,
         regressions=sum(change.direction == "worse" for change in changes),
         improvements=sum(change.direction == "better" for change in changes),
     )
 
 
-def _across_evidence(change: ScanChange, old: ScanResult, new: ScanResult) -> ScanChange:
-    """The change, which says that one of its sides did not run: the prediction may be wrong."""
-    return msgspec.structs.replace(change, what=f"{change.what} ({old.evidence} before, {new.evidence} now)")
-
-
-def _matched(old: ScanResult, new: ScanResult) -> list[tuple[Run | None, Run | None]]:
-    """By precision, backend and memory format, in the order of the new result; the device may differ."""
-    before, after = _by_key(old), _by_key(new)
-    return [(before.get(key), after.get(key)) for key in dict.fromkeys([*after, *before])]
-
-
 def _by_key(result: ScanResult) -> dict[tuple[RunKey, int], Run]:
-    """Runs by their key without the device; runs that share one are numbered."""
+    """Runs by precision, backend and memory format: the device may differ. Runs that share them are numbered."""
     found: dict[tuple[RunKey, int], Run] = {}
     for run in result.runs:
         key = run.key._replace(device="")
@@ -148,23 +152,16 @@ def _by_key(result: ScanResult) -> dict[tuple[RunKey, int], Run]:
     return found
 
 
-def _pair(before: Run | None, after: Run | None, old: ScanResult, new: ScanResult) -> RunPair:
-    known = after or before
-    return RunPair(
-        run=label(known) if known else "",
-        old_status=before.status if before else None,
-        new_status=after.status if after else None,
-        old_error=_distance(before),
-        new_error=_distance(after),
-        old_time=speed(before, old.runs).time if before else None,
-        new_time=speed(after, new.runs).time if after else None,
-        old_memory=memory_ratio(before, old.runs) if before else None,
-        new_memory=memory_ratio(after, new.runs) if after else None,
+def _side(result: ScanResult) -> DiffSide:
+    env = result.environment
+    return DiffSide(
+        target=result.target,
+        model=result.model.name,
+        tool=result.tool,
+        torch=result.torch,
+        device=f"{env.get('device')} ({env.get('device_name')})",
+        evidence=result.evidence,
     )
-
-
-def _distance(run: Run | None) -> float | None:
-    return run.output_error.distance if run is not None and run.output_error is not None else None
 
 
 # -- what changed
@@ -184,12 +181,14 @@ def _only_one(before: Run | None, after: Run | None, new: ScanResult) -> Iterato
 
 def _was_asked(precision: str, backend: str, result: ScanResult) -> bool:
     """Whether the scan was asked to run it; true if the result does not record what was asked."""
-    asked = (("precisions", precision), ("backends", backend))
-    lists = [(result.options.get(option), name) for option, name in asked]
+    lists = [(result.options.get("precisions"), precision), (result.options.get("backends"), backend)]
     return all(not isinstance(names, list) or name in names for names, name in lists)
 
 
-def _status(before: Run, after: Run) -> Iterator[ScanChange]:
+def _changes(
+    before: Run, after: Run, old: ScanResult, new: ScanResult, error_factor: float, time_factor: float
+) -> Iterator[ScanChange]:
+    """What changed in a run that both have."""
     if before.status != after.status:
         was, is_now = look(before.status).rank, look(after.status).rank
         direction: Direction = "worse" if is_now > was else "better" if is_now < was else "other"
@@ -197,20 +196,36 @@ def _status(before: Run, after: Run) -> Iterator[ScanChange]:
         yield ScanChange(
             kind="status", direction=direction, run=label(after), what=what, old=before.status, new=after.status
         )
+    yield from _gaps(before, after)
+    same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
+    if before.distance is not None and after.distance is not None and not after.is_reference and same_output:
+        ratio = max(after.distance, _ERROR_FLOOR) / max(before.distance, _ERROR_FLOOR)
+        if not 1 / error_factor <= ratio <= error_factor:
+            what = _compared("the output error is {times:times}", ratio, "as large as before", "smaller than before")
+            yield _moved("error", after, ratio, what, error_figure(before.distance), error_figure(after.distance))
+    yield from _speed(before, after, old, new, time_factor)
+    of_fp32, now_of_fp32 = memory_ratio(before, old.runs), memory_ratio(after, new.runs)
+    if of_fp32 and now_of_fp32 and not after.is_reference:
+        ratio = now_of_fp32 / of_fp32
+        if not 1 / MEMORY_FACTOR <= ratio <= MEMORY_FACTOR:
+            what = _compared("the peak memory is {times:times}", ratio, "as large as before", "smaller than before")
+            shares = f"{percent(of_fp32)} of fp32's", f"{percent(now_of_fp32)} of fp32's"
+            yield _moved("memory", after, ratio, what, *shares)
 
 
 def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
     """New and fixed failures of ops, one change per op; matched by file and module without indices, since lines may move."""
-    was, is_now = _gaps_by_place(before), _gaps_by_place(after)
+    was, is_now = (
+        {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in run.gaps}
+        for run in (before, after)
+    )
     gained = [gap for place, gap in is_now.items() if place not in was]
-    direction: Direction = "worse" if _was_checked(before) else "other"
-    yield from _gap_changes(after, gained, direction, "new" if _was_checked(before) else "not checked before")
+    if _was_checked(before):
+        yield from _gap_changes(after, gained, "worse", "new")
+    else:
+        yield from _gap_changes(after, gained, "other", "not checked before")
     if _was_checked(after):
         yield from _gap_changes(before, [gap for place, gap in was.items() if place not in is_now], "better", "fixed")
-
-
-def _gaps_by_place(run: Run) -> dict[tuple[str, ...], Gap]:
-    return {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in run.gaps}
 
 
 def _was_checked(run: Run) -> bool:
@@ -223,30 +238,14 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) ->
     for gap in gaps:
         by_op.setdefault((gap.op, gap.kind), []).append(gap)
     for (op, kind), places in by_op.items():
-        where = plain(f"at {places[0].source}") if places[0].source else None
+        first, fails = places[0], "{kind:text}: {op:op} in {module:module}"
         what = chained(
-            say(
-                "{kind:text}: {op:op} in {module:module}",
-                kind=f"{kind} ({state})",
-                op=op,
-                module=places[0].module or "",
-            ),
-            where,
+            say(fails, kind=f"{kind} ({state})", op=op, module=first.module or ""),
+            plain(f"at {first.source}") if first.source else None,
             say("and {more:count more place}", more=len(places) - 1) if len(places) > 1 else None,
             between=" ",
         )
         yield ScanChange(kind="gap", direction=direction, run=label(run), what=what.text)
-
-
-def _error(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
-    was, is_now = _distance(before), _distance(after)
-    same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
-    if was is None or is_now is None or after.is_reference or not same_output:
-        return
-    ratio = max(is_now, _ERROR_FLOOR) / max(was, _ERROR_FLOOR)
-    if not 1 / factor <= ratio <= factor:
-        what = _compared("the output error is {times:times}", ratio, "as large as before", "smaller than before")
-        yield _moved("error", after, ratio, what, error_figure(was), error_figure(is_now))
 
 
 def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[ScanChange]:
@@ -257,33 +256,20 @@ def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: fl
     if was is None or is_now is None:
         return
     absolute = is_now / was
+    same_machine = all(old.environment.get(key) == new.environment.get(key) for key in _MACHINE)
     if after.is_reference:
-        if _same_machine(old, new) and min(was, is_now) >= SHORT_MS and not 1 / factor <= absolute <= factor:
+        if same_machine and min(was, is_now) >= SHORT_MS and not 1 / factor <= absolute <= factor:
             what = _compared("{times:times}", absolute, "slower than before", "as fast as before")
             yield _moved("speed", after, absolute, what, milliseconds(was), milliseconds(is_now), "other")
         return
     first, second = speed(before, old.runs), speed(after, new.runs)
     slower, faster = is_faster(first, second, factor), is_faster(second, first, factor)
-    if _same_machine(old, new):
+    if same_machine:
         slower, faster = slower and absolute > factor, faster and absolute < 1 / factor
     if (slower or faster) and first.ratio and second.ratio:
         relative = first.ratio / second.ratio
         what = _compared("relative to fp32 {times:times}", relative, "slower than before", "as fast as before")
         yield _moved("speed", after, relative, what, first.text(), second.text())
-
-
-def _same_machine(old: ScanResult, new: ScanResult) -> bool:
-    return all(old.environment.get(key) == new.environment.get(key) for key in _MACHINE)
-
-
-def _memory(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
-    was, is_now = memory_ratio(before, old.runs), memory_ratio(after, new.runs)
-    if not was or not is_now or after.is_reference:
-        return
-    ratio = is_now / was
-    if not 1 / MEMORY_FACTOR <= ratio <= MEMORY_FACTOR:
-        what = _compared("the peak memory is {times:times}", ratio, "as large as before", "smaller than before")
-        yield _moved("memory", after, ratio, what, f"{percent(was)} of fp32's", f"{percent(is_now)} of fp32's")
 
 
 def _moved(
@@ -301,9 +287,8 @@ def _compared(what: str, ratio: float, more: str, less: str) -> str:
 def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
     was, is_now = _recommended(old), _recommended(new)
     if was != is_now:
-        untried = old.recommendation is not None and not _was_asked(
-            old.recommendation.precision, old.recommendation.backend, new
-        )
+        best = old.recommendation
+        untried = best is not None and not _was_asked(best.precision, best.backend, new)
         lost: Direction = "other" if untried else "worse"
         yield ScanChange(
             kind="recommendation",
@@ -325,17 +310,8 @@ def _recommended(result: ScanResult) -> str | None:
 
 # -- conditions that differ
 
-
-def _side(result: ScanResult) -> DiffSide:
-    env = result.environment
-    return DiffSide(
-        target=result.target,
-        model=result.model.name,
-        tool=result.tool,
-        torch=result.torch,
-        device=f"{env.get('device')} ({env.get('device_name')})",
-        evidence=result.evidence,
-    )
+_DEFAULTS = {"backends": [EAGER]}
+"""What scans used before an option was saved."""
 
 
 def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
@@ -351,24 +327,17 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
     for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
         for key in sorted((before.keys() | after.keys()) - {OPTION, WITH_BASELINE}):
             was, is_now = (options.get(key, _DEFAULTS.get(key)) for options in (before, after))
-            if _unordered(was) != _unordered(is_now):
+            unordered = [sorted(value) if isinstance(value, list) else value for value in (was, is_now)]
+            if unordered[0] != unordered[1]:
                 yield f"{title}{key}: {_shown(was)} → {_shown(is_now)}"
 
 
 def _evidence(result: ScanResult) -> str:
     """``measured``; ``predicted for xpu, torch 2.13 (declared for xpu, torch 2.13)``."""
     device = result.prediction
-    return (
-        result.evidence if device is None else f"predicted for {device.name}, torch {device.torch} ({device.kernels})"
-    )
-
-
-_DEFAULTS = {"backends": [EAGER]}
-"""What scans used before an option was saved."""
-
-
-def _unordered(value: Any) -> Any:
-    return sorted(value) if isinstance(value, list) else value
+    if device is None:
+        return result.evidence
+    return f"predicted for {device.name}, torch {device.torch} ({device.kernels})"
 
 
 def _shown(value: Any) -> str:

@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from lowprec_check.catalog.declared import release_of
-from lowprec_check.catalog.toml_tables import version_key
+from lowprec_check.catalog.versions import release_of, version_key
 from lowprec_check.schema.axes import BACKENDS, device_type
 from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.precisions import PRECISIONS, Precision

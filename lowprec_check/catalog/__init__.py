@@ -14,22 +14,19 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowprec_check.catalog import declared
-    from lowprec_check.catalog.fixes import find_fix
+    from lowprec_check.catalog.answers import difference, find_fix, gaps, lookup
     from lowprec_check.catalog.known_issues import matching
     from lowprec_check.catalog.measured import history, sweep_of
-    from lowprec_check.catalog.missing_ops import gaps
-    from lowprec_check.catalog.op_lookup import lookup
-    from lowprec_check.catalog.version_diff import difference
 
 __all__ = ["declared", "difference", "find_fix", "gaps", "history", "lookup", "matching", "sweep_of"]
 
 _MODULES = {
-    "difference": "version_diff",
-    "gaps": "missing_ops",
+    "difference": "answers",
+    "find_fix": "answers",
+    "gaps": "answers",
     "history": "measured",
-    "lookup": "op_lookup",
+    "lookup": "answers",
     "matching": "known_issues",
-    "find_fix": "fixes",
     "sweep_of": "measured",
 }
 

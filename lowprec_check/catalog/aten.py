@@ -9,21 +9,30 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.aten_corrections import corrected_state
-from lowprec_check.catalog.declared import overload_name
-from lowprec_check.catalog.declared_support import row_supports, why_missing
-from lowprec_check.catalog.fixes import fixed_since
-from lowprec_check.catalog.measured import at_release, sweep_of
-from lowprec_check.catalog.names import function_name
-from lowprec_check.catalog.numbers import COMPLEX_OPERATORS, Numbers, why_not_applicable
-from lowprec_check.catalog.one_device_ops import (
+from lowprec_check.catalog.aten_facts import (
+    corrected_state,
     counterpart,
     dispatched_elsewhere,
     has_other_layouts_only,
     measured_counterparts,
     only_device,
 )
-from lowprec_check.catalog.records import MODES, Dtype, Failure, FailureKind, Mode, OpRecord, State
+from lowprec_check.catalog.measured import at_release, sweep_of
+from lowprec_check.catalog.names import function_name, overload_name
+from lowprec_check.catalog.records import (
+    COMPLEX_OPERATORS,
+    MODES,
+    Dtype,
+    Failure,
+    FailureKind,
+    Mode,
+    Numbers,
+    OpRecord,
+    State,
+    why_not_applicable,
+)
+from lowprec_check.catalog.support import fixed_since
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.base import Struct
@@ -79,7 +88,7 @@ class AtenCatalog:
     def __init__(self, device: str, dtype: Dtype, torch: str, *, autocast: bool = False) -> None:
         self.device, self.dtype = device, dtype
         self._modes = MODES[2:] if autocast else MODES[:2]
-        release = declared.release_of(torch)
+        release = release_of(torch)
         self.declared: declared.Release | None = None
         if is_declared(device):
             self.declared = declared.load(device, declared.known_release(device, release))
@@ -99,15 +108,12 @@ class AtenCatalog:
                 use = _Use(record, mode, self.sweep.state(record.op, dtype, mode), record.failure(dtype, mode))
                 for name in names:
                     self._dispatching[name].append(use)
-                if self._lacks_kernel(use) and use.failure is not None and use.failure.at is not None:
-                    self._failing[use.failure.at].append(use)
-
-    def _lacks_kernel(self, use: _Use) -> bool:
-        """Whether a kernel is missing. A variant does not count if its base operator runs (complex ``silu``)."""
-        if use.state not in ("some", "none") or use.failure is None or use.failure.kind not in _NO_KERNEL:
-            return False
-        base = use.record.op.rpartition(".")[0]
-        return self.sweep.state(base, self.dtype, use.mode) != "all"
+                failure, base = use.failure, record.op.rpartition(".")[0]
+                if failure is None or failure.at is None or failure.kind not in _NO_KERNEL:
+                    continue
+                # a variant does not count if its base operator runs (complex ``silu``)
+                if use.state in ("some", "none") and self.sweep.state(base, dtype, mode) != "all":
+                    self._failing[failure.at].append(use)
 
     @property
     def evidence(self) -> str:
@@ -128,21 +134,19 @@ class AtenCatalog:
         if reason is not None:
             return AtenSupport(state=None, applies=False, message=reason)
         found = self._alone(op)
-        if self._lacks(op, found):
-            found = self._of_counterparts(op)
-        if numbers == "complex" and found.state == "all" and not _is_complex_only(op):
+        missing = found.kind == "no-backend-kernel" or (found.state is None and self.declared is None)
+        if missing and only_device(op) not in (None, self.device) and not dispatched_elsewhere(op):
+            found = self._of_counterparts(op)  # functions dispatch other ops on this device
+        complex_only = overload_name(op).startswith(
+            ("_fft_c2c", "_fft_c2r")
+        )  # its support in half is that in complex32
+        if numbers == "complex" and found.state == "all" and not complex_only:
             # No op without a kernel for half has one for complex32, but a third of those with one for half have none.
             message = "only complex numbers: support for half says nothing about complex32"
             return AtenSupport(state=None, message=message)
         if policies is None or self._modes[0] != "autocast":
             return found
         return msgspec.structs.replace(found, autocast=self._autocast_dtype(op, policies))
-
-    def _lacks(self, op: str, found: AtenSupport) -> bool:
-        """Whether the op is of another type of device, so that functions dispatch other ops on this one."""
-        if only_device(op) in (None, self.device) or dispatched_elsewhere(op):
-            return False
-        return found.kind == "no-backend-kernel" or (found.state is None and self.declared is None)
 
     def _of_counterparts(self, op: str) -> AtenSupport:
         """The support of what this device dispatches in place of an op of another device: of the worst, if they are several."""
@@ -218,10 +222,10 @@ class AtenCatalog:
             on_cpu = self._measured_of(op)
             message = "runs on the CPU" + (f": {on_cpu.message}" if on_cpu.message else "")
             return AtenSupport(state=on_cpu.state, kind=on_cpu.kind, message=message, shown_by=on_cpu.shown_by)
-        supported = row_supports(row, self.dtype)
+        supported = row.runs_in(self.dtype)
         if supported is not False:
             return AtenSupport(state="all" if supported else None)
-        kind, message = why_missing(row.registration, file.device)
+        kind, message = declared.why_missing(row.registration, file.device)
         if kind == "no-backend-kernel" and has_other_layouts_only(op) and not dispatched_elsewhere(op):
             message = (
                 f"only sparse, nested or quantized tensors have kernels of it; those of {file.device} are not declared"
@@ -233,11 +237,6 @@ class AtenCatalog:
 def _family(op: str) -> str:
     """The first word of an op's name: ``fft`` for ``_fft_c2c`` and ``fft.ihfft2``."""
     return function_name(op).lstrip("_").partition("_")[0]
-
-
-def _is_complex_only(op: str) -> bool:
-    """Whether the input of an aten op is always complex, so that its support in half is that in complex32."""
-    return overload_name(op).startswith(("_fft_c2c", "_fft_c2r"))
 
 
 def _spellings(op: str) -> Iterator[str]:

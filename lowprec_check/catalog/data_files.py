@@ -1,11 +1,23 @@
-"""The location of the catalog's data: inside the installed package, or at the root of a checkout."""
+"""The folder of the catalog's data, and TOML files that people edit: an array of tables, read strictly."""
 
 from __future__ import annotations
 
+import sys
 from functools import cache
 from pathlib import Path
+from typing import Any, TypeVar
 
-from lowprec_check.errors import UsageError
+import msgspec
+
+from lowprec_check.errors import UsageError, message_of
+from lowprec_check.schema.registry import choices, nearest
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 
 @cache
@@ -19,3 +31,53 @@ def data_folder() -> Path:
         if folder.is_dir():
             return folder
     raise UsageError(f"The catalog's data files are missing: no folder {package / 'data'}.", "Reinstall lowprec-check.")
+
+
+def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
+    """The `[[name]]` tables of a file, in order, as `kind` (a msgspec struct that forbids unknown fields).
+
+    Raises :class:`UsageError` that names the file and the line, or the entry (by `id` or number) and the key.
+    """
+    try:
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte-order mark
+    except UnicodeDecodeError as error:
+        line = error.object.count(b"\n", 0, error.start) + 1
+        raise UsageError(f"{path}: line {line} is not UTF-8.", "Save the file as UTF-8.") from None
+    except tomllib.TOMLDecodeError as error:
+        escaped = "escape" in message_of(error) or "hex value" in message_of(error)
+        hint = "In double quotes a backslash starts an escape: write it twice, or use single quotes."
+        raise UsageError(f"{path}: not valid TOML: {message_of(error)}.", hint if escaped else None) from None
+    if unknown := sorted(content.keys() - {name}):
+        meant = "Did you mean it? " if nearest(unknown[0], [name]) else ""
+        raise UsageError(f"{path}: unknown key {unknown[0]!r}.", f"Entries are [[{name}]] tables. {meant}".strip())
+    tables = content.get(name, [])
+    if not isinstance(tables, list):
+        raise UsageError(f"{path}: {name!r} is not an array of tables.", f"Write [[{name}]] with two brackets.")
+    return [_entry(path, f"{name} {number}", table, kind) for number, table in enumerate(tables, 1)]
+
+
+def _entry(path: Path, where: str, table: Any, kind: type[Entry]) -> Entry:
+    if not isinstance(table, dict):
+        raise UsageError(
+            f"{path}: entry {where} is not a table.", f"Write [[{where.partition(' ')[0]}]] above its keys."
+        )
+    named = [table[key] for key in ("id", "test") if key in table]
+    where = repr(named[0]) if named else where
+    fields = msgspec.structs.fields(kind)
+    known = [field.encode_name for field in fields]
+    if unknown := [key for key in table if key not in known]:
+        meant = nearest(unknown[0], known)
+        suggestion = f"Did you mean {meant}? " if meant else ""
+        raise UsageError(
+            f"{path}: entry {where}: unknown key {unknown[0]!r}.", f"{suggestion}The keys are {choices(known, 'and')}."
+        )
+    missing = [field.encode_name for field in fields if field.required and field.encode_name not in table]
+    if missing:
+        raise UsageError(f"{path}: entry {where}: the key {missing[0]!r} is missing.")
+    try:
+        return msgspec.convert(table, kind)
+    except msgspec.ValidationError as error:
+        problem, _, at = message_of(error).replace("`", "").partition(" - at $.")
+        raise UsageError(
+            f"{path}: entry {where}: {f'{at}: ' if at else ''}{problem[:1].lower()}{problem[1:]}."
+        ) from None

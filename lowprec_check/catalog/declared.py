@@ -1,33 +1,179 @@
-"""Declarations for devices that were not measured: for each aten op of a torch release, how it is registered on the device
-and whether it supports half and bfloat16, each with its source.
+"""Declarations for devices that were not measured: for each aten op of a torch release, how it is registered on the device and
+whether it supports half and bfloat16, each with its source; and the support of operators that follows.
 
 A declaration is not a measurement: docs/declared-xpu.md describes the sources, the rules that merge them and their limits.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from functools import cache
+from pathlib import Path
 from typing import NamedTuple
 
+import msgspec
+
+from lowprec_check.catalog import measured
 from lowprec_check.catalog.data_files import data_folder
-from lowprec_check.catalog.declared_file import DeclaredFile, DeclaredRow, Registration, Source
+from lowprec_check.catalog.names import overload_name
+from lowprec_check.catalog.records import (
+    MODES,
+    SHORT,
+    Dtype,
+    Failure,
+    FailureKind,
+    Mode,
+    OpRecord,
+    why_operator_not_applicable,
+)
+from lowprec_check.catalog.support import OnCpu, OpSupport, Registration, SupportCell, TorchRelease
+from lowprec_check.catalog.versioned_file import VersionedFile, VersionRows
+from lowprec_check.catalog.versions import has_extension, release_of, version_key
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.axes import catalogued
+from lowprec_check.schema.base import StrictStruct
 
 ORDER: tuple[Registration, ...] = ("native", "composite", "fallback", "none")
 """From best to worst: has its own kernel, is composed of other ops, runs on the CPU, raises."""
+_WHY: dict[Registration, tuple[FailureKind, str]] = {
+    "native": ("missing-kernel", "its kernel does not support the dtype"),
+    "composite": ("unsupported-dtype", "does not support the dtype"),
+    "fallback": ("missing-kernel", "runs on the CPU, no kernel there"),
+    "none": ("no-backend-kernel", "not registered for {device}"),
+}
 
 
-class Release(NamedTuple):
-    """The declarations for one device and one release of torch."""
+def why_missing(registration: Registration, device: str) -> tuple[FailureKind, str]:
+    """Why an aten op does not run in a dtype, by how it is registered on the device: the kind of failure and a message."""
+    kind, message = _WHY[registration]
+    return kind, message.format(device=device)
 
-    device: str
+
+# -- The file
+
+
+class Source(StrictStruct, frozen=True, omit_defaults=True):
+    """A source of rows."""
+
+    what: str
+    url: str
+    commit: str | None = None
+    note: str | None = None
+
+
+class DeclaredVersion(StrictStruct, frozen=True):
+    """The line for a release: the sources of its rows, by key."""
+
     torch: str
     """The release, `2.13`."""
-    sources: Mapping[str, Source]
-    ops: Mapping[str, DeclaredRow]
-    """By overload name without a namespace: `add.Tensor`, `dot`."""
+    sources: dict[str, Source]
+
+    @property
+    def build(self) -> str:
+        """The release."""
+        return self.torch
+
+    @property
+    def order(self) -> tuple[str, tuple[int, ...]]:
+        """The release as numbers; nothing is declared with extensions."""
+        return "", version_key(self.torch)
+
+
+class DeclaredRow(StrictStruct, frozen=True, array_like=True):
+    """The declaration of one op. An array in the file, cut after the last value that is not null."""
+
+    registration: Registration
+    source: str
+    """Key in :attr:`DeclaredVersion.sources`."""
+    via: str | None = None
+    """The op that this one calls, if it has no registration of its own."""
+    half: bool | None = None
+    bfloat16: bool | None = None
+    half_source: str | None = None
+    """A key in :attr:`DeclaredVersion.sources`, a colon, and the name of the function or kernel there."""
+    bfloat16_source: str | None = None
+
+    def supports(self, dtype: str) -> bool | None:
+        """Whether the op supports `half` or `bfloat16`; `None` if no source covers it."""
+        return {"half": self.half, "bfloat16": self.bfloat16}[dtype]
+
+    def runs_in(self, dtype: Dtype) -> bool | None:
+        """Whether the op runs in a dtype on the device; `None` if no source covers it."""
+        if self.registration == "none":
+            return False
+        return True if dtype == "float32" else self.supports(SHORT[dtype])
+
+
+def read_declared(path: Path) -> VersionedFile[DeclaredVersion, DeclaredRow]:
+    """A file `declared-DEVICE.jsonl`; raises :class:`CatalogError` naming file, line, op and key."""
+
+    def wrong(row: DeclaredRow, version: DeclaredVersion) -> str | None:
+        return None if row.source in version.sources else f"unknown source {row.source!r}"
+
+    hint = "Restore the file, or rebuild it as docs/declared-xpu.md shows."
+    return VersionedFile(path, DeclaredVersion, DeclaredRow, rebuild=hint, check=wrong)
+
+
+@cache
+def _file(device: str) -> VersionedFile[DeclaredVersion, DeclaredRow] | None:
+    path = data_folder() / f"declared-{device}.jsonl"
+    return read_declared(path) if path.exists() else None
+
+
+@cache
+def releases(device: str) -> tuple[str, ...]:
+    """The releases with declarations for a device, oldest first."""
+    file = _file(device)
+    return tuple(version.torch for version in file.versions) if file else ()
+
+
+def known_release(device: str, version: str | None = None) -> str:
+    """The release of a version if it has declarations, else the newest one that has; raises :class:`UsageError` if none has."""
+    known = releases(device)
+    if not known:
+        raise UsageError(f"The catalog has no declarations for {device}.")
+    release = release_of(version) if version else known[-1]
+    return release if release in known else known[-1]
+
+
+@cache
+def load(device: str, version: str) -> Release:
+    """The declarations for the release of a version, `2.13` or `2.13.0+cpu`; raises :class:`UsageError` if there are none."""
+    release, file, known = release_of(version), _file(device), releases(device)
+    if file is None or has_extension(version) or release not in known:
+        raise UsageError(
+            f"The catalog has no declarations for {device} in torch {version}.",
+            f"Releases with declarations: {', '.join(known) or 'none'}.",
+        )
+    index = known.index(release)
+    return Release(device, release, file.versions[index].sources, file.table(index))
+
+
+class DatedRow(NamedTuple):
+    """A row and the release that it applies to."""
+
+    torch: str
+    row: DeclaredRow | None
+
+
+def history(device: str, op: str) -> list[DatedRow]:
+    """The row of an op in each release, oldest first."""
+    return [DatedRow(release, load(device, release).row(op)) for release in releases(device)]
+
+
+# -- One release
+
+
+class Release(TorchRelease):
+    """The declarations for one device and one release of torch."""
+
+    basis = "declared"
+    modes = MODES[:2]
+
+    def __init__(self, device: str, torch: str, sources: Mapping[str, Source], ops: VersionRows[DeclaredRow]) -> None:
+        """``torch`` is the release, `2.13`; ``ops`` are by overload name without a namespace: `add.Tensor`, `dot`."""
+        self.device, self.torch, self.sources, self.ops = device, torch, sources, ops
+        self.release, self.key = torch, version_key(torch)
 
     def row(self, op: str) -> DeclaredRow | None:
         """The row of an overload, in any usual spelling; `None` if this release does not have the op."""
@@ -49,72 +195,83 @@ class Release(NamedTuple):
         known = (self.sources.get(key.partition(":")[0]) for key in keys)
         return list(dict.fromkeys(source.url for source in known if source))
 
+    @property
+    def operators(self) -> Mapping[str, OpRecord]:
+        """Those of the CPU sweep of the same release, which shows what each dispatches."""
+        return measured.sweep_of("cpu", self.torch).records
 
-class DatedRow(NamedTuple):
-    """A row and the release that it applies to."""
+    def history(self) -> Sequence[Release]:
+        """All releases with declarations for the device."""
+        return [load(self.device, release) for release in releases(self.device)]
 
-    torch: str
-    row: DeclaredRow | None
+    def dispatched(self, record: OpRecord, mode: Mode) -> list[str]:
+        """The aten ops that an operator dispatches on the device: its own, and those of a CPU sweep that are not specific to CPUs."""
+        names = [_own_name(record.op), *record.aten, *(record.backward_aten if mode.endswith("backward") else [])]
+        known = (name for name in names if name in self.ops and "_for_cpu" not in name and "mkldnn" not in name)
+        return list(dict.fromkeys(known))
+
+    def support(self, op: str, dtype: Dtype, mode: Mode) -> OpSupport | None:
+        """The support of the worst aten op that the operator dispatches; ``None`` if no source covers it.
+
+        If an aten op runs on the CPU, the result is that of the CPU sweep. If an aten op fails, the state is *none*; it is *some*
+        if the CPU runs some samples although the same op fails there (those do not dispatch it), or the op is composite, so
+        that it behaves the same on every device.
+        """
+        sweep = measured.at_release("cpu", self.torch)
+        record = sweep.records.get(op) if sweep and mode in self.modes else None
+        not_applicable = op.endswith(".complex") or why_operator_not_applicable(op, dtype)
+        if sweep is None or record is None or not record.samples[MODES.index(mode)] or not_applicable:
+            return None
+        names, cell = self.dispatched(record, mode), f"{dtype}/{mode}"
+        failing, fallback = self._failing(names, dtype), [n for n in names if self.ops[n].registration == "fallback"]
+        if not failing and self._refused_everywhere(record, dtype, mode):
+            message = "refuses the dtype, as on other devices"
+            return OpSupport(
+                "none", failure=Failure(cells=[cell], type="declared", kind="unsupported-dtype", message=message)
+            )
+        at = failing or next(iter(fallback), None)
+        if at is None:
+            return OpSupport("all") if any(self.ops[name].runs_in(dtype) for name in names) else None
+        kind, message = why_missing(self.ops[at].registration, self.device)
+        failure = Failure(cells=[cell], type="declared", kind=kind, message=message, at=at)
+        state, failure_on_cpu = sweep.state(op, dtype, mode), record.failure(dtype, mode)
+        if failing:
+            same = failure_on_cpu is not None and failure_on_cpu.at == failing and kind != "no-backend-kernel"
+            partly = state == "some" and (same or self.ops[failing].registration == "composite")
+            return OpSupport("some" if partly else "none", at=at, failure=failure)
+        if state is None or state == "none":
+            return OpSupport("none", at=at, failure=failure) if state else None
+        on_cpu: OnCpu = "partly" if any(self.ops[name].registration == "native" for name in names) else "wholly"
+        return OpSupport(state, on_cpu, at, failure if state == "some" else None)
+
+    def _failing(self, names: Sequence[str], dtype: Dtype) -> str | None:
+        """An op that is not registered or does not support the dtype; one with a kernel rather than a composite one.
+
+        If another op runs on the CPU, composite ops do not count: what they do not support fails in the CPU sweep too.
+        """
+        rows = {name: self.ops[name] for name in reversed(names)}
+        failing = {row.registration: name for name, row in rows.items() if row.runs_in(dtype) is False}
+        falls_back = any(row.registration == "fallback" for row in rows.values())
+        return failing.get("none") or failing.get("native") or (None if falls_back else failing.get("composite"))
+
+    def _refused_everywhere(self, record: OpRecord, dtype: Dtype, mode: Mode) -> bool:
+        """Whether Python code or a backward formula refuses the dtype, on the CPU and on every other device that was measured."""
+        if _own_name(record.op) in self.ops and not mode.endswith("backward"):
+            return False  # C++ code may check the device, as torch.fft does
+        others = (measured.history(device)[-1:] for device in catalogued("measured") if device != "cpu")
+        records = [record, *(new.records[record.op] for newest in others for new in newest if record.op in new.records)]
+        failures = [each.failure(dtype, mode) for each in records if each.state(dtype, mode) == "none"]
+        return len(failures) == len(records) and all(failure and failure.at is None for failure in failures)
+
+    def cell(self, op: str, dtype: Dtype, mode: Mode) -> SupportCell:
+        """The support of an operator, with the worst registration and the sources."""
+        cell, sweep = super().cell(op, dtype, mode), measured.at_release("cpu", self.torch)
+        names = self.dispatched(sweep.records[op], mode) if sweep and op in sweep.records else []
+        sources = [cell.at] if cell.at else names
+        links = list(dict.fromkeys(link for name in sources for link in self.evidence(self.ops[name])))[:3]
+        return msgspec.structs.replace(cell, registration=self.worst(names) if names else None, links=links)
 
 
-def overload_name(op: str) -> str:
-    """`add.Tensor` for `aten.add.Tensor`, `aten::add.Tensor` and `torch.ops.aten.add.Tensor`; `.default` is removed."""
-    name = re.sub(r"^(torch\.ops\.)?aten(\.|::)", "", op)
-    return name.removesuffix(".default")
-
-
-def release_of(version: str) -> str:
-    """`2.13` for `2.13.0+cpu` and `v2.13`; raises :class:`UsageError` if it is not a version."""
-    found = re.match(r"v?(\d+)\.(\d+)", version)
-    if found is None:
-        raise UsageError(f"{version!r} is not a version of torch.", "Examples: 2.13, 2.13.0.")
-    return f"{found[1]}.{found[2]}"
-
-
-def has_extension(version: str) -> bool:
-    """Whether a version includes Intel's extension: `2.8+ipex`."""
-    return version.partition("+")[2].startswith("ipex")
-
-
-@cache
-def releases(device: str) -> tuple[str, ...]:
-    """The releases with declarations for a device, oldest first."""
-    file = _file(device)
-    return file.releases if file else ()
-
-
-def known_release(device: str, version: str | None = None) -> str:
-    """The release of a version if it has declarations, else the newest one that has; raises :class:`UsageError` if none has."""
-    known = releases(device)
-    if not known:
-        raise UsageError(f"The catalog has no declarations for {device}.")
-    release = release_of(version) if version else known[-1]
-    return release if release in known else known[-1]
-
-
-@cache
-def load(device: str, version: str) -> Release:
-    """The declarations for the release of a version, `2.13` or `2.13.0+cpu`; raises :class:`UsageError` if there are none."""
-    release, file = release_of(version), _file(device)
-    if file is None or has_extension(version) or release not in file.releases:
-        known = ", ".join(releases(device)) or "none"
-        raise UsageError(
-            f"The catalog has no declarations for {device} in torch {version}.", f"Releases with declarations: {known}."
-        )
-    return release_from(file, release)
-
-
-@cache
-def _file(device: str) -> DeclaredFile | None:
-    path = data_folder() / f"declared-{device}.jsonl"
-    return DeclaredFile(path) if path.exists() else None
-
-
-def release_from(file: DeclaredFile, release: str) -> Release:
-    """One release of a file."""
-    return Release(file.device, release, file.sources[release], file.release(release))
-
-
-def history(device: str, op: str) -> list[DatedRow]:
-    """The row of an op in each release, oldest first."""
-    return [DatedRow(release, load(device, release).row(op)) for release in releases(device)]
+def _own_name(op: str) -> str:
+    """The name of the aten op with the same function."""
+    return op.removeprefix("nn.functional.").replace(".", "_")

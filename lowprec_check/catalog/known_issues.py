@@ -12,11 +12,10 @@ from functools import cache
 from pathlib import Path
 from typing import Literal
 
-from lowprec_check.catalog.data_files import data_folder
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.data_files import data_folder, read_tables
 from lowprec_check.catalog.names import AnyDevice, AnyDtype, dtype_of, function_name
 from lowprec_check.catalog.records import SHORT
-from lowprec_check.catalog.toml_tables import read_tables, version_key
+from lowprec_check.catalog.versions import release_of, version_key
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import DEVICES, device_of
 from lowprec_check.schema.base import StrictStruct
@@ -124,7 +123,10 @@ def matching(
     release = None if torch is None else release_of(torch)
     found = []
     for issue in known_issues():
-        named = _is(function, [function_name(name) for name in issue.ops]), _starts_word(model, issue.models)
+        # a word of the model's name starts with that of the issue: T5 matches `T5Model` and not `resnet50`
+        words = [rf"(?<![A-Za-z]){re.escape(name)}" for name in issue.models] if model is not None else []
+        by_model = any(re.search(word, model or "", re.IGNORECASE) for word in words) if words else None
+        named = _is(function, [function_name(name) for name in issue.ops]), by_model
         by_message = None if message is None or issue.message is None else bool(re.search(issue.message, message))
         by_code = _is(code, issue.codes)
         matches = [
@@ -135,32 +137,17 @@ def matching(
             _is(way, issue.ways),
             None if release is None else issue.in_torch(release),
         ]
-        asked = any(criterion is not None for criterion in (op, model, code, message))
-        if False not in matches and (
-            not asked or _is_about(named, by_message, by_code, bool(issue.ops or issue.models))
-        ):
+        if True in named or all(criterion is None for criterion in (op, model, code, message)):
+            about = True
+        elif issue.ops or issue.models:  # it is about other ops or models, unless neither was given
+            about = named == (None, None) and bool(by_message)
+        else:
+            about = bool(by_message or by_code)
+        if about and False not in matches:
             found.append(([*named, *matches].count(True), issue))
     return [issue for _, issue in sorted(found, key=lambda pair: -pair[0])]
-
-
-def _is_about(
-    named: tuple[bool | None, bool | None], by_message: bool | None, by_code: bool | None, specific: bool
-) -> bool:
-    """Whether an issue matches the op or model; if it names neither, whether it matches the message or code."""
-    if True in named:
-        return True
-    if specific:  # it is about other ops or models, unless neither was given
-        return named == (None, None) and bool(by_message)
-    return bool(by_message or by_code)
 
 
 def _is(value: str | None, names: Sequence[str | None]) -> bool | None:
     """Whether `value` is one of `names`; `None` if either is not given."""
     return None if value is None or not names else value in names
-
-
-def _starts_word(value: str | None, names: Sequence[str]) -> bool | None:
-    """Whether a word of `value` starts with one of `names`: T5 matches `T5Model` and not `resnet50`."""
-    if value is None or not names:
-        return None
-    return any(re.search(rf"(?<![A-Za-z]){re.escape(name)}", value, re.IGNORECASE) for name in names)

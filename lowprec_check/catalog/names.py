@@ -1,13 +1,12 @@
-"""Names of operators and dtypes in the spellings that users write."""
+"""Names of operators and dtypes in the spellings that users write, aliases and modules included."""
 
 from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
-from lowprec_check.catalog.aliases import ALIASES, functions_of, why_unmeasured
 from lowprec_check.catalog.records import FORMATS, LOW, SHORT, Dtype, OpRecord
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import PRECISIONS, Precision, formats
@@ -15,6 +14,100 @@ from lowprec_check.schema.registry import nearest
 
 if TYPE_CHECKING:
     import torch
+
+
+# -- Aliases of functions, and the functions that the modules of ``torch.nn`` call
+
+ALIASES = {
+    **{f"arc{name}": f"a{name}" for name in ("cos", "cosh", "sin", "sinh", "tan", "tan2", "tanh")},
+    "absolute": "abs",
+    "adjoint": "mh",
+    "clip": "clamp",
+    "concat": "cat",
+    "concatenate": "cat",
+    "divide": "div",
+    "expit": "sigmoid",
+    "fix": "trunc",
+    "gammainc": "igamma",
+    "gammaincc": "igammac",
+    "gammaln": "lgamma",
+    "ger": "outer",
+    "greater": "gt",
+    "greater_equal": "ge",
+    "grid_sampler": "grid_sample",
+    "inverse": "linalg.inv",
+    "less": "lt",
+    "less_equal": "le",
+    "linalg.matmul": "matmul",
+    "linalg.matrix_exp": "matrix_exp",
+    "moveaxis": "movedim",
+    "multigammaln": "mvlgamma",
+    "multiply": "mul",
+    "negative": "neg",
+    "not_equal": "ne",
+    "orgqr": "linalg.householder_product",
+    "psi": "digamma",
+    "row_stack": "vstack",
+    "sdpa": "scaled_dot_product_attention",
+    "subtract": "sub",
+    "swapaxes": "transpose",
+    "swapdims": "transpose",
+}
+"""The aliases of torch, and ``sdpa``; ``special.expit`` is looked up without ``special``."""
+
+_FUNCTION = {
+    "bceloss": "binary_cross_entropy",
+    "bcewithlogitsloss": "binary_cross_entropy_with_logits",
+    "circularpad": "pad.circular",
+    "constantpad": "pad.constant",
+    "multiheadattention": "multi_head_attention_forward",
+    "reflectionpad": "pad.reflect",
+    "replicationpad": "pad.replicate",
+    "upsample": "interpolate",
+    "upsamplingbilinear": "upsample_bilinear",
+    "upsamplingnearest": "upsample_nearest",
+    "zeropad": "pad.constant",
+}
+"""The function that a module calls, if it has another name than the module."""
+
+_RECURRENT = re.compile(r"^_*(mkldnn_|thnn_fused_|quantized_)?(lstm|gru|rnn)|transformer")
+_NOT_IN_OPINFO = re.compile(r"^(fold|lp_?pool(\dd)?|crossmaplrn2d|adaptivelogsoftmaxwithloss)$")
+_CONTAINERS = re.compile(r"^((base|data|distributed)?(module|parameter|parallel)\w*|container|sequential|identity)$")
+
+
+def functions_of(module: str, ops: Iterable[str]) -> list[str]:
+    """The functions that a module of ``torch.nn`` calls, variants included: ``nn.functional.batch_norm`` for ``LazyBatchNorm2d``."""
+    name = re.sub(r"^(lazy|sync)", "", module.lower())
+    stem = re.sub(r"\dd$", "", name)
+    ops = list(ops)
+    for wanted in (name, stem, name.removesuffix("loss")):
+        function = _FUNCTION.get(wanted, wanted).replace("_", "")
+        for space in ("nn.functional.", ""):
+            spelled = {op: op.removeprefix(space).replace("_", "") for op in ops if op.startswith(space)}
+            if found := [op for op, own in spelled.items() if function in (own, own.partition(".")[0])]:
+                return found
+    return []
+
+
+def why_unmeasured(name: str) -> tuple[str, str] | None:
+    """Why the catalog has no operator of that name, and what to do instead; ``None`` if the name is unknown."""
+    name = name.lower()
+    if _CONTAINERS.search(name):
+        return (
+            "has no operator of its own.",
+            "Look up the modules inside it, or scan the model: `lowprec-check scan TARGET`.",
+        )
+    recurrent, other = _RECURRENT.search(name), _NOT_IN_OPINFO.search(name)
+    if not recurrent and not other:
+        return None
+    missing = "recurrent or fused transformer layers" if recurrent else "it"
+    return (
+        f"is not measured: OpInfo, torch's description of its operators, does not include {missing}.",
+        "Scan a model that uses it: `lowprec-check scan TARGET` runs it and lists what is not supported.",
+    )
+
+
+# -- Names of operators and dtypes in the spellings that users write
 
 AnyDtype: TypeAlias = "str | torch.dtype"
 AnyDevice: TypeAlias = "str | torch.device"
@@ -70,6 +163,11 @@ def bare(name: str) -> str:
     return _PREFIX.sub("", name)
 
 
+def overload_name(op: str) -> str:
+    """`add.Tensor` for `aten.add.Tensor`, `aten::add.Tensor` and `torch.ops.aten.add.Tensor`; `.default` is removed."""
+    return re.sub(r"^(torch\.ops\.)?aten(\.|::)", "", op).removesuffix(".default")
+
+
 def function_name(op: str) -> str:
     """The aten name of an operator's function: ``fft_rfft`` for ``torch.fft.rfft``, ``std`` for ``std.unbiased``, ``add`` for ``add_.Tensor``."""
     parts = bare(op).split(".")
@@ -107,28 +205,27 @@ def search(query: str, records: Mapping[str, OpRecord]) -> FoundOps:
     if exact in records and "." in exact:
         return FoundOps([records[exact]])
     name = bare(query)
-    is_module = name[:1].isupper() and not name.isupper()
-    searches = (functions_of, _named) if is_module else (_named, functions_of)
-    found = next(filter(None, (named(name, records) for named in searches)), [])
-    dispatching = [] if found else _dispatching(name, records)
-    if not found and not dispatching:
-        raise _unknown(query, name, records)
-    ordered = sorted(found or dispatching, key=lambda op: (op != exact, len(op)))
-    return FoundOps([records[op] for op in ordered], None if found else _without_overload(name))
+    if name[:1].isupper() and not name.isupper():  # a module
+        found = functions_of(name, records) or _spelled(name, {op: _last_parts(op) for op in records})
+    else:
+        found = _spelled(name, {op: _last_parts(op) for op in records}) or functions_of(name, records)
+    dispatching = None
+    if not found:
+        ops = {op: (*record.aten, *record.backward_aten) for op, record in records.items()}
+        forms = {op: {form.lower() for aten in of for form in (aten, aten.partition(".")[0])} for op, of in ops.items()}
+        found, dispatching = _spelled(name, forms), _without_overload(name)
+    if not found:
+        why = why_unmeasured(name)
+        raise UsageError(
+            f"{query} {why[0]}" if why else f"The catalog has no operator {query!r}.",
+            why[1] if why else _suggestion(name.lower(), records),
+        )
+    return FoundOps([records[op] for op in sorted(found, key=lambda op: (op != exact, len(op)))], dispatching)
 
 
-def _named(name: str, records: Mapping[str, OpRecord]) -> list[str]:
-    parts = {op: _last_parts(op) for op in records}
-    matches = ([op for op in parts if spelling in parts[op]] for spelling in _spellings(name))
-    return next(filter(None, matches), [])
-
-
-def _dispatching(name: str, records: Mapping[str, OpRecord]) -> list[str]:
-    ops = {op: {*record.aten, *record.backward_aten} for op, record in records.items()}
-    aten = {
-        op: {form.lower() for name in names for form in (name, name.partition(".")[0])} for op, names in ops.items()
-    }
-    matches = ([op for op in aten if spelling in aten[op]] for spelling in _spellings(name))
+def _spelled(name: str, forms: Mapping[str, set[str]]) -> list[str]:
+    """The operators that have the first spelling of ``name`` that any has among its forms."""
+    matches = ([op for op in forms if spelling in forms[op]] for spelling in _spellings(name))
     return next(filter(None, matches), [])
 
 
@@ -160,17 +257,9 @@ def _last_parts(op: str) -> set[str]:
     return {op.lower(), short, tail, short.replace(".", "_"), *base}
 
 
-def _unknown(query: str, name: str, records: Mapping[str, OpRecord]) -> UsageError:
-    if why := why_unmeasured(name):
-        return UsageError(f"{query} {why[0]}", why[1])
-    return UsageError(f"The catalog has no operator {query!r}.", _suggestion(name.lower(), list(records)))
-
-
-def _suggestion(wanted: str, ops: list[str]) -> str:
+def _suggestion(wanted: str, ops: Iterable[str]) -> str:
     names = {part: op for op in ops for part in _last_parts(op)}
     inside = [op for op in ops if len(wanted) > 2 and wanted in op.lower()]
     near = [names[part] for part in difflib.get_close_matches(wanted, names, n=5, cutoff=0.6)]
-    nearest = list(dict.fromkeys(inside + near))[:6]
-    return (
-        f"Did you mean {', '.join(nearest)}?" if nearest else "`lowprec-check catalog gaps` lists operators with gaps."
-    )
+    found = list(dict.fromkeys(inside + near))[:6]
+    return f"Did you mean {', '.join(found)}?" if found else "`lowprec-check catalog gaps` lists operators with gaps."

@@ -1,22 +1,165 @@
-"""For which devices and releases of torch a prediction can be made, and what it rests on."""
+"""What a prediction of a device rests on: the releases that the catalog covers, and the autocast policies of CUDA and XPU in each.
+
+`catalog/autocast-policies.toml` has the ops that torch's header `ATen/autocast_mode.h` lists in each release;
+:data:`DEVICE_OPS` has those that a device registers elsewhere.
+
+>>> policies_of("xpu", "2.15")["layer_norm"]
+'fp32'
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Literal, NamedTuple, get_args
+
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.autocast_releases import releases
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.data_files import data_folder, read_tables
 from lowprec_check.catalog.measured import at_release, history, sweep_of
-from lowprec_check.catalog.toml_tables import version_key
+from lowprec_check.catalog.versions import has_extension, release_of, version_key
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.axes import catalogued, device_of, is_declared
+from lowprec_check.schema.axes import catalogued, device_of, device_type, is_declared
+from lowprec_check.schema.base import StrictStruct
 from lowprec_check.schema.measures import PredictedDevice
+
+# -- Autocast policies
+
+HeaderPolicy = Literal["lower", "fp32", "fp32-set-dtype", "fp32-append-dtype", "promote"]
+"""What autocast does with the inputs of an op.
+
+``lower``: casts them to the autocast dtype. ``fp32``: casts them to fp32. ``fp32-set-dtype``: leaves them, and sets the
+argument ``dtype`` to fp32 if the caller did not set it. ``fp32-append-dtype``: calls the overload that has a ``dtype``,
+with fp32. ``promote``: casts them to the widest of their dtypes, at least the autocast dtype. Only floating inputs on the
+device are cast, and fp64 never is; the two policies about ``dtype`` apply if the first input is one that may be cast.
+"""
+HEADER_POLICIES: tuple[HeaderPolicy, ...] = get_args(HeaderPolicy)
+CastPolicy = Literal[HeaderPolicy, "fp16", "banned"]
+"""A policy of the header, or one of a device alone. ``fp16``: casts to fp16, whatever the autocast dtype is.
+``banned``: raises.
+"""
+
+FILE = "autocast-policies.toml"
+DEVICES = ("cuda", "xpu")
+
+
+class DeviceOp(NamedTuple):
+    """An op whose autocast kernel is registered outside the lists of the header."""
+
+    op: str
+    policy: CastPolicy
+    devices: tuple[str, ...]
+    source: str
+    """The file of pytorch/pytorch that registers it."""
+    since: str = "2.6"
+    """The first release that registers it; 2.6 is the oldest in the catalog."""
+    needs_device_build: bool = False
+    """Whether builds of torch without the device lack the registration."""
+
+
+_MODE, _RNN = "aten/src/ATen/autocast_mode.cpp", "aten/src/ATen/cudnn/AutocastRNN.cpp"
+DEVICE_OPS = (
+    DeviceOp("cudnn_convolution", "lower", ("cuda",), _MODE),
+    DeviceOp("cudnn_convolution_transpose", "lower", ("cuda",), _MODE),
+    DeviceOp("linalg_matrix_sqrth", "fp32", ("cuda",), _MODE, since="2.14"),
+    DeviceOp("binary_cross_entropy", "banned", DEVICES, _MODE),
+    DeviceOp("_cudnn_rnn", "fp16", ("cuda",), _RNN, needs_device_build=True),
+)
+"""With the ops in the header, these are exactly what builds of torch 2.6 to 2.15 register."""
+
+
+class ReadHeader(NamedTuple):
+    """What the header of a release lists."""
+
+    build: str
+    """The version whose header was read, `2.13.0`."""
+    policies: Mapping[str, HeaderPolicy]
+
+
+class HeaderChanges(StrictStruct, frozen=True, kw_only=True, rename="kebab"):
+    """What the header of a release changed since the release before it; the first release has all ops."""
+
+    torch: str
+    """The release, `2.13`."""
+    build: str
+    """The version whose header was read, `2.13.0`."""
+    lower: list[str] = []
+    fp32: list[str] = []
+    fp32_set_dtype: list[str] = []
+    fp32_append_dtype: list[str] = []
+    promote: list[str] = []
+    removed: list[str] = []
+
+    def added(self) -> Iterator[tuple[str, HeaderPolicy]]:
+        """Ops that are new or have another policy than before."""
+        for policy in HEADER_POLICIES:
+            for op in getattr(self, policy.replace("-", "_")):
+                yield op, policy
+
+
+def policies_of(device: str, torch: str) -> dict[str, CastPolicy]:
+    """The policy of each op that autocast on a device wraps in a release (`2.13`, `2.13.0+cpu`), by overload name.
+
+    Raises :class:`UsageError` if the catalog does not have the policies of this device or release.
+    """
+    known = releases()
+    if has_extension(torch) or release_of(torch) not in known:
+        raise UsageError(
+            f"The catalog has no autocast policies for torch {torch}.", f"Releases with policies: {', '.join(known)}."
+        )
+    kind = device_type(device)
+    if kind not in DEVICES:
+        raise UsageError(f"The catalog has no autocast policies for {device}.", f"Choose from {', '.join(DEVICES)}.")
+    own: dict[str, CastPolicy] = {
+        entry.op: entry.policy
+        for entry in DEVICE_OPS
+        if kind in entry.devices and version_key(entry.since) <= version_key(release_of(torch))
+    }
+    return {**known[release_of(torch)].policies, **own}
+
+
+def installed_policies(device: str, torch: str, registered: Iterable[str]) -> dict[str, CastPolicy]:
+    """The policies of the installed torch, whose version is ``torch``.
+
+    ``registered`` are the ops (`aten::mm`) that this build registers for autocast on the device; raises :class:`UsageError` if the
+    catalog has others for its release.
+    """
+    found = policies_of(device, torch)
+    ops = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
+    optional = {entry.op for entry in DEVICE_OPS if entry.needs_device_build}
+    if differing := (ops ^ found.keys()) - (optional - ops):
+        raise UsageError(
+            f"torch {torch} registers other ops for autocast than the catalog has: {', '.join(sorted(differing))}.",
+            "lowprec-check does not know the autocast policies of this build of torch. Use a release that it knows, or "
+            "update lowprec-check.",
+        )
+    return found
+
+
+@cache
+def releases() -> dict[str, ReadHeader]:
+    """The header of each release, oldest first."""
+    return read_releases(data_folder() / FILE)
+
+
+def read_releases(path: Path) -> dict[str, ReadHeader]:
+    """The headers in a file by release, oldest first; :mod:`tools.autocast_policies` checks what it writes."""
+    found: dict[str, ReadHeader] = {}
+    policies: dict[str, HeaderPolicy] = {}
+    for changes in read_tables(path, "release", HeaderChanges):
+        policies = {op: policy for op, policy in policies.items() if op not in changes.removed} | dict(changes.added())
+        found[changes.torch] = ReadHeader(changes.build, policies)
+    return found
+
+
+# -- Predicted devices
 
 
 def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
     """The device ``name`` with a version of ``torch``, where the version ``installed`` runs; raises :class:`UsageError` for one
     that the catalog does not cover.
     """
-    device, release = device_of(name), release_of(torch)
+    device, release, here = device_of(name), release_of(torch), release_of(installed)
     known = [entry for entry in catalogued() if (declared.releases(entry) if is_declared(entry) else history(entry))]
     if device.name not in known:
         raise UsageError(
@@ -24,40 +167,26 @@ def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
             f"Predictions exist for {', '.join(known)}.",
         )
     measured = [sweep.release for sweep in history("cpu")]
-    if release != release_of(installed) and not _is_between(release, measured[0], measured[-1]):
+    if release != here and not version_key(measured[0]) <= version_key(release) <= version_key(measured[-1]):
         raise UsageError(
             f"Nothing is known of torch {release}.", f"The catalog has torch {measured[0]} to {measured[-1]}."
         )
-    return PredictedDevice(
-        name=device.name,
-        torch=release,
-        kernels=_kernels(device.name, release),
-        autocast=_autocast(device.name, release, release_of(installed)),
-    )
-
-
-def _is_between(release: str, oldest: str, newest: str) -> bool:
-    return version_key(oldest) <= version_key(release) <= version_key(newest)
+    if not is_declared(device.name):
+        sweep = at_release(device.name, release) or sweep_of(device.name)
+        kernels = f"measured on {device.name} ({sweep.header.capability}), torch {sweep.release}"
+    elif has_kernels(device.name, release):
+        kernels = f"declared for {device.name}, torch {release}"
+    else:
+        among = declared.releases(device.name)
+        kernels = (
+            f"known issues of {device.name} only, since its kernels are declared for torch {among[0]} to {among[-1]}"
+        )
+    policies = list(releases())  # of the release itself, or the nearest one that is known
+    nearest = policies[0] if version_key(release) < version_key(policies[0]) else policies[-1]
+    autocast = here if device.name == "cpu" else release if release in policies else nearest
+    return PredictedDevice(name=device.name, torch=release, kernels=kernels, autocast=autocast)
 
 
 def has_kernels(device: str, release: str) -> bool:
     """Whether the catalog says which kernels a device has in a release; a measured one counts for all releases."""
     return not is_declared(device) or release in declared.releases(device)
-
-
-def _kernels(device: str, release: str) -> str:
-    if is_declared(device):
-        if has_kernels(device, release):
-            return f"declared for {device}, torch {release}"
-        known = declared.releases(device)
-        return f"known issues of {device} only, since its kernels are declared for torch {known[0]} to {known[-1]}"
-    sweep = at_release(device, release) or sweep_of(device)
-    return f"measured on {device} ({sweep.header.capability}), torch {sweep.release}"
-
-
-def _autocast(device: str, release: str, installed: str) -> str:
-    """The release itself if its policy is known; else the nearest one that is."""
-    known = list(releases())
-    if device == "cpu" or release == installed:
-        return installed
-    return release if release in known else known[0] if version_key(release) < version_key(known[0]) else known[-1]

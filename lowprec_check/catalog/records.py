@@ -1,7 +1,7 @@
-"""The contents of a sweep: a header, and for each operator its record and its times.
+"""What is measured of an operator: its record, its times, and on which machine; and which precisions apply to it.
 
 Times differ from run to run. They are stored in a separate file, so that measuring again on the same machine gives the same
-records, byte for byte: see `sweep_file` and `times_file`.
+records, byte for byte.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from typing import Annotated, Literal, NamedTuple
 
 import msgspec
 
+from lowprec_check.catalog.versions import version_key
 from lowprec_check.schema.base import StrictStruct
 from lowprec_check.schema.precisions import BF16, FP16, FP32, FloatFormat
 from lowprec_check.schema.scan_result import GapKind
@@ -26,7 +27,6 @@ MODES: tuple[Mode, ...] = ("forward", "backward", "autocast", "autocast-backward
 """How an operator was called. Under autocast its floating inputs were low-precision, as they are after a Linear layer."""
 
 CellName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(DTYPES)})/({'|'.join(MODES)})$")]
-Version = Annotated[str, msgspec.Meta(pattern=r"^\d+\.\d+(\.\d+)?$")]
 State = Literal["all", "some", "none"]
 STATES: tuple[State, ...] = ("none", "some", "all")
 """From worst to best."""
@@ -38,7 +38,7 @@ class Header(StrictStruct, frozen=True, kw_only=True):
 
     device: str
     """The type of device, ``cuda``."""
-    torch: Version
+    torch: Annotated[str, msgspec.Meta(pattern=r"^\d+\.\d+(\.\d+)?$")]
     """Version without the build's suffix, ``2.13.0``."""
     capability: str
     """The CPU capability that torch reports (``avx512``), or that of the accelerator (``sm_90``)."""
@@ -58,6 +58,11 @@ class Header(StrictStruct, frozen=True, kw_only=True):
     def build(self) -> str:
         """The key of the sweep in its file: ``2.13.0``, ``2.8.0+ipex2.8.0``."""
         return f"{self.torch}+{self.extension.replace(' ', '')}" if self.extension else self.torch
+
+    @property
+    def order(self) -> tuple[str, tuple[int, ...]]:
+        """The extension, and the version as numbers: sweeps are sorted by it."""
+        return self.extension or "", version_key(self.torch)
 
     @property
     def stem(self) -> str:
@@ -87,14 +92,10 @@ class Failure(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
         """The message for another dtype; for ``None``, with a star in place of the dtype."""
         message = self.message
         own = next(dtype for dtype in DTYPES if self.cells[0].startswith(f"{dtype}/"))
-        for name, other in zip(_names_in_messages(own), _names_in_messages(dtype), strict=True):
-            message = re.sub(rf"(?<![A-Za-z]){name}(?![a-z0-9])", other, message)
+        names = ((FORMATS[own].cpp_name, dtype and FORMATS[dtype].cpp_name), (own, dtype))  # those of C++ and of Python
+        for name, other in names:
+            message = re.sub(rf"(?<![A-Za-z]){name}(?![a-z0-9])", other or "*", message)
         return message
-
-
-def _names_in_messages(dtype: Dtype | None) -> tuple[str, str]:
-    """The names of a dtype in messages of torch's C++ and Python code; stars for ``None``."""
-    return ("*", "*") if dtype is None else (FORMATS[dtype].cpp_name, dtype)
 
 
 def in_samples(condition: str | None) -> str:
@@ -173,3 +174,41 @@ class OpTimes(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     """Microseconds for forward, and for forward and backward together; the minimum of a few calls."""
     slower: dict[Dtype, list[float | None]] = {}
     """Ratios to fp32, in the same order."""
+
+
+# -- The numbers that an op computes with, and whether a low precision applies to them
+
+Numbers = Literal["integer", "complex", "float64", "floating"]
+"""``integer``: integers and booleans; ``floating``: floating-point numbers other than float64, or both."""
+NUMBERS: tuple[Numbers, ...] = ("integer", "complex", "float64", "floating")
+"""From weakest to strongest: an op that was called with several counts as the strongest, since more precisions apply to it."""
+
+COMPLEX_OPERATORS = frozenset({"imag", "istft", "nn.functional.silu.complex", "view_as_real"})
+"""Operators of the catalog whose samples are complex: they stay complex64 in bfloat16."""
+
+
+def stronger(one: Numbers, other: Numbers) -> Numbers:
+    """The stronger of two."""
+    return max(one, other, key=NUMBERS.index)
+
+
+def why_not_applicable(numbers: Numbers, dtype: Dtype, mode: Mode = "forward") -> str | None:
+    """Why a low precision changes nothing for an op that computes with ``numbers``; ``None`` if it applies.
+
+    A cast to half makes complex numbers complex32. Autocast casts neither complex numbers nor float64.
+    """
+    under_autocast = mode.startswith("autocast")
+    if numbers == "integer":
+        return "only integers and booleans"
+    if numbers == "complex" and under_autocast:
+        return "only complex numbers, which autocast does not cast"
+    if numbers == "complex" and dtype == "bfloat16":
+        return "only complex numbers, and there is no complex bfloat16 dtype"
+    if numbers == "float64" and under_autocast:
+        return "only float64, which autocast does not cast"
+    return None
+
+
+def why_operator_not_applicable(op: str, dtype: Dtype) -> str | None:
+    """The same for an operator of the catalog, whose samples were cast, under autocast too."""
+    return why_not_applicable("complex", dtype) if op in COMPLEX_OPERATORS and dtype != "float32" else None

@@ -95,12 +95,6 @@ def check_writable(path: Path | None, option: str) -> None:
         raise UsageError(error.message, f"Give {option} a path in an existing, writable folder.") from None
 
 
-def check_folder(path: Path, option: str) -> None:
-    """Raise :class:`UsageError` before the work starts if ``path`` is not a folder."""
-    if not path.is_dir():
-        raise UsageError(f"The folder {path} does not exist.", f"Create it, or give {option} another folder.")
-
-
 def print_json(value: Any) -> None:
     """Print a struct, a list of structs or a dictionary as indented JSON."""
     from lowprec_check.schema.base import encode
@@ -175,27 +169,6 @@ def screen_size() -> dict[str, Any]:
     from lowprec_check.report.layout.text import NARROWEST
 
     return {"width": max(NARROWEST, shutil.get_terminal_size((100, 40)).columns), "color": sys.stdout.isatty()}
-
-
-@contextlib.contextmanager
-def step_progress(title: str, quiet: bool) -> Iterator[Any]:
-    """A progress bar on stderr, updated with (done, total, name of the next step); ``None`` if stderr is not a terminal."""
-    if quiet or not sys.stderr.isatty():
-        yield None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-    from lowprec_check.report.foreign_text import visible
-
-    columns = (TextColumn("{task.description}", markup=False), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task(title, total=None)
-
-        def on_progress(done: int, total: int, name: str) -> None:
-            bar.update(task, completed=done, total=total, description=f"{visible(name):<32.32}")
-
-        yield on_progress
 
 
 SAVE_SCAN = "Save a scan with: lowprec-check scan TARGET --json FILE"

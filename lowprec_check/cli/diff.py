@@ -8,9 +8,8 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.analysis.coverage_changes import CoverageDiff, diff_coverages
 from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, diff_scans
-from lowprec_check.analysis.suite_coverage import coverage_of, kind_of
+from lowprec_check.analysis.suite_coverage import CoverageDiff, coverage_of, diff_coverages, kind_of
 from lowprec_check.cli.app import (
     FINDINGS,
     SAVE_SCAN,

@@ -30,8 +30,8 @@ def op(
     json: Json = False,
 ) -> None:
     """Show whether an operator runs in a dtype on a device. Also shows since which torch release, how accurately and how fast."""
-    from lowprec_check.catalog.installed import installed_release
-    from lowprec_check.catalog.op_lookup import lookup
+    from lowprec_check.catalog.answers import lookup
+    from lowprec_check.catalog.versions import installed_release
 
     answers = lookup(name, device=device, dtype=dtype, torch=torch, installed=installed_release())
     if json:

@@ -22,7 +22,6 @@ from lowprec_check.cli.app import (
     print_status,
     stdout_kept,
 )
-from lowprec_check.cli.baseline import BaselineFile, UpdateBaseline, apply_baseline, known_findings
 from lowprec_check.cli.options import Inputs, Isolation, Quiet, Target, Weights, takes_options
 from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, Verbose, check_reports, print_report
@@ -32,6 +31,7 @@ from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
+    from lowprec_check.analysis.baseline import Baseline
     from lowprec_check.schema.scan_result import ScanResult
 
 
@@ -56,8 +56,12 @@ def scan(
     ] = None,
     json: Annotated[Path | None, typer.Option("--json", help="Save the full result as JSON; - for stdout.")] = None,
     report: Reports = None,
-    baseline: BaselineFile = None,
-    update_baseline: UpdateBaseline = False,
+    baseline: Annotated[
+        Path | None, typer.Option("--baseline", help="File of accepted findings, which --fail-on ignores.")
+    ] = None,
+    update_baseline: Annotated[
+        bool, typer.Option("--update-baseline", help="Accept all findings of this scan: write them to the baseline.")
+    ] = False,
     fail_on: Annotated[
         FailOn,
         typer.Option(
@@ -77,13 +81,13 @@ def scan(
     check_writable(json, "--json")
     check_reports(report or [])
     printed = _printed_format(json, format)
-    accepted = known_findings(baseline, update_baseline)
+    accepted = _known_findings(baseline, update_baseline)
     check_writable(save_plan, "--save-plan")
     from lowprec_check.analysis.rules.registry import check_codes
 
     check_codes([*options.select, *options.ignore])
     with stdout_kept(), progress(quiet) as shown:
-        from lowprec_check.engine.load import TargetSpec
+        from lowprec_check.engine.run.target_source import TargetSpec
         from lowprec_check.engine.session import scan_file
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights)
@@ -92,7 +96,7 @@ def scan(
     with interrupts_ignored_after(ended_by):
         concluded = asked_to_fail_on(_conclude(result, ended_by), fail_on, with_baseline=baseline is not None)
         if ended_by is None:
-            concluded = apply_baseline(concluded, accepted, baseline, update_baseline)
+            concluded = _apply_baseline(concluded, accepted, baseline, update_baseline)
     try:
         output.show(concluded)
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
@@ -101,6 +105,39 @@ def scan(
     if not complete:
         raise typer.Exit(USAGE_ERROR)
     raise ended_by or typer.Exit(FINDINGS if failure(concluded).fails else 0)
+
+
+def _known_findings(path: Path | None, update: bool) -> Baseline | None:
+    """Load the baseline at ``path``; raises :class:`UsageError` before the scan starts if it cannot be used."""
+    from lowprec_check.analysis.baseline import load
+
+    if update:
+        if path is None:
+            raise UsageError("--update-baseline needs a file to write.", "Add --baseline FILE.")
+        check_writable(path, "--baseline")
+        return load(path) if path.exists() and path.stat().st_size else None  # never overwrite another file
+    return load(path) if path is not None else None
+
+
+def _apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | None, update: bool) -> ScanResult:
+    """Mark accepted findings in ``result``; report on stderr what was written and which findings no longer occur."""
+    from lowprec_check.analysis.baseline import accept, baseline_of, save
+
+    if update and path is not None:
+        accepted = baseline_of(result, accepted)
+        save(accepted, path)
+        print_status(f"{len(accepted.findings)} findings accepted in {path}")
+    if accepted is None:
+        return result
+    result, stale = accept(result, accepted)
+    if stale:
+        what = (
+            "finding in the baseline no longer occurs"
+            if len(stale) == 1
+            else "findings in the baseline no longer occur"
+        )
+        print_status(f"{len(stale)} {what}; --update-baseline removes them")
+    return result
 
 
 def _conclude(result: ScanResult | None, ended_by: BaseException | None) -> ScanResult:

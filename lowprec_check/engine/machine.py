@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import platform
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from lowprec_check.catalog.declared import release_of
 from lowprec_check.catalog.predictable import predicted_device
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem, installed_version
+from lowprec_check.engine.run.isolation import isolated, isolation_on
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.errors import UsageError
+from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import accelerators, device_of
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.measures import PredictedDevice
@@ -26,6 +30,27 @@ class Machine(Struct, frozen=True, kw_only=True):
 
     environment: dict[str, Any]
     predicted: PredictedDevice | None = None
+
+    @property
+    def runs_on(self) -> str:
+        """The device that runs happen on."""
+        device: str = "cpu" if self.predicted is not None else self.environment["device"]
+        return device
+
+
+def prepared_runs(
+    source: TargetSource, isolation: Isolation | None, device: str | None, find: Callable[[], Machine]
+) -> tuple[Machine, Isolation]:
+    """What ``find`` tells of the machine, asked in a process that may initialize ``device``, and how runs are isolated there."""
+    machine = isolated(find, source.isolation_of_functions(isolation, device), Machine)
+    isolation = isolation or isolation_on(machine.runs_on, source.best_on(machine.runs_on))
+    if machine.predicted is not None and isolation not in ("fork", "spawn"):
+        raise UsageError(
+            f"A prediction needs a new process for each run, which the isolation {isolation!r} does not give.",
+            "Choose fork or spawn.",
+        )
+    source.isolated_by(isolation)
+    return machine, isolation
 
 
 def machine_for(device: str | None, torch_version: str | None, *, predict: bool) -> Machine:
@@ -73,7 +98,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
         else cpu_info("model name") or platform.processor() or platform.machine(),
         "default_autocast": str(devices.default_autocast_dtype(chosen))[6:],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "cpu_features": [feature for feature in CPU_FEATURES if _has(feature)],
+        "cpu_features": [name for name in CPU_FEATURES if getattr(torch.cpu, f"_is_{name}_supported", bool)()],
         **{f"{low.short}_accelerated": _accelerates(chosen, low.short) for low in LOW_FORMATS},
         "threads": torch.get_num_threads(),
         "cores": os.cpu_count(),
@@ -82,13 +107,6 @@ def environment(device: str | None = None) -> dict[str, Any]:
         "ipex": installed_version(IPEX),
         "ipex_fits": None if installed_version(IPEX) is None else extension_problem() is None,
     }
-
-
-def _has(feature: str) -> bool | None:
-    test = getattr(torch.cpu, f"_is_{feature}_supported", None)
-    if test is None:
-        return None
-    return bool(test())
 
 
 def _accelerates(device: torch.device, kind: str) -> bool | None:

@@ -13,16 +13,15 @@ from torch import Tensor, nn
 
 from lowprec_check.analysis.conclusion import conclude, wanted_runs
 from lowprec_check.analysis.rules.registry import check_codes
-from lowprec_check.catalog.declared import release_of
-from lowprec_check.engine.machine import Machine, machine_for, version
+from lowprec_check.catalog.versions import release_of
+from lowprec_check.engine.machine import machine_for, prepared_runs, version
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.model.user_code import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
-from lowprec_check.engine.run.ablations import with_ablation
-from lowprec_check.engine.run.further_batches import open_batches
-from lowprec_check.engine.run.isolation import check_isolation, check_isolation_of_twins, isolated, isolation_on
+from lowprec_check.engine.run.further_runs import open_batches, with_ablation
+from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
@@ -126,16 +125,13 @@ def growing_scan(
 ) -> Iterator[ScanResult]:
     """Yield the result after each run, without its conclusion; the last one has all runs."""
     check_options(options)
-    asking = source.isolation_of_functions(isolation, options.device)
-    machine = isolated(
-        lambda: machine_for(options.device, options.torch_version, predict=options.predict), asking, Machine
+    machine, isolation = prepared_runs(
+        source,
+        isolation,
+        options.device,
+        lambda: machine_for(options.device, options.torch_version, predict=options.predict),
     )
-    runs_on = "cpu" if machine.predicted is not None else machine.environment["device"]
-    isolation = isolation or isolation_on(runs_on, source.best_on(runs_on))
-    if machine.predicted is not None:
-        check_isolation_of_twins(isolation)
-    source.isolated_by(isolation)
-    settings = run_options(options, runs_on, machine.predicted)
+    settings = run_options(options, machine.runs_on, machine.predicted)
     if settings.steps:
         importlib.import_module("torch._dynamo")  # optimizers import it, which takes a second in each fork
     target = source.target

@@ -11,24 +11,24 @@ import faulthandler
 import functools
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NoReturn, TypeVar
 
 import msgspec
 
-from lowprec_check.engine.load import TargetSpec, load_here
 from lowprec_check.engine.plan.planner import growing_planning
-from lowprec_check.engine.run.isolation import WorkerError, best_isolation, check_isolation
+from lowprec_check.engine.run.isolation import best_isolation, check_isolation
 from lowprec_check.engine.run.launcher import OnProgress
+from lowprec_check.engine.run.messages import Loaded
 from lowprec_check.engine.run.place_log import model_line, note_model
-from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.worker_task import LOAD_SECONDS
+from lowprec_check.engine.run.target_source import TargetSource, TargetSpec, load_here
+from lowprec_check.engine.run.task_process import LOAD_SECONDS
 from lowprec_check.engine.scan import check_options, growing_scan
-from lowprec_check.errors import ProcessLostError, UsageError, traceback_of
+from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
-from lowprec_check.process.function_worker import FunctionWorker, SendBytes, end_if_forked
-from lowprec_check.process.guardian import GUARDIAN
+from lowprec_check.process.function_worker import Ended, FunctionWorker, SendBytes
+from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.op_calls import OpCalls
@@ -36,10 +36,6 @@ from lowprec_check.schema.options import PlanOptions, ScanOptions
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
-
-
-class _Loaded(Struct, frozen=True, tag="loaded"):
-    """The target is loaded."""
 
 
 class _Progressed(Struct, frozen=True, tag="progress"):
@@ -56,15 +52,7 @@ class _Grown(Struct, frozen=True, tag="grown"):
     planning: Planning | None = None
 
 
-class _Ended(Struct, frozen=True, tag="ended"):
-    """The work is done, or ended by a :class:`UsageError`, or by a failure of the tool with its traceback."""
-
-    message: str | None = None
-    hint: str | None = None
-    traceback: str | None = None
-
-
-_Message = _Loaded | _Progressed | _Grown | _Ended
+_Message = Loaded | _Progressed | _Grown | Ended
 _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 EXIT_SECONDS = 5.0
@@ -74,8 +62,8 @@ _UNSENT = 74
 """Exit code of a process that could not send its messages: ``EX_IOERR`` of ``sysexits.h``."""
 
 Item = TypeVar("Item", ScanResult, Planning)
-Grow = Callable[[TargetSource, Isolation | None, OnProgress | None], Iterator[Item]]
-"""Yields what has been found so far; picklable for a fresh interpreter."""
+Grow = Callable[..., Iterator[Item]]
+"""Yields what has been found so far, as :func:`growing_scan` does; picklable for a fresh interpreter."""
 
 
 def scan_file(
@@ -91,8 +79,8 @@ def scan_file(
     """
     check_options(options)
     runs: dict[RunKey, Run] = {}
-    session = _Session(spec, options.seed, isolation, options.budget or LOAD_SECONDS, on_progress)
-    for result in session.grow(functools.partial(_grow_scan, options, spec.name)):
+    session = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress)
+    for result in session.grow(_growing_changes):
         for run in result.runs:
             known = runs.get(run.key)
             runs[run.key] = run if known is None else msgspec.structs.replace(run, op_calls=known.op_calls)
@@ -106,28 +94,21 @@ def plan_file(
     on_progress: OnProgress | None = None,
 ) -> Iterator[Planning]:
     """Load ``spec`` and search for its plan; yield what was found after each base. Raises as :func:`scan_file` does."""
-    session = _Session(spec, options.seed, isolation, options.seconds, on_progress)
-    yield from session.grow(functools.partial(_grow_plan, options, spec.name))
+    yield from _Session(spec, options, isolation, options.seconds, on_progress).grow(growing_planning)
 
 
-def _grow_scan(
-    options: ScanOptions, name: str, source: TargetSource, isolation: Isolation | None, on_progress: OnProgress | None
+def _growing_changes(
+    source: TargetSource, isolation: Isolation | None, options: ScanOptions, **more: Any
 ) -> Iterator[ScanResult]:
     """The result after each run; ``runs`` has only those that are new, and those that have changed, without the op calls that
     were sent before.
     """
     sent: dict[RunKey, Run] = {}
-    for result in growing_scan(source, isolation, options, spec=name, on_progress=on_progress):
+    for result in growing_scan(source, isolation, options, **more):
         changed = [run for run in result.runs if sent.get(run.key) is not run]
         news = [msgspec.structs.replace(run, op_calls=OpCalls()) if run.key in sent else run for run in changed]
         yield msgspec.structs.replace(result, runs=news)
         sent = {run.key: run for run in result.runs}
-
-
-def _grow_plan(
-    options: PlanOptions, name: str, source: TargetSource, isolation: Isolation | None, on_progress: OnProgress | None
-) -> Iterator[Planning]:
-    return growing_planning(source, isolation, options, spec=name, on_progress=on_progress)
 
 
 @dataclass
@@ -135,7 +116,7 @@ class _Session:
     """A target to load, with limits; :meth:`grow` starts the process."""
 
     spec: TargetSpec
-    seed: int
+    options: ScanOptions | PlanOptions
     isolation: Isolation | None
     load_seconds: float
     on_progress: OnProgress | None
@@ -143,16 +124,18 @@ class _Session:
     def grow(self, grow: Grow[Item]) -> Iterator[Item]:
         """Load the target and yield what ``grow`` finds; in this process, if there are no other ones."""
         check_isolation(self.isolation)
-        if (self.isolation or best_isolation(can_spawn=True)) == "none":
-            source = load_here(self.spec, self.seed)
-            yield from grow(source, self.isolation, self.on_progress)
+        best = best_isolation(can_spawn=True)
+        if (self.isolation or best) == "none":
+            source = load_here(self.spec, self.options.seed)
+            yield from self.found(grow, source, self.on_progress)
             return
         log = shared_file()
         try:
+            without_callback = replace(self, on_progress=None)
             worker = FunctionWorker(
-                functools.partial(_work, self.spec, self.seed, self.isolation, self.load_seconds, log, grow),
+                functools.partial(_work, without_callback, log, grow),
                 _DECODER.decode,
-                method="fork" if best_isolation(can_spawn=True) == "fork" else "spawn",
+                method="fork" if best == "fork" else "spawn",
                 log=log,
             )
             worker.set_timeout(self.load_seconds + 1.0)  # the process itself logs where it is
@@ -160,9 +143,13 @@ class _Session:
         finally:
             os.close(log)
 
+    def found(self, grow: Grow[Item], source: TargetSource, on_progress: OnProgress | None) -> Iterator[Item]:
+        """What ``grow`` finds, with the target loaded."""
+        return grow(source, self.isolation, self.options, spec=self.spec.name, on_progress=on_progress)
+
     def _watch(self, worker: FunctionWorker[_Message], log: int) -> Iterator[Any]:
         loaded, step = False, (self.spec.name, "loading")
-        ended: _Ended | None = None
+        ended: Ended | None = None
         with Supervisor[FunctionWorker[_Message], _Message]([worker]) as supervisor:
             for event in supervisor.events():
                 if isinstance(event, StateEvent):
@@ -172,18 +159,18 @@ class _Session:
                         self.on_progress(*step)
                     continue
                 message = event.message
-                if isinstance(message, _Loaded):
+                if isinstance(message, Loaded):
                     loaded = True
                     worker.set_timeout(float("inf"))
                 elif isinstance(message, _Grown):
                     yield message.result or message.planning
-                elif isinstance(message, _Ended):
+                elif isinstance(message, Ended):
                     ended = message
                     worker.set_timeout(EXIT_SECONDS)
                 else:
                     step = (message.run, message.doing)
         if ended is not None:
-            _check_end(ended)
+            ended.check()
 
     def _raise_loss(self, event: StateEvent[Any], loaded: bool, line: str | None) -> NoReturn:
         at = f" at {line}" if line else ""
@@ -202,46 +189,28 @@ class _Session:
         )
 
 
-def _check_end(message: _Ended) -> None:
-    if message.message is not None:
-        raise UsageError(message.message, message.hint)
-    if message.traceback is not None:
-        raise WorkerError(message.traceback)
-
-
 # -- inside the process
 
 
-def _work(
-    spec: TargetSpec,
-    seed: int,
-    isolation: Isolation | None,
-    load_seconds: float,
-    log: int,
-    grow: Grow[Any],
-    send_bytes: SendBytes,
-) -> None:
+def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -> None:
     def send(message: _Message) -> None:
         send_bytes(encoded(message, msgspec.msgpack.encode))
 
+    def load_and_grow() -> None:
+        note_model(log, _packages_named_by(session.spec.name))
+        with _logged_ends(log, session.load_seconds):
+            source = load_here(session.spec, session.options.seed)
+        send(Loaded())
+        for item in session.found(grow, source, lambda run, doing: send(_Progressed(run, doing))):
+            send(_Grown(result=item) if isinstance(item, ScanResult) else _Grown(planning=item))
+
     atexit._clear()  # those of the command
     atexit.register(GUARDIAN.close)
+    ended = Ended.after(load_and_grow)
     try:
-        note_model(log, _packages_named_by(spec.name))
-        with _logged_ends(log, load_seconds):
-            source = load_here(spec, seed)
-        send(_Loaded())
-        for item in grow(source, isolation, lambda run, doing: send(_Progressed(run, doing))):
-            send(_Grown(result=item) if isinstance(item, ScanResult) else _Grown(planning=item))
-        send(_Ended())
-    except UsageError as error:
-        send(_Ended(message=error.message, hint=error.hint))
-    except BaseException as error:
-        end_if_forked(error)
-        try:
-            send(_Ended(traceback=error.args[0] if isinstance(error, WorkerError) else traceback_of(error)))
-        except Exception:
-            os._exit(_UNSENT)
+        send(ended)
+    except Exception:
+        os._exit(_UNSENT)
     atexit._run_exitfuncs()
 
 

@@ -1,18 +1,22 @@
-"""Workers that run a command: one exchanges lines with its supervisor, the other is read after it has ended."""
+"""Workers that run a command: one exchanges lines with its supervisor, the other is read after it has ended; a queue of tasks."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
+import math
 import multiprocessing.connection
 import os
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, NoReturn
+from typing import IO, Generic, NoReturn, Protocol, TypeVar
+
+import msgspec
 
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.process_group import start_command
-from lowprec_check.process.supervisor import Decode, Message, Worker
+from lowprec_check.process.supervisor import Decode, Message, MessageEvent, StateEvent, Supervisor, Worker
 
 _CHUNK = 1 << 16
 
@@ -76,6 +80,108 @@ class LineWorker(Worker[Message]):
         for stream in (self._tasks, self._messages):
             with contextlib.suppress(BrokenPipeError):
                 stream.close()
+
+
+class _HasOp(Protocol):
+    @property
+    def op(self) -> str:
+        """The op that the task is about."""
+
+
+Task = TypeVar("Task", bound=_HasOp)
+
+
+class TaskQueue(Generic[Task, Message]):
+    """Tasks for workers that run one command: a worker has one at a time, and is replaced if it ends.
+
+    The first message of a worker says that it has started, each later one is the answer to its task. While it has a task, its breadcrumb
+    names the op, from when the task is sent.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        decode: Decode[Message],
+        folder: Path,
+        *,
+        environment: Mapping[str, str],
+        start_seconds: float,
+        call_seconds: float,
+        on_send: Callable[[Task], None] = lambda _: None,
+    ) -> None:
+        """A worker is killed if it has not started after ``start_seconds``, or if one call takes longer than ``call_seconds``.
+
+        ``folder`` is for breadcrumbs and logs; ``command`` gets the option ``--breadcrumb``.
+        """
+        self.waiting: collections.deque[Task] = collections.deque()
+        self.workers: list[LineWorker[Message]] = []
+        """Those that run, until :attr:`supervisor` ends."""
+        self.supervisor: Supervisor[LineWorker[Message], Message] = Supervisor()
+        self.deadline = math.inf
+        """``time.monotonic()`` by which every task must have ended."""
+        self.folder = folder
+        self._command, self._decode, self._environment = command, decode, environment
+        self._start_seconds, self._call_seconds, self._on_send = start_seconds, call_seconds, on_send
+        self._working: dict[LineWorker[Message], Task] = {}
+        self._idle: set[LineWorker[Message]] = set()
+        self._started = 0
+
+    def start(self) -> None:
+        """Start a worker."""
+        self._started += 1
+        path = self.folder / f"{self._started}.breadcrumb"
+        worker = LineWorker(
+            [*self._command, "--breadcrumb", str(path)],
+            self._decode,
+            environment=self._environment,
+            log=path.with_suffix(".log"),
+            breadcrumb=Breadcrumb.create(path),
+        )
+        worker.set_timeout(self._start_seconds)
+        self.supervisor.add(worker)
+        self.workers.append(worker)
+
+    def fill(self, workers: int) -> None:
+        """Give tasks to idle workers, and start others until there are ``workers``; those that died while they were idle are dropped."""
+        for worker in [worker for worker in self.workers if worker.exit_code is not None]:
+            self.workers.remove(worker)
+            self._idle.discard(worker)
+            self.supervisor.release(worker)
+            worker.end()
+        for worker in [*self._idle]:
+            self._send_next(worker)
+        for _ in range(workers - len(self.workers)):
+            self.start()
+
+    def events(self) -> Iterator[tuple[Task | None, Message | StateEvent[LineWorker[Message]]]]:
+        """Yield each message with the task that it answers, and the end of each worker with the task that it was at, until none is left.
+
+        ``None`` stands for the task of a worker that had just started. A task that is put back into :attr:`waiting` is sent again.
+        """
+        for event in self.supervisor.events():
+            worker = event.worker
+            if isinstance(event, MessageEvent):
+                self._idle.add(worker)
+                yield self._working.pop(worker, None), event.message
+                self._send_next(worker)
+            elif event.state != "running":
+                self.workers.remove(worker)
+                yield self._working.pop(worker, None), event
+                if self.waiting:
+                    self.start()
+
+    def _send_next(self, worker: LineWorker[Message]) -> None:
+        """Send the next task to an idle worker, if there is one."""
+        worker.deadline, worker.op_limit = self.deadline, math.inf
+        if not self.waiting:
+            return
+        task = self._working[worker] = self.waiting.popleft()
+        self._idle.remove(worker)
+        assert worker.breadcrumb is not None  # see start
+        worker.breadcrumb.enter(task.op, "", None)
+        worker.op_limit = self._call_seconds
+        worker.send_task(msgspec.json.encode(task))
+        self._on_send(task)
 
 
 class CommandWorker(Worker[NoReturn]):

@@ -16,13 +16,13 @@ from multiprocessing.connection import Connection, Pipe
 from pathlib import Path
 from typing import Any, Literal
 
+import msgspec
 import psutil
 
+from lowprec_check.errors import UsageError, traceback_of
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.process.fork import fork
-from lowprec_check.process.guardian import GUARDIAN
 from lowprec_check.process.interpreter import open_descriptors, python_command
-from lowprec_check.process.process_group import ProcessGroup, start_command
+from lowprec_check.process.process_group import GUARDIAN, fork, start_command
 from lowprec_check.process.supervisor import BATCH, Decode, Message, Worker
 
 # -- Whether a process works or only waits
@@ -131,7 +131,10 @@ class FunctionWorker(Worker[Message]):
                 self._group = fork(partial(_run, task, theirs, log))
             else:
                 inherited = [theirs.fileno(), *descriptors, *([log] if log is not None else [])]
-                self._group = _start_fresh(theirs.fileno(), log, inherited)
+                folder, path = GUARDIAN.temporary_folder(), [entry for entry in sys.path if isinstance(entry, str)]
+                start = f"run_fresh({theirs.fileno()}, {log}, {folder!r})"
+                code = f"sys.path[:] = {path!r}\nfrom {__name__} import run_fresh\n{start}"
+                self._group = start_command(python_command(code), descriptors=inherited)
                 self.send(pickle.dumps(task))
         self._activity = Activity(self._group.pid)
 
@@ -177,13 +180,6 @@ class FunctionWorker(Worker[Message]):
         self._at_end = True
 
 
-def _start_fresh(connection: int, log: int | None, descriptors: Sequence[int]) -> ProcessGroup:
-    """An interpreter with the module path of this one, which gets its task through ``connection``."""
-    folder, path = GUARDIAN.temporary_folder(), [entry for entry in sys.path if isinstance(entry, str)]
-    code = f"sys.path[:] = {path!r}\nfrom {__name__} import run_fresh\nrun_fresh({connection}, {log}, {folder!r})"
-    return start_command(python_command(code), descriptors=descriptors)
-
-
 # -- inside the worker
 
 _worker_pid: int | None = None
@@ -200,6 +196,40 @@ def end_if_forked(error: BaseException) -> None:
     if _worker_pid is not None and not in_worker():
         code = error.code if isinstance(error, SystemExit) else 1
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+
+
+class WorkerError(Exception):
+    """The tool itself failed in a worker; the message is the traceback."""
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
+    """The last message of a worker: it is done, or was ended by an error. A worker that dies sends none."""
+
+    value: bytes = b""
+    """What was computed, if it is not sent before."""
+    message: str | None = None
+    """Of a :class:`UsageError`."""
+    hint: str | None = None
+    traceback: str | None = None
+    """Of any other exception: the tool itself failed."""
+
+    @classmethod
+    def after(cls, work: Callable[[], bytes | None]) -> Ended:
+        """Do the ``work``: what it returns, or raises."""
+        try:
+            return cls(value=work() or b"")
+        except UsageError as error:
+            return cls(message=error.message, hint=error.hint)
+        except BaseException as error:
+            end_if_forked(error)
+            return cls(traceback=error.args[0] if isinstance(error, WorkerError) else traceback_of(error))
+
+    def check(self) -> None:
+        """Raise the :class:`UsageError` again, or :class:`WorkerError` for any other exception."""
+        if self.message is not None:
+            raise UsageError(self.message, self.hint)
+        if self.traceback is not None:
+            raise WorkerError(self.traceback)
 
 
 def run_fresh(descriptor: int, log: int | None, folder: str | None) -> None:
@@ -219,7 +249,8 @@ def _run(task: Task, connection: Connection, log: int | None) -> None:
     os.dup2(2, 1)  # what the model prints must not end up in a report on stdout
     if log is not None:
         faulthandler.enable(log)
-    _prefer_for_oom_kill()
+    with contextlib.suppress(OSError):  # if memory runs out, Linux is to kill this process, not its parent
+        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     task(Channel(connection))
     _flush()
 
@@ -228,12 +259,6 @@ def _end_copies() -> None:
     """End a process that the model forked, and that was to end in the call."""
     if not in_worker():
         os._exit(1)
-
-
-def _prefer_for_oom_kill() -> None:
-    """Make Linux kill this process instead of its parent if memory runs out."""
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
 
 
 def _flush() -> None:

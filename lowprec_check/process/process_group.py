@@ -1,15 +1,145 @@
-"""A child process that leads a group, so that it can be ended with everything it started."""
+"""Child processes, each the leader of a group: started by a command or a fork, ended with everything they started."""
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import ctypes
 import os
 import signal
 import subprocess
-from collections.abc import Mapping, Sequence
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import process, util
+from pathlib import Path
 from typing import IO, Any
 
-from lowprec_check.process.guardian import GUARDIAN, announce
+# -- A guardian: a small process that kills this program's workers if the program ends without doing so
+#
+# A program that is killed by SIGKILL cannot end its workers. So each worker runs in a process group of its own, and announces
+# it to the guardian through a pipe. The pipe ends with the last process that holds it, which is this program: then the
+# guardian kills the groups that were announced and not withdrawn, and removes their temporary folders.
+
+_GUARDIAN = """
+import os, select, signal
+for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    signal.signal(number, signal.SIG_IGN)
+left, rest, closed = set(), b"", False
+while (not closed or select.select([0], [], [], 1)[0]) and (chunk := os.read(0, 4096)):
+    *lines, rest = (rest + chunk).split(b"\\0")
+    closed = closed or b"!" in lines
+    for line in lines:
+        (left.add if line[:1] == b"+" else left.discard)(line[1:])
+for group in left:
+    if group.isdigit():
+        try:
+            os.killpg(int(group), signal.SIGKILL)
+        except OSError:
+            pass
+for folder in left:
+    if folder.startswith(b"/"):
+        import shutil
+        shutil.rmtree(folder, ignore_errors=True)
+"""
+
+
+class Guardian:
+    """The guardian of this process; it starts at the first use, and again if it was killed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._folder: str | None = None
+
+    def lifeline(self) -> int:
+        """A new descriptor of the pipe, for one worker, which announces its group and closes it."""
+        with self._lock:
+            return os.dup(self._pipe())
+
+    def withdraw(self, group: int) -> None:
+        """Tell the guardian that a group has ended: its number may be used again by others."""
+        with self._lock:
+            announce(group, os.dup(self._pipe()), ended=True)
+
+    def temporary_folder(self) -> str | None:
+        """The folder for sockets of :mod:`multiprocessing`, for this process and its workers; ``None`` if there can be none.
+
+        Processes that a model starts would make their own, and leave them when they are killed.
+        """
+        known = process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
+        if known is not None:
+            return str(known)
+        with self._lock:
+            lifeline = os.dup(self._pipe())
+        try:
+            self._folder = str(util.get_temp_dir())
+        except OSError:
+            os.close(lifeline)
+            return None
+        announce(self._folder, lifeline)
+        return self._folder
+
+    def _pipe(self) -> int:
+        if self._process is None or self._process.poll() is not None:
+            self._forget()
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", "-c", _GUARDIAN],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                bufsize=0,
+                start_new_session=True,
+                cwd="/",
+            )
+        assert self._process.stdin is not None
+        return self._process.stdin.fileno()
+
+    def close(self) -> None:
+        """At the exit of this process: let the guardian end."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            if self._folder is not None:  # removed by multiprocessing itself
+                announce(self._folder, os.dup(self._process.stdin.fileno()), ended=True)
+            with contextlib.suppress(OSError):  # if a signal left a copy of the descriptor open, the pipe does not end
+                os.write(self._process.stdin.fileno(), b"!\0")
+            self._process.stdin.close()
+            self._process.wait()
+            self._process = None
+
+    def _forget(self) -> None:
+        """Close the pipe without waiting for the guardian."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.returncode = self._process.returncode or 0  # not a child of this process
+            self._process = None
+
+    def after_fork(self) -> None:
+        """In a fork: the guardian is the parent's and waits for the end of the pipe; a thread that was not copied may hold the lock."""
+        self._lock = threading.Lock()
+        self._folder = None  # the parent's
+        self._forget()
+
+
+def announce(entry: int | str, lifeline: int, *, ended: bool = False) -> None:
+    """Tell the guardian of a group or a folder (``entry``), and close the descriptor. A guardian that has died learns nothing."""
+    with contextlib.suppress(OSError):
+        os.write(lifeline, os.fsencode(f"{'-' if ended else '+'}{entry}\0"))
+    os.close(lifeline)
+
+
+GUARDIAN = Guardian()
+
+if hasattr(os, "register_at_fork"):
+    atexit.register(GUARDIAN.close)
+    os.register_at_fork(after_in_child=GUARDIAN.after_fork)
+
+
+# -- A child process that leads a group, so that it can be ended with everything it started
 
 UNKNOWN_EXIT = 255
 """The exit code of a process that something else in this program has waited for."""
@@ -24,7 +154,9 @@ class ProcessGroup:
         """The object of a process that :mod:`subprocess` has started."""
         self._exit_code: int | None = None
         self._has_ended = False
-        self._pidfd = _open_pidfd(pid)
+        self._pidfd: int | None = None
+        with contextlib.suppress(AttributeError, OSError):  # not every system has it
+            self._pidfd = os.pidfd_open(pid)
 
     def waitables(self) -> list[int]:
         """A descriptor that becomes ready when the process ends; none if the kernel has none."""
@@ -45,23 +177,29 @@ class ProcessGroup:
         if self._has_ended:
             return
         self._has_ended = True
-        _kill(self.pid, self.exit_code != UNKNOWN_EXIT)
-        self._wait()
-        GUARDIAN.withdraw(self.pid)
-        if self._pidfd is not None:
-            os.close(self._pidfd)
-            self._pidfd = None
-
-    def _wait(self) -> None:
+        exists = self.exit_code != UNKNOWN_EXIT
+        try:
+            os.killpg(self.pid, signal.SIGKILL)
+        except (
+            ProcessLookupError,
+            PermissionError,
+        ):  # it leads no group yet; macOS does not signal the group of a zombie
+            if exists:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self.pid, signal.SIGKILL)
         # before it is reaped, since subprocess takes an unknown code for 0
         code = _exit_code(self.pid, block=True)
         if self._exit_code is None or code != UNKNOWN_EXIT:
             self._exit_code = code
         if self.popen is not None:
             self.popen.wait()
-            return
-        with contextlib.suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
+        else:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(self.pid, 0)
+        GUARDIAN.withdraw(self.pid)
+        if self._pidfd is not None:
+            os.close(self._pidfd)
+            self._pidfd = None
 
 
 def start_command(
@@ -99,18 +237,70 @@ def _exit_code(pid: int, *, block: bool = False) -> int | None:
     return int(ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status)
 
 
-def _kill(leader: int, exists: bool) -> None:
-    """Kill a group, or its ``leader`` alone if that ``exists`` and leads no group yet."""
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # macOS does not signal the group of a zombie
-        if not exists:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(leader, signal.SIGKILL)
+# -- Forks: a copy of this process that continues in its main thread, without OpenMP's threads
+
+_SOFT = 1
+"""``omp_pause_soft``: threads end, settings stay; the next parallel region starts new threads."""
+
+WHOLE_PROCESS = threading.RLock()
+"""Held while a process forks, and while a model is run in this process, with hooks and modes that a fork must not copy."""
 
 
-def _open_pidfd(pid: int) -> int | None:
-    with contextlib.suppress(AttributeError, OSError):
-        return os.pidfd_open(pid)
-    return None
+def fork(run: Callable[[], object]) -> ProcessGroup:
+    """Start a copy of this process that calls ``run`` in its main thread, then exits without the exit handlers.
+
+    OpenMP keeps a pool of threads for each thread that used it, and the copy would wait for the threads of a pool, which
+    were not copied. So the pool of this thread is released first; if that is not possible, a new thread forks.
+    """
+    with WHOLE_PROCESS:
+        GUARDIAN.temporary_folder()  # made here, so that the copy uses it too
+        lifeline = GUARDIAN.lifeline()
+        try:
+            if _release_threads():
+                pid = _fork(run, lifeline)
+            else:
+                with ThreadPoolExecutor(1) as executor:
+                    pid = executor.submit(_fork, run, lifeline).result()
+        finally:
+            os.close(lifeline)
+    return ProcessGroup(pid)
+
+
+def _release_threads() -> bool:
+    """End the pool of threads of the calling thread, in every GNU OpenMP runtime that is loaded.
+
+    False if a runtime has no function for this (before GCC 9), or the calling thread is in a parallel region. Runtimes
+    of Intel and LLVM handle a fork themselves.
+    """
+    released = True
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="surrogateescape").splitlines()
+        paths = {line[line.index("/") :] for line in lines if "/" in line}
+        for path in paths:
+            if os.path.basename(path).startswith("libgomp"):
+                try:
+                    released &= ctypes.CDLL(path).omp_pause_resource_all(_SOFT) == 0
+                except (OSError, AttributeError):
+                    released = False
+    return released
+
+
+def _fork(run: Callable[[], object], lifeline: int) -> int:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
+        pid = os.fork()
+    if pid == 0:
+        try:
+            os.setsid()
+            announce(os.getpid(), lifeline)
+            null = os.open(os.devnull, os.O_RDONLY)  # a worker has no terminal: its standard input is empty
+            os.dup2(null, 0)
+            os.close(null)
+            sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
+            util._run_after_forkers()  # type: ignore[attr-defined]
+            run()
+            os._exit(0)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return pid

@@ -15,7 +15,7 @@ import pytest
 
 from lowprec_check.analysis.suite_coverage import Coverage, OpUse, indexed
 from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
-from lowprec_check.catalog.numbers import NUMBERS, Numbers, stronger
+from lowprec_check.catalog.records import NUMBERS, Numbers, stronger
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import coverage_gate
 from lowprec_check.pytest_plugin.coverage_gate import CoverageColumn, CoverageOptions, JunitProperties, checked_options

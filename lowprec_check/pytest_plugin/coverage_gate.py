@@ -16,12 +16,18 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from lowprec_check.analysis.coverage_changes import CoverageDiff, diff_coverages
-from lowprec_check.analysis.suite_coverage import Cell, Coverage, cell_of, coverage_of, precision_of
+from lowprec_check.analysis.suite_coverage import (
+    Cell,
+    Coverage,
+    CoverageDiff,
+    cell_of,
+    coverage_of,
+    diff_coverages,
+    precision_of,
+)
 from lowprec_check.catalog.aten import AtenCatalog
-from lowprec_check.catalog.declared import overload_name
 from lowprec_check.catalog.measured import catalog_device
-from lowprec_check.catalog.names import dtype_of, why_not_covered
+from lowprec_check.catalog.names import dtype_of, overload_name, why_not_covered
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin.hooks import is_worker, option_path, option_value, shown_path, wrong_option
 from lowprec_check.report.blocks import Document, Say

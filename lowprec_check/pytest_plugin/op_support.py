@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import importlib.metadata
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
-from typing import Literal, NamedTuple
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 from rich.padding import Padding
 from rich.text import Text
@@ -13,13 +12,20 @@ from rich.text import Text
 from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.run_summary import label, shorten
 from lowprec_check.catalog import declared
-from lowprec_check.catalog.fixes import fixed_since
 from lowprec_check.catalog.measured import at_release, history, sweep_of
-from lowprec_check.catalog.measured_sweep import MeasuredSweep
 from lowprec_check.catalog.names import find
-from lowprec_check.catalog.numbers import why_operator_not_applicable
-from lowprec_check.catalog.records import SHORT, Dtype, Failure, Header, Mode, OpRecord, State, in_samples
-from lowprec_check.catalog.support_cells import declared_cells, measured_cell
+from lowprec_check.catalog.records import (
+    SHORT,
+    Dtype,
+    Failure,
+    Mode,
+    OpRecord,
+    State,
+    in_samples,
+    why_operator_not_applicable,
+)
+from lowprec_check.catalog.support import TorchRelease, fixed_since
+from lowprec_check.catalog.versions import installed_release
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin.marker import is_device_available
 from lowprec_check.report.blocks import Block, Document, Say
@@ -30,6 +36,9 @@ from lowprec_check.schema.axes import catalogued, is_declared
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import counted
 from lowprec_check.schema.verdict import ExceptionInfo
+
+if TYPE_CHECKING:
+    from lowprec_check.engine.sweep.kept_sweep import BriefSweep
 
 # -- Whether an operator runs in a dtype: measured if the device is available, else looked up in the catalog
 
@@ -74,26 +83,44 @@ class Support(NamedTuple):
 
 
 def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False) -> Support:
-    """The support of the operators named ``asked``: of exactly that name, else of all that it may refer to.
-
-    Raises :class:`UsageError` for an unknown name or device.
-    """
+    """The support of the operators named ``asked``; raises :class:`UsageError` for an unknown name or device."""
     if device not in catalogued():
         raise UsageError(f"Unknown device {device!r}.", f"Choose from {', '.join(catalogued())}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
-    found = find(asked, (sweep_of(device) if history(device) else sweep_of("cpu")).records)
-    exact = [record for record in found if record.op == asked.rpartition("::")[2].removeprefix("torch.")]
-    ops = tuple(record.op for record in exact or found)
-    measured = _measured(device, ops)
+    records = _named(asked, device)
+    measured = _measured(device, tuple(record.op for record in records))
     if measured is not None:
-        records = {record.op: record for record in measured.records}
-        states = [_state(records[op], dtype, mode, device, measured.header) for op in ops for mode in modes]
-        return Support(asked, dtype, device, measured.header.torch, "measured here", states)
-    return _from_catalog(asked, ops, dtype, device, modes)
+        found = {record.op: record for record in measured.records}
+        states = [_state(found[record.op], dtype, mode, device, measured.torch) for record in records for mode in modes]
+        return Support(asked, dtype, device, measured.torch, "measured here", states)
+    release: TorchRelease
+    if is_declared(device):
+        release = declared.load(device, declared.known_release(device, installed_release()))
+    else:
+        release = at_release(device, installed_release()) or sweep_of(device)
+    cells = [
+        (record.op, release.cell(record.op, dtype, mode))
+        for record in records
+        if release.counts_for(record.op)
+        for mode in modes
+    ]
+    states = [
+        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.fixed_in, cell.not_applicable)
+        for op, cell in cells
+    ]
+    return Support(asked, dtype, device, release.release, release.basis, states)
+
+
+def _named(asked: str, device: str) -> list[OpRecord]:
+    """The operators of exactly that name; if there are none, all that it may refer to."""
+    sweep = sweep_of(device) if history(device) else sweep_of("cpu")
+    found = find(asked, sweep.records)
+    exact = [record for record in found if record.op == asked.rpartition("::")[2].removeprefix("torch.")]
+    return exact or found
 
 
 @cache
-def _measured(device: str, ops: tuple[str, ...]) -> MeasuredSweep | None:
+def _measured(device: str, ops: tuple[str, ...]) -> BriefSweep | None:
     """Run the samples of the operators in a worker that is kept for others; ``None`` if that is not possible."""
     from lowprec_check.engine.sweep.kept_sweep import measure_briefly
 
@@ -105,33 +132,15 @@ def _measured(device: str, ops: tuple[str, ...]) -> MeasuredSweep | None:
         return None
 
 
-def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, header: Header) -> OpState:
+def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, torch: str) -> OpState:
     if reason := why_operator_not_applicable(record.op, dtype):
         return OpState(record.op, mode, None, not_applicable=reason)
     state = record.state(dtype, mode)
     passed, samples = record.count(dtype, mode) or (None, None)
     failure = record.failure(dtype, mode) if state in ("some", "none") else None
-    sweep = next((s for s in history(device) if s.header.torch == header.torch), None)
+    sweep = next((s for s in history(device) if s.header.torch == torch), None)
     fixed_in = fixed_since(sweep, [record.op], dtype, mode) if sweep and failure else None
     return OpState(record.op, mode, state, passed, samples, failure, fixed_in)
-
-
-def _from_catalog(asked: str, ops: Sequence[str], dtype: Dtype, device: str, modes: tuple[Mode, ...]) -> Support:
-    installed = importlib.metadata.version("torch")
-    evidence: Evidence
-    if is_declared(device):
-        evidence, torch = "declared", declared.known_release(device, installed)
-        cells = [(op, cell) for op in ops for cell in declared_cells(op, device, (dtype,), torch)]
-    else:
-        sweep = at_release(device, declared.release_of(installed)) or sweep_of(device)
-        evidence, torch = "measured", sweep.release
-        cells = [(op, measured_cell(sweep, op, dtype, mode)) for op in ops if op in sweep.records for mode in modes]
-    states = [
-        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.fixed_in, cell.not_applicable)
-        for op, cell in cells
-        if cell.mode in modes
-    ]
-    return Support(asked, dtype, device, torch, evidence, states)
 
 
 # -- Texts of failed assertions: all findings at once, in the format of a scan
@@ -176,7 +185,7 @@ def no_support_text(found: Support) -> str:
         console.print()
         if not found.states:
             console.print(
-                "The catalog has no data for it on this device. Measure it there with `lowprec-check catalog build`."
+                "The catalog has no data for it on this device. docs/catalog.md shows how to measure it there."
             )
         for state in found.failing:
             samples = f", {state.passed} of {state.samples} samples" if state.samples else ""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import os
 import tempfile
 import time
@@ -16,10 +15,8 @@ import pytest
 from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
 from lowprec_check.catalog.records import Dtype
 from lowprec_check.engine.sweep.failures import Raised, kind_of
-from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.process.command_worker import LineWorker
+from lowprec_check.process.command_worker import TaskQueue
 from lowprec_check.process.interpreter import module_command
-from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 from lowprec_check.pytest_plugin.hooks import is_worker
 from lowprec_check.pytest_plugin.marker import is_device_available
 from lowprec_check.schema.base import Struct
@@ -56,7 +53,7 @@ Answers = dict[tuple[str, Dtype], ReplayAnswer]
 
 # -- Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process of its own
 #
-# While tests run, ``fixture/kept_calls.py`` keeps a call of each such op, and makes it again in that process.
+# While tests run, ``fixture/kept_calls.py`` keeps a call of each such op; ``fixture/cast_replay.py`` makes it again.
 
 _KEPT = "lowprec_kept_calls"
 _TRIED = "one call of these tests, tried here,"
@@ -127,7 +124,7 @@ class KeptCalls:
                 self.answers[op, dtype] = ReplayAnswer(why_not=why_not)
         if tasks:
             with tempfile.TemporaryDirectory(prefix="lowprec-check-") as folder:
-                self.answers |= CastReplay(tasks, Path(folder)).run()
+                self.answers |= replay_calls(tasks, Path(folder))
 
     def settled(self, op: str, dtype: Dtype, support: AtenSupport) -> AtenSupport:
         """The support of an op, with what its call has shown."""
@@ -161,73 +158,43 @@ def with_answer(op: str, support: AtenSupport, answer: ReplayAnswer) -> AtenSupp
 
 # -- The process
 
-WORKER = "lowprec_check.pytest_plugin.fixture.kept_calls"
+WORKER = "lowprec_check.pytest_plugin.fixture.cast_replay"
 START_SECONDS = 120.0
 CALL_SECONDS = 10.0
 """A call that takes longer is ended, and its op stays unknown."""
 ALL_SECONDS = 120.0
 """Ops that were not tried after this time stay unknown."""
 
-ReplayWorker = LineWorker[ReplayAnswer]
 
-
-class CastReplay:
-    """Makes calls in a process, and in another after a call that ends it."""
-
-    def __init__(self, tasks: Iterable[ReplayTask], folder: Path) -> None:
-        self.waiting = collections.deque(tasks)
-        self.folder, self.answers = folder, Answers()
-        self.current: ReplayTask | None = None
-        self.started = 0
-
-    def run(self) -> Answers:
-        """Run until every call is tried, or the time is up."""
-        end = time.monotonic() + ALL_SECONDS
-        with Supervisor[ReplayWorker, ReplayAnswer](tick=0.1) as supervisor:
-            supervisor.add(self._start())
-            for event in supervisor.events():
-                if isinstance(event, MessageEvent):
-                    self._answer(event.message)
-                    event.worker.set_timeout(ALL_SECONDS)
-                    self.current = self.waiting.popleft() if self.waiting else None
-                    if self.current is not None:
-                        event.worker.send_task(msgspec.json.encode(self.current))
-                elif event.state != "running":
-                    self._note_end(event)
-                    if self.waiting:
-                        supervisor.add(self._start())
-                if (self.current is None and not self.waiting) or time.monotonic() > end:
-                    break
-        return self.answers
-
-    def _start(self) -> ReplayWorker:
-        self.started += 1
-        path = self.folder / f"{self.started}.breadcrumb"
-        worker: ReplayWorker = LineWorker(
-            module_command(WORKER, "--breadcrumb", str(path)),
-            msgspec.json.Decoder(ReplayAnswer).decode,
-            environment=os.environ | {"OMP_NUM_THREADS": "1"},
-            log=path.with_suffix(".log"),
-            breadcrumb=Breadcrumb.create(path),
-        )
-        worker.set_timeout(START_SECONDS)
-        worker.op_limit = CALL_SECONDS
-        return worker
-
-    def _answer(self, answer: ReplayAnswer) -> None:
-        if self.current is not None:
-            self.answers[self.current.op, self.current.dtype] = answer
-
-    def _note_end(self, ended: StateEvent[ReplayWorker]) -> None:
-        """Note how a process ended in a call. After one that did not start, nothing is tried any more."""
-        if self.current is None:
-            self.waiting.clear()
-            return
-        if ended.exit_code is None:
-            raised = Raised("timeout", f"no result within {CALL_SECONDS:.0f} s", died=True)
-        else:
-            raised = Raised(signal_name(ended.exit_code) or "exit", describe_exit(ended.exit_code), died=True)
-        in_fp32 = ended.position is None or ended.position.module == "float32"
-        why_not = f"the call does not run again as it was: {raised.message}"
-        self._answer(ReplayAnswer(why_not=why_not) if in_fp32 else ReplayAnswer(tried=True, raised=raised))
-        self.current = None
+def replay_calls(tasks: Iterable[ReplayTask], folder: Path) -> Answers:
+    """Make calls in a process, and in another after a call that ends it, until every call is tried or the time is up."""
+    queue: TaskQueue[ReplayTask, ReplayAnswer] = TaskQueue(
+        module_command(WORKER),
+        msgspec.json.Decoder(ReplayAnswer).decode,
+        folder,
+        environment=os.environ | {"OMP_NUM_THREADS": "1"},
+        start_seconds=START_SECONDS,
+        call_seconds=CALL_SECONDS,
+    )
+    answers: Answers = {}
+    queue.waiting.extend(tasks)
+    total = len(queue.waiting)
+    queue.deadline = time.monotonic() + ALL_SECONDS
+    with queue.supervisor:
+        queue.start()
+        for task, event in queue.events():
+            is_late = time.monotonic() > queue.deadline
+            if isinstance(event, ReplayAnswer):
+                if task is not None:
+                    answers[task.op, task.dtype] = event
+            elif task is None or is_late:  # a process that does not start is not tried again
+                break
+            else:
+                raised = Raised.of_end(event.exit_code, f"no result within {CALL_SECONDS:.0f} s")
+                in_dtype = event.position is not None and event.position.module == task.dtype
+                why_not = f"the call does not run again as it was: {raised.message}"
+                answer = ReplayAnswer(tried=True, raised=raised) if in_dtype else ReplayAnswer(why_not=why_not)
+                answers[task.op, task.dtype] = answer
+            if len(answers) == total or is_late:
+                break
+    return answers

@@ -8,13 +8,10 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from lowprec_check.analysis.rules.registry import Rule
-from lowprec_check.catalog.declared_support import OnCpu
-from lowprec_check.catalog.missing_ops import Gaps, MissingOp
-from lowprec_check.catalog.op_lookup import OpAnswer
+from lowprec_check.catalog.answers import Difference, Gaps, MissingOp, OpAnswer, OpChange
 from lowprec_check.catalog.records import SHORT, STATES, Mode, State, in_samples
-from lowprec_check.catalog.support_cells import SupportCell
-from lowprec_check.catalog.toml_tables import version_key
-from lowprec_check.catalog.version_diff import Difference, OpChange
+from lowprec_check.catalog.support import OnCpu, SupportCell
+from lowprec_check.catalog.versions import version_key
 from lowprec_check.report.blocks import (
     Block,
     Column,

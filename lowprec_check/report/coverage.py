@@ -7,16 +7,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from lowprec_check.analysis.coverage_changes import (
+from lowprec_check.analysis.suite_coverage import (
+    Cell,
     CellBefore,
     CellChange,
+    Coverage,
     CoverageDiff,
     CoverageSide,
     GapChange,
+    OpUse,
+    cell_of,
+    precision_of,
     reason_of,
 )
-from lowprec_check.analysis.suite_coverage import Cell, Coverage, OpUse, cell_of, precision_of
-from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.names import overload_name
 from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table
 from lowprec_check.report.diff import compared
 from lowprec_check.report.foreign_text import workflow_command

@@ -11,8 +11,8 @@ import pkgutil
 from pathlib import Path
 from typing import ClassVar
 
-from lowprec_check.analysis.coverage_changes import CoverageDiff
 from lowprec_check.analysis.diff import ScanDiff
+from lowprec_check.analysis.suite_coverage import CoverageDiff
 from lowprec_check.errors import UsageError
 from lowprec_check.report.blocks import Document
 from lowprec_check.report.diff import diff_document

@@ -12,7 +12,7 @@ from lowprec_check.analysis.rules.registry import Rule, rules
 from lowprec_check.analysis.run_summary import candidates, degenerate_output, label
 from lowprec_check.analysis.statements.advice import basis, sentences, verdict
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.report.blocks import (
     Block,
     CodeBlock,

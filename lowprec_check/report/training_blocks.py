@@ -54,7 +54,12 @@ def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[B
     yield from _gradients(result)
     yield Heading("Lost updates", anchor="lost")
     yield from _items(said, "lost-updates", first=("warn", "none"))
-    rows = [Row(cells) for run in result.runs for cells in _lost(run)]
+    rows = []
+    for run in result.runs:
+        for kind in lost_kinds(run):
+            elements = sum(one.elements for one in kind.tensors)
+            most = f"{tensor_name(kind.worst)}, {percent(kind.worst.lost)}" if kind.share else None
+            rows.append(Row([label(run), kind.name, len(kind.tensors), elements, kind.share, kind.decay, most]))
     if rows:
         yield Fold("Lost updates by kind of value", [Table(_LOST, rows, "lost updates", headings=2)], detail="all")
 
@@ -92,35 +97,35 @@ def _columns() -> tuple[Column, ...]:
 
 
 def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
-    best, advice = recommended_run(result), result.recommendation
+    best, advice, columns = recommended_run(result), result.recommendation, _columns()
     wanted = advice.way if advice is not None and not advice.stay_in_fp32 else None
-    news: list[tuple[TrainingWay, Row]] = []
-    others: list[tuple[TrainingWay, Row]] = []
-    for run in result.runs:
-        for way, is_news in _told(run):
-            (news if is_news else others).append((way, _way(run, way, setup, wanted if run is best else None)))
-    reference, columns, table = list(_reference(result, setup)), _columns(), "ways to train"
+    told = [(run, way, is_news) for run in result.runs for way, is_news in _told(run)]
+    news, others = (
+        [_way(run, way, setup, wanted if run is best else None) for run, way, is_news in told if is_news == which]
+        for which in (True, False)
+    )
+    fp32, reference = reference_of(result.runs), []
+    if fp32 is not None and (way := first_way(fp32)) is not None:
+        loss = setup.losses[-1] if setup.losses else None
+        figures = (loss, None, None, None, way.state_bytes, None)
+        reference = [Row(["fp32", way.declared.words, "reference", *figures])]
     yield Heading("Ways to train", anchor="ways")
     if news:
-        yield Table(columns, [*reference, *(row for _, row in news)], table, headings=2).with_content()
+        yield Table(columns, [*reference, *news], "ways to train", headings=2).with_content()
     if others:
-        passing = sum(way.status == "ok" for way, _ in others)
-        title = _title(passing, len(others) - passing, "more " if news else "")
-        rows = [row for _, row in others]
-        found = Table(columns, rows if news else [*reference, *rows], table, headings=2)
-        yield Fold(title, [found.with_content()], detail="more")
+        passing = sum(way.status == "ok" for _, way, is_news in told if not is_news)
+        failing, more, parts = len(others) - passing, "more " if news else "", []
+        if passing:
+            parts.append(f"{counted(passing, f'{more}way')} to train {'passes' if passing == 1 else 'pass'}")
+        if failing:
+            what = str(failing) if passing else f"{counted(failing, f'{more}way')} to train"
+            parts.append(f"{what} {'fails as its' if failing == 1 else 'fail as their'} precision does")
+        rows = others if news else [*reference, *others]
+        table = Table(columns, rows, "ways to train", headings=2).with_content()
+        yield Fold(", ".join(parts), [table], detail="more")
     band = _band(setup)
     if band:
         yield Say(band, role="hint", detail="more")
-
-
-def _title(passing: int, failing: int, more: str) -> str:
-    """``4 more ways to train pass, 2 fail as their precision does``."""
-    parts = [f"{counted(passing, f'{more}way')} to train {'passes' if passing == 1 else 'pass'}"] if passing else []
-    if failing:
-        what = str(failing) if passing else f"{counted(failing, f'{more}way')} to train"
-        parts.append(f"{what} {'fails as its' if failing == 1 else 'fail as their'} precision does")
-    return ", ".join(parts)
 
 
 def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
@@ -128,14 +133,14 @@ def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
     fails, those that do not fail as the first does, and the first with them.
     """
     ways = [] if run.is_reference else ways_tried(run)
-    if not ways:
-        return
-    if ways[0].status == "ok":
+    if ways and ways[0].status == "ok":
         yield from ((way, way.status != "ok") for way in ways)
-        return
-    same = (ways[0].status, ways[0].exception, ways[0].divergence)
-    news = [(way.status, way.exception, way.divergence) != same for way in ways]
-    yield from zip(ways, [any(news), *news[1:]], strict=True)
+    elif ways:
+        news = [
+            (way.status, way.exception, way.divergence) != (ways[0].status, ways[0].exception, ways[0].divergence)
+            for way in ways
+        ]
+        yield from zip(ways, [any(news), *news[1:]], strict=True)
 
 
 def _way(run: Run, way: TrainingWay, setup: TrainingSetup, recommended: str | None) -> Row:
@@ -151,14 +156,6 @@ def _way(run: Run, way: TrainingWay, setup: TrainingSetup, recommended: str | No
     return Row([label(run), way.declared.words, way.status, *figures, said and said.text], tag)
 
 
-def _reference(result: ScanResult, setup: TrainingSetup) -> Iterator[Row]:
-    reference = reference_of(result.runs)
-    way = first_way(reference) if reference is not None else None
-    if way is not None:
-        loss = setup.losses[-1] if setup.losses else None
-        yield Row(["fp32", way.declared.words, "reference", loss, None, None, None, way.state_bytes, None])
-
-
 def _band(setup: TrainingSetup) -> str:
     """What fp32 runs from other seeds reach."""
     parts = []
@@ -167,13 +164,11 @@ def _band(setup: TrainingSetup) -> str:
         parts.append(f"a loss of {low} – {high}")
     if setup.distances:
         parts.append(f"weights up to {shown(setup.distances[-1], 'error')} from those of fp32")
-    seeds = counted(setup.seeds, "other seed")
-    return (
-        f"fp32 with {seeds}, counted from the first loss of fp32: {', '.join(parts)}" if setup.seeds and parts else ""
-    )
+    seeds = f"fp32 with {counted(setup.seeds, 'other seed')}, counted from the first loss of fp32"
+    return f"{seeds}: {', '.join(parts)}" if setup.seeds and parts else ""
 
 
-# -- gradients and updates
+# -- gradients
 
 
 def _gradients(result: ScanResult) -> Iterator[Block]:
@@ -181,8 +176,11 @@ def _gradients(result: ScanResult) -> Iterator[Block]:
     for run in result.runs:
         found = run.training.gradients if run.training is not None and not run.is_reference else []
         if found:
-            worst = sorted(found, key=_order, reverse=True)
-            rows = [Row(list(_gradient(one))) for one in worst[:_PARAMETERS]]
+            rows = []
+            for one in sorted(found, key=_order, reverse=True)[:_PARAMETERS]:
+                error = ErrorOf(None, text="Inf/NaN") if one.error is None and one.overflow else one.error
+                figures = (error, one.error_share, one.absmax, one.underflow, one.overflow)
+                rows.append(Row([one.parameter, one.elements, *figures]))
             left_out = max(0, len(found) - _PARAMETERS)
             table = Table(_GRADIENTS, rows, f"gradients, {label(run)}", searchable=True, left_out=left_out)
             yield Fold(f"Gradients by parameter: {label(run)}", [table], detail="all")
@@ -190,17 +188,3 @@ def _gradients(result: ScanResult) -> Iterator[Block]:
 
 def _order(found: ParameterGradient) -> tuple[float, ...]:
     return found.overflow, found.underflow if found.underflow >= MATTERS else 0.0, found.error_share or 0.0
-
-
-def _gradient(found: ParameterGradient) -> Iterator[object]:
-    yield from (found.parameter, found.elements)
-    yield ErrorOf(None, text="Inf/NaN") if found.error is None and found.overflow else found.error
-    yield from (found.error_share, found.absmax, found.underflow, found.overflow)
-
-
-def _lost(run: Run) -> Iterator[list[object]]:
-    """A row for each kind of tensor, for each parameter group and each key of the optimizer's state."""
-    for kind in lost_kinds(run):
-        elements = sum(one.elements for one in kind.tensors)
-        most = f"{tensor_name(kind.worst)}, {percent(kind.worst.lost)}" if kind.share else None
-        yield [label(run), kind.name, len(kind.tensors), elements, kind.share, kind.decay, most]

@@ -2,8 +2,8 @@
 
 Other packages add to an axis through the entry-point group ``lowprec_check.axes``: each entry point names a
 :class:`~lowprec_check.schema.precisions.Precision`, a :class:`~lowprec_check.schema.axes.Backend`, a
-:class:`~lowprec_check.schema.axes.Device`, a :class:`~lowprec_check.report.registry.ReportFormat` or a
-:class:`~lowprec_check.schema.what_if.WhatIfFormat`.
+:class:`~lowprec_check.schema.axes.Device`, a :class:`~lowprec_check.report.registry.ReportFormat`, a
+:class:`~lowprec_check.schema.what_if.WhatIfFormat` or a :class:`~lowprec_check.schema.ways_to_train.WayToTrain`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 from lowprec_check.errors import UsageError, message_of, type_name
 
 ENTRY_POINTS = "lowprec_check.axes"
-_KINDS = ("Precision", "Backend", "Device", "ReportFormat", "WhatIfFormat")
+_KINDS = ("Precision", "Backend", "Device", "ReportFormat", "WhatIfFormat", "WayToTrain")
 """The classes of what other packages add; by name, since they are defined in modules that import this one."""
 
 
@@ -62,7 +62,7 @@ def added_by_packages() -> tuple[Added, ...]:
         if isinstance(item, type) or not isinstance(getattr(item, "name", None), str) or kinds.isdisjoint(_KINDS):
             raise UsageError(
                 f"{package} registers {entry.name!r} with lowprec-check, which is {_kind_of(item)}.",
-                "Register a Precision, a Backend, a Device, a ReportFormat or a WhatIfFormat: an object, not its class.",
+                "Register a Precision, a Backend, a Device, a ReportFormat, a WhatIfFormat or a WayToTrain: an object, not its class.",
             )
         found.append(Added(package, item))
     return tuple(found)

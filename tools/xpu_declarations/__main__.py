@@ -9,14 +9,16 @@ import argparse
 import re
 import subprocess
 import zipfile
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
 from lowprec_check.catalog.data_files import data_folder
-from lowprec_check.catalog.declared import release_of
-from lowprec_check.catalog.declared_file import DeclaredFile, DeclaredRow, Source, encode_declared
+from lowprec_check.catalog.declared import DeclaredRow, DeclaredVersion, Source, read_declared
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.errors import UsageError
+from tools.catalog_files import encode
 from tools.xpu_declarations import dtypes, kernels, registrations
 from tools.xpu_declarations.corrections import Corrections
 
@@ -142,9 +144,11 @@ def rows(
 
 def save(path: Path, release: str, sources: dict[str, Source], table: dict[str, DeclaredRow]) -> None:
     """Write a release to the file of the device; earlier declarations for it are replaced."""
-    file = DeclaredFile(path) if path.exists() else None
-    existing = {known: (file.sources[known], file.release(known)) for known in file.releases} if file else {}
-    path.write_bytes(encode_declared("xpu", {**existing, release: (sources, table)}))
+    tables: list[tuple[DeclaredVersion, Mapping[str, DeclaredRow]]] = [(DeclaredVersion(release, sources), table)]
+    if path.exists():
+        file = read_declared(path)
+        tables += [(version, file.table(i)) for i, version in enumerate(file.versions) if version.torch != release]
+    path.write_bytes(encode(tables))
 
 
 def main() -> None:

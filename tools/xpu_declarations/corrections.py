@@ -7,8 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from lowprec_check.catalog.declared_file import Registration, Source
-from lowprec_check.catalog.toml_tables import read_tables, version_key
+from lowprec_check.catalog.data_files import read_tables
+from lowprec_check.catalog.declared import Source
+from lowprec_check.catalog.support import Registration
+from lowprec_check.catalog.versions import version_key
 from lowprec_check.errors import UsageError
 from tools.xpu_declarations.dtypes import DTYPES, DtypeAnswer
 from tools.xpu_declarations.registrations import OpRegistration

@@ -17,7 +17,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from lowprec_check.catalog.declared_file import Registration
+from lowprec_check.catalog.support import Registration
 
 IMPLICIT = "CompositeImplicitAutograd"
 COMPOSITE = frozenset({IMPLICIT, "CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional"})

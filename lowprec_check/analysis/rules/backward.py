@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.rules.registry import Finding, rule
 from lowprec_check.analysis.rules.relevance import passing_elsewhere
-from lowprec_check.analysis.training_status import trained_runs, ways_tried
-from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.scan_result import Run, ScanResult, Severity
-from lowprec_check.schema.statements import Sentence, chained, counted, say
-from lowprec_check.schema.training import LossScale, ParameterGradient, TrainingRun, TrainingWay
+from lowprec_check.analysis.training_status import trained_runs
+from lowprec_check.schema.axes import device_type
+from lowprec_check.schema.scan_result import ScanResult, Severity
+from lowprec_check.schema.statements import chained, counted, say
+from lowprec_check.schema.training import ParameterGradient
 
 UNDERFLOWS = 0.1
 """A share of the elements of a gradient that is worth a finding."""
@@ -55,7 +55,15 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
         for gradient in training.gradients:
             if gradient.underflow >= UNDERFLOWS:
                 modules.setdefault(gradient.parameter.rpartition(".")[0], []).append(gradient)
-        way = _scaled_way(run, result)
+        best, scale, about = result.recommendation, training.loss_scale, training.ways[:1]
+        if best is not None and (best.label, best.keep_fp32) == (run.key.label, run.keep_fp32):
+            about = [*(way for way in training.ways if way.name == best.way), *about]
+        way = next((way for way in about if way.initial_scale and way.status == "ok"), None)
+        suits = scale is not None and not scale.skipped_steps and (scale.underflow or 0.0) < UNDERFLOWS
+        first = f", init_scale={scale.scale:g}" if scale is not None and suits else ""
+        code = f'torch.amp.GradScaler("{device_type(run.device)}"{first})'
+        needs = "" if run.is_autocast else ", with fp32 weights: under autocast, or as fp32 master weights"
+        advice = say(f"scale the loss: {{code:text}}{needs}", code=code)
         for module, found in sorted(modules.items(), key=lambda item: -_mean_underflow(item[1])):
             message = say(
                 "gradients that are non-zero in fp32 became zero: {share:percent} of the elements of {parameters:names}",
@@ -68,7 +76,7 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
                 run,
                 module,
                 _GRADIENT,
-                help=_scaling_advice(run, training, result),
+                help=chained(advice, passing_elsewhere(run, result), between=", or "),
                 severity="note" if way is not None else None,
             )
 
@@ -76,27 +84,6 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
 def _mean_underflow(gradients: Sequence[ParameterGradient]) -> float:
     elements = sum(gradient.elements for gradient in gradients)
     return sum(gradient.underflow * gradient.elements for gradient in gradients) / max(elements, 1)
-
-
-def _scaled_way(run: Run, result: ScanResult) -> TrainingWay | None:
-    """The way with loss scaling that the scan recommends, or that the run is about, if it passes."""
-    best, tried = result.recommendation, ways_tried(run)
-    about = tried[:1]
-    if best is not None and (best.label, best.keep_fp32) == (run.key.label, run.keep_fp32):
-        about = [*(way for way in tried if way.name == best.way), *about]
-    return next((way for way in about if way.initial_scale and way.status == "ok"), None)
-
-
-def _scaling_advice(run: Run, training: TrainingRun, result: ScanResult) -> Sentence:
-    """How to scale the loss in this precision, and which other dtype needs no scaling."""
-    scale = training.loss_scale
-    suits = scale is not None and not scale.skipped_steps and (scale.underflow or 0.0) < UNDERFLOWS
-    first = f", init_scale={scale.scale:g}" if scale is not None and suits else ""
-    code = f'torch.amp.GradScaler("{run.key.device.partition(":")[0]}"{first})'
-    needs = "" if run.is_autocast else ", with fp32 weights: under autocast, or as fp32 master weights"
-    return chained(
-        say(f"scale the loss: {{code:text}}{needs}", code=code), passing_elsewhere(run, result), between=", or "
-    )
 
 
 @rule("LP502", "gradient-not-finite", "error")
@@ -123,32 +110,31 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
     """
     for run, training in trained_runs(result):
         wrong, way = [found for found in training.gradients if found.overflow > 0], training.way("plain")
-        if wrong and way is not None and way.losses and way.losses[0] is not None:  # the loss of these gradients
-            backward = (row for row in run.op_calls.rows() if row.phase == "backward")
-            first = next((row for row in backward if row.introduced_nan or row.introduced_inf), None)
-            yield _not_finite(run, result, wrong, first)
-
-
-def _not_finite(run: Run, result: ScanResult, wrong: Sequence[ParameterGradient], first: OpCall | None) -> Finding:
-    elements = sum(max(1, round(found.overflow * found.elements)) for found in wrong)
-    total = sum(found.elements for found in wrong)
-    message = say(
-        "the gradients of {parameters:names} have NaN or Inf where those of fp32 are finite, in {values:of element}",
-        parameters=[found.parameter for found in wrong],
-        values=[elements, total],
-    )
-    advice = chained(say("try the forward op in fp32, on x.float()"), passing_elsewhere(run, result), between=", or ")
-    severity: Severity | None = "warning" if run.status == "ok" else None
-    if first is None:
-        module = wrong[0].parameter.rpartition(".")[0]
-        message = chained(message, say("no op of the analysis turns finite values into them"))
-        return Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
-    what = "NaN" if first.introduced_nan else "Inf"
-    message = chained(
-        message, say("{what:text} originates in {op:op}, whose inputs are finite", what=what, op=first.op)
-    )
-    source = first.source or result.model.source
-    return Finding(message, run, first.module, first.op, source, help=advice, severity=severity)
+        if not wrong or way is None or way.losses[:1] in ([], [None]):  # the loss of these gradients is not finite
+            continue
+        words = (
+            "the gradients of {parameters:names} have NaN or Inf where those of fp32 are finite, in {values:of element}"
+        )
+        elements = sum(max(1, round(found.overflow * found.elements)) for found in wrong)
+        values = [elements, sum(found.elements for found in wrong)]
+        message = say(words, parameters=[found.parameter for found in wrong], values=values)
+        advice = chained(
+            say("try the forward op in fp32, on x.float()"), passing_elsewhere(run, result), between=", or "
+        )
+        severity: Severity | None = "warning" if run.status == "ok" else None
+        backward = (row for row in run.op_calls.rows() if row.phase == "backward")
+        first = next((row for row in backward if row.introduced_nan or row.introduced_inf), None)
+        if first is None:
+            module = wrong[0].parameter.rpartition(".")[0]
+            message = chained(message, say("no op of the analysis turns finite values into them"))
+            yield Finding(message, run, module, _GRADIENT, help=advice, severity=severity)
+            continue
+        origin, what = (
+            "{what:text} originates in {op:op}, whose inputs are finite",
+            "NaN" if first.introduced_nan else "Inf",
+        )
+        message, source = chained(message, say(origin, what=what, op=first.op)), first.source or result.model.source
+        yield Finding(message, run, first.module, first.op, source, help=advice, severity=severity)
 
 
 @rule("LP509", "scaler-skips", "warning")
@@ -176,22 +162,16 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
             if few or way.declared.is_trap or way.status == "nonfinite":  # then no scale helps: see LP507
                 continue
             named = "" if way.name == "grad-scaler" else f"{way.declared.words}: "
-            scale = (
-                say(" with an initial loss scale of {scale:scale}", scale=way.initial_scale)
-                if way.initial_scale
-                else None
-            )
+            suggested, initial, scale = training.loss_scale, way.initial_scale or 0.0, None
+            if initial:
+                scale = say(" with an initial loss scale of {scale:scale}", scale=initial)
             skipped = say("{way:text}GradScaler skipped {steps:count step}", way=named, steps=way.skipped_steps)
             message = chained(skipped, scale, say(": gradients overflow"), between="")
-            yield Finding(message, run, help=_smaller_scale(training.loss_scale, way))
+            advice = "try a smaller initial scale"
+            if suggested is not None and suggested.scale < initial and suggested.skipped_steps is not None:
+                fewer = counted(suggested.skipped_steps, "step") if suggested.skipped_steps else "no step"
+                advice = f"use GradScaler(init_scale={suggested.scale:g}), which skipped {fewer}"
+            elif way.final_scale and way.final_scale < initial:
+                advice += f": it ended at {way.final_scale:g}"
+            yield Finding(message, run, help=advice)
             break
-
-
-def _smaller_scale(suggested: LossScale | None, way: TrainingWay) -> str:
-    smaller = suggested is not None and suggested.scale < (way.initial_scale or 0.0)
-    if suggested is not None and smaller and suggested.skipped_steps is not None:
-        skipped = counted(suggested.skipped_steps, "step") if suggested.skipped_steps else "no step"
-        return f"use GradScaler(init_scale={suggested.scale:g}), which skipped {skipped}"
-    if way.final_scale and way.final_scale < (way.initial_scale or 0.0):
-        return f"try a smaller initial scale: it ended at {way.final_scale:g}"
-    return "try a smaller initial scale"

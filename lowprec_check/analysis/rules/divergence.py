@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import recommended_instead
 from lowprec_check.analysis.training_status import first_way, trained_runs, way_text
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import Sentence, chained, say
 from lowprec_check.schema.training import Divergence, TrainingSetup, TrainingWay
 
@@ -93,7 +93,13 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
         parameter = way.divergence.parameter if way.divergence else None
         message = _nonfinite(way, setup) if way.status == "nonfinite" else _outside(way.divergence)
         module = parameter.rpartition(".")[0] if parameter else None
-        yield Finding(message, run, module, help=_instead(run, result))
+        advice, best = "fix the other findings of this run, or try the module in fp32", recommended_instead(run, result)
+        if best is not None and best.keep_fp32 and best.label == run.key.label:
+            trained = f", and train{way_text(best.way)}" if way_text(best.way) else ""
+            advice = f"keep the modules in fp32 that the recommendation names{trained}"
+        elif best is not None:
+            advice = f"use {best.label}{way_text(best.way)}"
+        yield Finding(message, run, module, help=advice)
 
 
 def _nonfinite(way: TrainingWay, setup: TrainingSetup) -> Sentence:
@@ -117,7 +123,7 @@ def _outside(found: Divergence | None) -> Sentence:
     if not found.step:
         first = "the loss is outside the range of fp32 runs before the first step: off by {value:three}"
         return say(first, value=found.value)
-    told = say(_OUTSIDE.get(found.what, _PROGRESS), step=found.step, value=found.value, limit=found.limit)
+    told = say(_OUTSIDE.get(found.what, _OUTSIDE["progress"]), step=found.step, value=found.value, limit=found.limit)
     furthest = say("furthest from fp32: {parameter:text}", parameter=found.parameter) if found.parameter else None
     return chained(told, furthest)
 
@@ -127,19 +133,8 @@ _OUTSIDE = {
     "the limit is {limit:three}",
     "weights": "from step {step:number} on, the weights differ from those of fp32 by {value:figure} of the way that these moved; "
     "the limit is {limit:three}",
+    "progress": "from step {step:number} on, the weights have moved {value:figure} times as far as in fp32; the limit is {limit:three}",
 }
-_PROGRESS = "from step {step:number} on, the weights have moved {value:figure} times as far as in fp32; the limit is {limit:three}"
-
-
-def _instead(run: Run, result: ScanResult) -> str:
-    """What the scan recommends, if that is something else."""
-    best = recommended_instead(run, result)
-    if best is not None:
-        way = way_text(best.way)
-        if best.keep_fp32 and best.label == run.key.label:
-            return f"keep the modules in fp32 that the recommendation names{f', and train{way}' if way else ''}"
-        return f"use {best.label}{way}"
-    return "fix the other findings of this run, or try the module in fp32"
 
 
 @rule("LP508", "stale-autocast-cache", "note")

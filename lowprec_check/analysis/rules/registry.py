@@ -13,7 +13,7 @@ import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from lowprec_check.catalog.fixes import find_fix
+from lowprec_check.catalog.answers import find_fix
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
 from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError

@@ -59,28 +59,29 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
         several = len({tensor.group for tensor in weights}) > 1
         for group in sorted({tensor.group or 0 for tensor in weights}):
             found = _Loss([tensor for tensor in weights if (tensor.group or 0) == group])
-            if max(found.share, found.decay or 0.0) >= LOST:
-                message = _lost(found, group if several else None)
-                yield Finding(message, run, found.module, help=what_recovers(run, result))
+            decay, which = found.decay or 0.0, {"group": group} if several else {}
+            of = " of parameter group {group:number}" if several else ""
+            if found.share >= LOST:
+                message = chained(
+                    say(
+                        f"{{lost:percent}} of the updates of weights{of} are lost to rounding",
+                        lost=found.share,
+                        **which,
+                    ),
+                    say("by weight decay alone: {decay:percent}", decay=decay) if decay >= LOST else None,
+                    found.most(),
+                )
+            elif decay >= LOST:
+                alone = f"{{decay:percent}} of the updates of weights{of} by weight decay alone are lost to rounding, {{lost:percent}} of those with gradients"
+                message = say(alone, decay=decay, lost=found.share, **which)
+            else:
+                continue
+            yield Finding(message, run, found.module, help=what_recovers(run, result))
         averages = [tensor for tensor in training.lost_updates if tensor.values == "average"]
         if averages and (average := _Loss(averages)).share >= LOST:
             words = "{lost:percent} of the updates of the average of the weights are lost to rounding"
             advice = "keep the average in fp32: AveragedModel(model.float())"
             yield Finding(say(words, lost=average.share), run, average.module, help=advice)
-
-
-def _lost(found: _Loss, group: int | None) -> Sentence:
-    """What the weights lose, all or those of a parameter ``group``."""
-    decay, which = found.decay or 0.0, {} if group is None else {"group": group}
-    of = " of parameter group {group:number}" if which else ""
-    if found.share < LOST:
-        alone = f"{{decay:percent}} of the updates of weights{of} by weight decay alone are lost to rounding, {{lost:percent}} of those with gradients"
-        return say(alone, decay=decay, lost=found.share, **which)
-    return chained(
-        say(f"{{lost:percent}} of the updates of weights{of} are lost to rounding", lost=found.share, **which),
-        say("by weight decay alone: {decay:percent}", decay=decay) if decay >= LOST else None,
-        found.most(),
-    )
 
 
 def what_recovers(run: Run, result: ScanResult) -> str:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from lowprec_check.analysis.run_summary import candidates, reference_of
 from lowprec_check.analysis.speed import CHANGED, cores_were_used, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import chained, plain, say

@@ -12,15 +12,13 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
-from lowprec_check.catalog.declared import overload_name
-from lowprec_check.catalog.declared_file import Registration
+from lowprec_check.catalog.aten_facts import counterpart, only_device
 from lowprec_check.catalog.known_issues import matching
-from lowprec_check.catalog.names import function_name
-from lowprec_check.catalog.numbers import Numbers
-from lowprec_check.catalog.one_device_ops import counterpart, only_device
+from lowprec_check.catalog.names import function_name, overload_name
 from lowprec_check.catalog.predictable import has_kernels
 from lowprec_check.catalog.records import DTYPES as DTYPES_OF_CATALOG
-from lowprec_check.catalog.records import FORMATS, SHORT, Dtype
+from lowprec_check.catalog.records import FORMATS, SHORT, Dtype, Numbers
+from lowprec_check.catalog.support import Registration
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.schema.axes import device_of
 from lowprec_check.schema.measures import PredictedDevice

@@ -7,16 +7,14 @@ import functools
 import sys
 import types
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.catalog.autocast_header import HEADER
-from lowprec_check.catalog.autocast_releases import CastPolicy, installed_policies, policies_of
-from lowprec_check.catalog.declared import release_of
+from lowprec_check.catalog.predictable import CastPolicy, installed_policies, policies_of
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.device_twin import twin_autocast
 from lowprec_check.engine.device_twin.emulated_kernels import EmulatedKernels
@@ -158,13 +156,12 @@ def known_ops() -> list[str]:
 
 
 def policies_for(device: PredictedDevice) -> Mapping[str, CastPolicy]:
-    """The autocast policies of ``device``: from the header of the installed torch if it has that release, else from the catalog."""
+    """The autocast policies of ``device``; if they are those of the installed torch, it must register the same ops."""
     if device.autocast != release_of(torch.__version__):
         return policies_of(device.name, device.autocast)
-    header = (Path(torch.__file__).parent / HEADER).read_text(encoding="utf-8")
     key = f"Autocast{device.name.upper()}"
     registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
-    return installed_policies(device.name, torch.__version__, header, registered)
+    return installed_policies(device.name, torch.__version__, registered)
 
 
 def _answer_as(device: str) -> None:

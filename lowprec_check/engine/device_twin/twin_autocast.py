@@ -17,7 +17,7 @@ from torch import Tensor
 from torch._library.custom_ops import OPDEFS
 from torch._ops import OpOverload
 
-from lowprec_check.catalog.autocast_releases import CastPolicy
+from lowprec_check.catalog.predictable import CastPolicy
 from lowprec_check.engine.core.autocast_policies import aten_overload
 from lowprec_check.engine.core.op_kernels import replace_autocast_kernels
 from lowprec_check.engine.trace.ops import map_args, tensors_in

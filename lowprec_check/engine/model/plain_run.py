@@ -40,7 +40,7 @@ _FROM_GOOD_TO_BAD: tuple[Status, ...] = ("ok", "unjudged", "inaccurate", "nonfin
 _FALLBACK = re.compile(r"fall(ing|s)?[ -]?back.*cpu|fallback from \w+ to cpu", re.IGNORECASE)
 
 
-class PlainResult(Struct, frozen=True, kw_only=True):
+class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     """The result of the plain part, without the output; a worker sends it."""
 
     status: Status

@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.suspects import blame
 from lowprec_check.engine.core.seed import kept_generators
-from lowprec_check.engine.machine import environment, version
-from lowprec_check.engine.model.target import Target, make_target
+from lowprec_check.engine.machine import Machine, environment, prepared_runs, version
+from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
-from lowprec_check.engine.run.isolation import check_isolation, isolated, isolation_on
+from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
@@ -98,12 +98,11 @@ def growing_planning(
             "The file defines no metric.", "Define `def metric(model): return accuracy`, higher is better."
         )
     parse_withheld(options.without_kernel)
-    asking = source.isolation_of_functions(isolation, options.device)
-    machine = isolated(lambda: environment(options.device), asking, dict[str, Any])
-    isolation = isolation or isolation_on(machine["device"], source.best_on(machine["device"]))
-    source.isolated_by(isolation)
+    machine, isolation = prepared_runs(
+        source, isolation, options.device, lambda: Machine(environment=environment(options.device))
+    )
     settings = RunOptions(
-        device=machine["device"],
+        device=machine.runs_on,
         tolerance=options.tolerance,
         seed=options.seed,
         without_kernel=tuple(options.without_kernel),
@@ -117,7 +116,10 @@ def growing_planning(
             batch = source.batch(number, settings.seed)
             batches.append(stack.enter_context(open_runs(batch, settings, isolation, on_progress)))
         references = [batch.reference() for batch in batches]
-        objective = _objective(options, references[0])
+        if options.use_metric and references[0].metric is None:
+            why = f": {references[0].notes[-1]}" if references[0].notes else ""
+            raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix the function `metric`.")
+        objective = Objective(references[0], metric=options.use_metric, max_drop=options.max_drop)
         limits = Limits(max_trials=options.max_trials, seconds=options.seconds)
         proposer = Proposer(batches, objective, limits, on_progress)
         proposals: list[Proposal] = []
@@ -127,17 +129,10 @@ def growing_planning(
             yield Planning(
                 target=name,
                 model=type(target.model).__name__,
-                device=machine["device"],
+                device=machine.runs_on,
                 attempts=[tried.attempt for tried in proposals],
-                plan=make_plan(winner, target, references[0], proposer, machine, name) if winner is not None else None,
+                plan=make_plan(winner, proposer, machine.environment, name) if winner is not None else None,
             )
-
-
-def _objective(options: PlanOptions, reference: Run) -> Objective:
-    if options.use_metric and reference.metric is None:
-        why = f": {reference.notes[-1]}" if reference.notes else ""
-        raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix the function `metric`.")
-    return Objective(reference, metric=options.use_metric, max_drop=options.max_drop)
 
 
 def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> Iterator[Proposal]:
@@ -153,11 +148,9 @@ def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: Pl
     return proposer.propose_each(runs.values())
 
 
-def make_plan(
-    proposal: Proposal, target: Target, fp32: Run, proposer: Proposer, machine: dict[str, Any], name: str
-) -> Plan:
+def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], name: str) -> Plan:
     """The proposal in the form that is saved; ``machine`` is the environment, with the torch that is predicted."""
-    run, objective = proposal.run, proposer.objective
+    run, objective, target = proposal.run, proposer.objective, proposer.batches[0].target
     assert run is not None
     assert run.base is not None
     key = run.key._replace(precision=run.base)
@@ -191,7 +184,11 @@ def make_plan(
         environment={key: machine.get(key) for key in ("torch", "python", "device", "cpu_capability")},
         modules=describe_modules(target.model),
         code=snippet(
-            key, describe_target(target, fp32), run.keep_fp32, run.untied, torch_version=str(machine.get("torch") or "")
+            key,
+            describe_target(target, proposer.fp32),
+            run.keep_fp32,
+            run.untied,
+            torch_version=str(machine.get("torch") or ""),
         ),
     )
 
@@ -224,4 +221,4 @@ def plan_for_scan(
     winner = best(proposals)
     if winner is None or winner.run is None:
         return None
-    return winner.run, make_plan(winner, batches[0].target, runs[0], proposer, machine, name)
+    return winner.run, make_plan(winner, proposer, machine, name)

@@ -160,7 +160,9 @@ class _Search:
 
     def propose(self) -> Proposal:
         started = time.monotonic()
-        found = search(self.tree, suspects(self.failing), self.trials, self._explain, self._tolerance())
+        # What an error must not exceed is not known of a metric: then nothing is predicted.
+        tolerance = self.failing.tolerance if self.proposer.objective.fp32_metric is None else None
+        found = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance)
         run = fp32 = None
         if found.keep is not None:
             fp32, run = self.proposer.batches[0].time([self._measure(found.keep)]).runs
@@ -200,25 +202,18 @@ class _Search:
             runs.append(run)
         return Verdict(True, any_low=self._leaves_low(keep, runs), error=_error(max(runs, key=error_of)))
 
-    def _tolerance(self) -> float | None:
-        """What an error must not exceed; ``None`` if nothing is to be predicted, or the objective is a metric."""
-        return self.failing.tolerance if self.proposer.objective.fp32_metric is None else None
-
     def _leaves_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
         """Whether anything runs in low precision with ``keep`` in fp32; if unclear, a run is analyzed op by op."""
-        if not all(map(_equals_fp32, runs)) and self._is_custom():
-            return True
         kept = frozenset(keep)
-        computing = {row.module for row in self.failing.op_calls.rows() if _is_low(row, self.failing)}
-        if not all(map(_equals_fp32, runs)) and any(module_around(module, kept) is None for module in computing):
-            return True
-        explained = self.order[0].run(self.base, self.backend, keep_fp32=keep, measured=False)
-        rows = explained.op_calls.rows()
-        return any(_is_low(row, explained) and module_around(row.module, kept) is None for row in rows)
 
-    def _is_custom(self) -> bool:
-        """Whether the precision is a custom one, whose effect the dtypes of ops need not show."""
-        return PRECISIONS.get(self.base).kind == "custom"
+        def has_low_op(run: Run) -> bool:
+            return any(_is_low(row, run) and module_around(row.module, kept) is None for row in run.op_calls.rows())
+
+        # The dtypes of ops need not show the effect of a custom precision.
+        expected = PRECISIONS.get(self.base).kind == "custom" or has_low_op(self.failing)
+        if expected and not all(map(_equals_fp32, runs)):
+            return True
+        return has_low_op(self.order[0].run(self.base, self.backend, keep_fp32=keep, measured=False))
 
     def _explain(self, keep: Keep) -> Suspects:
         self._report_progress(f"trial {self.trials.count}: analyzing with {len(keep)} modules in fp32")
@@ -239,37 +234,29 @@ class _Search:
             for index, batch in enumerate(self.proposer.batches)
         ]
         worst = max(runs, key=error_of)
-        untied = (
-            shared_weights(self.proposer.batches[0].target.model, keep)
-            if PRECISIONS.get(self.base).kind == "cast"
-            else []
-        )
+        is_cast = PRECISIONS.get(self.base).kind == "cast"
+        untied = shared_weights(self.proposer.batches[0].target.model, keep) if is_cast else []
         return msgspec.structs.replace(
             runs[0], precision=PLAN, base=self.base, untied=untied, output_error=worst.output_error
         )
 
     def _outcome(self, found: SearchResult) -> str:
         if found.keep is not None:
-            return f"passes with {some(found.keep)} in fp32" + (
-                " (search stopped early)" if self.trials.stopped is not None else ""
-            )
+            early = " (search stopped early)" if self.trials.stopped is not None else ""
+            return f"passes with {some(found.keep)} in fp32{early}"
         if self.trials.stopped is not None:
             return f"{STOPPED_WITHOUT_PLAN} {self.trials.stopped}"
         failed = self.failed.get(self.tree.normalized(self.tree.children("")))
         if failed is None:
             return "no plan: passes only with every op in fp32"
-        raised_inside = failed.exception is not None and failed.exception.module
-        reason = why(failed).text if raised_inside else self._own_fault() or why(failed).text
-        return f"no plan: fails even with every submodule in fp32 ({reason})"
-
-    def _own_fault(self) -> str | None:
-        """The failure in the model's own ``forward``, which keeping submodules in fp32 does not change."""
-        for run in reversed(self.evidence):
-            own = at_fault(run, "")
+        reason = why(failed).text
+        if failed.exception is None or not failed.exception.module:
+            # Keeping submodules in fp32 does not change a failure in the model's own forward.
+            own = next(filter(None, (at_fault(run, "") for run in reversed(self.evidence))), None)
             if own is not None:
                 place = f", {own.source}" if own.source else ""
-                return f"in the model's own forward, {short_op(own.op or '')} {own.why}{place}"
-        return None
+                reason = f"in the model's own forward, {short_op(own.op or '')} {own.why}{place}"
+        return f"no plan: fails even with every submodule in fp32 ({reason})"
 
 
 def _attempt(run: Run, **known: object) -> Attempt:

@@ -21,8 +21,8 @@ from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.preparation import in_eager_mode, on_backend
+from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import CompilerCheck, CompilerVerdict
 from lowprec_check.schema.precisions import FP32, FP64, Precision
@@ -47,18 +47,18 @@ _EXACT = {
 
 
 class CompilerChecker:
-    """Checks the run of ``job`` with the model ``ready``, whose call is compiled; ``rewind`` restores the model's state.
+    """Checks the run of ``task`` with the model ``ready``, whose call is compiled; ``rewind`` restores the model's state.
 
     ``by_dynamo`` says that ``torch.compile`` compiled it, whose passes can be searched.
     """
 
     def __init__(
-        self, job: Job, target: Target, ready: Prepared, rewind: Callable[[], None], *, by_dynamo: bool
+        self, task: ModelTask, target: Target, ready: Prepared, rewind: Callable[[], None], *, by_dynamo: bool
     ) -> None:
-        self._job, self._target, self._ready, self._rewind = job, target, ready, rewind
+        self._task, self._target, self._ready, self._rewind = task, target, ready, rewind
         self._by_dynamo = by_dynamo
-        self._seconds = SHARE_OF_BUDGET * job.call_budget
-        self._slack = SLACK * (job.tolerance if job.tolerance is not None else ready.precision.tolerance)
+        self._seconds = SHARE_OF_BUDGET * task.call_budget
+        self._slack = SLACK * (task.tolerance if task.tolerance is not None else ready.precision.tolerance)
         self._exact = "fp64"
 
     def checks(self) -> Iterator[CompilerCheck]:
@@ -68,28 +68,14 @@ class CompilerChecker:
             return
         found = self._distances(calls)
         if found.uncertain(self._slack):
-            calls += self._more_calls()
+            end = time.monotonic() + self._seconds
+            for number in range(1, MORE_CALLS + 1):
+                if time.monotonic() < end:
+                    calls.append(self._corners(number))
             found = self._distances(calls)
-        check = self._described(found, calls)
-        yield check
-        if check.verdict == "worse" and self._by_dynamo:
-            yield from self._explained(check, calls)
-
-    def _more_calls(self) -> Iterator[Corners | None]:
-        """The corners on other inputs, as many as there is time for."""
-        end = time.monotonic() + self._seconds
-        for number in range(1, MORE_CALLS + 1):
-            if time.monotonic() < end:
-                yield self._corners(number)
-
-    def _distances(self, calls: list[Corners | None]) -> Distances:
-        return worst(distances([call for call in calls if call is not None]), self._slack)
-
-    def _described(self, found: Distances, calls: list[Corners | None]) -> CompilerCheck:
         errors = [found.error(squares) for squares in (found.fp32, found.eager, found.compiled)]
         fp32, eager, compiled = (error if math.isfinite(error) else None for error in errors)
-        assert calls[0] is not None
-        return CompilerCheck(
+        check = CompilerCheck(
             verdict=found.verdict(self._slack),
             tensor=found.index,
             tensors=len(calls[0].exact),
@@ -103,6 +89,18 @@ class CompilerChecker:
             eager_changed=found.eager_changed,
             compiled_changed=found.compiled_changed,
         )
+        yield check
+        if check.verdict == "worse" and self._by_dynamo:
+            import torch._inductor.config
+
+            # torch 2.8 cannot compile for a CPU with it
+            with contextlib.suppress(Exception), torch._inductor.config.patch(emulate_precision_casts=True):
+                check = msgspec.structs.replace(check, emulated=self._compiled_again(calls))
+            yield check
+            yield msgspec.structs.replace(check, culprit=self._bisect(calls))
+
+    def _distances(self, calls: list[Corners | None]) -> Distances:
+        return worst(distances([call for call in calls if call is not None]), self._slack)
 
     # -- the corners
 
@@ -133,7 +131,7 @@ class CompilerChecker:
             torch.set_default_dtype(wide.application.dtype)
             try:
                 with compiled_code_in_eager():
-                    output, _ = run_once(wide, args, kwargs, self._job.seed)
+                    output, _ = run_once(wide, args, kwargs, self._task.seed)
                 return [tensor.cpu().clone() for tensor in output_tensors(output)]
             except Exception:  # a model with fp32 constants may not run in fp64
                 return None
@@ -143,26 +141,16 @@ class CompilerChecker:
     def _outputs(self, ready: Prepared, call: Call, *, in_eager: bool = False) -> list[Tensor]:
         self._rewind()  # which also restores the eager mode of compiled parts
         with compiled_code_in_eager() if in_eager else contextlib.nullcontext():
-            output, _ = run_once(ready, *call, self._job.seed)
+            output, _ = run_once(ready, *call, self._task.seed)
         return [tensor.cpu().clone() for tensor in output_tensors(output)]
 
     # -- the explanation
 
-    def _explained(self, check: CompilerCheck, calls: list[Corners | None]) -> Iterator[CompilerCheck]:
-        """``check`` with what removes the difference, then with the pass that makes it."""
-        import torch._inductor.config
-
-        # torch 2.8 cannot compile for a CPU with it
-        with contextlib.suppress(Exception), torch._inductor.config.patch(emulate_precision_casts=True):
-            check = msgspec.structs.replace(check, emulated=self._compiled_again(calls))
-        yield check
-        yield msgspec.structs.replace(check, culprit=self._bisect(calls))
-
     def _compiled_again(self, calls: list[Corners | None], *, bisecting: bool = False) -> CompilerVerdict:
         """The verdict on the model compiled again, on the same inputs; what its user compiled is compiled as before."""
         forget_compiled()
-        compiled = on_backend(self._job, self._target, self._ready)
-        if bisecting and self._job.backend == EAGER:
+        compiled = on_backend(self._task, self._target, self._ready)
+        if bisecting and self._task.backend == EAGER:
             compiled = compiled.calling(self._target.call(torch.compile(self._target.model)))
         again = [
             known._replace(compiled=self._outputs(compiled, inputs_like(self._target.inputs, number)))
@@ -178,7 +166,7 @@ class CompilerChecker:
         """
         from torch._inductor.compiler_bisector import CompilerBisector
 
-        if self._job.backend == EAGER and self._target.compiled is None:
+        if self._task.backend == EAGER and self._target.compiled is None:
             return None
 
         end = time.monotonic() + min(BISECT_SECONDS, self._seconds)

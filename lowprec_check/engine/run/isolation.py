@@ -13,43 +13,17 @@ from typing import TypeVar, get_args
 import msgspec
 
 from lowprec_check.engine.core.devices import initialized
-from lowprec_check.errors import UsageError, traceback_of
+from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.process.fork import WHOLE_PROCESS
-from lowprec_check.process.function_worker import FunctionWorker, SendBytes
+from lowprec_check.process.function_worker import Channel, Ended, FunctionWorker
+from lowprec_check.process.process_group import WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
-from lowprec_check.schema.base import Struct, encoded
+from lowprec_check.schema.base import encoded
 
 IDLE_SECONDS = 5.0
 """A fork that has waited for this long, without use of the processor, may wait for a thread or lock that was not copied."""
 
 Result = TypeVar("Result")
-
-
-class WorkerError(Exception):
-    """The tool itself failed in a worker; the message is the traceback."""
-
-
-class _Returned(Struct, frozen=True, tag="returned"):
-    """The encoded return value of the function."""
-
-    value: msgspec.Raw
-
-
-class _UsageFailed(Struct, frozen=True, tag="usage-failed"):
-    """The :class:`UsageError` that the function raised."""
-
-    message: str
-    hint: str | None
-
-
-class _Raised(Struct, frozen=True, tag="raised"):
-    """The traceback of any other exception."""
-
-    traceback: str
-
-
-_Answer = _Returned | _UsageFailed | _Raised
 
 
 def check_isolation(isolation: str | None) -> None:
@@ -58,15 +32,6 @@ def check_isolation(isolation: str | None) -> None:
         raise UsageError(f"Unknown isolation {isolation!r}.", f"Choose from {', '.join(get_args(Isolation))}.")
     if isolation not in (None, "none") and not hasattr(os, "setsid"):
         raise UsageError(f"The isolation {isolation!r} needs Linux or macOS.", "Choose none.")
-
-
-def check_isolation_of_twins(isolation: Isolation) -> None:
-    """Raise :class:`UsageError` for an isolation in which a process that predicts a device would do anything else."""
-    if isolation not in ("fork", "spawn"):
-        raise UsageError(
-            f"A prediction needs a new process for each run, which the isolation {isolation!r} does not give.",
-            "Choose fork or spawn.",
-        )
 
 
 def best_isolation(*, can_spawn: bool) -> Isolation:
@@ -117,30 +82,16 @@ def isolated(function: Callable[[], Result], isolation: Isolation, kind: type[Re
     if isolation != "fork":
         with WHOLE_PROCESS:
             return function()
-    worker = FunctionWorker(functools.partial(_answer, function), _decode, method="fork")
+
+    def answer(channel: Channel) -> None:
+        channel(msgspec.msgpack.encode(Ended.after(lambda: encoded(function(), msgspec.msgpack.encode))))
+
+    worker = FunctionWorker(answer, functools.partial(msgspec.msgpack.decode, type=Ended), method="fork")
     worker.idle_limit = IDLE_SECONDS
-    supervisor: Supervisor[FunctionWorker[_Answer], _Answer] = Supervisor([worker])
+    supervisor: Supervisor[FunctionWorker[Ended], Ended] = Supervisor([worker])
     with supervisor:
-        answer = next((event.message for event in supervisor.events() if isinstance(event, MessageEvent)), None)
-    if isinstance(answer, _UsageFailed):
-        raise UsageError(answer.message, answer.hint)
-    if isinstance(answer, _Raised):
-        raise WorkerError(answer.traceback)
-    return function() if answer is None else msgspec.msgpack.decode(answer.value, type=kind)
-
-
-def _decode(data: bytes) -> _Answer:
-    answer: _Answer = msgspec.msgpack.decode(data, type=_Answer)
-    return answer
-
-
-def _answer(function: Callable[[], Result], send_bytes: SendBytes) -> None:
-    """In the worker: call the function and send the value or the error."""
-    answer: _Answer
-    try:
-        answer = _Returned(msgspec.Raw(encoded(function(), msgspec.msgpack.encode)))
-    except UsageError as error:
-        answer = _UsageFailed(error.message, error.hint)
-    except Exception as error:
-        answer = _Raised(traceback_of(error))
-    send_bytes(msgspec.msgpack.encode(answer))
+        ended = next((event.message for event in supervisor.events() if isinstance(event, MessageEvent)), None)
+    if ended is None:
+        return function()
+    ended.check()
+    return msgspec.msgpack.decode(ended.value, type=kind)

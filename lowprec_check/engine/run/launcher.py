@@ -1,58 +1,80 @@
-"""Executes jobs where they can run: in forks, or in fresh interpreters where forks fail; again, if their process dies."""
+"""Where and how often tasks are done: in forks, or in fresh interpreters where forks fail; again, if their process dies.
+
+All that is repeated is repeated here: what may come from the fork, from an earlier task of the same worker or from outside; the
+run that writes to parameters; the instrumented part, until it reaches its end.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
 
-from lowprec_check.engine.run.explanation import describe_position, why_incomplete
-from lowprec_check.engine.run.isolation import IDLE_SECONDS, WorkerError, other_threads
-from lowprec_check.engine.run.job import Job
-from lowprec_check.engine.run.job_worker import execute
-from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.engine.run.reference_errors import FORK_WAITED, failed_in_fork, waits_for_threads
+from lowprec_check.engine.run.isolation import IDLE_SECONDS, other_threads
+from lowprec_check.engine.run.outcome import Outcome, describe_position
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.worker_task import Work
+from lowprec_check.engine.run.task_process import execute
+from lowprec_check.engine.run.tasks import ExplainTask, ModelTask, RunTask
+from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Position
-from lowprec_check.process.function_worker import Activity
+from lowprec_check.process.function_worker import Activity, WorkerError
 from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.op_calls import killed_reason
 
 AFTER_VERDICT = "after the output was judged: memory, metric or compiler check may be missing"
+
+FORK_WAITED = (
+    "a forked process stopped using the processor, perhaps because of a thread or lock that is not copied: "
+    "the runs used fresh interpreters"
+)
+
+MAX_ATTEMPTS = 20
+"""Number of times that the instrumented part is started before it is left incomplete."""
+
+MAX_SUSPECTS = 4
+"""Number of places in which the process dies, or takes too long, once each before the attempts end."""
+
+MAX_CRASHES = 6
+"""Number of places at which one op crashes before its other calls are not run any more."""
 
 OnProgress = Callable[[str, str], None]
 """Called with the name of the run and its current step."""
 
 
 class Launcher:
-    """Executes the jobs of a target; ``op_limit`` is the number of seconds that one op may take if slow ops are emulated."""
+    """Does the tasks of a target."""
 
     def __init__(self, source: TargetSource, isolation: Isolation, on_progress: OnProgress | None = None) -> None:
         self.isolation = isolation
-        """Where jobs are executed; ``spawn`` instead of ``fork`` after a fork has failed where a fresh interpreter has not."""
+        """Where tasks are done; ``spawn`` instead of ``fork`` after a fork has failed where a fresh interpreter has not."""
+        self.changes_parameters = isolation == "none"
+        """Whether a run was seen to write to parameters: their values are saved from then on."""
+        self.hidden_state = False
+        """Whether the model keeps state that cannot be rewound: every part of a run is then done in a process of its own."""
         self._source = source
         self._on_progress = on_progress
         self._forks_may_wait = True
         """Whether a fork that only waits may do so because it is a fork."""
-        self._shares = True
 
-    def execute(self, job: Job, op_limit: float, *, work: Work | None = None) -> JobOutcome:
-        """Do ``work`` for ``job``, by default what the job says; if a fork only waits, do it again in a fresh interpreter.
+    # -- a task
 
-        What may come from another job of a shared worker is tried again in a new one.
+    def execute(self, task: ModelTask) -> Outcome:
+        """Do ``task``; again in a fresh interpreter if a fork only waits, or in a new worker after what may come from another
+        task of a shared one.
         """
-        outcome = self._execute_here(job, op_limit, work)
+        outcome = self._execute_here(task)
         if outcome.may_be_of_others:
             self.renew()
-            outcome = self._execute_here(job, op_limit, work)
+            outcome = self._execute_here(task)
         if outcome.ended != "idle":
             return outcome
         if not self._can_be_sent():
             self._forks_may_wait = False
-            return self.execute(job, op_limit, work=work)
-        outcome = self._execute_in("spawn", job, op_limit, work)
+            return self.execute(task)
+        outcome = self._execute_in("spawn", task)
         if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
             self._forks_may_wait = False
         else:
@@ -61,48 +83,81 @@ class Launcher:
         return outcome
 
     def renew(self) -> None:
-        """Do the next job in a new worker."""
+        """Do the next task in a new worker."""
         self._source.kept.end()
 
-    def stop_sharing(self) -> None:
-        """Do every job in a worker of its own from now on: the model keeps state that cannot be rewound."""
-        self._shares = False
+    # -- a run
 
-    def execute_until_sure(self, job: Job, op_limit: float) -> JobOutcome:
-        """Execute ``job``; if its process dies in the plain part, do it again, to tell a crash from a signal from outside."""
-        outcome = self.execute(job, op_limit)
+    def run(self, task: RunTask) -> Outcome:
+        """Do ``task``, and repeat its instrumented part until that reaches its end."""
+        first = dataclasses.replace(task, instrumented=task.instrumented and not self.hidden_state)
+        outcome = self._with_parameters_kept(self._until_sure, first)
+        if task.instrumented and outcome.explained is None and not outcome.faults:
+            failed = outcome.plain is None or outcome.plain.status == "error"
+            again = dataclasses.replace(task, changes_parameters=task.changes_parameters or self.changes_parameters)
+            attempts = Attempts(again.as_task(ExplainTask, measure_once=failed))
+            found = outcome
+            if outcome.position is None or attempts.learn(outcome):
+                found = self.execute(attempts.task)
+                while attempts.learn(found):
+                    found = self.execute(attempts.task)
+            outcome.explained, outcome.gaps, outcome.op_calls_found = found.explained, found.gaps, found.op_calls_found
+            outcome.notes += found.notes if found is not outcome else []
+            outcome.incomplete_because = found.why_incomplete(task.explain_budget)
+        return outcome
+
+    def run_reference(self, task: RunTask) -> Outcome:
+        """Do the fp32 ``task``; if it fails in a fork, but might not as its user runs it, also in a fresh interpreter."""
+        return self._with_parameters_kept(self._as_its_user, task)
+
+    def _with_parameters_kept(self, run: Callable[[RunTask], Outcome], task: RunTask) -> Outcome:
+        """``run`` the task; if it is the first that is seen to write to parameters, again with their values saved."""
+        outcome = run(task)
+        if self.changes_parameters or outcome.plain is None or not outcome.plain.changes_parameters:
+            return outcome
+        self.changes_parameters = True
+        return run(dataclasses.replace(task, changes_parameters=True))
+
+    def _until_sure(self, task: RunTask) -> Outcome:
+        """Do ``task``; if its process dies in the plain part, do it again, to tell a crash from a signal from outside."""
+        outcome = self.execute(task)
         if not outcome.died_in_plain_part:
             if outcome.ended in ("crashed", "timeout") and outcome.plain is not None and outcome.position is None:
-                reason = outcome.reason or f"the budget of {job.call_budget:g} s ended"
+                reason = outcome.reason or f"the budget of {task.call_budget:g} s ended"
                 outcome.notes.append(f"{reason} {AFTER_VERDICT}")
             return outcome
-        again = self.execute(job, op_limit)
+        again = self.execute(task)
         if again.died_in_plain_part:
             return again
         if outcome.killed_from_outside:
             again.notes.append(f"{outcome.reason}, once; the run was repeated")
             return again
         outcome.reason = f"{outcome.reason}, in one of two attempts"
-        outcome.explained, outcome.incomplete_because = again.explained, why_incomplete(again, job.explain_budget)
+        outcome.explained, outcome.incomplete_because = again.explained, again.why_incomplete(task.explain_budget)
         return outcome
 
-    def execute_reference(self, job: Job, op_limit: float) -> JobOutcome:
-        """Execute the fp32 ``job``; if it fails in a fork, but might not as its user runs it, also in a fresh interpreter."""
-        outcome = self.execute_until_sure(job, op_limit)
-        if not self._forks or _passed(outcome):
+    def _as_its_user(self, task: RunTask) -> Outcome:
+        outcome = self._until_sure(task)
+        if not self._forks or outcome.passed:
             return outcome
         if self._source.reload is None and outcome.ended == "done" and not other_threads():
             return outcome
         try:
-            fresh = self._execute_in("spawn", job, op_limit)
+            fresh = self._execute_in("spawn", task)
         except (UsageError, WorkerError):
             return outcome
         if fresh.plain is None:
             return outcome
-        if _passed(fresh):
+        if fresh.passed:
             self._stop_forking()
-            fresh.notes.append(failed_in_fork(outcome))
+            error = outcome.plain.exception if outcome.plain is not None else None
+            why = error.text if error is not None else outcome.reason or "it did not finish"
+            fresh.notes.append(
+                f"the model fails in a forked process ({why}), but not in a fresh interpreter, which the runs used"
+            )
         return fresh
+
+    # -- a process
 
     @property
     def _forks(self) -> bool:
@@ -114,29 +169,19 @@ class Launcher:
         self._source.stop_forking()
         self.isolation = "spawn" if self.isolation == "fork" else self.isolation
 
-    def _execute_here(self, job: Job, op_limit: float, work: Work | None) -> JobOutcome:
-        if not self._shares or BACKENDS.get(job.backend).changes_process:
+    def _execute_here(self, task: ModelTask) -> Outcome:
+        if self.hidden_state or BACKENDS.get(task.backend).changes_process:
             self.renew()
-        idle_limit = max(Activity.SECONDS, min(IDLE_SECONDS, job.budget / 2))
-        idle_limit = idle_limit if self._forks and self._forks_may_wait else math.inf
-        return self._execute_in(self.isolation, job, op_limit, work, idle_limit)
+        idle_limit = max(Activity.SECONDS, min(IDLE_SECONDS, task.budget / 2))
+        return self._execute_in(self.isolation, task, idle_limit if self._forks and self._forks_may_wait else math.inf)
 
-    def _execute_in(
-        self, isolation: Isolation, job: Job, op_limit: float, work: Work | None = None, idle_limit: float = math.inf
-    ) -> JobOutcome:
-        return execute(
-            job,
-            self._source,
-            isolation,
-            work=work,
-            on_position=functools.partial(self._report_position, job, work is None),
-            op_limit=op_limit,
-            idle_limit=idle_limit,
-        )
+    def _execute_in(self, isolation: Isolation, task: ModelTask, idle_limit: float = math.inf) -> Outcome:
+        report = functools.partial(self._report_position, task)
+        return execute(task, self._source, isolation, on_position=report, idle_limit=idle_limit)
 
-    def _report_position(self, job: Job, is_run: bool, position: Position | None) -> None:
-        if self._on_progress is not None and is_run:
-            name, otherwise = _described(job)
+    def _report_position(self, task: ModelTask, position: Position | None) -> None:
+        if self._on_progress is not None:
+            name, otherwise = task.progress
             self._on_progress(name, describe_position(position) if position else otherwise)
 
     def _can_be_sent(self) -> bool:
@@ -146,20 +191,69 @@ class Launcher:
         except UsageError as error:
             threads = other_threads()
             if threads:
-                raise UsageError(*waits_for_threads(threads, error.message)) from None
+                names = ", ".join(threads[:3]) + (", …" if len(threads) > 3 else "")
+                raise UsageError(
+                    "The model stopped working in a copy of this process, in which the threads of this process "
+                    f"({names}) do not run. {error.message}",
+                    'Scan its file from the command line, or pass isolation="none" while no thread uses the model.',
+                ) from None
             return False
         return True
 
 
-def _described(job: Job) -> tuple[str, str]:
-    """The name of ``job`` for progress, and what it does before the first op."""
-    if job.extension:
-        return job.key.label, "training with Intel's extension"
-    if job.what_if:
-        return "what if", "predicting output errors"
-    return job.key.label, "training" if job.steps else "plain run"
+class Attempts:
+    """The next attempt at the instrumented part, so that the ops after the place where it ended are seen too.
 
+    An op is blamed for its time only if it took its limit twice: the budget may end in any op, and a call may be long because
+    something else had the processor. It is blamed for a crash only if the process died in it twice: at the same place, or
+    elsewhere in an op that is already blamed. What died once may have been killed from outside, or by something that an
+    earlier op broke.
+    """
 
-def _passed(outcome: JobOutcome) -> bool:
-    """Whether the plain part of the fp32 run finished."""
-    return outcome.plain is not None and outcome.plain.exception is None and not outcome.died_in_plain_part
+    def __init__(self, task: ExplainTask) -> None:
+        self.task = task
+        self._suspect: CallSite | None = None
+        self._slow_suspect: str | None = None
+        self._suspects = 0
+        self._left = MAX_ATTEMPTS
+        self._died_between_ops = False
+
+    def learn(self, outcome: Outcome) -> bool:
+        """Change the task by what ended an attempt; false if another attempt would not get further."""
+        self._left -= 1
+        place = outcome.place
+        if self._left < 0 or outcome.ended in ("done", "idle"):
+            return False
+        self.task = dataclasses.replace(self.task, measure_once=True)
+        if outcome.ended == "crashed":
+            return self._learn_crash(place, outcome.reason or "the process died")
+        if place is None or (outcome.ended == "timeout" and outcome.seconds_in_op < self.task.op_limit):
+            return False  # no op took long: they were too many
+        op = place[0]
+        if outcome.ended == "stuck" and op == self._slow_suspect:
+            self._suspects = 0
+            self._emulate(op, killed_reason(outcome.seconds_in_op))
+            return True
+        self._slow_suspect = op
+        return self._suspect_another()
+
+    def _learn_crash(self, place: CallSite | None, reason: str) -> bool:
+        if place is None:
+            again, self._died_between_ops = self._died_between_ops, True
+            return not again
+        crashed = [known for known, _ in self.task.crashed if known[0] == place[0]]
+        if place != self._suspect and not crashed:
+            self._suspect = place
+            return self._suspect_another()
+        self._suspects = 0
+        self.task = dataclasses.replace(self.task, crashed=(*self.task.crashed, (place, reason)))
+        if len(crashed) + 1 == MAX_CRASHES:
+            self._emulate(place[0], f"it crashed at {MAX_CRASHES} places; its other calls were not tried")
+        return True
+
+    def _suspect_another(self) -> bool:
+        self._suspects += 1
+        return self._suspects < MAX_SUSPECTS
+
+    def _emulate(self, op: str, reason: str) -> None:
+        self.task = dataclasses.replace(self.task, slow=(*self.task.slow, (op, reason)))

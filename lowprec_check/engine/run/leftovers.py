@@ -100,36 +100,61 @@ class Leftovers:
     def _read(self) -> Iterator[tuple[str, Any]]:
         for name, read in _SETTINGS.items():
             yield name, _value(read)
-        yield from _backend_settings()
-        for name, content in _namespaces():
-            for key, value in content.items():
+        for path in _BACKENDS:
+            backend: Any = torch.backends
+            for part in path.split("."):
+                backend = getattr(backend, part, None)
+            for switch in (*_SWITCHES, *_REDUCED):
+                yield f"torch.backends.{path}.{switch}", _value(functools.partial(getattr, backend, switch, None))
+        for name in _ATTENTION:
+            yield f"torch.backends.cuda.{name}", _value(getattr(torch.backends.cuda, name, lambda: None))
+        patched = {name: sys.modules[name] for name in _PATCHED if name in sys.modules}
+        kinds = {f"torch.nn.{name}": kind for name, kind in vars(nn).items() if isinstance(kind, type)}
+        for name, namespace in {**patched, "torch.Tensor": Tensor, **kinds}.items():
+            for key, value in dict(vars(namespace)).items():
                 if callable(value):
                     self._known.append(value)
                     yield f"{name}.{key}", id(value)
-        for name, content in _user_modules():
-            yield f"module {name}", self._identities(content)
+        for name, module in list(sys.modules.items()):
+            if _is_users(module):
+                yield f"module {name}", self._identities(module)
         yield from self._of_model()
 
-    def _identities(self, content: dict[str, Any]) -> list[tuple[str, int, Any]]:
+    def _of_model(self) -> Iterator[tuple[str, Any]]:
+        for kind in {kind for module in self._model.modules() for kind in type(module).__mro__}:
+            yield f"class {kind.__module__}.{kind.__qualname__}", self._methods(kind)
+        for name, module in self._model.named_modules():
+            hooks = [
+                len(value) for key, value in vars(module).items() if key.endswith("_hooks") and isinstance(value, dict)
+            ]
+            yield f"module of the model {name or '(root)'}", (id(module), type(module), module.training, hooks)
+        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
+            place = None
+            with contextlib.suppress(Exception):  # a sparse or lazy tensor has no storage
+                place = tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
+            about = (id(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.grad is None, place)
+            yield f"parameter {name}", about
+        for name, parameter in self._model.named_parameters():
+            yield f"values of {name}", None if parameter.is_inference() else parameter._version
+
+    def _identities(self, module: types.ModuleType) -> list[tuple[str, int, Any]]:
         """Which objects a user's module holds, and what is in its containers."""
-        found = []
-        for key, value in content.items():
+        found: list[tuple[str, int, Any]] = []
+        for key, value in dict(vars(module)).items():
             if key.startswith("__"):
                 continue
             self._known.append(value)
-            found.append((key, id(value), self._inside(value)))
+            inside: Any = None
+            if isinstance(value, Tensor):
+                inside = None if value.is_inference() else value._version
+            elif isinstance(value, type):
+                inside = self._methods(value)
+            elif type(value) in _CONTAINERS:
+                items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+                self._known += items
+                inside = [id(item) for item in items]
+            found.append((key, id(value), inside))
         return found
-
-    def _inside(self, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return None if value.is_inference() else value._version
-        if isinstance(value, type):
-            return self._methods(value)
-        if type(value) not in _CONTAINERS:
-            return None
-        items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
-        self._known += items
-        return [id(item) for item in items]
 
     def _methods(self, kind: type) -> list[tuple[str, int]]:
         """The functions of a class; its other attributes are restored by the snapshot."""
@@ -137,27 +162,15 @@ class Leftovers:
         self._known += methods.values()
         return [(name, id(value)) for name, value in methods.items()]
 
-    def _of_model(self) -> Iterator[tuple[str, Any]]:
-        for kind in {kind for module in self._model.modules() for kind in type(module).__mro__}:
-            yield f"class {kind.__module__}.{kind.__qualname__}", self._methods(kind)
-        for name, module in self._model.named_modules():
-            counts = [
-                len(value) for key, value in vars(module).items() if key.endswith("_hooks") and isinstance(value, dict)
-            ]
-            yield f"module of the model {name or '(root)'}", (id(module), type(module), module.training, counts)
-        for name, tensor in (*self._model.named_parameters(), *self._model.named_buffers()):
-            yield (
-                f"parameter {name}",
-                (id(tensor), tensor.dtype, tensor.device, tensor.requires_grad, tensor.grad is None, _place(tensor)),
-            )
-        for name, parameter in self._model.named_parameters():
-            yield f"values of {name}", None if parameter.is_inference() else parameter._version
 
-
-def _place(tensor: Tensor) -> Any:
-    with contextlib.suppress(Exception):  # a sparse or lazy tensor has no storage
-        return tensor.data_ptr(), tuple(tensor.shape), tensor.stride()
-    return None
+def _is_users(module: Any) -> bool:
+    """Whether the user wrote this module, which holds what its functions remember."""
+    file = getattr(module, "__file__", None)
+    made_by_use = type(module).__module__.startswith(
+        "torch."
+    )  # torch.ops, whose namespaces are made when they are used
+    is_module = isinstance(module, types.ModuleType) and not made_by_use
+    return is_module and isinstance(file, str) and is_user_code(file) and not is_installed(file)
 
 
 def _value(read: Callable[[], Any]) -> Any:
@@ -166,39 +179,6 @@ def _value(read: Callable[[], Any]) -> Any:
         return read()
     except Exception as error:
         return type(error).__name__
-
-
-def _flushes_denormals() -> bool:
-    return not bool((torch.full((1,), 1e-40) * 1.0).any())
-
-
-def _threads() -> set[int | None]:
-    """The threads that Python knows, without those that have ended."""
-    return {thread.ident for thread in threading.enumerate() if thread.is_alive()}
-
-
-def _children() -> set[int]:
-    return {child.pid for child in psutil.Process().children(recursive=True)}
-
-
-def _handlers() -> dict[int, Any]:
-    return {number: signal.getsignal(number) for number in signal.valid_signals()}
-
-
-def _autocast() -> list[Any]:
-    return [
-        (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
-        for name in DEVICES.names()
-        if torch.amp.is_autocast_available(name)
-    ]
-
-
-def _hooks() -> list[int]:
-    return [
-        len(value)
-        for key, value in vars(module_hooks).items()
-        if key.startswith("_global_") and isinstance(value, dict)
-    ]
 
 
 _SETTINGS: dict[str, Callable[[], Any]] = {
@@ -214,61 +194,31 @@ _SETTINGS: dict[str, Callable[[], Any]] = {
         torch.is_deterministic_algorithms_warn_only_enabled(),
         torch.utils.deterministic.fill_uninitialized_memory,  # type: ignore[attr-defined]
     ),
-    "autocast": _autocast,
+    "autocast": lambda: [
+        (name, torch.is_autocast_enabled(name), torch.get_autocast_dtype(name))
+        for name in DEVICES.names()
+        if torch.amp.is_autocast_available(name)
+    ],
     "the cache of autocast": torch.is_autocast_cache_enabled,
     "the fast path of attention": torch.backends.mha.get_fastpath_enabled,
-    "flushing of denormals": _flushes_denormals,
+    "flushing of denormals": lambda: bool((torch.full((1,), 1e-40) * 1.0).any()),
     "modes of torch": lambda: (torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()),
-    "global hooks": _hooks,
+    "global hooks": lambda: [
+        len(value)
+        for key, value in vars(module_hooks).items()
+        if key.startswith("_global_") and isinstance(value, dict)
+    ],
     "the current folder": current_folder,
     "environment variables": lambda: dict(os.environ),
     "the module path": lambda: list(sys.path),
-    "signal handlers": _handlers,
+    "signal handlers": lambda: {number: signal.getsignal(number) for number in signal.valid_signals()},
     "the recursion limit": sys.getrecursionlimit,
     "tracing": lambda: (sys.gettrace(), sys.getprofile(), sys.excepthook),
     "garbage collection": gc.isenabled,
     "standard streams": lambda: (id(sys.stdin), id(sys.stdout), id(sys.stderr)),
     "processor cores": lambda: os.sched_getaffinity(0),
     "priority": lambda: os.nice(0),
-    "threads": _threads,
-    "processes": _children,
+    "threads": lambda: {thread.ident for thread in threading.enumerate() if thread.is_alive()},
+    "processes": lambda: {child.pid for child in psutil.Process().children(recursive=True)},
 }
 """Settings of the whole process that a model may change, and how they are read."""
-
-
-def _backend_settings() -> Iterator[tuple[str, Any]]:
-    for path in _BACKENDS:
-        backend: Any = torch.backends
-        for part in path.split("."):
-            backend = getattr(backend, part, None)
-        for switch in (*_SWITCHES, *_REDUCED):
-            yield f"torch.backends.{path}.{switch}", _value(functools.partial(getattr, backend, switch, None))
-    for name in _ATTENTION:
-        yield f"torch.backends.cuda.{name}", _value(getattr(torch.backends.cuda, name, lambda: None))
-
-
-def _namespaces() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The modules and classes that a model may patch."""
-    for name in _PATCHED:
-        if name in sys.modules:
-            yield name, dict(vars(sys.modules[name]))
-    yield "torch.Tensor", dict(vars(torch.Tensor))
-    for name, kind in list(vars(nn).items()):
-        if isinstance(kind, type):
-            yield f"torch.nn.{name}", dict(vars(kind))
-
-
-def _user_modules() -> Iterator[tuple[str, dict[str, Any]]]:
-    """The modules that the user wrote, which hold what their functions remember."""
-    for name, module in list(sys.modules.items()):
-        file = getattr(module, "__file__", None)
-        if (
-            isinstance(module, types.ModuleType)
-            and not type(module).__module__.startswith(
-                "torch."
-            )  # torch.ops, whose namespaces are made when they are used
-            and isinstance(file, str)
-            and is_user_code(file)
-            and not is_installed(file)
-        ):
-            yield name, dict(vars(module))

@@ -11,7 +11,7 @@ from torch import nn
 
 from lowprec_check.engine.core.devices import MemoryLimit, free_memory
 from lowprec_check.engine.model.memory import MOST_TIMES_FP32, ModelBytes, gibibytes
-from lowprec_check.engine.run.job import Job, JobFiles
+from lowprec_check.engine.run.tasks import AnalysisTask, TaskFiles
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.measures import Errors
@@ -33,7 +33,7 @@ _TAPE_LIMIT = (
 
 
 class Allowance(NamedTuple):
-    """What the instrumented part of a job may do with the memory there is."""
+    """What the instrumented part of a task may do with the memory there is."""
 
     errors: Errors | None
     """The errors to compute; ``None``: it cannot run."""
@@ -43,47 +43,43 @@ class Allowance(NamedTuple):
     """What was left out and what would help, for the report."""
 
 
-def allowance(job: Job, model: nn.Module) -> Allowance:
-    """What the instrumented part of ``job`` may compute. ``model`` is on the device of the job, in fp32."""
-    peak = job.fp32_peak
-    if job.is_reference or peak is None:
-        return Allowance("none" if job.is_reference else job.errors, None, None)
-    size, free = ModelBytes.of(model), free_memory(torch.device(job.device))
-    most = size.most(peak) - size.held if job.limits_memory else None
-    saved = (size.held + size.cast if job.changes_parameters else 0) + _outputs(job.files)
-    for errors in _FEWER[_FEWER.index(job.errors) :]:
+def allowance(task: AnalysisTask, model: nn.Module) -> Allowance:
+    """What the instrumented part of ``task`` may compute. ``model`` is on the device of the task, in fp32."""
+    peak = task.fp32_peak
+    if task.is_reference or peak is None:
+        return Allowance("none" if task.is_reference else task.errors, None, None)
+    size, free = ModelBytes.of(model), free_memory(torch.device(task.device))
+    most = size.most(peak) - size.held if task.limits_memory else None
+    saved = (size.held + size.cast if task.changes_parameters else 0) + _outputs(task.files)
+    for errors in _FEWER[_FEWER.index(task.errors) :]:
         need = size.beyond(errors, peak) + saved
         if need <= free and (most is None or need <= most or errors == "none"):
             tape = None if most is None else MemoryLimit(max(0, most - need), _TAPE_LIMIT)
-            wanted = size.beyond(job.errors, peak) + saved
-            note = None if errors == job.errors else _note(errors, size.held, wanted, free)
-            return Allowance(errors, tape, note)
-    return Allowance(None, None, _cannot_run(size.beyond("none", peak) + saved, free))
-
-
-def _note(errors: Errors, held: int, need: int, free: int) -> str:
-    if need > free:
-        why = f"they need about {gibibytes(need)}, and {gibibytes(free)} are free. {_SMALLER}"
-    else:
-        total = gibibytes(held + need)
-        why = f"a scan would take about {total}, more than {MOST_TIMES_FP32} times fp32; --budget-error on allows all that is free"
-    return f"memory: {_LEFT_OUT[errors]}: {why}"
-
-
-def _cannot_run(need: int, free: int) -> str:
-    return (
+            wanted = size.beyond(task.errors, peak) + saved
+            if errors == task.errors:
+                return Allowance(errors, tape, None)
+            if wanted > free:
+                why = f"they need about {gibibytes(wanted)}, and {gibibytes(free)} are free. {_SMALLER}"
+            else:
+                total = gibibytes(size.held + wanted)
+                limit = f"more than {MOST_TIMES_FP32} times fp32; --budget-error on allows all that is free"
+                why = f"a scan would take about {total}, {limit}"
+            return Allowance(errors, tape, f"memory: {_LEFT_OUT[errors]}: {why}")
+    need = size.beyond("none", peak) + saved
+    why = (
         f"too little memory to run op by op: about {gibibytes(need)} are needed beside the fp32 weights, and "
         f"{gibibytes(free)} are free. {_SMALLER}"
     )
+    return Allowance(None, None, why)
 
 
-def _outputs(files: JobFiles) -> int:
+def _outputs(files: TaskFiles) -> int:
     """Bytes of the outputs that are kept for comparisons: those of fp32, which a file holds, and as many of the run."""
     return 2 * os.fstat(files.reference).st_size
 
 
 def why_too_large(
-    model: nn.Module, device: str, isolation: Isolation, fp32_peak: int | None, files: JobFiles
+    model: nn.Module, device: str, isolation: Isolation, fp32_peak: int | None, files: TaskFiles
 ) -> str | None:
     """Why the plain part of a low-precision run does not fit into memory; ``None`` if it does, or cannot be known here.
 

@@ -1,13 +1,18 @@
-"""The messages of a job's worker, encoded by msgspec: nothing that a worker sends is unpickled."""
+"""The messages between a worker and its parent, encoded by msgspec: nothing that a worker sends is unpickled.
+
+A verdict, the measures and the analysis are sent as they are; :class:`Ended` is the last message about a task.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.process.function_worker import Ended
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.measures import CompilerCheck, LayerError
 from lowprec_check.schema.op_calls import OpCalls
@@ -15,20 +20,6 @@ from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
 from lowprec_check.schema.verdict import ErrorStats
 from lowprec_check.schema.what_if import WhatIf
-
-
-class Measures(Struct, frozen=True, kw_only=True):
-    """Time, memory and metric of the plain run; for the reference also the difference between two of its runs."""
-
-    latency_ms: float | None = None
-    peak_memory_bytes: int | None = None
-    self_error: ErrorStats | None = None
-    nonfinite_at: tuple[str, str, str | None] | None = None
-    """Op, module and source line that produced the first NaN or Inf."""
-    metric: float | None = None
-    compiler: CompilerCheck | None = None
-    layer_errors: list[LayerError] = []
-    """Of a backend that quantizes."""
 
 
 class Loaded(Struct, frozen=True, tag="loaded"):
@@ -42,16 +33,19 @@ class CallStarted(Struct, frozen=True, tag="call"):
     """Counted from 1."""
 
 
-class PlainDone(Struct, frozen=True, tag="plain"):
-    """The verdict of the plain part; a later message replaces it."""
+class Measures(Struct, frozen=True, kw_only=True, tag="measures"):
+    """Time, memory and metric of the plain run, as far as they are known; a later message replaces it."""
 
-    result: PlainResult
-
-
-class MeasuresDone(Struct, frozen=True, tag="measures"):
-    """What was measured so far; a later message replaces it."""
-
-    measures: Measures
+    latency_ms: float | None = None
+    peak_memory_bytes: int | None = None
+    self_error: ErrorStats | None = None
+    """Of the reference: the difference between two of its runs."""
+    nonfinite_at: tuple[str, str, str | None] | None = None
+    """Of the reference: op, module and source line that produced the first NaN or Inf."""
+    metric: float | None = None
+    compiler: CompilerCheck | None = None
+    layer_errors: list[LayerError] = []
+    """Of a backend that quantizes."""
 
 
 class TrainingDone(Struct, frozen=True, kw_only=True, tag="training"):
@@ -74,12 +68,6 @@ class OpCallsFound(Struct, frozen=True, tag="op-calls"):
     op_calls: OpCalls
 
 
-class Explained(Struct, frozen=True, tag="explained"):
-    """The instrumented part is done."""
-
-    result: Instrumented
-
-
 class Predicted(Struct, frozen=True, tag="predicted"):
     """The output errors of formats that are not run."""
 
@@ -89,27 +77,29 @@ class Predicted(Struct, frozen=True, tag="predicted"):
 class TwinOps(Struct, frozen=True, tag="twin-ops"):
     """The ops in 16 bits that the twin of a device ran."""
 
-    known: list[str]
+    known_ops: list[str]
     """Those that the catalog has."""
-    assumed: list[str]
+    assumed_ops: list[str]
     """Those that it does not have."""
 
 
-class InstrumentFault(Struct, frozen=True, tag="fault"):
+class Fault(Struct, frozen=True, tag="fault"):
     """The tool failed after the plain run: the run has no explanation, but keeps its status."""
 
     message: str
 
 
-class InstanceReady(Struct, frozen=True, tag="instance-ready"):
-    """An instance of a scenario has prepared the model."""
+class Ready(Struct, frozen=True, tag="ready"):
+    """The model is prepared to be timed; the worker waits for its turn, or for the other instances of a scenario."""
 
 
-class InstanceTimed(Struct, frozen=True, tag="instance-timed"):
-    """What an instance of a scenario measured."""
+class NextTurn(Struct, frozen=True):
+    """Sent to the worker: it is its turn in the rounds that time runs."""
 
-    seconds: list[float]
-    """Of each call."""
+    round: int
+    """Counted from 0."""
+    on_one_core: bool
+    """Whether other programs use the cores, so that calls on one core, which they do not disturb, are timed too."""
 
 
 class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
@@ -135,70 +125,59 @@ class TurnFailed(Struct, frozen=True, tag="turn-failed"):
     reason: str
 
 
-class Finished(Struct, frozen=True, tag="finished"):
-    """The job is done."""
+class InstanceTimed(Struct, frozen=True, tag="instance-timed"):
+    """What an instance of a scenario measured."""
+
+    seconds: list[float]
+    """Of each call."""
 
 
 class Checked(Struct, frozen=True, tag="checked"):
-    """After a job: what it left behind in its process, which can do another job if there is nothing."""
+    """After a task: what it left behind in its process, which can do another task if there is nothing."""
 
     left: list[str]
 
 
-class ToolFailed(Struct, frozen=True, tag="failed"):
-    """The tool itself failed; the text is the traceback."""
-
-    traceback: str
-
-
-class UsageFailed(Struct, frozen=True, tag="usage-failed"):
-    """What the user must fix before the worker can go on: the message and hint of a :class:`UsageError`."""
-
-    message: str
-    hint: str | None
-
-
-FromJob = (
+TaskMessage = (
     Loaded
     | CallStarted
-    | PlainDone
-    | MeasuresDone
+    | PlainResult
+    | Measures
     | TrainingDone
     | GapFound
     | OpCallsFound
-    | Explained
+    | Instrumented
     | Predicted
     | TwinOps
-    | InstrumentFault
-    | InstanceReady
-    | InstanceTimed
+    | Fault
+    | Ready
     | TurnTimed
     | TurnFailed
-    | Finished
+    | InstanceTimed
     | Checked
-    | UsageFailed
-    | ToolFailed
+    | Ended
 )
 
-_DECODER: msgspec.msgpack.Decoder[FromJob] = msgspec.msgpack.Decoder(FromJob)
+Send = Callable[[TaskMessage], None]
+"""Sends one message."""
+
+_DECODER: msgspec.msgpack.Decoder[TaskMessage] = msgspec.msgpack.Decoder(TaskMessage)
 
 
-def encode(message: FromJob) -> bytes:
+def encode(message: TaskMessage) -> bytes:
     """Encode as MessagePack, which supports infinite and NaN floats."""
     return encoded(message, msgspec.msgpack.encode)
 
 
-def decode(data: bytes) -> FromJob:
-    """Decode the output of :func:`encode`; raises ``msgspec.DecodeError`` for anything else."""
+def decode(data: bytes) -> TaskMessage:
+    """Decode the output of :func:`encode`; raises ``msgspec.DecodeError`` for anything else.
+
+    Each distinct text of the columns is stored once: there may be 100,000 op calls and 100 different names.
+    """
     message = _DECODER.decode(data)
-    if isinstance(message, Explained):
-        _share_texts(message.result.op_calls)
+    if isinstance(message, Instrumented):
+        calls, known = message.op_calls, dict[str | None, str | None]()
+        for column in (calls.op, calls.module, calls.source, calls.caller, calls.dtypes, calls.shape):
+            texts: list[Any] = column
+            texts[:] = [known.setdefault(text, text) for text in texts]
     return message
-
-
-def _share_texts(op_calls: OpCalls) -> None:
-    """Store each distinct text of the columns once: there may be 100,000 rows and 100 different names."""
-    known: dict[str | None, str | None] = {}
-    for column in (op_calls.op, op_calls.module, op_calls.source, op_calls.caller, op_calls.dtypes, op_calls.shape):
-        texts: list[Any] = column
-        texts[:] = [known.setdefault(text, text) for text in texts]

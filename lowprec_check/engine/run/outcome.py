@@ -1,46 +1,49 @@
-"""Collects the messages of a job's worker, and how it ended."""
+"""What a worker sent about its task and how it ended, and the saved :class:`Run` that is made of it."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+import math
+from typing import Any, Literal
+
+import msgspec
 
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.messages import (
     CallStarted,
-    Explained,
-    FromJob,
+    Fault,
     GapFound,
-    InstrumentFault,
     Measures,
-    MeasuresDone,
     OpCallsFound,
-    PlainDone,
     Predicted,
+    TaskMessage,
     TrainingDone,
     TurnFailed,
     TurnTimed,
     TwinOps,
 )
+from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
-from lowprec_check.schema.op_calls import OpCalls, concatenate
-from lowprec_check.schema.scan_result import Gap
+from lowprec_check.schema.axes import lowers_precision
+from lowprec_check.schema.op_calls import OpCalls, concatenate, without_times
+from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.scan_result import Gap, Run
+from lowprec_check.schema.verdict import Status
 from lowprec_check.schema.what_if import WhatIf
 
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
 """Signals that another process, the user or the kernel sends; a model that fails by itself dies of others."""
-
 
 _NO_MEMORY = ("OutOfMemoryError", "MemoryError")
 """Exceptions that say that memory is used up."""
 
 
 @dataclasses.dataclass
-class JobOutcome:
-    """The results of a job; a part that did not run, or in which the worker died, is ``None``."""
+class Outcome:
+    """The results of a task; a part that did not run, or in which the worker died, is ``None``."""
 
     call: int = 1
     """The call of the plain part that was started last."""
@@ -53,11 +56,11 @@ class JobOutcome:
     op_calls_found: list[OpCalls] = dataclasses.field(default_factory=list)
     """Op calls in the order they were found, for an instrumented part that did not finish."""
     turns: list[TurnTimed | TurnFailed] = dataclasses.field(default_factory=list)
-    """The turns of all runs, if this job timed them."""
+    """The turns of all runs, if the task timed them."""
     what_if: list[WhatIf] | None = None
     """The output errors of formats that are not run, if they were predicted."""
     twin_ops: TwinOps | None = None
-    """The ops that the twin of a device ran, if the job predicted."""
+    """The ops that the twin of a device ran, if the task predicted."""
     faults: list[str] = dataclasses.field(default_factory=list)
     """Failures of the tool after the plain run."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -75,35 +78,41 @@ class JobOutcome:
     incomplete_because: str | None = None
     """Why the instrumented part did not reach the end of the model."""
     reused: bool = False
-    """Whether the worker had done other jobs before."""
+    """Whether the worker had done other tasks before."""
     seconds_in_op: float = 0.0
     """How long the op that ran at the end had been running."""
 
-    def add(self, message: FromJob) -> None:
+    def add(self, message: TaskMessage) -> None:
         """Store the content of a message."""
-        if isinstance(message, CallStarted):
-            self.call = message.number
-        elif isinstance(message, PlainDone):
-            self.plain = message.result
-        elif isinstance(message, MeasuresDone):
-            self.measures = message.measures
-        elif isinstance(message, TrainingDone):
-            self.training = message
-        elif isinstance(message, Explained):
-            self.explained = message.result
-            self.op_calls_found.clear()  # it has them all
-        elif isinstance(message, GapFound):
-            self.gaps.append(message.gap)
-        elif isinstance(message, OpCallsFound):
-            self.op_calls_found.append(message.op_calls)
-        elif isinstance(message, Predicted):
-            self.what_if = message.entries
-        elif isinstance(message, TwinOps):
-            self.twin_ops = message
-        elif isinstance(message, (TurnTimed, TurnFailed)):
-            self.turns.append(message)
-        elif isinstance(message, InstrumentFault):
-            self.faults.append(message.message)
+        match message:
+            case CallStarted():
+                self.call = message.number
+            case PlainResult():
+                self.plain = message
+            case Measures():
+                self.measures = message
+            case TrainingDone():
+                self.training = message
+            case Instrumented():
+                self.explained = message
+                self.op_calls_found.clear()  # it has them all
+            case GapFound():
+                self.gaps.append(message.gap)
+            case OpCallsFound():
+                self.op_calls_found.append(message.op_calls)
+            case Predicted():
+                self.what_if = message.entries
+            case TwinOps():
+                self.twin_ops = message
+            case TurnTimed() | TurnFailed():
+                self.turns.append(message)
+            case Fault():
+                self.faults.append(message.message)
+
+    @property
+    def passed(self) -> bool:
+        """Whether the plain part reached its end without an exception."""
+        return self.plain is not None and self.plain.exception is None and not self.died_in_plain_part
 
     @property
     def died_in_plain_part(self) -> bool:
@@ -112,10 +121,15 @@ class JobOutcome:
 
     @property
     def may_be_of_others(self) -> bool:
-        """Whether what happened may come from a job that the same worker did before: the plain part hangs, or memory is used up."""
+        """Whether what happened may come from a task that the same worker did before: the plain part hangs, or memory is used up."""
         hung = self.ended in ("timeout", "stuck", "idle") and self.measures is None and self.position is None
         exception = self.plain.exception if self.plain is not None else None
         return self.reused and (hung or (exception is not None and exception.type.endswith(_NO_MEMORY)))
+
+    @property
+    def killed_from_outside(self) -> bool:
+        """Whether the process died of a signal that a model does not send itself."""
+        return self.ended == "crashed" and signal_name(self.exit_code) in FROM_OUTSIDE
 
     @property
     def place(self) -> CallSite | None:
@@ -125,11 +139,126 @@ class JobOutcome:
             return None
         return position.op, position.module, position.source
 
-    @property
-    def killed_from_outside(self) -> bool:
-        """Whether the process died of a signal that a model does not send itself."""
-        return self.ended == "crashed" and signal_name(self.exit_code) in FROM_OUTSIDE
+    def why_incomplete(self, budget: float) -> str | None:
+        """Why the instrumented part did not reach the end of the model, and where it was; ``None`` if its worker did not end."""
+        if self.ended == "done" or self.explained is not None:
+            return None
+        what = self.reason if self.ended == "crashed" else f"the budget of {budget:.0f} s ended"
+        return f"{what}, at {describe_position(self.position)}" if self.position is not None else what
 
     def op_calls(self) -> OpCalls:
         """The op calls found, whether or not the instrumented part finished."""
         return self.explained.op_calls if self.explained is not None else concatenate(self.op_calls_found)
+
+
+def describe_position(position: Position) -> str:
+    """``op 12: aten.mm.default in layers.0 (model.py:7)``."""
+    module = f" in {position.module}" if position.module else ""
+    source = f" ({position.source})" if position.source else ""
+    return f"op {position.ops}: {position.op}{module}{source}"
+
+
+# -- The run
+
+
+def make_run(task: RunTask, outcome: Outcome) -> Run:
+    """The run of ``task``: what a part found is the field of :class:`Run` that has the same name, but for what is named here."""
+    plain, measures, explained = outcome.plain, outcome.measures, outcome.explained
+    calls = outcome.op_calls()
+    fields: dict[str, Any] = {
+        "gaps": outcome.gaps,
+        "complete": not task.instrumented,
+        "calls": outcome.call,
+        "failed_call": outcome.call if outcome.call > 1 else None,
+        **_saved_fields(explained),
+        "stopped_by": explained.exception if explained else None,
+        "exception": None,
+        **_saved_fields(measures),
+        **_saved_fields(plain),
+        **_saved_fields(outcome.twin_ops),
+    }
+    status, fields["reason"] = _status(task, outcome)
+    memory = [part.peak_memory_bytes for part in (measures, explained) if part is not None]
+    fields |= {
+        "status": status,
+        "tolerance": task.tolerance,
+        "op_calls": calls,
+        # Of a run too slow to repeat, the peak of its tensors during the instrumented part.
+        "peak_memory_bytes": next((peak for peak in memory if peak is not None and status != "error"), None),
+        "setup_seconds": _setup_seconds(task, outcome),
+        "training": outcome.training.run if outcome.training else None,
+        "incomplete_because": outcome.incomplete_because or fields.get("incomplete_because"),
+        "fallbacks": list(plain.fallbacks) if plain else [],
+        "notes": [
+            *(plain.notes if plain else ()),
+            *((*explained.faults, *explained.notes) if explained else ()),
+            *outcome.faults,
+            *outcome.notes,
+        ],
+    }
+    for name in ("metric", "output_rms"):
+        value = fields.get(name)
+        fields[name] = value if value is not None and math.isfinite(value) else None
+    if task.is_reference:
+        fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
+    if task.predicted is not None:
+        fields |= dict.fromkeys(("latency_ms", "setup_seconds", "compiler", "peak_memory_bytes"))
+        fields["op_calls"] = without_times(calls)
+    called = set(calls.op)
+    for name in (
+        "known_ops",
+        "assumed_ops",
+    ):  # without those of the instruments; all if the calls of the model are not known
+        fields[name] = [op for op in fields.get(name, ()) if op in called or not called]
+    return Run(
+        precision=task.precision,
+        backend=task.backend,
+        quantized=lowers_precision(task.backend),
+        device=task.shown_device,
+        memory_format=task.memory_format,
+        evidence=task.evidence,
+        keep_fp32=list(task.keep_fp32),
+        **fields,
+    )
+
+
+def _saved_fields(part: msgspec.Struct | None) -> dict[str, Any]:
+    """The fields of what a part found that a run has too."""
+    if part is None:
+        return {}
+    return {name: getattr(part, name) for name in part.__struct_fields__ if name in Run.__struct_fields__}
+
+
+def _status(task: RunTask, outcome: Outcome) -> tuple[Status, str | None]:
+    which = f" on call {outcome.call}" if outcome.call > 1 else ""
+    if outcome.died_in_plain_part:
+        # The op in which it died again op by op. That analysis is about the first call.
+        gaps = outcome.explained.gaps if outcome.explained is not None and outcome.call == 1 else []
+        places = (f", in {gap.op}{f' of {gap.module}' if gap.module else ''}" for gap in gaps if gap.kind == "crash")
+        return "crashed", f"{outcome.reason or 'the process died'}{which}{next(places, '')}"
+    if outcome.plain is not None:
+        return outcome.plain.status, None
+    line = f", at {outcome.line}" if outcome.line else ""
+    return "timeout", f"exceeded the budget of {task.call_budget:g} s{which}{line}"
+
+
+def _setup_seconds(task: RunTask, outcome: Outcome) -> float | None:
+    """What preparing and compiling added to the first call, if the run got as far as its time."""
+    plain, latency_ms = outcome.plain, outcome.measures.latency_ms if outcome.measures else None
+    if plain is None or latency_ms is None or (task.backend == EAGER and not plain.compiled):
+        return None
+    return max(0.0, plain.first_seconds - latency_ms / 1e3)
+
+
+def explained_by(run: Run, eager: Run) -> Run:
+    """``run``, on another backend, with what the op-by-op analysis of ``eager`` explains: the modules called, and gaps if
+    it failed.
+    """
+    failed = run.status in ("error", "crashed")
+    return msgspec.structs.replace(
+        run,
+        explained_by=eager.key.label,
+        gaps=eager.gaps if failed else [],
+        uncalled_modules=eager.uncalled_modules,
+        called_modules=eager.called_modules,
+    )

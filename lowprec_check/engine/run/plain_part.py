@@ -1,10 +1,9 @@
-"""The plain part of a job: the verdict, then what is measured around it."""
+"""The plain part of a run: the verdict against the outputs that fp32 keeps in a file, then what is measured around it."""
 
 from __future__ import annotations
 
 import contextlib
 import zlib
-from collections.abc import Callable
 from ctypes import c_char
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from lowprec_check.engine.model.plain_run import (
     PlainCalls,
     PlainResult,
     judge,
+    judged,
     last_informative_module,
     module_output,
     output_tensors,
@@ -32,12 +32,10 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.compiler_check import CompilerChecker
-from lowprec_check.engine.run.job import Job, Send
-from lowprec_check.engine.run.messages import CallStarted, Measures, MeasuresDone, PlainDone
-from lowprec_check.engine.run.on_backend import OnBackend
-from lowprec_check.engine.run.reference_file import read_reference, write_reference
-from lowprec_check.engine.run.standalone import as_standalone
-from lowprec_check.engine.trace.plain_modes import Draw, RecordDraws, first_nonfinite
+from lowprec_check.engine.run.messages import CallStarted, Measures, Send
+from lowprec_check.engine.run.preparation import OnBackend, as_standalone
+from lowprec_check.engine.run.tasks import RunTask, TaskFiles
+from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.run_key import EAGER
@@ -47,33 +45,33 @@ INFINITE = "the fp32 output has infinities: the same ones are expected in low pr
 
 
 class Fp32Outputs(NamedTuple):
-    """What the fp32 run saves for the other runs, on the CPU."""
+    """The outputs of the fp32 run, on the CPU."""
 
     outputs: list[list[Tensor]]
     """The leaves of the output, of each call compared."""
     probe: ModuleOutput | None
     """The output of a module, if that of the model holds nothing to compare."""
 
-    def save(self, job: Job) -> None:
+    def save(self, files: TaskFiles) -> None:
         """Write the file that :meth:`load` reads; raises :class:`UsageError` if memory, or a limit of it, is too small."""
         outputs = [[tensor.cpu() for tensor in tensors] for tensors in self.outputs]
         probe = self.probe and (self.probe.module, self.probe.number, [tensor.cpu() for tensor in self.probe.tensors])
-        write_reference(job, {"outputs": outputs, "probe": probe})
+        files.keep({"outputs": outputs, "probe": probe})
 
     @classmethod
-    def load(cls, job: Job) -> Fp32Outputs:
+    def load(cls, files: TaskFiles) -> Fp32Outputs:
         """Read what the fp32 run saved."""
-        saved = read_reference(job)
+        saved = files.kept()
         return cls(saved["outputs"], saved["probe"] and ModuleOutput(*saved["probe"]))
 
 
 class PlainPart:
-    """Runs the plain part of ``job`` with the model ``ready``; sends what it finds."""
+    """Runs the plain part of ``task`` with the model ``ready``; sends what it finds."""
 
-    def __init__(self, job: Job, target: Target, ready: Prepared, send: Send) -> None:
-        self.job, self.target, self.ready, self._send = job, target, ready, send
+    def __init__(self, task: RunTask, target: Target, ready: Prepared, send: Send) -> None:
+        self.task, self.target, self.ready, self._send = task, target, ready, send
         self._call = (ready, target.args, target.kwargs)
-        self._snapshot = Snapshot(ready.model, target.inputs, parameters=job.changes_parameters)
+        self._snapshot = Snapshot(ready.model, target.inputs, parameters=task.changes_parameters)
         self._measures = Measures()
         self.result = PlainResult(status="error")
         self.outputs: list[list[Tensor]] = []
@@ -86,7 +84,7 @@ class PlainPart:
     @property
     def too_slow(self) -> bool:
         """Whether the model failed, or is too slow to be called again."""
-        return self.result.status == "error" or self.result.seconds > self.job.slow_seconds
+        return self.result.status == "error" or self.result.seconds > self.task.slow_seconds
 
     def comparable_output(self) -> list[Tensor] | None:
         """The first output, if the instrumented part runs the same code and so must give the same output."""
@@ -94,74 +92,74 @@ class PlainPart:
 
     @property
     def _is_compiled(self) -> bool:
-        return self.job.backend != EAGER or self.result.compiled
+        return self.task.backend != EAGER or self.result.compiled
 
     def run(self) -> None:
         """Call the model and send the verdict."""
-        job = self.job
-        saved = None if job.saves_reference else Fp32Outputs.load(job)
-        before = 0 if job.changes_parameters else _fingerprint(self.ready.model)
+        task = self.task
+        saved = None if task.saves_reference else Fp32Outputs.load(task.files)
+        before = 0 if task.changes_parameters else _fingerprint(self.ready.model)
         calls = PlainCalls(
             *self._call,
-            seed=job.seed,
-            tolerance=job.tolerance,
+            seed=task.seed,
+            tolerance=task.tolerance,
             references=saved.outputs if saved else None,
-            on_call=self._report_call,
-            prepares=job.backend != EAGER,
+            on_call=lambda number: self._send(CallStarted(number)),
+            prepares=task.backend != EAGER,
         )
-        seconds = job.budget / 2 if job.measured else min(2.0, job.budget / 5)
-        result, self.outputs = calls.run(seconds=seconds, too_slow=job.slow_seconds), calls.outputs
-        changed = not job.changes_parameters and _fingerprint(self.ready.model) != before
+        seconds = task.budget / 2 if task.measured else min(2.0, task.budget / 5)
+        result, self.outputs = calls.run(seconds=seconds, too_slow=task.slow_seconds), calls.outputs
+        changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
         self.result = msgspec.structs.replace(result, changes_parameters=changed)
         if saved is None:
             self.result = self._as_reference(self.result)
         elif self.result.status == "unjudged" and saved.probe is not None:
             self._judge_by_module(saved.probe)
-        self._send(PlainDone(self.result))
+        self._send(self.result)
 
     def measure(self) -> None:
         """Send time and memory; for the reference also the difference between two runs. Records random calls."""
-        job, result = self.job, self.result
+        task, result = self.task, self.result
         if result.status == "error":
             return
-        self._add(latency_ms=result.seconds * 1e3 if job.measured else None)
-        if result.status in ("inaccurate", "nonfinite") and not (job.saves_reference or self.too_slow):
+        self._add(latency_ms=result.seconds * 1e3 if task.measured else None)
+        if result.status in ("inaccurate", "nonfinite") and not (task.saves_reference or self.too_slow):
             self.draws = self._record_draws()
         if result.status == "inaccurate" and result.random and self._is_compiled and not self.draws:
-            self.result = without_verdict(result, OTHER_DRAWS)
-            self._send(PlainDone(self.result))
-        again = self._measure_memory() if job.measured and not self.too_slow else None
-        if job.saves_reference:
+            self.result = _without_verdict(result, OTHER_DRAWS)
+            self._send(self.result)
+        again = None
+        if task.measured and not self.too_slow:
+            self._snapshot.rewind()
+            measured = measure_memory(*self._call, seed=task.seed)
+            self._add(peak_memory_bytes=measured.peak)
+            again = measured.output  # None if what was attached could change it
+        if task.saves_reference:
             if again is None:
                 self._snapshot.rewind()
-                again, _ = run_once(*self._call, job.seed)
+                again, _ = run_once(*self._call, task.seed)
             compared = compare_outputs(output_tensors(again), self.outputs[0])
             if compared.compared and compared.distance > 0:
                 self._add(self_error=compared.error)
             if result.status == "nonfinite":
                 self._snapshot.rewind()
-                self._add(nonfinite_at=first_nonfinite(*self._call, job.seed))
-
-    def _measure_memory(self) -> Any:
-        """Send the peak memory of one more call; returns its output, if nothing was attached that could change it."""
-        self._snapshot.rewind()
-        measured = measure_memory(*self._call, seed=self.job.seed)
-        self._add(peak_memory_bytes=measured.peak)
-        return measured.output
+                self._add(nonfinite_at=first_nonfinite(*self._call, task.seed))
 
     def compute_metric(self) -> None:
         """Send the value of the user's metric, if there is one and the model ran."""
         if self.target.metric is not None and self.result.status != "error" and not self.too_slow:
+            call = self.ready.call
+            replaced = call.prepared if isinstance(call, OnBackend) else self.target.compiled
             self._snapshot.rewind()
-            self._add(metric=float(self.target.metric(as_standalone(self.ready, self._replaced))))
+            self._add(metric=float(self.target.metric(as_standalone(self.ready, replaced))))
 
     def check_compiler(self) -> None:
         """Send whether the compiler made the output worse, unless nothing was compiled, or outputs are random."""
-        backend = BACKENDS.get(self.job.backend)
-        compiled = (self.result.compiled or self.job.backend != EAGER) and not backend.lowers_precision
-        if compiled and self.outputs and not (self.result.random or self.too_slow or self.job.keep_fp32):
+        backend = BACKENDS.get(self.task.backend)
+        compiled = (self.result.compiled or self.task.backend != EAGER) and not backend.lowers_precision
+        if compiled and self.outputs and not (self.result.random or self.too_slow or self.task.keep_fp32):
             checker = CompilerChecker(
-                self.job, self.target, self.ready, self._snapshot.rewind, by_dynamo=self.result.compiled
+                self.task, self.target, self.ready, self._snapshot.rewind, by_dynamo=self.result.compiled
             )
             for check in checker.checks():  # each is sent, in case time is too short for what follows
                 self._add(compiler=check)
@@ -169,22 +167,14 @@ class PlainPart:
     def add_layer_errors(self) -> None:
         """Send the errors of the layers that a backend quantized, if the model ran."""
         call = self.ready.call
-        if isinstance(call, OnBackend) and self.job.measured and self.result.status != "error":
+        if isinstance(call, OnBackend) and self.task.measured and self.result.status != "error":
             with self.ready.context():
                 self._add(layer_errors=call.layer_errors())
 
     def _add(self, **measured: Any) -> None:
         """Send what was measured so far."""
         self._measures = msgspec.structs.replace(self._measures, **measured)
-        self._send(MeasuresDone(self._measures))
-
-    def _report_call(self, number: int) -> None:
-        self._send(CallStarted(number))
-
-    @property
-    def _replaced(self) -> Callable[..., Any] | None:
-        """What is called in place of the model: what its user or a backend prepared; ``None`` for the model itself."""
-        return self.ready.call.prepared if isinstance(self.ready.call, OnBackend) else self.target.compiled
+        self._send(self._measures)
 
     def _as_reference(self, result: PlainResult) -> PlainResult:
         """Save the outputs for the other runs. NaN in one is ``nonfinite``; infinities are taken as meant."""
@@ -194,8 +184,8 @@ class PlainPart:
         if judge(self.outputs[0], self.outputs[0], None)[0] == "unjudged":
             self._snapshot.rewind()
             with contextlib.suppress(Exception):
-                probe = last_informative_module(*self._call, self.job.seed)
-        Fp32Outputs(self.outputs, probe).save(self.job)
+                probe = last_informative_module(*self._call, self.task.seed)
+        Fp32Outputs(self.outputs, probe).save(self.task.files)
         floating = [tensor for tensors in self.outputs for tensor in tensors if is_float(tensor)]
         sizes = [root_mean_square(tensor.cpu()) for tensor in self.outputs[0] if is_float(tensor)]
         rms = max((size for size in sizes if size is not None), default=None)
@@ -210,13 +200,13 @@ class PlainPart:
         """Judge the output of the last module that has an informative one."""
         self._snapshot.rewind()
         try:
-            tensors = module_output(*self._call, self.job.seed, probe)
+            tensors = module_output(*self._call, self.task.seed, probe)
         except Exception:  # the run itself has passed: what the hook changes is not its fault
             tensors = None
         if tensors is not None:
             self.probed = probe._replace(tensors=tensors)
             result = msgspec.structs.replace(self.result, compared_module=probe.module)
-            self.result = with_verdict(result, *judge(tensors, probe.tensors, self.job.tolerance))
+            self.result = with_verdict(result, *judge(tensors, probe.tensors, self.task.tolerance))
 
     def _record_draws(self) -> list[list[Draw]]:
         """The random calls of each call; none if there are none, or the calls cannot be repeated exactly."""
@@ -224,15 +214,39 @@ class PlainPart:
         found = []
         for output in self.outputs:
             with compiled_code_in_eager(), RecordDraws() as recorder:
-                again, _ = run_once(*self._call, self.job.seed)
+                again, _ = run_once(*self._call, self.task.seed)
             if not same_bits(output_tensors(again), output):
                 return []
             found.append(recorder.draws)
         return found if any(found) else []
 
 
-def without_verdict(result: PlainResult, why: str) -> PlainResult:
-    """``result``, ``unjudged``."""
+def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
+    """Send the verdict on the outputs of ``part`` against the fp32 model ``ready`` with the random numbers that ``part`` drew.
+
+    If fp32 draws in other places, a finite run is ``unjudged``, with a note.
+    """
+    call, tolerance = (ready, part.target.args, part.target.kwargs, part.task.seed), part.task.tolerance
+    try:
+        with compiled_code_in_eager():
+            if part.probed is None:
+                references = []
+                for draws in part.draws:
+                    with ReplayDraws(draws):
+                        output, _ = run_once(*call)
+                    references.append([tensor.cpu().clone() for tensor in output_tensors(output)])
+                part.result = judged(part.result, part.outputs, references, tolerance)
+            else:
+                with ReplayDraws(part.draws[0]):
+                    reference = module_output(*call, part.probed)
+                part.result = with_verdict(part.result, *judge(part.probed.tensors, reference or [], tolerance))
+    except DrawsDiffer as difference:
+        if part.result.status != "nonfinite":
+            part.result = _without_verdict(part.result, f"{OTHER_DRAWS} ({difference})")
+    send(part.result)
+
+
+def _without_verdict(result: PlainResult, why: str) -> PlainResult:
     return msgspec.structs.replace(result, status="unjudged", output_error=None, notes=(*result.notes, why))
 
 

@@ -1,21 +1,23 @@
-"""The model of a job: on its device, in its precision and memory format, called through its backend."""
+"""The model of a task: on its device, in its precision and memory format, called through its backend, or as a module of its own."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
 
+from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.job import Job
 from lowprec_check.engine.run.memory_limits import check_weights_fit
-from lowprec_check.engine.run.on_backend import OnBackend
+from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.train.steps import TrainingStep, with_step
-from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example
+from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.ways_to_train import ways_of
@@ -24,7 +26,11 @@ from lowprec_check.schema.ways_to_train import ways_of
 @contextlib.contextmanager
 def on_device(target: Target, device: torch.device) -> Iterator[None]:
     """Move the model to ``device``, and back, unless it is there."""
-    if device.type == "cpu" or _is_on(target.model, device):
+    devices = {tensor.device for tensor in (*target.model.parameters(), *target.model.buffers())}
+    is_there = bool(devices) and all(
+        found.type == device.type and device.index in (None, found.index) for found in devices
+    )
+    if device.type == "cpu" or is_there:
         yield
         return
     check_weights_fit(target.model, device)
@@ -37,50 +43,38 @@ def on_device(target: Target, device: torch.device) -> Iterator[None]:
         snapshot.restore()
 
 
-def _is_on(model: nn.Module, device: torch.device) -> bool:
-    """Whether all parameters and buffers are on ``device``; false if there are none."""
-    devices = {tensor.device for tensor in (*model.parameters(), *model.buffers())}
-    return bool(devices) and all(found.type == device.type and device.index in (None, found.index) for found in devices)
-
-
-def prepared_for(job: Job, target: Target) -> contextlib.AbstractContextManager[Prepared]:
-    """The model of ``job``, without its backend; restored afterwards."""
+def prepared_for(task: ModelTask, target: Target) -> contextlib.AbstractContextManager[Prepared]:
+    """The model of ``task``, without its backend; restored afterwards."""
     return prepared(
         target.model,
-        PRECISIONS.get(job.precision),
-        torch.device(job.device),
-        memory_format=job.memory_format,
-        keep_fp32=job.keep_fp32,
+        PRECISIONS.get(task.precision),
+        torch.device(task.device),
+        memory_format=task.memory_format,
+        keep_fp32=task.keep_fp32,
         call=target.call(),
         inputs=target.inputs,
-        changes_parameters=job.changes_parameters,
+        changes_parameters=task.changes_parameters,
     )
 
 
 @contextlib.contextmanager
-def in_training(job: Job, target: Target) -> Iterator[Prepared]:
-    """The model of ``job`` in training mode, with gradients; restored afterwards."""
-    with prepared_for(job, target) as ready, torch.enable_grad():
+def in_training(task: ModelTask, target: Target) -> Iterator[Prepared]:
+    """The model of ``task`` in training mode, with gradients; restored afterwards."""
+    with prepared_for(task, target) as ready, torch.enable_grad():
         if not ready.model.training:
             ready.model.train()
         yield ready
 
 
-def ready_for(job: Job, target: Target) -> contextlib.AbstractContextManager[Prepared]:
-    """The model of ``job``, called as it runs: on its backend, or by a step of training in the first way of its precision."""
-    return _stepping(job, target) if job.steps else _called(job, target)
-
-
 @contextlib.contextmanager
-def _called(job: Job, target: Target) -> Iterator[Prepared]:
-    with prepared_for(job, target) as ready:
-        yield on_backend(job, target, ready)
-
-
-@contextlib.contextmanager
-def _stepping(job: Job, target: Target) -> Iterator[Prepared]:
-    with in_training(job, target) as ready:
-        yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, job.steps)[0]))
+def ready_for(task: ModelTask, target: Target) -> Iterator[Prepared]:
+    """The model of ``task``, called as it runs: on its backend, or by a step of training in the first way of its precision."""
+    if task.steps:
+        with in_training(task, target) as ready:
+            yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0]))
+    else:
+        with prepared_for(task, target) as ready:
+            yield on_backend(task, target, ready)
 
 
 def in_eager_mode(ready: Prepared, target: Target) -> Prepared:
@@ -88,6 +82,92 @@ def in_eager_mode(ready: Prepared, target: Target) -> Prepared:
     return ready.calling(target.call(target.model))
 
 
-def on_backend(job: Job, target: Target, ready: Prepared) -> Prepared:
-    """``ready``, called through the backend of ``job``."""
-    return ready if job.backend == EAGER else ready.calling(OnBackend(BACKENDS.get(job.backend), target, ready))
+def on_backend(task: ModelTask, target: Target, ready: Prepared) -> Prepared:
+    """``ready``, called through the backend of ``task``."""
+    return ready if task.backend == EAGER else ready.calling(OnBackend(BACKENDS.get(task.backend), target, ready))
+
+
+class OnBackend:
+    """Replaces the call of ``ready``; the backend prepares the model at the first call, whose inputs it gets as an example."""
+
+    def __init__(self, backend: Backend, target: Target, ready: Prepared) -> None:
+        self._backend, self._target, self._ready = backend, target, ready
+        self._call: Callable[..., Any] | None = None
+        self._example: Example | None = None
+        self.prepared: Callable[..., Any] | None = None
+        """What replaces the model, without the loss; ``None`` before the first call."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call what the backend prepared, and the loss if there is one."""
+        if self._call is None:
+            self.prepared = self._prepare(args, kwargs)
+            self._call = self._target.call(self.prepared)
+        return self._call(*args, **kwargs)
+
+    def layer_errors(self) -> list[LayerError]:
+        """The errors of the layers that the backend quantized."""
+        if self._example is None:
+            return []
+        return self._backend.layer_errors(self.prepared, self._ready.model, self._example)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
+        ready = self._ready
+
+        def calibration() -> Iterable[Call]:
+            return (ready.inputs(*call) for call in self._target.calibration())
+
+        self._example = Example(
+            args=args,
+            kwargs=kwargs,
+            precision=ready.precision,
+            device=ready.device.type,
+            calibration=calibration,
+        )
+        prepared: Any = self._backend.prepare(ready.model, self._example)
+        if not callable(prepared):
+            kind = type(prepared).__name__
+            raise TypeError(f"prepare of the backend {self._backend.name} returned {kind}, which cannot be called")
+        called: Callable[..., Any] = prepared
+        return called
+
+
+# -- For the user's metric: a module of its own, which accepts fp32 inputs on the CPU
+
+
+def as_standalone(ready: Prepared, replaced: Callable[..., Any] | None = None) -> nn.Module:
+    """``ready`` as a module that casts and moves its inputs; ``replaced`` is called in place of the model, if it is given."""
+    if replaced is not None:
+        return _Replaced(ready, replaced)
+    model, device = ready.model, ready.device
+    ready.application.make_standalone(model, device.type)
+    if device.type != "cpu":
+
+        def move(_module: nn.Module, args: Any, kwargs: Any) -> Any:
+            return map_tensors(args, lambda t: t.to(device)), map_tensors(kwargs, lambda t: t.to(device))
+
+        model.register_forward_pre_hook(move, with_kwargs=True, prepend=True)
+    return model
+
+
+class _Replaced(nn.Module):
+    """Calls what replaced a model; it has the attributes of the model."""
+
+    def __init__(self, ready: Prepared, replaced: Callable[..., Any]) -> None:
+        super().__init__()
+        self.replaced_model = ready.model
+        self._ready, self._call = [ready], [replaced]  # in lists: modules inside are not registered again
+        self.training = ready.model.training
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call on inputs that are cast and moved."""
+        ready = self._ready[0]
+        inputs, named = ready.inputs(args, kwargs)
+        with ready.context():
+            return self._call[0](*inputs, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        """An attribute of the model."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("replaced_model"), name)

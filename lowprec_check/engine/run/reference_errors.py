@@ -8,40 +8,46 @@ from lowprec_check.engine.core.devices import says_device_is_absent
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.messages import Measures
-from lowprec_check.engine.run.outcome import JobOutcome
+from lowprec_check.engine.run.outcome import Outcome
+from lowprec_check.engine.run.tasks import RunTask
+from lowprec_check.errors import UsageError
 from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.axes import device_of
-
-FORK_WAITED = (
-    "a forked process stopped using the processor, perhaps because of a thread or lock that is not copied: "
-    "the runs used fresh interpreters"
-)
-
 
 _SMALLER = "use a smaller batch or shorter inputs, or free some memory"
 _CUSTOM_OP_WITHOUT_CPU = re.compile(r"Could not run '(?!aten::)([^']+)' with arguments from the '\w*CPU' backend")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
 
 
-def failed_in_fork(outcome: JobOutcome) -> str:
-    """A note: fp32 failed in a fork, but not in a fresh interpreter."""
-    error = outcome.plain.exception if outcome.plain is not None else None
-    why = error.text if error is not None else outcome.reason or "it did not finish"
-    return f"the model fails in a forked process ({why}), but not in a fresh interpreter, which the runs used"
+def check_reference(task: RunTask, outcome: Outcome, target: Target) -> PlainResult:
+    """What the fp32 run found; raises :class:`UsageError` if it took too long, crashed, failed, or gave NaN or Inf."""
+    plain = outcome.plain
+    if plain is None:
+        raise UsageError(*_missing_reference(outcome, task.budget))
+    if plain.exception is not None:
+        raise UsageError(*failed_reference(plain, target, task.shown_device, predicted=task.predicted is not None))
+    if plain.status == "nonfinite" and task.steps:
+        raise UsageError(
+            f"Training in fp32 gives NaN or Inf in step {plain.calls}, in the loss or the weights.",
+            "Fix it in fp32 first: check the loss, or lower the learning rate in `optimizer`.",
+        )
+    if plain.status == "nonfinite":
+        origin = outcome.measures.nonfinite_at if outcome.measures else None
+        if origin is None:
+            raise UsageError(
+                "The model's fp32 output has NaN or Inf.",
+                "A weight or an input already contains it; fix that first.",
+            )
+        op, module, source = origin
+        place = f" in {module}" if module else ""
+        line = f" at {source}" if source else ""
+        raise UsageError(
+            f"The model's fp32 output has NaN or Inf, first produced by {op}{place}{line}.", "Fix it in fp32 first."
+        )
+    return plain
 
 
-def waits_for_threads(threads: list[str], why_not_fresh: str) -> tuple[str, str]:
-    """The model waits in a fork, where the ``threads`` of this process do not run."""
-    names = ", ".join(threads[:3]) + (", …" if len(threads) > 3 else "")
-    return (
-        f"The model stopped working in a copy of this process, in which the threads of this process ({names}) do not run. "
-        f"{why_not_fresh}",
-        'Scan its file from the command line, or pass isolation="none" while no thread uses the model.',
-    )
-
-
-def missing_reference(outcome: JobOutcome, budget: float) -> tuple[str, str]:
+def _missing_reference(outcome: Outcome, budget: float) -> tuple[str, str]:
     """The fp32 run took too long or crashed."""
     if outcome.ended == "timeout":
         where = f"; it was at {outcome.line}" if outcome.line else ""
@@ -67,9 +73,11 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
     fails = "is predicted to fail" if predicted else "fails"
     part = _PARTS.get(error.phase or "forward", "model")
     message = f"The {part} {fails} in fp32 on {device}{place}{source}: {error.text}"
-    needs_device = _needing_the_device(error.message) if predicted else None
-    if needs_device is not None:
-        return message, needs_device
+    if predicted and says_device_is_absent(error.message):
+        return message, "The model names the device itself, which is not here: let it use the device of its inputs."
+    custom = _CUSTOM_OP_WITHOUT_CPU.search(error.message) if predicted else None
+    if custom is not None:
+        return message, f"A prediction runs on the CPU: register a CPU kernel of {custom[1]}."
     if _OUT_OF_MEMORY.search(f"{error.type} {error.message}"):
         return message, f"Memory ran out: {_SMALLER}."
     if device != "cpu" and error.type == "NotImplementedError":
@@ -91,46 +99,3 @@ _HINTS = {
     "backward pass": "Check that the loss depends on the parameters, and that the model can be trained without this tool.",
     "optimizer step": "Check `optimizer`, and that the model can be trained with it without this tool.",
 }
-
-
-def _needing_the_device(message: str) -> str | None:
-    """A hint for a model that cannot run without the device that is predicted."""
-    if says_device_is_absent(message):
-        return "The model names the device itself, which is not here: let it use the device of its inputs."
-    custom = _CUSTOM_OP_WITHOUT_CPU.search(message)
-    return f"A prediction runs on the CPU: register a CPU kernel of {custom[1]}." if custom is not None else None
-
-
-def nonfinite_reference(measures: Measures | None) -> tuple[str, str]:
-    """The fp32 output has NaN or Inf."""
-    origin = measures.nonfinite_at if measures else None
-    if origin is None:
-        return "The model's fp32 output has NaN or Inf.", "A weight or an input already contains it; fix that first."
-    op, module, source = origin
-    place = f" in {module}" if module else ""
-    line = f" at {source}" if source else ""
-    return f"The model's fp32 output has NaN or Inf, first produced by {op}{place}{line}.", "Fix it in fp32 first."
-
-
-def diverging_reference(steps: int) -> tuple[str, str]:
-    """Training in fp32 gives a loss or weights that are not finite."""
-    return (
-        f"Training in fp32 gives NaN or Inf in step {steps}, in the loss or the weights.",
-        "Fix it in fp32 first: check the loss, or lower the learning rate in `optimizer`.",
-    )
-
-
-def unchanged_reference(steps: int) -> tuple[str, str]:
-    """Training in fp32 changes no weight."""
-    return (
-        f"No weight changes in fp32 in {steps} step{'s' if steps > 1 else ''} of training, so there is nothing to compare.",
-        "Check the learning rate (a warm-up may start at 0), and that the loss depends on the weights.",
-    )
-
-
-def nondeterministic_reference(error: float) -> tuple[str, str]:
-    """Two fp32 runs differ by ``error`` (rel_l2)."""
-    return (
-        f"Two fp32 runs with the same seed differ by {error:.1e} (rel_l2), too much for a reference.",
-        "Remove clocks, unseeded generators, and state outside the model's attributes from the forward.",
-    )

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import statistics
-from typing import Any
 
 import torch
 
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.model.plain_run import reraise_interrupt
-from lowprec_check.engine.run.instance import SECONDS, Instance, time_instance, work_as_instance
-from lowprec_check.engine.run.isolation import WorkerError
-from lowprec_check.engine.run.job import Job
-from lowprec_check.engine.run.messages import (
-    Finished,
-    FromJob,
-    InstanceReady,
-    InstanceTimed,
-    Loaded,
-    ToolFailed,
-    UsageFailed,
-    decode,
-)
+from lowprec_check.engine.run.messages import InstanceTimed, Loaded, Ready, TaskMessage
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.worker_task import LOAD_SECONDS
-from lowprec_check.errors import first_line, message_of, type_name
+from lowprec_check.engine.run.task_process import TaskWorker, start_worker
+from lowprec_check.engine.run.tasks import InstanceTask, ModelTask
+from lowprec_check.engine.run.turns import INSTANCE_SECONDS
+from lowprec_check.engine.run.worker import work
+from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.process.breadcrumb import clear_shared
-from lowprec_check.process.function_worker import FunctionWorker
-from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor
+from lowprec_check.process.function_worker import Ended, Method
+from lowprec_check.process.supervisor import StateEvent, Supervisor
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import Scenario, Timing
 
@@ -39,41 +26,39 @@ CORES_OF_INSTANCE = 4
 """Most cores of an instance in realtime."""
 
 
-_Event = MessageEvent[FunctionWorker[FromJob], FromJob] | StateEvent[FunctionWorker[FromJob]]
-
-
 class NotTimedError(Exception):
     """Why a run could not be timed in its scenario."""
 
 
-def instances_of(scenario: Scenario, device: str) -> list[Instance]:
-    """The instances of a scenario on this machine; an accelerator is given one."""
+def cores_of_instances(scenario: Scenario, device: str) -> list[tuple[int, ...]]:
+    """The numbers of the cores of each instance of a scenario on this machine; an accelerator is given one instance."""
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
     if scenario == "offline" or device != "cpu":
-        return [Instance(tuple(cores), single=scenario == "realtime")]
+        return [tuple(cores)]
     each = min(CORES_OF_INSTANCE, max(1, len(cores) // 2))
-    starts = range(0, len(cores) - each + 1, each)
-    return [Instance(tuple(cores[start : start + each]), single=True) for start in starts]
+    return [tuple(cores[start : start + each]) for start in range(0, len(cores) - each + 1, each)]
 
 
-def time_in_scenario(job: Job, source: TargetSource, isolation: Isolation, scenario: Scenario) -> Timing:
+def time_in_scenario(task: ModelTask, source: TargetSource, isolation: Isolation, scenario: Scenario) -> Timing:
     """Times of all instances together; raises :class:`NotTimedError` if one of them fails."""
-    batch = batch_of(source.target.inputs)
-    if scenario == "realtime" and batch is None:
+    batch, single = batch_of(source.target.inputs), scenario == "realtime"
+    if single and batch is None:
         raise NotTimedError("the inputs have no common first dimension to take one item of")
-    instances = instances_of(scenario, torch.device(job.device).type)
+    instances = cores_of_instances(scenario, torch.device(task.device).type)
     if isolation == "none":
         instances = instances[:1]
-        samples = _time_here(job, source, instances[0])
+        # This process belongs to the user: its threads are not pinned to cores.
+        samples = _time_here(task.as_task(InstanceTask, cores=(), single=single), source, threads=len(instances[0]))
     else:
-        samples = _time_in_workers(job, source, isolation, instances)
-    items = 1 if scenario == "realtime" else batch
+        tasks = [task.as_task(InstanceTask, cores=cores, single=single) for cores in instances]
+        samples = _time_in_workers(tasks, source, source.method if isolation == "shared" else isolation)
+    items = 1 if single else batch
     median = statistics.median(samples)
     return Timing(
         scenario=scenario,
         batch=items,
         instances=len(instances),
-        cores=len(instances[0].cores),
+        cores=len(instances[0]),
         calls=len(samples),
         median_ms=median * 1e3,
         p99_ms=percentile(samples, 0.99) * 1e3,
@@ -92,96 +77,52 @@ def percentile(samples: list[float], share: float) -> float:
     return sorted(samples)[math.ceil(share * len(samples)) - 1]
 
 
-def _time_here(job: Job, source: TargetSource, instance: Instance) -> list[float]:
+def _time_here(task: InstanceTask, source: TargetSource, *, threads: int) -> list[float]:
     found: list[float] = []
 
-    def send(message: FromJob) -> None:
+    def send(message: TaskMessage) -> None:
         if isinstance(message, InstanceTimed):
             found.extend(message.seconds)
 
-    threads = torch.get_num_threads()
-    torch.set_num_threads(len(instance.cores))  # without pinning them: this process belongs to the user
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
     try:
-        time_instance(job, instance._replace(cores=()), source.forked(), send, lambda: None)
-    except BaseException as error:
-        reraise_interrupt(error)
-        raise NotTimedError(f"{type_name(error)}: {first_line(message_of(error))}") from None
+        work(task, source.forked(), send, lambda: None)
+    except UsageError as error:
+        raise NotTimedError(error.message) from None
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(before)
     return found
 
 
-def _time_in_workers(job: Job, source: TargetSource, isolation: Any, instances: list[Instance]) -> list[float]:
+def _time_in_workers(tasks: list[InstanceTask], source: TargetSource, method: Method) -> list[float]:
     """Seconds of all calls of all instances, which start to be timed together."""
-    clear_shared(job.files.start)
-    method = source.method if isolation == "shared" else isolation
-    fresh = source.load_by(method)
-    workers: list[FunctionWorker[FromJob]] = [
-        FunctionWorker(
-            functools.partial(work_as_instance, job, instance, fresh.load),
-            decode,
-            method=method,
-            descriptors=(*fresh.descriptors, *job.files),
-        )
-        for instance in instances
-    ]
-    for worker in workers:
-        worker.set_timeout(LOAD_SECONDS)
-    supervisor: Supervisor[FunctionWorker[FromJob], FromJob] = Supervisor(workers)
-    timed = _Timed(job, workers)
+    samples: list[float] = []
+    budget, ready = tasks[0].call_budget, 0
+    workers = [start_worker(task, source, method) for task in tasks]
+    finished = set[TaskWorker]()
+    supervisor: Supervisor[TaskWorker, TaskMessage] = Supervisor(workers)
     with supervisor:
         for event in supervisor.events():
-            timed.take(event)
-            if timed.all_finished:
-                break
-    return timed.samples
-
-
-class _Timed:
-    """What the instances have sent; starts them together when all are ready."""
-
-    def __init__(self, job: Job, workers: list[FunctionWorker[FromJob]]) -> None:
-        self.samples: list[float] = []
-        """Seconds of the calls of all instances."""
-        self._job, self._workers = job, workers
-        self._ready = 0
-        self._finished: set[FunctionWorker[FromJob]] = set()
-
-    @property
-    def all_finished(self) -> bool:
-        """Whether nothing more will come."""
-        return len(self._finished) == len(self._workers)
-
-    def take(self, event: _Event) -> None:
-        """Use what an instance sent; raises :class:`NotTimedError` if it ended before it finished."""
-        if isinstance(event, StateEvent):
-            if event.worker not in self._finished:
-                _check_state(event.state)
-            return
-        message = event.message
-        if isinstance(message, UsageFailed):
-            raise NotTimedError(message.message)
-        if isinstance(message, ToolFailed):
-            raise WorkerError(message.traceback)
-        if isinstance(message, Loaded):
-            event.worker.set_timeout(3 * self._job.call_budget)
-        elif isinstance(message, InstanceReady):
-            self._start_if_all_are_ready()
-        elif isinstance(message, InstanceTimed):
-            self.samples.extend(message.seconds)
-        elif isinstance(message, Finished):
-            self._finished.add(event.worker)
-
-    def _start_if_all_are_ready(self) -> None:
-        self._ready += 1
-        if self._ready == len(self._workers):
-            os.pwrite(self._job.files.start, b"1", 0)
-            for worker in self._workers:
-                worker.set_timeout(SECONDS + self._job.call_budget)
-
-
-def _check_state(state: str) -> None:
-    if state == "ended":
-        raise NotTimedError("an instance ended early")
-    if state != "running":
-        raise NotTimedError("an instance exceeded the budget")
+            if isinstance(event, StateEvent):
+                if event.state != "running" and event.worker not in finished:
+                    how = "ended early" if event.state == "ended" else "exceeded the budget"
+                    raise NotTimedError(f"an instance {how}")
+            elif isinstance(event.message, Loaded):
+                event.worker.set_timeout(3 * budget)
+            elif isinstance(event.message, Ready):
+                ready += 1
+                if ready == len(workers):
+                    for worker in workers:
+                        worker.send(b"start")
+                        worker.set_timeout(INSTANCE_SECONDS + budget)
+            elif isinstance(event.message, InstanceTimed):
+                samples.extend(event.message.seconds)
+            elif isinstance(event.message, Ended):
+                if event.message.message is not None:
+                    raise NotTimedError(event.message.message)
+                event.message.check()
+                finished.add(event.worker)
+                if len(finished) == len(workers):
+                    break
+    return samples

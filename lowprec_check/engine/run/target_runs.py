@@ -12,24 +12,16 @@ import msgspec
 import torch
 
 from lowprec_check.catalog.names import why_not_covered
+from lowprec_check.engine.core.installation import extension_problem
 from lowprec_check.engine.model.prepared import autocast_problem, format_problem
-from lowprec_check.engine.run.assemble import explained_by, make_run
-from lowprec_check.engine.run.explanation import Attempts, why_incomplete
-from lowprec_check.engine.run.extension_runs import has_extension_ways, with_extension_ways
-from lowprec_check.engine.run.job import Job, JobFiles, open_job_files
 from lowprec_check.engine.run.launcher import Launcher, OnProgress
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.messages import Measures
-from lowprec_check.engine.run.outcome import JobOutcome
-from lowprec_check.engine.run.reference_errors import (
-    diverging_reference,
-    failed_reference,
-    missing_reference,
-    nondeterministic_reference,
-    nonfinite_reference,
-)
+from lowprec_check.engine.run.outcome import explained_by, make_run
+from lowprec_check.engine.run.reference_errors import check_reference
 from lowprec_check.engine.run.scenario import NotTimedError, time_in_scenario
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.tasks import ExtensionTask, ModelTask, RunTask, TaskFiles, WhatIfTask, open_task_files
 from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs, untimed
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -49,6 +41,14 @@ MAX_SELF_ERROR = 0.1
 
 EXPLAIN_RATIO = 60.0
 """Times an fp32 forward that the instrumented part may take; 20 are usual for a model with many small ops."""
+
+BUDGET, BUDGET_RATIO = 20.0, 10.0
+"""Budget in seconds of the other runs, or so many times an fp32 forward, or :data:`FIRST_CALLS` first ones, if that is longer."""
+
+FIRST_CALLS = 3.0
+
+ERRORS_OF_FP32 = 3.0
+"""So many times the difference between two fp32 runs passes."""
 
 HIDDEN_STATE = "the model keeps state that a scan cannot rewind: plain and instrumented runs use separate processes"
 
@@ -74,6 +74,12 @@ class RunOptions:
     """Steps of training; 0 if only the forward pass is run."""
 
 
+_FROM_OPTIONS = {field.name for field in dataclasses.fields(RunOptions)} & {
+    field.name for field in dataclasses.fields(RunTask)
+}
+"""The options that each task has under the same name."""
+
+
 class TargetRuns:
     """Runs a target: first the fp32 reference, by :meth:`reference`, then other precisions, compared with it."""
 
@@ -82,7 +88,7 @@ class TargetRuns:
         source: TargetSource,
         options: RunOptions,
         isolation: Isolation,
-        files: JobFiles,
+        files: TaskFiles,
         on_progress: OnProgress | None = None,
     ) -> None:
         self.target, self.options, self._files = source.target, options, files
@@ -96,11 +102,8 @@ class TargetRuns:
         """The time of fp32 here, which limits are derived from."""
         self._self_error = 0.0
         self._first_seconds = 0.0
-        self._changes_parameters = isolation == "none"
         self._eager: dict[RunKey, Run] = {}
         """The eager runs without a plan, whose op-by-op analysis explains those on other backends."""
-        self._hidden_state = False
-        """Whether fp32 differs from itself when it is run again in one process, but not in two."""
 
     @property
     def isolation(self) -> Isolation:
@@ -114,76 +117,74 @@ class TargetRuns:
 
         ``timed_as`` is its run on another batch, whose time is taken instead of measuring it, and which was analyzed.
         """
-        budget, first = self.options.budget or REFERENCE_BUDGET, timed_as is None
+        first = timed_as is None
         if self.options.device == "cpu":
             check_weights_fit(self.target.model, torch.device("cpu"), self.isolation)
-        job = self._job(REFERENCE, budget=budget, measured=first, instrumented=first)
-        outcome = self._launcher.execute_reference(job, self._op_limit())
-        if self._learns_of_changes(outcome):
-            job = dataclasses.replace(job, changes_parameters=True)
-            outcome = self._launcher.execute_reference(job, self._op_limit())
-        plain, measures = outcome.plain, outcome.measures
-        if plain is None:
-            raise UsageError(*missing_reference(outcome, budget))
-        if plain.exception is not None:
-            raise UsageError(*failed_reference(plain, self.target, job.shown_device, predicted=bool(job.predicted)))
-        if plain.status == "nonfinite":
-            raise UsageError(*(diverging_reference(plain.calls) if job.steps else nonfinite_reference(measures)))
-        self._self_error = self._repeat_in_another_process(_self_error(measures), budget)
+        task = self._task(
+            REFERENCE, budget=self._reference_budget, saves_reference=True, measured=first, instrumented=first
+        )
+        outcome = self._launcher.run_reference(task)
+        plain, measures = check_reference(task, outcome, self.target), outcome.measures
+        self._self_error = self._self_error_in(measures)
         if self._self_error > MAX_SELF_ERROR:
-            raise UsageError(*nondeterministic_reference(self._self_error))
+            raise UsageError(
+                f"Two fp32 runs with the same seed differ by {self._self_error:.1e} (rel_l2), too much for a reference.",
+                "Remove clocks, unseeded generators, and state outside the model's attributes from the forward.",
+            )
         self._first_seconds = plain.first_seconds
-        self._fp32_ms = timed_as.latency_ms if timed_as is not None else measures.latency_ms if measures else None
-        run = make_run(job, outcome, None)
+        run = make_run(task, outcome)
         self.training = outcome.training.setup if outcome.training is not None else None
-        notes = [*run.notes, *([HIDDEN_STATE] if self._hidden_state else [])]
         repeatable = self.training is None or self.training.repeatable
-        run = msgspec.structs.replace(run, nondeterministic=self._self_error > 0 or not repeatable, notes=notes)
-        self.fp32 = self._timed(run, job) if timed_as is None else _timed_as(run, timed_as)
+        run = msgspec.structs.replace(
+            run,
+            nondeterministic=self._self_error > 0 or not repeatable,
+            notes=[*run.notes, *([HIDDEN_STATE] if self._launcher.hidden_state else [])],
+        )
+        if timed_as is None:
+            self._fp32_ms = measures.latency_ms if measures else None
+            self.fp32 = self._timed(run, task)
+        else:
+            self._fp32_ms, peak = timed_as.latency_ms, timed_as.peak_memory_bytes
+            self.fp32 = msgspec.structs.replace(run, latency_ms=self._fp32_ms, peak_memory_bytes=peak)
         self._eager[run.key] = self.fp32
         return self.fp32
 
-    def _repeat_in_another_process(self, self_error: float, budget: float) -> float:
-        """How far two fp32 runs differ in separate processes, so that the second does not see state of the first.
+    def _self_error_in(self, measures: Measures | None) -> float:
+        """How far two fp32 runs differ.
 
-        ``self_error`` is the difference in one process, after the state was rewound.
+        If they do in one process, after the state was rewound, they are compared in separate processes, so that the second
+        does not see state of the first.
         """
-        if not self_error or self.isolation == "none":
-            return self_error
+        found = measures.self_error if measures is not None else None
+        if found is None:
+            return 0.0
+        within = found.distance if found.distance is not None else math.inf
+        if not within or self.isolation == "none":
+            return within
         self._launcher.renew()
-        again = self._execute(
-            self._job(REFERENCE, budget=budget, repeats_reference=True, measured=False, instrumented=False)
-        )
+        budget = self._reference_budget
+        again = self._launcher.execute(self._task(REFERENCE, budget=budget, measured=False, instrumented=False))
         error = again.plain.output_error if again.plain else None
         if error is None or error.distance is None:
-            return self_error
-        self._hidden_state = not error.distance
-        if self._hidden_state:
-            self._launcher.stop_sharing()
+            return within
+        self._launcher.hidden_state = not error.distance
         return error.distance
 
-    def _learns_of_changes(self, outcome: JobOutcome) -> bool:
-        """Whether this is the first run that was seen to write to parameters; it must be repeated with their values saved."""
-        new = outcome.plain is not None and outcome.plain.changes_parameters and not self._changes_parameters
-        self._changes_parameters = self._changes_parameters or new
-        return new
+    @property
+    def _reference_budget(self) -> float:
+        return self.options.budget or REFERENCE_BUDGET
 
     @property
     def budget(self) -> float:
         """Seconds for each part of a run."""
-        return self.options.budget or max(20.0, 10 * (self._fp32_ms or 0.0) / 1e3, 3 * self._first_seconds)
-
-    @property
-    def _explain_budget(self) -> float:
-        """Seconds for the instrumented part, which takes longest for models with many small ops."""
-        return self.options.budget or max(
-            self.budget, min(EXPLAIN_RATIO * (self._fp32_ms or 0.0) / 1e3, REFERENCE_BUDGET)
-        )
+        calls = BUDGET_RATIO * (self._fp32_ms or 0.0) / 1e3
+        return self.options.budget or max(BUDGET, calls, FIRST_CALLS * self._first_seconds)
 
     def tolerance(self, precision: str, backend: str = EAGER) -> float:
         """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
         default = max(PRECISIONS.get(precision).tolerance, BACKENDS.get(backend).tolerance)
-        return max(default if self.options.tolerance is None else self.options.tolerance, 3 * self._self_error)
+        asked = default if self.options.tolerance is None else self.options.tolerance
+        return max(asked, ERRORS_OF_FP32 * self._self_error)
 
     # -- other runs
 
@@ -204,23 +205,26 @@ class TargetRuns:
         A crash, a hang or an exception is reported as the status. A run on another backend is explained by the eager run of
         the same precision and memory format, if there was one.
         """
-        asked = self._job(precision, backend=backend, memory_format=memory_format)
-        key, reason = asked.key, self._why_skipped(asked.key)
+        task = self._task(
+            precision,
+            backend=backend,
+            memory_format=memory_format,
+            keep_fp32=keep_fp32,
+            measured=measured,
+            errors=errors or self.options.errors,
+            setup_budget=0.0 if self.options.budget else BACKENDS.get(backend).setup_budget,
+        )
+        reason = self._why_skipped(task.key)
         if reason is not None:
-            return skipped(key, reason, asked.evidence)
-        eager = self._eager.get(key._replace(backend=EAGER)) if backend != EAGER and not keep_fp32 else None
-        wanted: dict[str, Any] = {
-            "backend": backend,
-            "memory_format": memory_format,
-            "keep_fp32": keep_fp32,
-            "measured": measured,
-            "errors": errors or self.options.errors,
-            "setup_budget": 0.0 if self.options.budget else BACKENDS.get(backend).setup_budget,
-            "tolerance": self.tolerance(precision, backend),
-        }
-        run = self._run(self._job(precision, **wanted), instrumented=instrumented and eager is None)
+            return skipped(task.key, reason, task.evidence)
+        eager = self._eager.get(task.key._replace(backend=EAGER)) if backend != EAGER and not keep_fp32 else None
+        task = dataclasses.replace(task, instrumented=instrumented and eager is None)
+        run = make_run(task, self._launcher.run(task))
+        run = self._with_extension_ways(run, task)
+        if measured:
+            run = self._timed(run, task)
         if backend == EAGER and instrumented and not keep_fp32:
-            self._eager[key] = run
+            self._eager[task.key] = run
         return run if eager is None else explained_by(run, eager)
 
     def time(self, runs: Sequence[Run]) -> TimedRuns:
@@ -228,51 +232,66 @@ class TargetRuns:
         assert self.fp32 is not None
         if self.options.predicted is not None:
             return untimed([self.fp32, *runs])
-        return time_runs(self.fp32, runs, self._timing_job, self._source, self._launcher, self._report_round)
 
-    def _timing_job(self, run: Run) -> Job:
-        return self._job(
-            run.base or run.precision,
-            backend=run.backend,
-            memory_format=run.memory_format,
-            keep_fp32=tuple(run.keep_fp32),
-            setup_budget=BACKENDS.get(run.backend).setup_budget,
-        )
+        def task_of(run: Run) -> ModelTask:
+            return self._task(
+                run.base or run.precision,
+                backend=run.backend,
+                memory_format=run.memory_format,
+                keep_fp32=tuple(run.keep_fp32),
+                setup_budget=BACKENDS.get(run.backend).setup_budget,
+            )
 
-    def _report_round(self, number: int) -> None:
-        if self._on_progress is not None:
-            self._on_progress("times", f"round {number + 1}")
+        def on_round(number: int) -> None:
+            if self._on_progress is not None:
+                self._on_progress("times", f"round {number + 1}")
+
+        forks, execute = self.isolation == "fork", self._launcher.execute
+        return time_runs(self.fp32, runs, task_of, self._source, execute, on_round, forks=forks)
 
     def what_if(self, formats: tuple[str, ...]) -> list[WhatIf]:
         """The output error that each of ``formats`` would cause, predicted from fp32: none of them is run."""
-        budget = self.options.budget or REFERENCE_BUDGET
-        job = self._job(REFERENCE, plain=False, instrumented=False, what_if=formats, explain_budget=budget)
-        outcome = self._execute(job)
+        budget = self._reference_budget
+        task = self._task(REFERENCE).as_task(WhatIfTask, formats=formats, budget=budget)
+        outcome = self._launcher.execute(task)
         if outcome.what_if is not None:
             return outcome.what_if
-        why = why_incomplete(outcome, budget) or "; ".join(outcome.faults)
+        why = outcome.why_incomplete(budget) or "; ".join(outcome.faults)
         return [WhatIf(format=name, note=why) for name in formats]
 
-    def _run(self, job: Job, *, instrumented: bool) -> Run:
-        job = dataclasses.replace(job, instrumented=instrumented and not self._hidden_state)
-        outcome = self._launcher.execute_until_sure(job, self._op_limit())
-        if self._learns_of_changes(outcome):
-            job = dataclasses.replace(job, changes_parameters=True)
-            outcome = self._launcher.execute_until_sure(job, self._op_limit())
-        job = dataclasses.replace(job, instrumented=instrumented)
-        if instrumented and outcome.explained is None and not outcome.faults:
-            self._explain(job, outcome)
-        run = make_run(job, outcome, job.tolerance)
-        if has_extension_ways(job, run, self.isolation):
-            run = with_extension_ways(run, job, self._execute)
-        return self._timed(run, job) if job.measured else run
+    def _with_extension_ways(self, run: Run, task: RunTask) -> Run:
+        """``run`` with the ways of Intel's extension, if it fits the training; with those before, and a note, if its worker
+        dies or takes too long.
 
-    def _timed(self, run: Run, job: Job) -> Run:
+        They are tried for autocast to bf16 on the CPU, in a worker: the extension changes its process for good.
+        ``ipex.optimize`` takes weights in fp32 only, and would cast those of modules that are kept in fp32.
+        """
+        precision = PRECISIONS.get(task.precision)
+        fits = precision.kind == "autocast" and precision.format.name == "bfloat16"
+        here = task.device == "cpu" and task.predicted is None and self.isolation != "none"
+        plain = not task.keep_fp32 and task.memory_format == CONTIGUOUS
+        trained = bool(task.steps) and run.status in ("ok", "inaccurate", "nonfinite")
+        if run.training is None or not (fits and here and plain and trained) or extension_problem() is not None:
+            return run
+        extension = task.as_task(ExtensionTask)
+        outcome = self._launcher.execute(extension)
+        found = outcome.training.run.ways if outcome.training is not None else []
+        why = outcome.why_incomplete(extension.part_budget)
+        notes = [
+            *run.notes,
+            *outcome.faults,
+            *([f"not all ways of Intel's extension were tried: {why}"] if why else []),
+        ]
+        training = msgspec.structs.replace(run.training, ways=[*run.training.ways, *found])
+        return msgspec.structs.replace(run, training=training, notes=notes)
+
+    def _timed(self, run: Run, task: RunTask) -> Run:
         """``run`` with the times in the scenario, if one was asked for and the run gave an output."""
         if self.options.scenario is None or run.latency_ms is None:
             return run
+        task = dataclasses.replace(task, changes_parameters=self._launcher.changes_parameters or task.steps > 0)
         try:
-            timing = time_in_scenario(job, self._source, self.isolation, self.options.scenario)
+            timing = time_in_scenario(task, self._source, self.isolation, self.options.scenario)
         except NotTimedError as reason:
             return msgspec.structs.replace(run, notes=[*run.notes, f"not timed {self.options.scenario}: {reason}"])
         return msgspec.structs.replace(run, timing=timing)
@@ -297,60 +316,21 @@ class TargetRuns:
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
         return reason or why_too_large(target.model, self.options.device, self.isolation, peak, self._files)
 
-    def _explain(self, job: Job, outcome: JobOutcome) -> None:
-        """Repeat the instrumented part until it reaches the end; what was found is stored in ``outcome``."""
-        failed = outcome.plain is None or outcome.plain.status == "error"
-        attempts = Attempts(dataclasses.replace(job, plain=False, measure_once=failed), self._op_limit())
-        found = outcome
-        if outcome.position is None or attempts.learn(outcome):
-            found = self._execute(attempts.job)
-            while attempts.learn(found):
-                found = self._execute(attempts.job)
-        outcome.explained, outcome.gaps, outcome.op_calls_found = found.explained, found.gaps, found.op_calls_found
-        outcome.notes += found.notes if found is not outcome else []
-        outcome.incomplete_because = why_incomplete(found, job.explain_budget)
-
-    def _op_limit(self) -> float:
-        if self.options.predicted is not None:  # emulated kernels have the speed of fp32
-            return math.inf
-        return min(max(1.0, 2 * (self._fp32_ms or 0.0) / 1e3), self.budget / 2)
-
-    def _job(self, precision: str, **changes: Any) -> Job:
-        options = self.options
+    def _task(self, precision: str, **changes: Any) -> RunTask:
+        options, fp32_ms = self.options, self._fp32_ms or 0.0
+        forwards = min(EXPLAIN_RATIO * fp32_ms / 1e3, REFERENCE_BUDGET)
         settings: dict[str, Any] = {
-            "precision": precision,
-            "device": options.device,
-            "predicted": options.predicted,
+            **{name: getattr(options, name) for name in _FROM_OPTIONS},
             "files": self._files,
-            "errors": options.errors,
             "budget_error": options.budget_error and not options.steps,
-            "limits_memory": options.limits_memory,
-            "reference": options.reference,
-            "tolerance": self.tolerance(precision),
-            "seed": options.seed,
+            "tolerance": self.tolerance(precision, changes.get("backend", EAGER)),
             "budget": self.budget,
-            "explain_budget": self._explain_budget,
+            "explain_budget": options.budget or max(self.budget, forwards),
             "fp32_ms": self._fp32_ms,
             "fp32_peak": self.fp32.peak_memory_bytes if self.fp32 else None,
-            "without_kernel": options.without_kernel,
-            "changes_parameters": self._changes_parameters or options.steps > 0,
-            "steps": options.steps,
+            "changes_parameters": self._launcher.changes_parameters or options.steps > 0,
         }
-        return Job(**settings | changes)
-
-    def _execute(self, job: Job) -> JobOutcome:
-        return self._launcher.execute(job, self._op_limit())
-
-
-def _timed_as(run: Run, other: Run) -> Run:
-    return msgspec.structs.replace(run, latency_ms=other.latency_ms, peak_memory_bytes=other.peak_memory_bytes)
-
-
-def _self_error(measures: Measures | None) -> float:
-    if measures is None or measures.self_error is None:
-        return 0.0
-    distance = measures.self_error.distance
-    return distance if distance is not None else math.inf
+        return RunTask(precision=precision, **settings | changes)
 
 
 @contextlib.contextmanager
@@ -358,5 +338,5 @@ def open_runs(
     source: TargetSource, options: RunOptions, isolation: Isolation, on_progress: OnProgress | None = None
 ) -> Iterator[TargetRuns]:
     """Yield a :class:`TargetRuns` with its files."""
-    with open_job_files() as files, contextlib.closing(source):
+    with open_task_files() as files, contextlib.closing(source):
         yield TargetRuns(source, options, isolation, files, on_progress)

@@ -1,25 +1,34 @@
-"""How workers get the target: a fork has it already; a fresh interpreter loads it again, or unpickles it."""
+"""The target: loaded as the user names it, and how workers get it: a fork has it already; a fresh interpreter loads it again, or unpickles it."""
 
 from __future__ import annotations
 
 import functools
 import os
 import pickle
+import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import cloudpickle
+import torch
 
 from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork
 from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.model.user_module import UserImports
-from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated
+from lowprec_check.engine.model.user_module import UserImports, separate_imports
+from lowprec_check.engine.model.weights import scale_weights
+from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import KeptWorker, Method
+from lowprec_check.process.interpreter import change_folder, current_folder
+
+# -- How workers get the target: a fork has it already; a fresh interpreter loads it again, or unpickles it
+
 
 Load = Callable[[], Target]
 """Returns the target inside a worker; picklable if the worker is a fresh interpreter."""
@@ -148,3 +157,52 @@ def _pickle(target: Target) -> int:
 def _unpickle(descriptor: int) -> Target:
     target: Target = pickle.loads(read_shared(descriptor))
     return target
+
+
+# -- Loads what the user names in this process, so that worker processes can share it
+
+# Makes `torch.cuda.is_available()` in a user's file work without initializing CUDA, which does not survive a fork.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
+
+
+class TargetSpec(NamedTuple):
+    """How the user names a target."""
+
+    name: str
+    """``mymodel.py``, ``package.module:attr``, ``torchvision:resnet50``, …"""
+    inputs: tuple[str, ...] = ()
+    """Shapes that replace the inputs of the target."""
+    weights: Path | None = None
+    """File with a state dict."""
+    scale_weights: bool = False
+    """Whether to scale random weights of layers whose output vanishes or explodes."""
+
+    def load(self, seed: int) -> Target:
+        """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""
+        seed_everything(seed)
+        target = load_target(self.name, self.inputs, str(self.weights) if self.weights is not None else None)
+        return scale_weights(target, seed) if self.scale_weights else target
+
+
+def load_here(spec: TargetSpec, seed: int) -> TargetSource:
+    """Load ``spec`` in this process; the source knows how its runs are isolated best.
+
+    A file that starts threads or sets their number is loaded again in fresh interpreters: threads are not forked.
+    """
+    running, threads, folder = threading.enumerate(), torch.get_num_threads(), current_folder()
+    torch.set_num_threads(1)  # a process that forks must not have a pool of threads
+    try:
+        with separate_imports() as imports:
+            target = spec.load(seed)
+        forks_safely = torch.get_num_threads() == 1 and threads_end(known=running)
+    finally:
+        torch.set_num_threads(threads)
+    isolation = best_isolation(can_spawn=True)
+    best: Isolation = "spawn" if isolation == "fork" and not forks_safely else isolation
+    return TargetSource(target, functools.partial(_load_in, folder, spec, seed), imports, best)
+
+
+def _load_in(folder: str | None, spec: TargetSpec, seed: int) -> Target:
+    """Load ``spec`` in the folder of the command: its file may have changed the current one, which new processes inherit."""
+    change_folder(folder)
+    return spec.load(seed)

@@ -1,19 +1,28 @@
-"""Adds times to runs: which of them are timed in rounds, and which are too slow to be called again."""
+"""Adds times to runs: in rounds over all of them, unless they are too slow to be called again.
+
+Forks each prepare one run, wait for their turn, and keep what they compiled. Elsewhere (one fresh interpreter, this process, an
+accelerator, whose memory holds one model) the model is cast in place and back for each turn.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, latency_outside_rounds
 from lowprec_check.engine.core.devices import free_memory
-from lowprec_check.engine.run.job import Job
-from lowprec_check.engine.run.launcher import Launcher
-from lowprec_check.engine.run.rounds import OnRound, time_in_rounds
+from lowprec_check.engine.run.messages import Loaded, NextTurn, Ready, TaskMessage, TurnTimed
+from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.task_process import TaskWorker, start_worker
+from lowprec_check.engine.run.tasks import ModelTask, TimeTask, TurnsTask
+from lowprec_check.engine.run.turns import RoundSchedule
+from lowprec_check.process.function_worker import Ended
+from lowprec_check.process.supervisor import StateEvent, Supervisor
 from lowprec_check.schema.measures import Latency, TimingConditions
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Run
@@ -37,50 +46,63 @@ class TimedRuns(NamedTuple):
     """``None`` if nothing was timed in rounds."""
 
 
+OnRound = Callable[[int], None]
+"""Called with the number of the round that starts, from 0."""
+
+
 def time_runs(
     fp32: Run,
     runs: Sequence[Run],
-    job_of: Callable[[Run], Job],
+    task_of: Callable[[Run], ModelTask],
     source: TargetSource,
-    launcher: Launcher,
+    execute: Callable[[ModelTask], Outcome],
     on_round: OnRound,
+    *,
+    forks: bool,
 ) -> TimedRuns:
-    """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part."""
+    """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part.
+
+    ``forks``: whether each may have a fork of its own.
+    """
     timed = [run for run in runs if _is_timed(run, fp32)]
     latencies: dict[RunKey, Latency] = {}
     failures: dict[RunKey, str] = {}
     conditions: list[TimingConditions] = []
     for start in range(0, max(1, len(timed)), AT_ONCE):
         group = [fp32, *timed[start : start + AT_ONCE]]
-        jobs = [job_of(run) for run in group]
-        in_forks = launcher.isolation == "fork" and jobs[0].device == "cpu" and _copies_fit(jobs, source)
-        times = time_in_rounds(jobs, source, launcher, on_round, in_forks=in_forks)
-        conditions.append(times.conditions)
+        tasks = [task_of(run) for run in group]
+        in_forks = forks and tasks[0].device == "cpu" and _copies_fit(tasks, source)
+        schedule = time_in_rounds(tasks, source, execute, on_round, in_forks=in_forks)
+        conditions.append(schedule.conditions())
         for row, run in enumerate(group):
-            latency = times.latencies[row]
+            latency = schedule.latency(row)
             if latency is not None:
                 latencies.setdefault(run.key, latency)
-            if row in times.failures:
-                failures.setdefault(run.key, times.failures[row])
+            if row in schedule.failures:
+                failures.setdefault(run.key, schedule.failures[row])
     failed = {run.key for run in timed}.difference(latencies)
     for run in runs:
         if run.latency_ms is not None and run.key not in latencies:
             reference = None if run.key in failed else latencies.get(fp32.key)
             latencies[run.key] = latency_outside_rounds(run.latency_ms / 1e3, reference, run.calls)
-    answers = [_with(run, latencies.get(run.key), failures.get(run.key)) for run in (fp32, *runs)]
-    return TimedRuns(answers, _worst(conditions))
+    answers = []
+    for run in (fp32, *runs):
+        changes: dict[str, Any] = {}
+        if run.key in failures:
+            changes["notes"] = [*run.notes, FAILED_WHILE_TIMED + failures[run.key]]
+        if run.key in latencies:
+            changes |= {"latency": latencies[run.key], "latency_ms": latencies[run.key].median_ms}
+        answers.append(msgspec.structs.replace(run, **changes))
+    worst = TimingConditions(
+        waited=max((known.waited for known in conditions if known.waited is not None), default=None),
+        speed_change=max((known.speed_change for known in conditions if known.speed_change is not None), default=None),
+    )
+    return TimedRuns(answers, worst)
 
 
 def untimed(runs: Sequence[Run]) -> TimedRuns:
     """``runs`` without times: those of their plain parts are not fit for a comparison."""
     return TimedRuns([msgspec.structs.replace(run, latency_ms=None) for run in runs], None)
-
-
-def _with(run: Run, latency: Latency | None, failure: str | None) -> Run:
-    notes = run.notes if failure is None else [*run.notes, FAILED_WHILE_TIMED + failure]
-    if latency is None:
-        return msgspec.structs.replace(run, notes=notes)
-    return msgspec.structs.replace(run, latency=latency, latency_ms=latency.median_ms, notes=notes)
 
 
 def _is_timed(run: Run, fp32: Run) -> bool:
@@ -91,17 +113,87 @@ def _is_timed(run: Run, fp32: Run) -> bool:
     return mine <= max(SLOW_SECONDS * 1e3, SLOW_RATIO * reference)
 
 
-def _copies_fit(jobs: Sequence[Job], source: TargetSource) -> bool:
+def _copies_fit(tasks: Sequence[ModelTask], source: TargetSource) -> bool:
     """Whether each run can have its own copy of the weights, where it casts them."""
     weights = sum(tensor.numel() * tensor.element_size() for tensor in source.target.model.parameters())
-    copies = sum(1 for job in jobs if not job.is_reference and not (job.uses_autocast and job.backend == EAGER))
+    copies = sum(not task.is_reference and not (task.uses_autocast and task.backend == EAGER) for task in tasks)
     return weights * copies <= MEMORY * free_memory(torch.device("cpu"))
 
 
-def _worst(found: Sequence[TimingConditions]) -> TimingConditions | None:
-    if not found:
+# -- The rounds
+
+
+def time_in_rounds(
+    tasks: Sequence[ModelTask],
+    source: TargetSource,
+    execute: Callable[[ModelTask], Outcome],
+    on_round: OnRound,
+    *,
+    in_forks: bool,
+) -> RoundSchedule:
+    """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process."""
+    schedule = RoundSchedule(len(tasks))
+    if in_forks:
+        with Supervisor[TaskWorker, TaskMessage]() as supervisor:
+            _Forks(tasks, source, schedule, supervisor).run(on_round)
+    else:
+        on_round(0)
+        longest = max(task.call_budget for task in tasks)
+        outcome = execute(tasks[0].as_task(TimeTask, runs=tuple(tasks), budget=3 * longest, setup_budget=0.0))
+        for turn in outcome.turns:
+            schedule.note(turn)
+    return schedule
+
+
+class _Forks:
+    """One fork for each row of ``schedule``, which takes what they measure."""
+
+    def __init__(
+        self,
+        tasks: Sequence[ModelTask],
+        source: TargetSource,
+        schedule: RoundSchedule,
+        supervisor: Supervisor[TaskWorker, TaskMessage],
+    ) -> None:
+        """Start them one after another, and wait until each is prepared."""
+        self._tasks, self._schedule = tasks, schedule
+        self._events = supervisor.events()
+        self._workers: list[TaskWorker] = []
+        for row, task in enumerate(tasks):
+            worker = start_worker(task.as_task(TurnsTask, row=row), source, "fork")
+            supervisor.add(worker)
+            self._workers.append(worker)
+            self._wait_for(row, Ready)
+
+    def run(self, on_round: OnRound) -> None:
+        """Give the turns."""
+        schedule = self._schedule
+        for row in schedule:
+            if row == 0:
+                on_round(schedule.number)
+            worker = self._workers[row]
+            worker.set_timeout(3 * self._tasks[row].call_budget)
+            worker.send(msgspec.msgpack.encode(NextTurn(schedule.number, on_one_core=schedule.is_disturbed)))
+            timed = self._wait_for(row, TurnTimed)
+            if isinstance(timed, TurnTimed):
+                schedule.note(timed)
+            worker.deadline = math.inf
+
+    def _wait_for(self, row: int, kind: type[TaskMessage]) -> TaskMessage | None:
+        """The next message of a ``kind`` from the fork of ``row``; ``None`` if it has failed. The schedule knows which have."""
+        failures = self._schedule.failures
+        while row not in failures:
+            event = next(self._events)
+            sender = self._workers.index(event.worker)
+            if isinstance(event, StateEvent):
+                if event.state != "running":
+                    failures.setdefault(sender, "its process ended")
+            elif isinstance(event.message, Ended):
+                if event.message.message is None:
+                    event.message.check()
+                failures[sender] = event.message.message or ""
+            elif isinstance(event.message, Loaded):
+                event.worker.set_timeout(3 * self._tasks[sender].call_budget)
+            elif sender == row and isinstance(event.message, kind):
+                return event.message
         return None
-    return TimingConditions(
-        waited=max((known.waited for known in found if known.waited is not None), default=None),
-        speed_change=max((known.speed_change for known in found if known.speed_change is not None), default=None),
-    )

@@ -1,4 +1,4 @@
-"""The plain part of a job that trains: steps in each way, without instruments, judged against fp32 runs from other seeds."""
+"""The plain part of a task that trains: steps in each way, without instruments, judged against fp32 runs from other seeds."""
 
 from __future__ import annotations
 
@@ -15,20 +15,13 @@ from lowprec_check.engine.core.floating_dtypes import NARROW, underflows
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
+from lowprec_check.engine.model.plain_run import PlainResult, describe_error
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
-from lowprec_check.engine.run.job import Job, Send
-from lowprec_check.engine.run.messages import (
-    InstrumentFault,
-    Measures,
-    MeasuresDone,
-    PlainDone,
-    TrainingDone,
-)
-from lowprec_check.engine.run.training_reference import TrainingReference
-from lowprec_check.engine.run.training_steps import TrainingSteps
+from lowprec_check.engine.run.messages import Fault, Send, TrainingDone
+from lowprec_check.engine.run.tasks import ModelTask
+from lowprec_check.engine.run.training_reference import TrainingReference, TrainingSteps
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.train.first_step import (
     FirstGradients,
@@ -43,7 +36,6 @@ from lowprec_check.engine.train.steps import (
     MAX_SKIPPED,
     Loop,
     StepFailedError,
-    StepResult,
     TrainingStep,
     Trajectory,
     Watcher,
@@ -52,30 +44,24 @@ from lowprec_check.engine.train.steps import (
 from lowprec_check.engine.train.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay
-from lowprec_check.schema.verdict import ErrorStats, Status
-from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS, WayToTrain, ways_of
+from lowprec_check.schema.verdict import Status
+from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS, WayToTrain
 
 
 class TrainingPart(TrainingSteps):
     """Trains the model ``ready`` on ``batches`` in each way of its precision; sends what it finds."""
 
-    def __init__(self, job: Job, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
-        super().__init__(job, target, ready, send, batches)
-        self._reference = TrainingReference.load(job)
-        self._ways = ways_of(ready.precision, job.steps)
+    def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
+        super().__init__(task, target, ready, send, batches)
+        self._reference = TrainingReference.load(task.files)
         self._training = TrainingRun(ways=[])
-        self._limit = max(job.budget, 3 * job.steps * (job.fp32_ms or 0.0) / 1e3)
+        self._limit = max(task.budget, 3 * task.steps * (task.fp32_ms or 0.0) / 1e3)
         """Seconds for the steps of the first way, and for those of all others together."""
         self._seconds = 0.0
         """What the others have taken."""
 
-    @property
-    def too_slow(self) -> bool:
-        """Whether a step failed, or is too slow to be repeated."""
-        return self.result.status == "error" or self.result.seconds > self.job.slow_seconds
-
     def run(self) -> None:
-        """Train in the first way, whose status is that of the run."""
+        """Train in the first way, whose status is that of the run; the error is that of the output and the loss in the first step."""
         way, watchers = self._ways[0], self._watchers(self._ways[0])
         found, loop = self._train(way, watchers)
         error = None
@@ -83,8 +69,19 @@ class TrainingPart(TrainingSteps):
             mine = [tensor.cpu() for tensor in self.outputs[: len(self._reference.outputs)]]
             compared = compare_outputs(mine, self._reference.outputs)
             error = compared.error if compared.compared else None
-        self.result = _plain_result(found, loop, error)
-        self._send(PlainDone(self.result))
+        trajectory = Trajectory() if loop is None else loop.trajectory
+        seconds = trajectory.seconds
+        self.result = PlainResult(
+            status=found.status,
+            exception=found.exception,
+            output_error=error,
+            seconds=min(seconds, default=0.0),
+            first_seconds=seconds[0] if seconds else 0.0,
+            calls=max(1, trajectory.steps),
+            failed_call=found.failed_step if found.failed_step != 1 else None,
+            loss=found.losses[-1] if found.losses else None,
+        )
+        self._send(self.result)
         self._add(found, loop, watchers)
 
     def compare_ways(self) -> None:
@@ -112,35 +109,20 @@ class TrainingPart(TrainingSteps):
         for way in ways:
             if self._seconds > self._limit:
                 left_out.append(way.words)
-            else:
-                self._try(way)
-        if left_out:
-            self._send(InstrumentFault(f"not tried, since steps take long here: {', '.join(left_out)}"))
-
-    def _try(self, way: WayToTrain) -> None:
-        watchers = self._watchers(way)
-        try:
-            found, loop = self._train(way, watchers)
-        except UsageError:
-            raise
-        except Exception as error:
-            if way.trial != "own process":
+                continue
+            watchers = self._watchers(way)
+            try:
+                found, loop = self._train(way, watchers)
+            except UsageError:
                 raise
-            exception = describe_error(error, self.ready.model)  # of ipex.optimize, before the first step
-            failed = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1)
-            self._report(ways=[*self._training.ways, failed])
-        else:
+            except Exception as error:
+                if way.trial != "own process":
+                    raise
+                exception = describe_error(error, self.ready.model)  # of ipex.optimize, before the first step
+                found, loop = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
             self._add(found, loop, watchers)
-
-    def measure(self) -> None:
-        """Send the time of the fastest step, and the peak memory of one more."""
-        if self.result.status == "error":
-            return
-        measures = Measures(latency_ms=self.result.seconds * 1e3)
-        self._send(MeasuresDone(measures))
-        if self.job.measured and not self.too_slow:
-            peak = self._peak_of_step(self._ways[0])
-            self._send(MeasuresDone(msgspec.structs.replace(measures, peak_memory_bytes=peak)))
+        if left_out:
+            self._send(Fault(f"not tried, since steps take long here: {', '.join(left_out)}"))
 
     def _make(self, parameters: Any) -> Any:
         return make_optimizer(self.target.optimizer, list(parameters))
@@ -165,9 +147,9 @@ class TrainingPart(TrainingSteps):
             exception = msgspec.structs.replace(describe_error(error, self.ready.model), phase="optimizer")
             return TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
         keep = self._keep_outputs if way == self._ways[0] else None
-        loop = self._loop(step, self.job.seed, list(watchers.values()), keep)
+        loop = self._loop(step, self.task.seed, list(watchers.values()), keep)
         try:
-            trajectory = loop.run(self.job.steps, may_continue=lambda seconds: seconds <= self._limit)
+            trajectory = loop.run(self.task.steps, may_continue=lambda seconds: seconds <= self._limit)
         except StepFailedError as failure:
             exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
             failed = loop.trajectory.steps + 1
@@ -175,15 +157,12 @@ class TrainingPart(TrainingSteps):
         if way != self._ways[0]:
             self._seconds += sum(trajectory.seconds)
         for fault in loop.faults:
-            self._send(InstrumentFault(fault))
+            self._send(Fault(fault))
         return self._judged(way, step, trajectory), loop
-
-    def _keep_outputs(self, result: StepResult) -> None:
-        self.outputs = [tensor.clone() for tensor in output_tensors(result)]
 
     def _judged(self, way: WayToTrain, step: TrainingStep, trajectory: Trajectory) -> TrainingWay:
         spread = Spread(
-            self._reference.base, self._reference.others, self._reference.samples, self.job.tolerance or 0.0
+            self._reference.base, self._reference.others, self._reference.samples, self.task.tolerance or 0.0
         )
         status: Status = "ok"
         divergence, failed = None, None
@@ -265,7 +244,7 @@ class TrainingPart(TrainingSteps):
             step = TrainingStep(self.target, self.ready, PLAIN, self.target.model)
             with compiled_code_in_eager(), ModuleStack(self.ready.model) as stack:
                 mode = LargestGradient(Places(stack, lambda: "forward"), self.ready.application.dtype)
-                seed_everything(self.job.seed)
+                seed_everything(self.task.seed)
                 inputs, named = self.ready.inputs(self.target.args, self.target.kwargs)
                 with mode:
                     _, loss = step.forward(inputs, named)
@@ -274,19 +253,3 @@ class TrainingPart(TrainingSteps):
             if math.isfinite(largest.value):
                 break
         return largest
-
-
-def _plain_result(way: TrainingWay, loop: Loop | None, output_error: ErrorStats | None) -> PlainResult:
-    """The verdict on the first way, as that of the run; its error is that of the output and the loss in the first step."""
-    trajectory = Trajectory() if loop is None else loop.trajectory
-    seconds = trajectory.seconds
-    return PlainResult(
-        status=way.status,
-        exception=way.exception,
-        output_error=output_error,
-        seconds=min(seconds, default=0.0),
-        first_seconds=seconds[0] if seconds else 0.0,
-        calls=max(1, trajectory.steps),
-        failed_call=way.failed_step if way.failed_step != 1 else None,
-        loss=way.losses[-1] if way.losses else None,
-    )

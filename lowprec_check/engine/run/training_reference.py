@@ -1,18 +1,20 @@
-"""Training in fp32: the run that all others are compared with, and runs from other seeds, whose spread is the limit."""
+"""Steps of training, and those in fp32: the run that all others are compared with, and runs from other seeds, whose spread is the limit."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowprec_check.engine.core.output_comparison import same_bits
+from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import (
     DescribedLoss,
@@ -22,17 +24,25 @@ from lowprec_check.engine.model.training import (
     optimizer_code,
 )
 from lowprec_check.engine.model.user_code import call_user_code
-from lowprec_check.engine.run.job import Job, Send
-from lowprec_check.engine.run.messages import Measures, MeasuresDone, PlainDone, TrainingDone
-from lowprec_check.engine.run.reference_errors import unchanged_reference
-from lowprec_check.engine.run.reference_file import read_reference, write_reference
-from lowprec_check.engine.run.training_steps import TrainingSteps
+from lowprec_check.engine.run.messages import CallStarted, Measures, Send, TrainingDone
+from lowprec_check.engine.run.tasks import ModelTask, TaskFiles
 from lowprec_check.engine.train.first_step import FirstGradients
 from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
-from lowprec_check.engine.train.steps import Samples, StepFailedError, StepResult, TrainingStep, Trajectory, state_bytes
+from lowprec_check.engine.train.steps import (
+    Loop,
+    Samples,
+    StepFailedError,
+    StepResult,
+    TrainingStep,
+    Trajectory,
+    Watcher,
+    state_bytes,
+    with_step,
+)
 from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
+from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
 
 
 @dataclasses.dataclass
@@ -48,7 +58,7 @@ class TrainingReference:
     gradients: dict[str, Tensor]
     """Of the first step, by parameter."""
 
-    def save(self, job: Job) -> None:
+    def save(self, files: TaskFiles) -> None:
         """Write the file that :meth:`load` reads."""
         content: dict[str, Any] = {
             "runs": [dataclasses.asdict(run) for run in (self.base, *self.others)],
@@ -56,45 +66,108 @@ class TrainingReference:
             "outputs": self.outputs,
             "gradients": self.gradients,
         }
-        write_reference(job, content)
+        files.keep(content)
 
     @classmethod
-    def load(cls, job: Job) -> TrainingReference:
+    def load(cls, files: TaskFiles) -> TrainingReference:
         """Read what the fp32 run saved."""
-        saved = read_reference(job)
+        saved = files.kept()
         base, *others = (Trajectory(**run) for run in saved["runs"])
         return cls(base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"])
+
+
+class TrainingSteps:
+    """Steps of the model ``ready`` on ``batches`` in turn, for ``task``."""
+
+    def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
+        self.task, self.target, self.ready, self._send, self._batches = task, target, ready, send, batches
+        self._snapshot = Snapshot(ready.model, target.inputs, parameters=True)
+        self._ways = ways_of(ready.precision, task.steps)
+        """The ways to train; the first is that of the run."""
+        self.result = PlainResult(status="error")
+        self.outputs: list[Tensor] | None = None
+        """What the first step computed: its output, loss, gradients and weights, in this order."""
+
+    @property
+    def trained(self) -> dict[str, nn.Parameter]:
+        """The parameters that are trained, by name."""
+        return {name: p for name, p in self.ready.model.named_parameters() if p.requires_grad}
+
+    @property
+    def too_slow(self) -> bool:
+        """Whether a step failed, or is too slow to be repeated."""
+        return self.result.status == "error" or self.result.seconds > self.task.slow_seconds
+
+    def measure(self, *, memory: bool) -> None:
+        """Send the time of the fastest step, and with ``memory`` the peak of one more, from the initial state."""
+        if self.result.status == "error":
+            return
+        measures = Measures(latency_ms=self.result.seconds * 1e3)
+        self._send(measures)
+        if memory and not self.too_slow:
+            self._snapshot.rewind()
+            ready = with_step(self.ready, self._step(self._ways[0]))
+            measured = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.task.seed)
+            self._send(msgspec.structs.replace(measures, peak_memory_bytes=measured.peak))
+
+    def compare_ways(self) -> None:
+        """Train in the other ways; there is only one in fp32."""
+
+    def _keep_outputs(self, result: StepResult) -> None:
+        self.outputs = [tensor.clone() for tensor in output_tensors(result)]
+
+    def _step(self, way: WayToTrain) -> TrainingStep:
+        return TrainingStep(self.target, self.ready, way)
+
+    def _loop(
+        self,
+        step: TrainingStep,
+        seed: int,
+        watchers: Sequence[Watcher] = (),
+        on_first: Callable[[StepResult], None] | None = None,
+    ) -> Loop:
+        return Loop(
+            self.ready,
+            step,
+            self._batches,
+            seed,
+            on_step=lambda number: self._send(CallStarted(number)),
+            on_first=on_first,
+            watchers=watchers,
+        )
 
 
 class ReferenceTraining(TrainingSteps):
     """Trains the model ``ready`` in fp32 on ``batches`` in turn, then from other seeds; sends what it finds."""
 
-    def __init__(self, job: Job, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
-        super().__init__(job, target, ready, send, batches)
+    def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
+        super().__init__(task, target, ready, send, batches)
         self._count = 0
         """How many of the outputs are the output and the loss."""
         self._loss: DescribedLoss | None = None
-
-    @property
-    def too_slow(self) -> bool:
-        """Whether a step failed."""
-        return self.result.status == "error"
 
     def run(self) -> None:
         """Train, and send the verdict: an exception, or a loss that is not finite, is for the user to fix."""
         check_optimizer(self.target.optimizer, list(self.trained.values()))
         gradients = FirstGradients(self.trained)
         step = call_user_code("Calling average(model)", lambda: self._step(PLAIN))
-        loop = self._loop(step, self.job.seed, (gradients,), self._keep_outputs)
+        loop = self._loop(step, self.task.seed, (gradients,), self._keep_outputs)
         try:
-            base = loop.run(self.job.steps)
+            base = loop.run(self.task.steps)
         except StepFailedError as failure:
             exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
             self.result = PlainResult(status="error", exception=exception, calls=loop.trajectory.steps + 1)
-            self._send(PlainDone(self.result))
+            self._send(self.result)
             return
-        if _stands_still(base, gradients.found, step):
-            raise UsageError(*unchanged_reference(base.steps))
+        rates = [float(group.get("lr", 1.0)) for group in step.updates.optimizer.param_groups]
+        has_gradients = not gradients.found or any(bool(gradient.any()) for gradient in gradients.found.values())
+        changes = any(not weights.equal(base.weights[0]) for weights in base.weights)
+        if not changes and not (any(rates) and has_gradients):
+            steps = f"{base.steps} step{'s' if base.steps > 1 else ''}"
+            raise UsageError(
+                f"No weight changes in fp32 in {steps} of training, so there is nothing to compare.",
+                "Check the learning rate (a warm-up may start at 0), and that the loss depends on the weights.",
+            )
         finite = all(map(math.isfinite, base.losses)) and bool(base.weights[-1].isfinite().all())
         self.result = PlainResult(
             status="ok" if finite else "nonfinite",
@@ -105,17 +178,7 @@ class ReferenceTraining(TrainingSteps):
         )
         if finite:
             self._add_seeds(base, loop.samples, gradients.found, step)
-        self._send(PlainDone(self.result))
-
-    def measure(self) -> None:
-        """Send the time of the fastest step, and the peak memory of one more."""
-        if self.result.status != "ok":
-            return
-        peak = self._peak_of_step(PLAIN)
-        self._send(MeasuresDone(Measures(latency_ms=self.result.seconds * 1e3, peak_memory_bytes=peak)))
-
-    def compare_ways(self) -> None:
-        """There is only one way in fp32."""
+        self._send(self.result)
 
     def _add_seeds(
         self, base: Trajectory, samples: Samples, gradients: dict[str, Tensor], trained: TrainingStep
@@ -132,13 +195,13 @@ class ReferenceTraining(TrainingSteps):
             outputs=[tensor.cpu() for tensor in self.outputs[: self._count]],
             gradients=gradients,
         )
-        reference.save(self.job)
+        reference.save(self.task.files)
         lines, made = optimizer_code(self.target.optimizer)
         spread = Spread(base, reference.others, samples, 0.0)
         low, high = spread.loss_band()
         limits = spread.loss_limits()
         setup = TrainingSetup(
-            steps=self.job.steps,
+            steps=self.task.steps,
             loss=self._loss.words,
             loss_code=self._loss.code,
             loss_setup=[*self._loss.setup, *lines],
@@ -169,7 +232,7 @@ class ReferenceTraining(TrainingSteps):
             again.extend(tensor.clone() for tensor in output_tensors(result))  # the last loss changes buffers
 
         try:
-            self._loop(self._step(PLAIN), self.job.seed, on_first=keep).run(1)
+            self._loop(self._step(PLAIN), self.task.seed, on_first=keep).run(1)
         except StepFailedError:
             return False
         return self.outputs is not None and same_bits(again, self.outputs)
@@ -179,20 +242,12 @@ class ReferenceTraining(TrainingSteps):
         self._snapshot.rewind()
         add_noise(list(self.trained.values()), number)
         try:
-            return self._loop(self._step(PLAIN), self.job.seed + number).run(self.job.steps)
+            return self._loop(self._step(PLAIN), self.task.seed + number).run(self.task.steps)
         except StepFailedError:  # of a decomposition, for example, that the noise makes impossible
             return None
 
     def _keep_outputs(self, result: StepResult) -> None:
-        self.outputs = [tensor.clone() for tensor in output_tensors(result)]
+        super()._keep_outputs(result)
         self._count = len(output_tensors((result.output, result.loss)))
         target = self.target
         self._loss = describe_loss(target.loss, result.output, target.form, target.targets_code)
-
-
-def _stands_still(run: Trajectory, gradients: dict[str, Tensor], step: TrainingStep) -> bool:
-    """Whether no weight changes, because every learning rate or every gradient is 0."""
-    if any(not weights.equal(run.weights[0]) for weights in run.weights):
-        return False
-    rates = [float(group.get("lr", 1.0)) for group in step.updates.optimizer.param_groups]
-    return not any(rates) or (bool(gradients) and not any(bool(gradient.any()) for gradient in gradients.values()))

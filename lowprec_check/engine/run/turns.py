@@ -1,20 +1,80 @@
-"""The turns of one run in the rounds that time all of them: a few calls of the prepared model."""
+"""Takes times inside a worker: the turns of one run, or of all, in rounds over all runs, and the calls of an instance of a scenario.
+
+Rounds go over all runs, fp32, half, bf16, … and back, so that what disturbs the machine meets all of them.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import statistics
 import time
 import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
 
+import msgspec
 import torch
+from torch import Tensor
 
-from lowprec_check.engine.model.plain_run import run_once
+from lowprec_check.analysis.speed import Turn, latency_of_rounds
+from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.job import Job
-from lowprec_check.engine.run.messages import TurnTimed
-from lowprec_check.process.conditions import longest_wait, own_wait, seconds_of_fixed_work
+from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, Send, TurnFailed, TurnTimed
+from lowprec_check.engine.run.preparation import on_backend, prepared_for, ready_for
+from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.schema.measures import Latency, TimingConditions
 from lowprec_check.schema.run_key import EAGER
+
+# -- What disturbs times: threads that wait for a core, a processor that changes its speed
+
+WORK_STEPS = 20_000
+"""About a millisecond of work."""
+
+WORK_REPEATS = 3
+"""The fastest of so many counts: the others may have been interrupted."""
+
+
+def longest_wait() -> float | None:
+    """Seconds that the threads of this process have waited for a core, the largest of them; ``None`` if the system does not tell.
+
+    Linux counts the time between when a thread could run and when it ran: other threads use the cores meanwhile.
+    """
+    waited = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+                waited.append(_waited(f"/proc/self/task/{thread}/schedstat"))
+    return max(waited, default=None)
+
+
+def own_wait() -> float | None:
+    """The same of the calling thread."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return _waited("/proc/thread-self/schedstat")
+    return None
+
+
+def _waited(file: str) -> float:
+    return int(Path(file).read_text(encoding="ascii").split()[1]) / 1e9
+
+
+def seconds_of_fixed_work() -> float:
+    """Seconds that a fixed piece of integer work takes: more if the clock of the processor is slower."""
+    found = []
+    for _ in range(WORK_REPEATS):
+        value, started = 1, time.perf_counter()
+        for _ in range(WORK_STEPS):
+            value = (value * 25214903917 + 11) & 0xFFFFFFFF
+        found.append(time.perf_counter() - started)
+    return min(found)
+
+
+# -- A turn: a few calls of the prepared model
 
 LONG_SECONDS = 0.25
 """A call that takes longer is timed once a turn, and needs no call before it that fills the caches."""
@@ -45,17 +105,21 @@ IN_A_ROW = 3
 """The state of the model is rewound after so many calls: it need not survive more."""
 
 
+Receive = Callable[[], bytes | None]
+"""Waits for what the parent sends; ``None`` if nothing more will come."""
+
+
 class TimedCalls:
     """Calls one prepared model, in turns."""
 
-    def __init__(self, job: Job, target: Target, ready: Prepared) -> None:
-        self._job, self._ready, self._inputs = job, ready, target.inputs
-        self._snapshot = Snapshot(ready.model, target.inputs, parameters=job.changes_parameters)
+    def __init__(self, task: ModelTask, target: Target, ready: Prepared) -> None:
+        self._task, self._ready, self._inputs = task, ready, target.inputs
+        self._snapshot = Snapshot(ready.model, target.inputs, parameters=task.changes_parameters)
         self._calls = 0
 
     def warm_up(self) -> None:
         """Calls that are not timed: they compile, allocate, choose kernels."""
-        for _ in range(1 if self._job.backend == EAGER else WARM_UP_CALLS):
+        for _ in range(1 if self._task.backend == EAGER else WARM_UP_CALLS):
             self.call()
 
     def turn(self, row: int, number: int, *, on_one_core: bool) -> TurnTimed:
@@ -70,7 +134,7 @@ class TimedCalls:
             seconds.append(self.call())
         since, elapsed = longest_wait(), time.perf_counter() - started
         known = since is not None and waited is not None
-        alone = on_one_core and self._job.backend == EAGER and first < VERY_LONG_SECONDS
+        alone = on_one_core and self._task.backend == EAGER and first < VERY_LONG_SECONDS
         return TurnTimed(
             row=row,
             round=number,
@@ -117,11 +181,203 @@ class TimedCalls:
         self._calls += 1
         with warnings.catch_warnings():  # the plain run has shown them
             warnings.simplefilter("ignore")
-            return run_once(self._ready, *self._inputs, self._job.seed)[1]
+            return run_once(self._ready, *self._inputs, self._task.seed)[1]
 
 
 def _enough(seconds: list[float]) -> bool:
     total = sum(seconds)
-    if len(seconds) >= MOST_CALLS or total >= ENOUGH_SECONDS:
-        return True
-    return len(seconds) >= LEAST_CALLS and total >= TURN_SECONDS
+    return (
+        len(seconds) >= MOST_CALLS or total >= ENOUGH_SECONDS or (len(seconds) >= LEAST_CALLS and total >= TURN_SECONDS)
+    )
+
+
+# -- The rounds: which run is timed next, until their ratios to fp32 can be told or time is up
+
+FEW, ENOUGH = 3, 6
+"""Rounds after which a ratio far from 1 is known; after which any ratio may be."""
+
+MOST = 30
+
+FAR = 1.5
+"""So far from 1 that a few rounds tell."""
+
+VERY_SLOW = 8.0
+"""A run with long calls that is so many times slower than fp32 in one round that nothing disturbed is not called again."""
+
+SAME = 1.1
+"""A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
+
+DISTURBED = 0.03
+"""The largest part of a turn in which threads may wait for a core."""
+
+MORE = 3.0
+"""How many times as long rounds are repeated then, or if times vary much."""
+
+ROUNDS_SECONDS = 1.5
+"""How long rounds are repeated."""
+
+
+class RoundSchedule:
+    """Iterates over the rows to time, the first of which is fp32; :meth:`add` takes what was measured."""
+
+    def __init__(self, rows: int, seconds: float | None = None) -> None:
+        """``seconds``: how long rounds are repeated, after the first :data:`FEW`; by default :data:`ROUNDS_SECONDS`."""
+        self.turns: list[dict[int, TurnTimed]] = [{} for _ in range(rows)]
+        """By row, its turn in each round."""
+        self.failures: dict[int, str] = {}
+        """Why a row could not be timed, though it had run before."""
+        self._seconds = ROUNDS_SECONDS if seconds is None else seconds
+        self.number = 0
+        """The number of the round."""
+
+    def __iter__(self) -> Iterator[int]:
+        started = time.monotonic()
+        for self.number in range(MOST):
+            rows = [0, *(row for row in range(1, len(self.turns)) if not self._is_settled(row))]
+            if 0 in self.failures or (self.number and rows == [0]):
+                return
+            least = FEW + self.is_disturbed  # the first round of fp32 is not yet repeated on one core
+            if self.number >= least:
+                noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
+                limit = self._seconds * (MORE if noisy or self.is_disturbed else 1.0)
+                elapsed = time.monotonic() - started
+                if elapsed + elapsed / self.number > limit:
+                    return
+            for row in rows if self.number % 2 == 0 else reversed(rows):
+                if row not in self.failures:
+                    yield row
+
+    def note(self, turn: TurnTimed | TurnFailed) -> None:
+        """Note a turn; a row that failed is left out from now on."""
+        if isinstance(turn, TurnTimed):
+            self.turns[turn.row][turn.round] = turn
+        else:
+            self.failures[turn.row] = turn.reason
+
+    def latency(self, row: int) -> Latency | None:
+        """The times of ``row``; ``None`` if it was never timed."""
+        fp32, mine = (
+            {
+                number: Turn(turn.seconds, turn.on_one_core, _is_disturbed(turn))
+                for number, turn in self.turns[index].items()
+            }
+            for index in (0, row)
+        )
+        return latency_of_rounds(mine, fp32 if row else None) if mine else None
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs used the cores in any turn since the last round began."""
+        return any(_is_disturbed(turn) for row in self.turns for turn in row.values() if turn.round >= self.number - 1)
+
+    def conditions(self) -> TimingConditions:
+        """What disturbed the times."""
+        turns = [turn for row in self.turns for turn in row.values()]
+        waited = [turn.waited for turn in turns if turn.waited is not None]
+        work = sorted(turn.fixed_work for turn in turns)
+        return TimingConditions(
+            waited=statistics.fmean(waited) if waited else None,
+            speed_change=work[-1 - len(work) // 10] / work[len(work) // 10] if work else None,
+        )
+
+    def _is_settled(self, row: int) -> bool:
+        if row in self.failures:
+            return True
+        latency = self.latency(row)
+        if latency is None or latency.speedup is None:
+            return False
+        speedup = latency.speedup
+        if latency.median_ms >= LONG_SECONDS * 1e3 and speedup.median <= 1 / VERY_SLOW:
+            return True
+        enough = speedup.rounds >= ENOUGH
+        margin = SAME if enough else FAR
+        narrow = enough and speedup.high <= SAME * speedup.low
+        return speedup.rounds >= FEW and (narrow or speedup.low >= margin or speedup.high <= 1 / margin)
+
+
+def _is_disturbed(turn: TurnTimed) -> bool:
+    return (turn.waited or 0.0) > DISTURBED and min(turn.seconds) < VERY_LONG_SECONDS
+
+
+# -- What a worker does
+
+
+def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
+    """In one process: take all turns, with the model cast in place for each, and send each."""
+    schedule = RoundSchedule(len(task.runs))
+    for row in schedule:
+        run = task.runs[row]
+        turn: TurnTimed | TurnFailed
+        try:
+            with ready_for(run, target) as ready:
+                calls = TimedCalls(run, target, ready)
+                calls.warm_up()
+                turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed)
+        except BaseException as error:
+            reraise_interrupt(error)
+            turn = TurnFailed(row, _reason(error))
+        schedule.note(turn)
+        send(turn)
+
+
+def time_turns(task: TurnsTask, target: Target, send: Send, receive: Receive) -> None:
+    """In a fork: prepare the run, then take a turn each time that one comes; raises :class:`UsageError` if the model fails.
+
+    What the model prints was printed by its plain run.
+    """
+    with open(os.devnull, "wb") as nothing:
+        os.dup2(nothing.fileno(), 1)
+    try:
+        with ready_for(task, target) as ready:
+            calls = TimedCalls(task, target, ready)
+            calls.warm_up()
+            send(Ready())
+            while (data := receive()) is not None:
+                turn = msgspec.msgpack.decode(data, type=NextTurn)
+                send(calls.turn(task.row, turn.round, on_one_core=turn.on_one_core))
+    except BaseException as error:
+        reraise_interrupt(error)
+        raise UsageError(_reason(error)) from None
+
+
+INSTANCE_SECONDS = 3.0
+"""How long the calls of an instance are timed."""
+
+INSTANCE_CALLS = 5
+"""So many are timed at least."""
+
+
+def time_instance(task: InstanceTask, target: Target, send: Send, receive: Receive) -> None:
+    """Prepare the model, say so, wait until all instances are to start, and send the seconds of each call.
+
+    Raises :class:`UsageError` if the model fails, as it may on one item, or in another process.
+    """
+
+    def first(tensor: Tensor) -> Tensor:
+        return tensor[:1] if tensor.ndim else tensor
+
+    if task.cores:
+        torch.set_num_threads(len(task.cores))
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, task.cores)
+    try:
+        if task.single:
+            target = target._replace(args=map_tensors(target.args, first), kwargs=map_tensors(target.kwargs, first))
+        with prepared_for(task, target) as in_precision:
+            calls = TimedCalls(task, target, on_backend(task, target, in_precision))
+            for _ in range(WARM_UP_CALLS):
+                calls.call()
+            send(Ready())
+            receive()
+            samples: list[float] = []
+            end = time.monotonic() + INSTANCE_SECONDS
+            while len(samples) < INSTANCE_CALLS or time.monotonic() < end:
+                samples.append(calls.call())
+    except BaseException as error:
+        reraise_interrupt(error)
+        raise UsageError(_reason(error)) from None
+    send(InstanceTimed(samples))
+
+
+def _reason(error: BaseException) -> str:
+    return f"{type_name(error)}: {first_line(message_of(error))}"

@@ -11,12 +11,15 @@ import msgspec
 
 from lowprec_check.catalog.records import Failure, FailureKind
 from lowprec_check.errors import message_of, type_name
+from lowprec_check.process.supervisor import describe_exit, signal_name
 
 _MISMATCH = re.compile(
     r"same (data ?)?d?type|expected scalar type|mixed dtype|dtypes? (must )?match|should be the same|does not match",
     re.I,
 )
 _NO_BACKEND = re.compile(r"Could not run 'aten::|not currently implemented for the|not currently supported on the")
+DEVICE_LOST = 86
+"""Exit code of a worker that lost its device: after an assertion in a kernel, every later call of the process fails."""
 MAX_MESSAGE = 160
 """Maximum number of characters of a message."""
 
@@ -35,6 +38,15 @@ class Raised(NamedTuple):
         text = message_of(error).strip() or type_name(error)
         line = re.sub(r"0x[0-9a-f]+", "0x…", text.splitlines()[0])
         return cls(type_name(error), line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…")
+
+    @classmethod
+    def of_end(cls, exit_code: int | None, timeout: str) -> Raised:
+        """How a worker ended; ``None``: it was killed because a call took too long, which ``timeout`` says."""
+        if exit_code is None:
+            return cls("timeout", timeout, died=True)
+        if exit_code == DEVICE_LOST:
+            return cls("assertion", "an assertion failed on the device, which then refused every call", died=True)
+        return cls(signal_name(exit_code) or "exit", describe_exit(exit_code), died=True)
 
 
 def kind_of(raised: Raised, at: str | None, *, fails_in_fp32: bool) -> FailureKind:
@@ -79,7 +91,8 @@ def condition(passed: Sequence[Features], failed: Sequence[Features]) -> str | N
         return None
     every = (*failed, *passed)
     names = list(dict.fromkeys(name for features in every for name in features))
-    names.sort(key=lambda name: name in SIZES or not _flag([features.get(name) for features in every]))
+    kinds = {name: {type(features.get(name)) for features in every} for name in names}
+    names.sort(key=lambda name: name in SIZES or not kinds[name] <= {bool, type(None)})
     for name in names:
         values = {repr(features.get(name)) for features in failed}, {repr(features.get(name)) for features in passed}
         if values[0].isdisjoint(values[1]):
@@ -87,21 +100,12 @@ def condition(passed: Sequence[Features], failed: Sequence[Features]) -> str | N
             if found is not None:
                 return found
     for verb, those, others in (("runs only", passed, failed), ("fails", failed, passed)):
-        common = [(name, those[0].get(name)) for name in names if _shared(name, those)]
+        shared = [name for name in names if name not in SIZES and len({repr(f.get(name)) for f in those}) == 1]
+        common = [(name, those[0].get(name)) for name in shared]
         for pair in itertools.combinations(common, 2):
             if len(others) > 2 and not any(all(f.get(name) == value for name, value in pair) for f in others):
                 return f"{verb} where {' and '.join(_equals(name, repr(value)) for name, value in pair)}"
     return None
-
-
-def _flag(values: list[Any]) -> bool:
-    """Whether all values are booleans or not given."""
-    return {type(value) for value in values} <= {bool, type(None)}
-
-
-def _shared(name: str, samples: Sequence[Features]) -> bool:
-    """Whether ``name`` is an argument, not a size, with the same value in all samples."""
-    return name not in SIZES and len({repr(features.get(name)) for features in samples}) == 1
 
 
 def _in_words(name: str, failed: list[Any], passed: list[Any]) -> str | None:

@@ -1,26 +1,158 @@
-"""Sweeps of single operators, one after another, whose worker lives as long as this process."""
+"""Measures operators in worker processes, which may crash; :func:`measure_briefly` keeps one for as long as this process lives.
+
+A worker measures one operator at a time. If it dies, or one call takes too long, its breadcrumb names the cell (dtype and
+mode) it was in. That cell is recorded as lost, a new worker starts, and the operator is measured again without the cell.
+"""
 
 from __future__ import annotations
 
 import atexit
+import collections
 import contextlib
 import os
 import shutil
 import tempfile
 import threading
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from lowprec_check.catalog.measured_sweep import MeasuredSweep
-from lowprec_check.engine.sweep.build import OperatorSweep, sweep_command
-from lowprec_check.process.guardian import GUARDIAN, announce
+from lowprec_check.catalog.records import DTYPES, Failure, OpRecord
+from lowprec_check.engine.sweep.failures import Raised
+from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Fault, FromWorker, Hello, Task, decode
+from lowprec_check.errors import UsageError
+from lowprec_check.process.command_worker import LineWorker, TaskQueue
+from lowprec_check.process.interpreter import module_command
+from lowprec_check.process.process_group import GUARDIAN, announce
+from lowprec_check.process.supervisor import StateEvent
+
+SAMPLES = 24
+CALL_SECONDS = 30.0
+"""The worker is killed if one call takes longer."""
+MAX_DEATHS = 8
+"""An operator is given up after this many deaths of its worker, or after one in fp32, which all others are compared with."""
+START_SECONDS = 300.0
+WORKER = "lowprec_check.engine.sweep.worker"
+
+REPRODUCIBLE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+"""Environment that makes sweeps reproducible: the order of sets, the choice of samples, and the order of MKL's additions."""
+
+OnProgress = Callable[[int, int, str], None]
+"""Called with the number of finished operators, the number of all, and the name of the next."""
+
+
+class OperatorSweep:
+    """Workers that measure operators. They run until ``queue.supervisor`` ends."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        workdir: Path,
+        *,
+        call_seconds: float = CALL_SECONDS,
+        environment: Mapping[str, str] = os.environ,
+        on_progress: OnProgress | None = None,
+    ) -> None:
+        def report(task: Task) -> None:
+            if on_progress is not None:
+                on_progress(len(self._found), self._total, task.op)
+
+        self.queue: TaskQueue[Task, FromWorker] = TaskQueue(
+            command,
+            decode,
+            workdir,
+            environment={**environment, **REPRODUCIBLE},
+            start_seconds=START_SECONDS,
+            call_seconds=call_seconds,
+            on_send=report,
+        )
+        self.call_seconds = call_seconds
+        self.hello: Hello | None = None
+        self._lost: dict[str, dict[str, Raised]] = collections.defaultdict(dict)
+        self._retried: set[str] = set()
+        self._found: dict[str, Answer] = {}
+        self._total = 0
+
+    def measure(self, only: Sequence[str] | None, jobs: int = 1) -> list[Answer]:
+        """Run until every operator (or those named in ``only``) is measured or given up; the answers are sorted by operator.
+
+        Workers are kept for the next call. Raises :class:`UsageError` if this torch or the device cannot be measured, or if an operator
+        is unknown.
+        """
+        self._found, self._total = {}, 0
+        self.queue.waiting.clear()
+        if self.hello is not None:
+            self._set_operators(self.hello, only)
+        self.queue.fill(jobs)
+        for task, event in self.queue.events():
+            if isinstance(event, CannotMeasure):
+                raise UsageError(event.message, event.hint)
+            if isinstance(event, Fault):
+                raise RuntimeError(f"the sweep failed at {event.op}:\n{event.traceback}")
+            if isinstance(event, Answer):
+                self._found[event.record.op] = event
+            elif isinstance(event, StateEvent):
+                self._handle_end(task, event)
+            elif self.hello is None:
+                self.hello = event
+                self._set_operators(event, only)
+            if self.hello is not None and len(self._found) >= self._total:
+                break
+        return [answer for _, answer in sorted(self._found.items())]
+
+    def _set_operators(self, hello: Hello, only: Sequence[str] | None) -> None:
+        unknown = sorted(set(only or ()) - set(hello.operators))
+        if unknown:
+            raise UsageError(
+                f"torch {hello.torch} has no operator {unknown[0]!r} in its OpInfo database.",
+                "Check the spelling; variants are written as in std.unbiased.",
+            )
+        self.queue.waiting.extend(Task(op, self._lost.get(op, {})) for op in only or hello.operators)
+        self._total = len(self.queue.waiting)
+
+    def _handle_end(self, task: Task | None, ended: StateEvent[LineWorker[FromWorker]]) -> None:
+        """Put the operator back in the queue, without the cell in which the worker died."""
+        if task is None or ended.position is None:
+            if ended.exit_code is None:
+                raise RuntimeError(f"a sweep worker did not start within {START_SECONDS:.0f} s")
+            log = ended.worker.log.read_text(errors="replace")
+            raise RuntimeError(f"a sweep worker ended with exit code {ended.exit_code}:\n{log[-2000:]}")
+        op, cell = task.op, ended.position.module or "samples"
+        if cell == "samples" and op not in self._retried:  # it may have died before it read the task
+            self._retried.add(op)
+            self.queue.waiting.appendleft(task)
+            return
+        lost = self._lost[op]
+        lost[cell] = Raised.of_end(ended.exit_code, f"took longer than {self.call_seconds:.0f} s")
+        if len(lost) < MAX_DEATHS and cell != "float32/forward":
+            self.queue.waiting.appendleft(Task(op, lost))
+            return
+        raised = next(iter(lost.values()))
+        failure = Failure(
+            cells=[cell for cell in lost if cell.partition("/")[0] in DTYPES],
+            type=raised.type,
+            kind="timeout" if raised.type == "timeout" else "crash",
+            message=raised.message,
+        )
+        note = f"given up: {raised.message} in {', '.join(lost)}"
+        self._found[op] = Answer(OpRecord(op=op, samples=(0, 0), note=note, failures=[failure]))
+
+
+# -- Single operators, one after another
+
+
+class BriefSweep(NamedTuple):
+    """What runs of operators, with one version of torch."""
+
+    torch: str
+    """Version without the build's suffix, ``2.13.0``."""
+    records: list[OpRecord]
+
 
 _locks = [threading.Lock()]
 """One; in a fork a new one, since a thread of the parent may have held the other."""
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=lambda: _locks.__setitem__(0, threading.Lock()))
-
-WORKER = "lowprec_check.engine.sweep.worker"
-CALL_SECONDS = 30.0
 
 _Key = tuple[int, str, str]
 _kept: dict[_Key, OperatorSweep] = {}
@@ -29,16 +161,19 @@ _kept: dict[_Key, OperatorSweep] = {}
 
 def measure_briefly(
     device: str, ops: list[str], *, worker: str = WORKER, call_seconds: float = CALL_SECONDS
-) -> MeasuredSweep:
+) -> BriefSweep:
     """Find out what runs of the samples of operators: no errors, no times, nothing under autocast.
 
     The first call starts the worker, which imports torch and its description of operators; a worker that crashes is
-    replaced, as in :func:`~lowprec_check.engine.sweep.build.build`. Raises the same errors.
+    replaced. Raises the errors of :meth:`OperatorSweep.measure`.
     """
     with _locks[0]:
         key = os.getpid(), device, worker
         try:
-            return _sweep_of(key, call_seconds).measure(ops)
+            sweep = _sweep_of(key, call_seconds)
+            answers = sweep.measure(ops)
+            assert sweep.hello is not None  # nothing is measured before it
+            return BriefSweep(sweep.hello.torch, [answer.record for answer in answers])
         except BaseException:
             _end(key)  # a worker may be busy, or wait for nothing
             raise
@@ -47,7 +182,9 @@ def measure_briefly(
 def start_early(device: str, *, worker: str = WORKER, call_seconds: float = CALL_SECONDS) -> None:
     """Start the worker of :func:`measure_briefly`, which imports torch in the background; does nothing if that fails."""
     with _locks[0], contextlib.suppress(OSError):
-        _sweep_of((os.getpid(), device, worker), call_seconds).start()
+        queue = _sweep_of((os.getpid(), device, worker), call_seconds).queue
+        if not queue.workers:
+            queue.start()
 
 
 def _sweep_of(key: _Key, call_seconds: float) -> OperatorSweep:
@@ -55,8 +192,8 @@ def _sweep_of(key: _Key, call_seconds: float) -> OperatorSweep:
     if sweep is None:
         workdir = Path(tempfile.mkdtemp(prefix="lowprec-check-"))
         announce(str(workdir), GUARDIAN.lifeline())  # it removes the folder if this process is killed
-        command = sweep_command(key[1], worker=key[2])
-        _kept[key] = sweep = OperatorSweep(command, workdir, call_seconds=call_seconds, brief=True)
+        command = module_command(key[2], "--device", key[1], "--samples", str(SAMPLES))
+        _kept[key] = sweep = OperatorSweep(command, workdir, call_seconds=call_seconds)
         atexit.register(_end, key)
     return sweep
 
@@ -65,7 +202,7 @@ def _end(key: _Key) -> None:
     """End the worker, unless this is a fork of the process that started it."""
     sweep = _kept.pop(key, None)
     if sweep is not None and key[0] == os.getpid():
-        with sweep.supervisor:
+        with sweep.queue.supervisor:
             pass
-        shutil.rmtree(sweep.workdir, ignore_errors=True)
-        announce(str(sweep.workdir), GUARDIAN.lifeline(), ended=True)
+        shutil.rmtree(sweep.queue.folder, ignore_errors=True)
+        announce(str(sweep.queue.folder), GUARDIAN.lifeline(), ended=True)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import os
+import warnings
+from collections.abc import Callable
+
 import msgspec
 
 from lowprec_check.catalog.records import Header, OpRecord, OpTimes
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.schema.base import Struct
-
-DEVICE_LOST = 86
-"""Exit code of a worker that lost its device: after an assertion in a kernel, every later call of the process fails."""
+from lowprec_check.schema.base import Struct, encoded
 
 
 class Hello(Struct, frozen=True, tag="hello"):
-    """The worker's first line: the machine and the versions, and the names of all operators."""
+    """The worker's first line: the version of torch, and the names of all operators."""
 
-    header: Header
+    torch: str
     operators: list[str]
+    header: Header | None = None
+    """What a full sweep measures, on which machine."""
 
 
 class CannotMeasure(Struct, frozen=True, tag="cannot-measure"):
@@ -31,15 +34,13 @@ class Task(Struct, frozen=True):
 
     op: str
     lost: dict[str, Raised] = {}
-    brief: bool = False
-    """Whether to find out only what runs: no errors, no times, nothing under autocast."""
 
 
 class Answer(Struct, frozen=True, tag="answer"):
-    """The results of one operator."""
+    """The results of one operator; ``times`` are of full sweeps."""
 
     record: OpRecord
-    times: OpTimes
+    times: OpTimes | None = None
 
 
 class Fault(Struct, frozen=True, tag="fault"):
@@ -50,6 +51,7 @@ class Fault(Struct, frozen=True, tag="fault"):
 
 
 FromWorker = Hello | CannotMeasure | Answer | Fault
+_DECODER: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 
 
 def decode(line: bytes) -> FromWorker:
@@ -57,4 +59,13 @@ def decode(line: bytes) -> FromWorker:
     return _DECODER.decode(line)
 
 
-_DECODER: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
+def open_channel() -> Callable[[Struct], None]:
+    """In a worker: a function that sends a message. What ops print goes to standard error from now on, and warnings are ignored."""
+    stream = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+
+    def send(message: Struct) -> None:
+        stream.write(encoded(message, msgspec.json.encode) + b"\n")
+
+    return send

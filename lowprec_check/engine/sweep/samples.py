@@ -27,9 +27,6 @@ MAX_ELEMENTS = 1 << 15
 MAX_TRIED, MAX_GROWN = 12, 8
 """How many samples to try to enlarge, and how many enlarged samples to keep."""
 
-Sizes = Callable[[int, int], int]
-"""Returns the larger size for a size and a factor."""
-
 _WANTED = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
 
 
@@ -70,11 +67,8 @@ class Sample:
 
     def floating(self) -> bool:
         """Whether an argument is a floating tensor or dtype, so that its precision can be chosen."""
-        return any(t.is_floating_point() or t.is_complex() for t in self.tensors()) or _asks_float(self.kwargs)
-
-    def empty(self) -> bool:
-        """Whether a tensor has no elements, so that any kernel succeeds."""
-        return any(tensor.numel() == 0 for tensor in self.tensors())
+        asked = any(isinstance(value, torch.dtype) and value in _FLOATING for value in self.kwargs.values())
+        return asked or any(t.is_floating_point() or t.is_complex() for t in self.tensors())
 
     def cast(self, low: torch.dtype, *, wide: torch.dtype | None = None, grad: bool = False) -> Sample:
         """A copy in the dtype ``low``; with ``wide``, its rounded values in that wider dtype; with ``grad``, with gradients."""
@@ -101,10 +95,6 @@ def _target(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
     if dtype in (torch.complex64, torch.complex32):
         return _COMPLEX.get(wanted, dtype)
     return dtype
-
-
-def _asks_float(kwargs: dict[str, Any]) -> bool:
-    return any(isinstance(value, torch.dtype) and value in _FLOATING for value in kwargs.values())
 
 
 def _map(value: Any, change: Callable[[Any], Any]) -> Any:
@@ -146,22 +136,17 @@ def samples_of(operator: Any, device: str, bound: int) -> list[Sample]:
     Samples that are sparse, empty, or so large that a software half kernel takes seconds are omitted, unless all are.
     Exceptions of OpInfo are not caught.
     """
-    generated = [_sample(found) for found in itertools.islice(_generate(operator, device), MAX_GENERATED)]
-    dense = [sample for sample in generated if all(t.layout == torch.strided for t in sample.tensors())] or generated
-    full = [sample for sample in dense if not sample.empty()] or dense
-    full = [sample for sample in full if _elements(sample) <= 4 * MAX_ELEMENTS] or full
-    chosen = full if len(full) <= bound else [full[index * len(full) // bound] for index in range(bound)]
-    return chosen
-
-
-def _generate(operator: Any, device: str) -> Iterator[Any]:
     claimed = operator.supported_dtypes(device)
     dtype = next((dtype for dtype in _WANTED if dtype in claimed), torch.float32)
-    yield from operator.sample_inputs(device, dtype, requires_grad=operator.supports_autograd)
-
-
-def _sample(found: Any) -> Sample:
-    return Sample((found.input, *found.args), dict(found.kwargs), found.output_process_fn_grad)
+    drawn = operator.sample_inputs(device, dtype, requires_grad=operator.supports_autograd)
+    generated = [
+        Sample((found.input, *found.args), dict(found.kwargs), found.output_process_fn_grad)
+        for found in itertools.islice(drawn, MAX_GENERATED)
+    ]
+    dense = [sample for sample in generated if all(t.layout == torch.strided for t in sample.tensors())] or generated
+    full = [sample for sample in dense if all(t.numel() for t in sample.tensors())] or dense
+    full = [sample for sample in full if _elements(sample) <= 4 * MAX_ELEMENTS] or full
+    return full if len(full) <= bound else [full[index * len(full) // bound] for index in range(bound)]
 
 
 def larger(samples: list[Sample], run: Callable[[Sample], int | None]) -> list[Sample]:
@@ -176,68 +161,51 @@ def larger(samples: list[Sample], run: Callable[[Sample], int | None]) -> list[S
         distinct.setdefault(repr(features(sample, [], sizes=False)), sample)
     found: list[Sample] = []
     for sample in list(distinct.values())[:MAX_TRIED]:
-        for sizes in (_multiplied, _power_of_two):
-            grown = _largest(sample, sizes, run)
-            if grown is not None and len(found) < MAX_GROWN:
-                found.append(grown)
+        for powers in (False, True):
+            best = None
+            for factor in (2, 4, 8, 16, 32):
+                shapes = [_larger_shape(tensor, factor, powers) for tensor in sample.tensors()]
+                if not _elements(sample) < sum(math.prod(shape) for shape in shapes) <= MAX_ELEMENTS:
+                    break
+                grown = _grow(sample, factor, powers)
+                out = run(grown)
+                best = best if out is None else grown
+                if out is not None and out > MAX_ELEMENTS:
+                    break
+            if best is not None and len(found) < MAX_GROWN:
+                found.append(best)
     return sorted(found, key=_elements)
-
-
-def _largest(sample: Sample, sizes: Sizes, run: Callable[[Sample], int | None]) -> Sample | None:
-    best = None
-    for factor in (2, 4, 8, 16, 32):
-        shapes = [_larger_shape(tensor, sizes, factor) for tensor in sample.tensors()]
-        if not _elements(sample) < sum(math.prod(shape) for shape in shapes) <= MAX_ELEMENTS:
-            break
-        grown = _grow(sample, sizes, factor)
-        out = run(grown)
-        if out is not None:
-            best = grown
-        if out is not None and out > MAX_ELEMENTS:
-            break
-    return best
 
 
 def _elements(sample: Sample) -> int:
     return sum(tensor.numel() for tensor in sample.tensors())
 
 
-def _multiplied(size: int, factor: int) -> int:
-    return size * factor
-
-
-def _power_of_two(size: int, factor: int) -> int:
-    return int(2 ** math.ceil(math.log2(size))) * factor
-
-
-def _larger_shape(tensor: Tensor, sizes: Sizes, factor: int) -> list[int]:
-    """Every size over 1 made larger; sparse tensors stay as they are."""
+def _larger_shape(tensor: Tensor, factor: int, powers: bool) -> list[int]:
+    """Every size over 1 multiplied, with ``powers`` after it was rounded up to one of two; sparse tensors stay as they are."""
     if tensor.layout != torch.strided:
         return list(tensor.shape)
-    return [sizes(size, factor) if size > 1 else size for size in tensor.shape]
+    whole = [int(2 ** math.ceil(math.log2(size))) if powers and size > 1 else size for size in tensor.shape]
+    return [size * factor if size > 1 else size for size in whole]
 
 
-def _grow(sample: Sample, sizes: Sizes, factor: int) -> Sample:
-    """``sample`` with every size over 1 made larger by the same rule."""
+def _grow(sample: Sample, factor: int, powers: bool) -> Sample:
+    """``sample`` with larger tensors: repeated, square matrices along their diagonal, so that they stay invertible."""
 
     def change(value: Any) -> Any:
-        if not isinstance(value, Tensor) or (shape := _larger_shape(value, sizes, factor)) == list(value.shape):
+        if not isinstance(value, Tensor) or (shape := _larger_shape(value, factor, powers)) == list(value.shape):
             return value
-        return _tile(value.detach(), shape).requires_grad_(value.requires_grad)
+        tensor = value.detach()
+        repeats = [-(-size // n) for size, n in zip(shape, tensor.shape, strict=True)]
+        tiled = tensor.repeat(repeats)[tuple(slice(size) for size in shape)]
+        if tensor.dtype in _WANTED and tensor.ndim >= 2 and tensor.shape[-1] == tensor.shape[-2]:
+            blocks = torch.arange(shape[-1], device=tensor.device) // tensor.shape[-1]
+            tiled = tiled * (blocks[:, None] == blocks[None, :])
+        elif tensor.dtype in _WANTED:
+            tiled = tiled * torch.linspace(0.75, 1.0, shape[-1], device=tensor.device, dtype=tiled.real.dtype)
+        return tiled.requires_grad_(value.requires_grad)
 
     return dataclasses.replace(sample, args=_map(sample.args, change), kwargs=_map(sample.kwargs, change))
-
-
-def _tile(tensor: Tensor, shape: list[int]) -> Tensor:
-    """``tensor`` repeated to ``shape``; square matrices along their diagonal, so that they stay invertible."""
-    repeats = [-(-size // n) for size, n in zip(shape, tensor.shape, strict=True)]
-    tiled = tensor.repeat(repeats)[tuple(slice(size) for size in shape)]
-    if tensor.dtype not in _WANTED:
-        return tiled
-    if tensor.ndim >= 2 and tensor.shape[-1] == tensor.shape[-2]:
-        blocks = torch.arange(shape[-1], device=tensor.device) // tensor.shape[-1]
-        return tiled * (blocks[:, None] == blocks[None, :])
-    return tiled * torch.linspace(0.75, 1.0, shape[-1], device=tensor.device, dtype=tiled.real.dtype)
 
 
 def features(sample: Sample, names: list[str], *, sizes: bool = True) -> Features:

@@ -16,7 +16,7 @@ from lowprec_check.schema.scan_result import Gap, GapKind
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
 
 
-class Instrumented(Struct, frozen=True, kw_only=True):
+class Instrumented(Struct, frozen=True, kw_only=True, tag="explained"):
     """The result of the instrumented part; a worker sends it."""
 
     gaps: list[Gap] = []

@@ -20,6 +20,8 @@ Name = tuple[str, Values]
 
 
 class _Count(NamedTuple):
+    elements: int = 0
+    """Of the tensor."""
     wanted: int = 0
     """Elements that the step on fp32 copies changes, over all steps."""
     lost: int = 0
@@ -39,7 +41,6 @@ class LostUpdateCounter(Watcher):
         self._make = make
         self._optimizer = make(list(self._copies.values()))
         self._counts: defaultdict[Name, _Count] = defaultdict(_Count)
-        self._sizes: dict[Name, int] = {}
         self._before: dict[str, Tensor] = {}
         self._state_before: dict[str, dict[str, Any]] = {}
         self._average: tuple[nn.Module, list[Tensor]] | None = None
@@ -90,13 +91,10 @@ class LostUpdateCounter(Watcher):
 
     def _count(self, name: Name, before: Tensor, after: Tensor, exact: Tensor) -> None:
         """Count the elements of a 16-bit tensor that should change, and those of them that do not."""
-        if after.dtype not in NARROW:
-            return
-        wanted = exact != before.float()
-        known = self._counts[name]
-        lost = int((wanted & (after == before)).sum())
-        self._counts[name] = _Count(known.wanted + int(wanted.sum()), known.lost + lost)
-        self._sizes[name] = after.numel()
+        if after.dtype in NARROW:
+            wanted, known = exact != before.float(), self._counts[name]
+            lost = int((wanted & (after == before)).sum())
+            self._counts[name] = _Count(after.numel(), known.wanted + int(wanted.sum()), known.lost + lost)
 
     def _lost_decay(self) -> dict[str, float | None]:
         """By name, the share of the updates by weight decay alone, with gradients of zero, that are lost."""
@@ -122,8 +120,8 @@ class LostUpdateCounter(Watcher):
             LostUpdates(
                 name=name,
                 values=values,
-                elements=self._sizes[name, values],
-                lost=count.lost / max(count.wanted, 1),
+                elements=count.elements,
+                lost=count.lost / count.wanted,
                 updates=count.wanted,
                 group=self._groups.get(name) if values == "weight" else None,
                 decay_lost=self._decay.get(name) if values == "weight" else None,

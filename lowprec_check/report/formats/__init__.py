@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lowprec_check.analysis.coverage_changes import CoverageDiff
 from lowprec_check.analysis.diff import ScanDiff
 from lowprec_check.analysis.findings import SEVERITIES, Message, tally
+from lowprec_check.analysis.suite_coverage import CoverageDiff
 from lowprec_check.report.blocks import Document
 from lowprec_check.report.foreign_text import visible, without_folders, workflow_command
 from lowprec_check.report.places import Place, places, told

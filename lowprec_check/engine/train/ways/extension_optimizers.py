@@ -7,12 +7,13 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
+from lowprec_check.engine.train.ways.usual import OptimizerUpdates
 from lowprec_check.schema.ways_to_train import Updates, WayToTrain
 
 _EXTENSION = "intel_extension_for_pytorch"
 
 
-class ExtensionUpdates:
+class ExtensionUpdates(OptimizerUpdates):
     """Updates the weights of ``model``, in fp32, as ``ipex.optimize`` with ``options`` does.
 
     The model is changed in place: its weights are in bf16, except those of modules that the extension keeps in fp32, and unless
@@ -22,12 +23,12 @@ class ExtensionUpdates:
     def __init__(self, model: Any, make: Callable[..., Any], options: dict[str, Any]) -> None:
         from lowprec_check.engine.quantize.quantized import quiet
 
-        self.masters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        super().__init__(model.parameters(), make)
+        self.masters = self.parameters
         """The parameters that the optimizer got; their upper 16 bits, if they are split."""
-        made = make(self.masters)
         with quiet():  # it warns that the options for its own optimizers are deprecated
             ipex: Any = importlib.import_module(_EXTENSION)
-            _, self.optimizer = ipex.optimize(model, optimizer=made, **options)
+            _, self.optimizer = ipex.optimize(model, optimizer=self.optimizer, **options)
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         attributes: Any = getattr(self.optimizer, "params_attr", {})
         self.trails = [getattr(attributes.get(master), "parameter_trail", None) for master in self.masters]
@@ -36,14 +37,6 @@ class ExtensionUpdates:
     def zero_grad(self) -> None:
         """Remove the gradients."""
         self.optimizer.zero_grad()
-
-    def backward(self, loss: Any) -> None:
-        """Compute the gradients."""
-        loss.backward()
-
-    def step(self) -> None:
-        """Let the optimizer update the parameters."""
-        self.optimizer.step()
 
 
 def _joined(updates: ExtensionUpdates) -> list[Any]:

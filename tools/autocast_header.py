@@ -11,18 +11,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
+from lowprec_check.catalog.predictable import HeaderPolicy
 from lowprec_check.errors import UsageError
-
-HeaderPolicy = Literal["lower", "fp32", "fp32-set-dtype", "fp32-append-dtype", "promote"]
-"""What autocast does with the inputs of an op.
-
-``lower``: casts them to the autocast dtype. ``fp32``: casts them to fp32. ``fp32-set-dtype``: leaves them, and sets the
-argument ``dtype`` to fp32 if the caller did not set it. ``fp32-append-dtype``: calls the overload that has a ``dtype``,
-with fp32. ``promote``: casts them to the widest of their dtypes, at least the autocast dtype. Only floating inputs on the
-device are cast, and fp64 never is; the two policies about ``dtype`` apply if the first input is one that may be cast.
-"""
 
 HEADER = "include/ATen/autocast_mode.h"
 """The header's path in torch's folder."""
@@ -69,8 +61,7 @@ class AutocastHeaderError(UsageError):
     def __init__(self, message: str) -> None:
         super().__init__(
             f"torch's header autocast_mode.h: {message}.",
-            "lowprec-check does not know the autocast policies of this build of torch. Use a release that it knows, or "
-            "update lowprec-check.",
+            "Teach tools/autocast_header.py what is new in it.",
         )
 
 

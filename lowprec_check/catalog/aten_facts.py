@@ -1,4 +1,4 @@
-"""Ops that only one type of device has, and what other devices dispatch instead.
+"""What sweeps do not show of aten ops: which ones only one type of device has, and what other devices dispatch instead.
 
 A composite function selects such an op by the device of its inputs: ``scaled_dot_product_attention`` dispatches
 ``_scaled_dot_product_flash_attention_for_cpu`` on a CPU. So a device without it may well run the function.
@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from functools import cache
 
-from lowprec_check.catalog.data_files import data_folder
-from lowprec_check.catalog.declared import overload_name
+from lowprec_check.catalog.data_files import data_folder, read_tables
 from lowprec_check.catalog.measured import Sweep, at_release, history
-from lowprec_check.catalog.records import SHORT, Dtype, OpRecord
-from lowprec_check.catalog.toml_tables import read_tables
+from lowprec_check.catalog.names import overload_name
+from lowprec_check.catalog.records import SHORT, Dtype, OpRecord, State
 from lowprec_check.schema.base import StrictStruct
 
 FILE, LAYOUTS, COUNTERPARTS = "one-device-ops.toml", "other-layout-ops.toml", "device-counterparts.toml"
@@ -53,9 +52,53 @@ class Counterpart(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
         return {"half": self.half, "bfloat16": self.bfloat16}.get(SHORT[dtype])
 
 
+class AtenCorrection(StrictStruct, frozen=True, kw_only=True):
+    """The support of ops that the samples of operators suggest to run in part, from bare calls."""
+
+    device: str
+    ops: list[str]
+    """Overload names, ``_cdist_forward``."""
+    state: State
+    why: str
+
+
+@cache
+def _one_device() -> Mapping[str, str]:
+    return {op: entry.device for entry in read_tables(data_folder() / FILE, "device", OneDevice) for op in entry.ops}
+
+
+@cache
+def _other_layouts() -> frozenset[str]:
+    return frozenset(op for entry in read_tables(data_folder() / LAYOUTS, "layouts", OtherLayouts) for op in entry.ops)
+
+
+@cache
+def _counterparts() -> Mapping[tuple[str, str], Counterpart]:
+    entries = read_tables(data_folder() / COUNTERPARTS, "counterpart", Counterpart)
+    return {(entry.op, entry.device): entry for entry in entries}
+
+
+@cache
+def _corrections() -> Mapping[tuple[str, str], State]:
+    entries = read_tables(data_folder() / "aten-corrections.toml", "correction", AtenCorrection)
+    return {(entry.device, op): entry.state for entry in entries for op in entry.ops}
+
+
+@cache
+def _failing() -> frozenset[tuple[str, str | None]]:
+    """By device, the ops that raise in its newest sweep."""
+    return frozenset(
+        (device, failure.at)
+        for device in ("cpu", "cuda")
+        for sweep in history(device)[-1:]
+        for record in sweep.records.values()
+        for failure in record.failures
+    )
+
+
 def only_device(op: str) -> str | None:
     """The only type of device with a kernel of an op, in any usual spelling; ``None`` if there are several, or for a composite op."""
-    return _devices().get(overload_name(op))
+    return _one_device().get(overload_name(op))
 
 
 def has_other_layouts_only(op: str) -> bool:
@@ -78,18 +121,13 @@ def measured_counterparts(op: str, sweep: Sweep) -> list[str]:
         return []
     name, elsewhere, found = overload_name(op), set[str](), list[set[str]]()
     for here in sweep.records.values():
-        there = other.records.get(here.op)
-        for ours, theirs in zip(_dispatched(here), _dispatched(there), strict=True):
+        there = other.records.get(here.op, OpRecord(op=here.op, samples=(0, 0)))
+        for ours, theirs in ((here.aten, there.aten), (here.backward_aten, there.backward_aten)):
             if name not in theirs:
-                elsewhere |= ours
+                elsewhere |= set(ours)
             elif name not in ours:
-                found.append(ours - theirs)
+                found.append(set(ours) - set(theirs))
     return sorted(set.intersection(*found) - elsewhere) if found else []
-
-
-def _dispatched(record: OpRecord | None) -> tuple[set[str], set[str]]:
-    """The ops that an operator dispatches forward, and only in backward."""
-    return (set(record.aten), set(record.backward_aten)) if record else (set(), set())
 
 
 def dispatched_elsewhere(op: str) -> bool:
@@ -98,29 +136,6 @@ def dispatched_elsewhere(op: str) -> bool:
     return any((device, overload_name(op)) in _failing() for device in ("cpu", "cuda") if device != own)
 
 
-@cache
-def _failing() -> frozenset[tuple[str, str | None]]:
-    """By device, the ops that raise in its sweeps."""
-    return frozenset(
-        (sweep.header.device, failure.at)
-        for device in ("cpu", "cuda")
-        for sweep in history(device)[-1:]
-        for record in sweep.records.values()
-        for failure in record.failures
-    )
-
-
-@cache
-def _devices() -> Mapping[str, str]:
-    return {op: entry.device for entry in read_tables(data_folder() / FILE, "device", OneDevice) for op in entry.ops}
-
-
-@cache
-def _other_layouts() -> frozenset[str]:
-    return frozenset(op for entry in read_tables(data_folder() / LAYOUTS, "layouts", OtherLayouts) for op in entry.ops)
-
-
-@cache
-def _counterparts() -> Mapping[tuple[str, str], Counterpart]:
-    entries = read_tables(data_folder() / COUNTERPARTS, "counterpart", Counterpart)
-    return {(entry.op, entry.device): entry for entry in entries}
+def corrected_state(device: str, op: str, state: State) -> State:
+    """The state of an op, ``_cdist_forward``, for one that runs in part (``some``) by the samples of operators."""
+    return _corrections().get((device, op), state) if state == "some" else state

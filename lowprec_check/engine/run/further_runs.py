@@ -1,13 +1,15 @@
-"""Runs that pass on the first batch of inputs, on further ones: whether they pass there too, and how large values get."""
+"""What a scan runs to learn more of a run: what fails, with the modules blamed in fp32; what passes, on further batches."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
+from lowprec_check.analysis.error_shares import blamed_modules
 from lowprec_check.analysis.run_summary import error_of, ranges_by_place
 from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.run.launcher import OnProgress
@@ -15,10 +17,40 @@ from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_ru
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.measures import BatchRanges
+from lowprec_check.schema.measures import Ablation, BatchRanges
 from lowprec_check.schema.scan_result import Run
 
 _PASSING = ("ok", "unjudged", "skipped")
+
+_OF_FIRST_BATCH = ("latency_ms", "peak_memory_bytes", "timing", "setup_seconds", "metric", "layer_errors")
+"""What is measured on the first batch only."""
+
+SLOWEST_MS = 5000.0
+"""A run that takes longer for a call is not repeated to test what its analysis blames."""
+
+
+def with_ablation(runs: TargetRuns, run: Run) -> Run:
+    """``run`` with its ablation, the same plain run with the modules blamed in fp32, if it fails by its error and its analysis
+    blames a module.
+    """
+    blamed = blamed_modules(run) if run.is_eager and run.training is None else None
+    if blamed is None or (run.latency_ms or 0.0) > SLOWEST_MS:
+        return run
+    kept = runs.run(
+        run.precision,
+        memory_format=run.memory_format,
+        keep_fp32=blamed.modules,
+        measured=False,
+        instrumented=False,
+    )
+    ablation = Ablation(
+        keep_fp32=list(blamed.modules),
+        blamed_for=blamed.blamed_for,
+        status=kept.status,
+        rel_l2=kept.output_error.rel_l2 if kept.output_error is not None else None,
+        predicted=blamed.predicted,
+    )
+    return msgspec.structs.replace(run, ablation=ablation)
 
 
 class FurtherBatches:
@@ -48,7 +80,14 @@ class FurtherBatches:
             found = self._run(batch, run)
             runs.append(found)
             if found.status not in _PASSING:
-                return _failed(run, found, number, _ranges_of(runs))
+                return msgspec.structs.replace(
+                    found,
+                    failed_batch=number,
+                    batches=_ranges_of(runs),
+                    explained_by=found.explained_by or run.explained_by,
+                    notes=list(dict.fromkeys([*run.notes, *found.notes])),
+                    **{name: getattr(run, name) for name in _OF_FIRST_BATCH},
+                )
         worst = max((known for known in runs if known.status == "ok"), key=error_of)
         notes = [
             f"batch {number}: {found.status}; {note}"
@@ -72,23 +111,6 @@ class FurtherBatches:
         return again if again.status == found.status else found
 
 
-def _failed(first: Run, found: Run, number: int, ranges: BatchRanges) -> Run:
-    """``found``, which fails on a batch, with what was measured on the first."""
-    return msgspec.structs.replace(
-        found,
-        failed_batch=number,
-        batches=ranges,
-        latency_ms=first.latency_ms,
-        peak_memory_bytes=first.peak_memory_bytes,
-        timing=first.timing,
-        setup_seconds=first.setup_seconds,
-        explained_by=found.explained_by or first.explained_by,
-        metric=first.metric,
-        layer_errors=first.layer_errors,
-        notes=list(dict.fromkeys([*first.notes, *found.notes])),
-    )
-
-
 def _ranges_of(runs: Sequence[Run]) -> BatchRanges:
     """What ``runs`` of one precision, each on another batch, show together."""
     return BatchRanges(
@@ -106,22 +128,15 @@ def open_batches(
 
     Nothing is timed in a scenario on them.
     """
-    options = dataclasses.replace(options, scenario=None)
+    options, batches = dataclasses.replace(options, scenario=None), []
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_generators())
-        yield FurtherBatches(
-            [
-                stack.enter_context(
-                    open_runs(source.batch(index, options.seed), options, isolation, _named(on_progress, index))
-                )
-                for index in range(1, number)
-            ]
-        )
+        for index in range(1, number):
+            report = None if on_progress is None else functools.partial(_report_batch, on_progress, index)
+            opened = open_runs(source.batch(index, options.seed), options, isolation, report)
+            batches.append(stack.enter_context(opened))
+        yield FurtherBatches(batches)
 
 
-def _named(on_progress: OnProgress | None, number: int) -> OnProgress | None:
-    """Report progress with the number of the batch."""
-    if on_progress is None:
-        return None
-    report: Callable[[str, str], None] = on_progress
-    return lambda run, doing: report(run, f"batch {number}, {doing}")
+def _report_batch(on_progress: OnProgress, number: int, run: str, doing: str) -> None:
+    on_progress(run, f"batch {number}, {doing}")

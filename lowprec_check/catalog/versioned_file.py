@@ -1,0 +1,225 @@
+"""The files of the catalog: a table of operators for each version of torch, where rows that versions share are stored once.
+
+The first line counts the others. Then comes a line for each version, oldest first, those with an extension last; then the changes,
+sorted by operator and version: ``["dot","2.2.0",{…}]`` is what is new of an operator since that version. An object has the keys that
+differ from the base version (``null`` removes a key), an array the whole row; ``null`` removes the operator. The base of a version is
+the one before it; of one with an extension, the same version of torch without it, or the newest older one.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Generic, NamedTuple, Protocol, TypeVar
+
+import msgspec
+
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.base import StrictStruct
+
+SCHEMA = 3
+REMOVED = b"null"
+_CHANGE = re.compile(rb'\["([^"]+)","([^"]+)",(.+)\]')
+
+
+class CatalogError(UsageError):
+    """A file of the catalog cannot be read; the message names the line and the key."""
+
+
+class Version(Protocol):
+    """A line for a version."""
+
+    @property
+    def build(self) -> str:
+        """The version as changes name it: ``2.13.0``, ``2.8.0+ipex2.8.0``."""
+
+    @property
+    def order(self) -> tuple[str, tuple[int, ...]]:
+        """The extension, which may be empty, and the version of torch as numbers."""
+
+
+AnyVersion = TypeVar("AnyVersion", bound=Version)
+Row = TypeVar("Row", bound=msgspec.Struct)
+T = TypeVar("T")
+
+
+class Head(StrictStruct, frozen=True, kw_only=True):
+    """The first line."""
+
+    schema: int = SCHEMA
+    versions: int
+    changes: int
+
+
+class _Schema(msgspec.Struct):
+    schema: int
+
+
+class _Change(NamedTuple):
+    """One change of one operator."""
+
+    number: int
+    """The line number in the file, from 1."""
+    since: int
+    """The index of the version."""
+    content: bytes
+
+
+class VersionedFile(Generic[AnyVersion, Row]):
+    """A file whose lines for versions are of the type ``version``, and whose rows are of the type ``row``.
+
+    ``check`` returns what is wrong with a row of a version. Raises :class:`CatalogError` with the hint ``rebuild``, for a row when it is
+    read first.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        version: type[AnyVersion],
+        row: type[Row],
+        *,
+        rebuild: str,
+        check: Callable[[Row, AnyVersion], str | None] = lambda *_: None,
+    ) -> None:
+        self.path, self.rebuild, self._check = path, rebuild, check
+        self._row, self._row_has_op = msgspec.json.Decoder(row), "op" in row.__struct_fields__
+        self._rows: dict[int, Row] = {}
+        lines = path.read_bytes().removesuffix(b"\n").split(b"\n")
+        schema = self._decode(1, lines[0], _Schema).schema  # first: another schema has other keys
+        if schema != SCHEMA:
+            raise CatalogError(
+                f"{path.name}:1: schema {schema}, but this version of lowprec-check reads schema {SCHEMA}"
+            )
+        head = self._decode(1, lines[0], Head)
+        if len(lines) != 1 + head.versions + head.changes:
+            raise CatalogError(
+                f"{path.name}: {len(lines) - 1} lines follow the first, which counts {head.versions} versions and "
+                f"{head.changes} changes: truncated or edited",
+                rebuild,
+            )
+        self.versions = [self._decode(number, lines[number - 1], version) for number in range(2, 2 + head.versions)]
+        indices = {version.build: index for index, version in enumerate(self.versions)}
+        if len(indices) != len(self.versions) or sorted(self.versions, key=lambda one: one.order) != self.versions:
+            raise CatalogError(f"{path.name}: the versions are not sorted, or one is a duplicate", rebuild)
+        self._chains: list[frozenset[int]] = []
+        """For each version the indices of the versions whose changes apply to it: itself, its base, the base of that, and so on."""
+        for index, base in enumerate(bases(self.versions)):
+            self._chains.append(frozenset({index}) | (frozenset() if base is None else self._chains[base]))
+        self._changes: dict[str, list[_Change]] = {}
+        self._index(lines, 2 + head.versions, indices)
+
+    def _index(self, lines: Sequence[bytes], first: int, indices: Mapping[str, int]) -> None:
+        last = ""
+        for number, line in enumerate(lines[first - 1 :], first):
+            found = _CHANGE.fullmatch(line)
+            if found is None:
+                self._decode(number, line, list[msgspec.Raw])
+                raise self._error(number, "does not start with an operator and a version")
+            op, build = found[1].decode(errors="replace"), found[2].decode(errors="replace")
+            if build not in indices:
+                raise self._error(number, f"op {op!r}: version {build!r} is not listed at the top of the file")
+            change = _Change(number, indices[build], found[3])
+            if op == last and change.since > self._changes[op][-1].since:
+                self._changes[op].append(change)
+            elif op > last:
+                self._changes[op] = [change]
+            else:
+                raise self._error(number, f"op {op!r} version {build!r}: duplicate or not sorted")
+            last = op
+
+    @property
+    def ops(self) -> list[str]:
+        """The operators of all versions, sorted."""
+        return list(self._changes)
+
+    def table(self, index: int, count: int | None = None) -> VersionRows[Row]:
+        """The rows of one of the :attr:`versions`; ``count`` is how many there must be."""
+        return VersionRows(self, index, count)
+
+    def is_in(self, op: str, index: int) -> bool:
+        """Whether a version has the operator; does not decode anything."""
+        chain = self._chains[index]
+        last = next((change for change in reversed(self._changes.get(op, ())) if change.since in chain), None)
+        return last is not None and last.content != REMOVED
+
+    def row(self, op: str, index: int) -> Row:
+        """The row of an operator in a version that has it; versions without a change between them share the object."""
+        changes: list[_Change] = []
+        for change in self._changes[op]:
+            if change.since in self._chains[index]:
+                changes = [] if change.content == REMOVED else [*changes, change]
+        number = changes[-1].number
+        if number not in self._rows:
+            self._rows[number] = self._read(op, changes)
+        return self._rows[number]
+
+    def _read(self, op: str, changes: Sequence[_Change]) -> Row:
+        """The row after these changes; an error names the first invalid line."""
+        last = changes[-1]
+        try:
+            content = last.content
+            if content.startswith(b"{"):
+                fields = {"op": msgspec.Raw(msgspec.json.encode(op))} if self._row_has_op else {}
+                for change in changes:
+                    fields |= msgspec.json.decode(change.content, type=dict[str, msgspec.Raw])
+                content = msgspec.json.encode({key: value for key, value in fields.items() if bytes(value) != REMOVED})
+            row = self._row.decode(content)
+            wrong = self._check(row, self.versions[last.since])
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            if len(changes) > 1:
+                self._read(op, changes[:-1])
+            wrong = str(error)
+        if wrong:
+            raise self._error(last.number, f"op {op!r}: {wrong}")
+        return row
+
+    def _decode(self, number: int, line: bytes, kind: type[T]) -> T:
+        try:
+            return msgspec.json.decode(line, type=kind)
+        except (msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise self._error(number, str(error)) from None
+
+    def _error(self, number: int, message: str) -> CatalogError:
+        return CatalogError(f"{self.path.name}:{number}: {message}", self.rebuild)
+
+
+class VersionRows(Mapping[str, Row]):
+    """The rows of one version by operator, sorted; each is decoded on first use."""
+
+    def __init__(self, file: VersionedFile[AnyVersion, Row], index: int, count: int | None) -> None:
+        self._file, self._index, self._count = file, index, count
+
+    @cached_property
+    def _ops(self) -> list[str]:
+        ops = [op for op in self._file.ops if op in self]
+        if self._count not in (None, len(ops)):
+            build = self._file.versions[self._index].build
+            message = f"{build} has {len(ops)} operators, its header counts {self._count}: edited"
+            raise CatalogError(f"{self._file.path.name}: {message}", self._file.rebuild)
+        return ops
+
+    def __getitem__(self, op: str) -> Row:
+        if op not in self:
+            raise KeyError(op)
+        return self._file.row(op, self._index)
+
+    def __contains__(self, op: object) -> bool:
+        return isinstance(op, str) and self._file.is_in(op, self._index)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._ops)
+
+    def __len__(self) -> int:
+        return len(self._ops)
+
+
+def bases(versions: Sequence[Version]) -> list[int | None]:
+    """The index of the base of each version: the last one before it that has no extension and is not newer; ``None`` for the first."""
+    found: list[int | None] = []
+    for index, version in enumerate(versions):
+        before = [other.order for other in versions[:index]]
+        plain = [i for i, (extension, key) in enumerate(before) if not extension and key <= version.order[1]]
+        found.append(plain[-1] if plain else None)
+    return found

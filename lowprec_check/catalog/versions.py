@@ -1,0 +1,37 @@
+"""Versions of torch: ``2.13.0+cpu``, whose release is ``2.13``."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import re
+
+from lowprec_check.errors import UsageError
+
+
+def version_key(version: str) -> tuple[int, ...]:
+    """The numbers at the start of a version, for comparing: (2, 13, 0) for `2.13.0+cpu`."""
+    found = re.match(r"\d+(\.\d+)*", version)
+    if found is None:
+        raise ValueError(f"{version!r} is not a version")
+    return tuple(map(int, found[0].split(".")))
+
+
+def release_of(version: str) -> str:
+    """`2.13` for `2.13.0+cpu` and `v2.13`; raises :class:`UsageError` if it is not a version."""
+    found = re.match(r"v?(\d+)\.(\d+)", version)
+    if found is None:
+        raise UsageError(f"{version!r} is not a version of torch.", "Examples: 2.13, 2.13.0.")
+    return f"{found[1]}.{found[2]}"
+
+
+def has_extension(version: str) -> bool:
+    """Whether a version includes Intel's extension: `2.8+ipex`."""
+    return version.partition("+")[2].startswith("ipex")
+
+
+def installed_release() -> str:
+    """`2.13` for torch 2.13.0+cpu; empty if torch is not installed. Does not import torch."""
+    try:
+        return release_of(importlib.metadata.version("torch"))
+    except importlib.metadata.PackageNotFoundError:
+        return ""

@@ -1,0 +1,264 @@
+"""What a worker is asked to do with a model: a few kinds of tasks, each a picklable value."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import math
+import os
+from collections.abc import Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+
+from lowprec_check.engine.trace.places import CallSite
+from lowprec_check.errors import UsageError
+from lowprec_check.process.breadcrumb import clear_shared, shared_file
+from lowprec_check.schema.measures import Errors, PredictedDevice
+from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
+from lowprec_check.schema.scan_result import Evidence
+
+OP_SECONDS = 1.0
+"""An op may take so long, or as long as two fp32 forwards, before it is taken to be too slow."""
+
+EXTENSION_SECONDS = 120.0
+"""Time to import Intel's extension, and for each step with it, if the budget is less."""
+
+
+class TaskFiles(NamedTuple):
+    """Descriptors of the files without names that the workers of a target share with this process."""
+
+    breadcrumb: int
+    """The op that the worker runs."""
+    reference: int
+    """The outputs of the fp32 run."""
+    log: int
+    """The traceback of a worker that a signal killed."""
+
+    def keep(self, content: dict[str, Any]) -> None:
+        """In the worker of the fp32 run: keep tensors and plain values, with which other runs are compared.
+
+        Raises :class:`UsageError` if memory, or a limit of it, is too small.
+        """
+        clear_shared(self.reference)
+        try:
+            with os.fdopen(os.dup(self.reference), "wb") as file:
+                torch.save(content, file)
+        except OSError as error:
+            raise UsageError(
+                f"The fp32 output cannot be kept for the comparison: {error.strerror}.",
+                "Free some memory, or raise the limit of file sizes (ulimit -f).",
+            ) from None
+
+    def kept(self) -> dict[str, Any]:
+        """What the fp32 run kept."""
+        with os.fdopen(os.dup(self.reference), "rb") as file:
+            file.seek(0)
+            content: dict[str, Any] = torch.load(file, weights_only=True)
+        return content
+
+
+@contextlib.contextmanager
+def open_task_files() -> Iterator[TaskFiles]:
+    """New files, freed at the end; raises :class:`UsageError` if none can be created."""
+    with contextlib.ExitStack() as stack:
+        files = []
+        for _ in TaskFiles._fields:
+            files.append(shared_file())
+            stack.callback(os.close, files[-1])
+        yield TaskFiles(*files)
+
+
+AnyTask = TypeVar("AnyTask", bound="ModelTask")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ModelTask:
+    """What all tasks have: the run that they are about, and how long its calls may take."""
+
+    precision: str
+    backend: str = EAGER
+    device: str
+    """Where it runs."""
+    predicted: PredictedDevice | None = None
+    """The device that the worker stands for, if it is not ``device``."""
+    memory_format: MemoryFormat = CONTIGUOUS
+    files: TaskFiles
+    keep_fp32: tuple[str, ...] = ()
+    tolerance: float | None = None
+    seed: int = 0
+    budget: float = 20.0
+    """Seconds for each call and part."""
+    setup_budget: float = 0.0
+    """Seconds that the first calls may take beyond the budget, to prepare and compile the model."""
+    fp32_ms: float | None = None
+    without_kernel: tuple[str, ...] = ()
+    changes_parameters: bool = False
+    """Whether calls write to parameters, whose values are then saved and restored."""
+    steps: int = 0
+    """Steps of training; 0 if only the forward pass is run."""
+
+    def as_task(self, kind: type[AnyTask], **more: object) -> AnyTask:
+        """A task of another kind about the same run."""
+        names = [field.name for field in dataclasses.fields(kind)]
+        return kind(**{name: getattr(self, name) for name in names if hasattr(self, name)} | more)
+
+    @property
+    def key(self) -> RunKey:
+        """Identifies the run."""
+        return RunKey(self.precision, self.backend, self.shown_device, self.memory_format)
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether it is about the fp32 run, whose output is the reference of all others."""
+        return self.key.is_reference
+
+    @property
+    def shown_device(self) -> str:
+        """The device that the run is about."""
+        return self.device if self.predicted is None else self.predicted.name
+
+    @property
+    def evidence(self) -> Evidence:
+        """What the run is: measured here, or predicted for another device."""
+        return "measured" if self.predicted is None else "predicted"
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether the model is called under autocast."""
+        return PRECISIONS.get(self.precision).kind == "autocast"
+
+    @property
+    def call_budget(self) -> float:
+        """Seconds for each call of the model, which may compile."""
+        return self.budget + self.setup_budget
+
+    @property
+    def part_budget(self) -> float:
+        """Seconds until the next message must come."""
+        return self.call_budget
+
+    @property
+    def op_limit(self) -> float:
+        """Seconds that one op may take before it is emulated; emulated kernels have the speed of fp32."""
+        if self.predicted is not None:
+            return math.inf
+        return min(max(OP_SECONDS, 2 * (self.fp32_ms or 0.0) / 1e3), self.budget / 2)
+
+    @property
+    def slow_seconds(self) -> float:
+        """A call that takes longer is not repeated: an eighth of the budget, or ten times fp32's time if that is more."""
+        return max(self.budget / 8, 10 * self.fp32_ms / 1e3) if self.fp32_ms is not None else math.inf
+
+    @property
+    def progress(self) -> tuple[str, str]:
+        """What to show while it runs: the name of the run, and what it does before its first op."""
+        return self.key.label, "training" if self.steps else "plain run"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AnalysisTask(ModelTask):
+    """How the instrumented part explains a run op by op."""
+
+    errors: Errors = "both"
+    budget_error: bool = True
+    """Whether to find out where the error of the output comes from, if both errors of each op are computed."""
+    reference: str = "fp32"
+    explain_budget: float = 20.0
+    """Seconds for the instrumented part."""
+    limits_memory: bool = True
+    """Whether the instrumented part takes a limited multiple of fp32's memory, not all that is free."""
+    fp32_peak: int | None = None
+    """Peak memory of the fp32 run in bytes, weights included."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunTask(AnalysisTask):
+    """Run the model as its user would, or train it: the plain part; then the instrumented part."""
+
+    saves_reference: bool = False
+    """Whether it is the fp32 run whose outputs are saved for the others."""
+    measured: bool = True
+    """Whether to measure time and memory; a metric is always measured."""
+    instrumented: bool = True
+    """Whether the instrumented part follows."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExplainTask(AnalysisTask):
+    """The instrumented part alone, after a worker has died in it or was too slow."""
+
+    slow: tuple[tuple[str, str], ...] = ()
+    """Ops that are not run, and why."""
+    crashed: tuple[tuple[CallSite, str], ...] = ()
+    """Where the process died twice, and how."""
+    measure_once: bool = False
+    """Whether the model failed or is slow, so that each op is run once only."""
+
+    @property
+    def part_budget(self) -> float:
+        """That of the instrumented part."""
+        return self.explain_budget
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WhatIfTask(ModelTask):
+    """Predict the output errors of formats that are not run."""
+
+    formats: tuple[str, ...]
+
+    @property
+    def progress(self) -> tuple[str, str]:
+        """It is about no run of its own."""
+        return "what if", "predicting output errors"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExtensionTask(ModelTask):
+    """Train in the ways of Intel's extension, which changes the process for good."""
+
+    @property
+    def part_budget(self) -> float:
+        """Importing the extension takes long."""
+        return max(self.call_budget, EXTENSION_SECONDS)
+
+    @property
+    def progress(self) -> tuple[str, str]:
+        """The run, and what is tried."""
+        return self.key.label, "training with Intel's extension"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TimeTask(ModelTask):
+    """Time all ``runs`` in rounds, the first of which is fp32, in one process."""
+
+    runs: tuple[ModelTask, ...]
+
+    @property
+    def uses_autocast(self) -> bool:
+        """Whether any of the runs does."""
+        return any(run.uses_autocast for run in self.runs)
+
+    @property
+    def progress(self) -> tuple[str, str]:
+        """It is about no run of its own."""
+        return "times", "round 1"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TurnsTask(ModelTask):
+    """In a fork: take the turns of one run in the rounds over all."""
+
+    row: int
+    """The position of the run among those that are timed."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InstanceTask(ModelTask):
+    """Be one instance of a scenario: prepare the model, wait for the others, time calls."""
+
+    cores: tuple[int, ...]
+    """Numbers of the processor cores that it runs on; empty: those that the process has."""
+    single: bool
+    """Whether it gets the first item of the inputs only."""

@@ -1,0 +1,1 @@
+"""Measures every operator for the catalog. See docs/catalog.md."""
