@@ -11,7 +11,7 @@ from shared_result import gap
 
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.isolation import isolated
-from lowprec_check.engine.run.messages import Fault, GapFound, Measures, TaskMessage, decode, encode
+from lowprec_check.engine.run.messages import GapFound, Measures, PartFailed, TaskMessage, decode, encode
 from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.trace.instrument import Instrumented
 from lowprec_check.errors import UsageError
@@ -72,7 +72,7 @@ MESSAGES: list[TaskMessage] = [
     Measures(peak_memory_bytes=3, self_error=ERROR, nonfinite_at=("op", "", None), metric=1.0),
     GapFound(gap("aten.fill_.Scalar", kind="scalar-overflow", constant=-math.inf)),
     FOUND,
-    Fault("measuring failed"),
+    PartFailed("measuring failed"),
     Ended(),
     Ended(message="No.", hint="Do this."),
     Ended(traceback="Traceback"),

@@ -15,8 +15,8 @@ from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.recommend import recommend, worth_of
 from lowprec_check.analysis.speed import CLEAR, is_faster, ratio_text, speed
 from lowprec_check.analysis.statements.advice import verdict as verdict_of
+from lowprec_check.analysis.statements.evidence import spread_of
 from lowprec_check.analysis.statements.kinds import statements
-from lowprec_check.analysis.statements.what_it_rests_on import spread_of
 from lowprec_check.compat.scan_process import Request, row_of
 from lowprec_check.report.blocks import SpeedOf, speed_text
 from lowprec_check.report.runs_table import runs_table

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, NamedTuple
 
 from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, Share
@@ -11,8 +11,6 @@ from lowprec_check.schema.module_paths import is_inside, paths_above
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, chained, say
-
-# -- Which modules and lines cause the error of a run's output, from its error budget
 
 TRUSTED = 0.5
 """The first order names causes only if what it does not explain is at most this part of the squared error."""
@@ -107,20 +105,18 @@ def share_sentence(own: float, leaving: float) -> Sentence:
 def module_shares(run: Run) -> list[PartShare]:
     """A share per module, submodules apart, the largest first: what goes if the module is kept in fp32 with all inside."""
     listed = run.budget.shares if run.budget else []
-    return _parts(listed, lambda share: BETWEEN if share.rounding and not share.module else share.module)
+    return _parts((BETWEEN if share.rounding and not share.module else share.module, share) for share in listed)
 
 
 def line_shares(run: Run) -> list[PartShare]:
     """A share per line of the user's code, the largest first; ops without a known line are left out."""
-    return _parts(place_shares(run).values(), lambda place: place.source)
+    return _parts((place.source, place) for place in place_shares(run).values() if place.source is not None)
 
 
-def _parts(shares: Iterable[Share], name_of: Callable[[Share], str | None]) -> list[PartShare]:
+def _parts(named: Iterable[tuple[str, Share]]) -> list[PartShare]:
     places: dict[str, list[Share]] = {}
-    for place in shares:
-        name = name_of(place)
-        if name is not None:
-            places.setdefault(name, []).append(place)
+    for name, place in named:
+        places.setdefault(name, []).append(place)
     parts = [
         PartShare(name, sum(p.share for p in inside), max(inside, key=lambda p: p.share), sum(p.calls for p in inside))
         for name, inside in places.items()
@@ -178,19 +174,25 @@ def origin(run: Run) -> Origin | None:
     """The op call of ``run`` to look at first; ``None`` if no op stands out, or no error was measured."""
     if run.failed_call:  # the op calls are those of the first call
         return None
-    return _largest_share(run) or _first_nonfinite(run) or _first_over_tolerance(run)
+    largest = _largest_share(run) if trusted_budget(run) is not None else None
+    if largest is not None:
+        return largest
+    over = None
+    for index, row in enumerate(run.op_calls.rows()):
+        if row.gives_nonfinite:
+            return Origin(index, row, "nonfinite")
+        if over is None and run.tolerance and (row.accumulated_error or 0.0) > run.tolerance:
+            over = Origin(index, row, "tolerance")
+    return over
 
 
 def _largest_share(run: Run) -> Origin | None:
-    if trusted_budget(run) is None:
-        return None
     shares, leaving = place_shares(run), leaving_shares(run)
-    called: dict[tuple[str, str, str | None], tuple[int, OpCall]] = {}
+    called: dict[Place, tuple[int, OpCall]] = {}
     for index, row in enumerate(run.op_calls.rows()):
-        place = (row.module, row.op, row.source)
-        known = called.get(place)
-        if place in shares and (known is None or (row.share or 0.0) > (known[1].share or 0.0)):
-            called[place] = (index, row)
+        known = called.get(row.place)
+        if row.place in shares and (known is None or (row.share or 0.0) > (known[1].share or 0.0)):
+            called[row.place] = (index, row)
     if not called:
         return None
     place = max(called, key=lambda place: shares[place].share + leaving.get(place, 0.0))
@@ -200,22 +202,7 @@ def _largest_share(run: Run) -> Origin | None:
     return Origin(*called[place], "share", own, rounding, shares[place].calls)
 
 
-def _first_nonfinite(run: Run) -> Origin | None:
-    for index, row in enumerate(run.op_calls.rows()):
-        if row.introduced_inf or row.introduced_nan:
-            return Origin(index, row, "nonfinite")
-    return None
-
-
-def _first_over_tolerance(run: Run) -> Origin | None:
-    for index, row in enumerate(run.op_calls.rows()):
-        if run.tolerance and (row.accumulated_error or 0.0) > run.tolerance:
-            return Origin(index, row, "tolerance")
-    return None
-
-
-# -- The modules that the analysis of a failing run blames, which an ablation then keeps in fp32, and whether that
-# helped
+# -- The modules that the analysis of a failing run blames, which an ablation then keeps in fp32, and whether that helped
 
 MOST = 3
 """As many modules as reports name."""
@@ -243,16 +230,33 @@ def blamed_modules(run: Run) -> BlamedModules | None:
     """
     if run.status not in ("inaccurate", "nonfinite") or run.failed_call or run.failed_batch or run.keep_fp32:
         return None
-    return _by_share(run) or _by_first_fault(run)
+    budget = trusted_budget(run)
+    if budget is not None and run.rel_l2 is not None:
+        causes = main_causes(module_shares(run), MOST)
+        modules = _outermost(part.name for part in causes if part.name in run.called_modules)
+        share = math.fsum(part.share for part in budget.shares if any(is_inside(part.module, name) for name in modules))
+        if share >= LEAST_SHARE:
+            return BlamedModules(modules, "share", run.rel_l2 * math.sqrt(max(0.0, 1.0 - share)))
+    faulty = _outermost(row.module for row in run.op_calls.rows() if row.gives_nonfinite)
+    known = tuple(path for path in faulty if path in run.called_modules)
+    if known:
+        return BlamedModules(known, "nonfinite", None)
+    first = origin(run)
+    if first is None or first.kind != "tolerance" or first.op_call.module not in run.called_modules:
+        return None
+    return BlamedModules((first.op_call.module,), "tolerance", None)
+
+
+def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
+    """``paths`` without those inside others, each once, in their order."""
+    unique = dict.fromkeys(paths)
+    return tuple(path for path in unique if not any(above in unique for above in paths_above(path)))
 
 
 def is_confirmed(run: Run) -> bool:
     """Whether keeping the blamed modules in fp32 made the output finite, or at least halved its error."""
-    found = run.ablation
-    if found is None or found.rel_l2 is None:
-        return False
-    before = run.output_error.rel_l2 if run.output_error else None
-    return before is None or found.rel_l2 <= before / 2
+    found, before = run.ablation, run.rel_l2
+    return found is not None and found.rel_l2 is not None and (before is None or found.rel_l2 <= before / 2)
 
 
 def is_disproved(run: Run) -> bool:
@@ -260,39 +264,7 @@ def is_disproved(run: Run) -> bool:
 
     Not of a run that passes then: a little was enough.
     """
-    found = run.ablation
-    before = run.output_error.rel_l2 if run.output_error else None
+    found, before = run.ablation, run.rel_l2
     if found is None or found.status == "ok" or found.rel_l2 is None or before is None:
         return False
     return found.rel_l2 >= UNCHANGED * before
-
-
-def _by_share(run: Run) -> BlamedModules | None:
-    budget = trusted_budget(run)
-    error = run.output_error.rel_l2 if run.output_error else None
-    if budget is None or error is None:
-        return None
-    causes = main_causes(module_shares(run), MOST)
-    modules = _outermost(part.name for part in causes if part.name in run.called_modules)
-    share = math.fsum(part.share for part in budget.shares if any(is_inside(part.module, name) for name in modules))
-    if share < LEAST_SHARE:
-        return None
-    return BlamedModules(modules, "share", error * math.sqrt(max(0.0, 1.0 - share)))
-
-
-def _by_first_fault(run: Run) -> BlamedModules | None:
-    rows = run.op_calls.rows()
-    faulty = _outermost(row.module for row in rows if row.introduced_inf or row.introduced_nan)
-    known = tuple(path for path in faulty if path in run.called_modules)
-    if known:
-        return BlamedModules(known, "nonfinite", None)
-    found = origin(run)
-    if found is None or found.kind != "tolerance" or found.op_call.module not in run.called_modules:
-        return None
-    return BlamedModules((found.op_call.module,), "tolerance", None)
-
-
-def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
-    """``paths`` without those inside others, each once, in their order."""
-    unique = dict.fromkeys(paths)
-    return tuple(path for path in unique if not any(above in unique for above in paths_above(path)))

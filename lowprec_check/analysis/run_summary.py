@@ -3,107 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 from lowprec_check.schema.measures import PlaceRange
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Run, ScanResult
-
-# -- Outputs that a run cannot be judged by: all zeros, or too small for the format of the run
-
-_JUDGED = ("ok", "unjudged", "inaccurate")
-"""Statuses that rest on a comparison of numbers, or on the lack of one. NaN and Inf where fp32 has numbers need none."""
-
-ALL_LOST = 0.99
-"""The rel_l2 from which on nothing of an output is left."""
-
-
-def degenerate_output(run: Run, result: ScanResult) -> str | None:
-    """Why ``run`` cannot be judged by its output, in words; ``None`` if it can, or failed for another reason.
-
-    The fp32 output is all zeros, or its root mean square is below the smallest normal number of the run's format and the run is
-    over tolerance: then its error is that of the format's range, not of the model. A run that passes in spite of a tiny output
-    was compared number by number, and a run with NaN or Inf fails without a comparison: both keep their status.
-    """
-    if run.status not in _JUDGED or run.is_reference or run.training is not None:
-        return None
-    if any(other.is_reference and other.output_is_zero for other in result.runs):
-        instead = f"; the error is that of {run.compared_module}" if run.compared_module is not None else ""
-        return f"the fp32 output is all zeros{instead}"
-    if run.status != "inaccurate":
-        return None
-    return "a tensor of the fp32 output is all zeros" if output_rms(run) == 0 else tiny_output(run)
-
-
-def tiny_output(run: Run) -> str | None:
-    """What the format of ``run`` makes of an fp32 output below its smallest normal number; ``None`` for a larger output."""
-    rms = output_rms(run)
-    if not rms or run.basis is None or rms >= run.basis.format.smallest_normal:
-        return None
-    known = run.basis.format
-    error = run.output_error.rel_l2 if run.output_error else None
-    flushed = "flushes it to zero" if error is None or error >= ALL_LOST else "flushes part of it to zero"
-    what = flushed if rms < known.smallest_subnormal else "has few digits for it"
-    return f"the output is tiny (rms {rms:.0e}): {known.short} {what}"
-
-
-def output_rms(run: Run) -> float | None:
-    """Root mean square of the fp32 output that ``run`` is compared with; ``None`` if it is not known, as in older files."""
-    if run.output_rms is not None:
-        return run.output_rms
-    return run.budget.output_rms if run.budget else None
-
-
-# -- The range of each op at one place, over all its calls and over batches
-
-
-class _Range(NamedTuple):
-    """The range on one batch."""
-
-    largest: float | None = None
-    overflows: int = 0
-    flushed: float | None = None
-    subnormal: float | None = None
-
-    def with_call(self, row: OpCall) -> _Range:
-        """The range with that of one more call."""
-        return _Range(
-            _larger(self.largest, row.absmax),
-            self.overflows + row.introduced_inf,
-            _larger(self.flushed, row.flushed),
-            _larger(self.subnormal, row.subnormal),
-        )
-
-
-def _larger(one: float | None, other: float | None) -> float | None:
-    return max((value for value in (one, other) if value is not None), default=None)
-
-
-def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
-    """The ranges in the forward passes of one run on one or more batches, in the order of the first calls."""
-    found: dict[tuple[str, str, str | None, str], list[_Range]] = {}
-    for number, op_calls in enumerate(batches):
-        for row in op_calls.rows():
-            if row.absmax is not None and row.is_forward:
-                place = found.setdefault((row.module, row.op, row.source, row.dtypes), [_Range()] * len(batches))
-                place[number] = place[number].with_call(row)
-    return [
-        PlaceRange(
-            module=module,
-            op=op,
-            source=source,
-            dtypes=dtypes,
-            largest=[known.largest for known in ranges],
-            overflows=[known.overflows for known in ranges],
-            flushed=[known.flushed for known in ranges],
-            subnormal=[known.subnormal for known in ranges],
-        )
-        for (module, op, source, dtypes), ranges in found.items()
-    ]
-
-
-# -- Facts of a run that several modules need: its label, its memory against fp32, the ops that it lacks
 
 _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
 
@@ -139,8 +43,7 @@ def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
 
 def error_of(run: Run) -> float:
     """The output's error against fp32, for sorting; infinite if unknown."""
-    distance = run.output_error.distance if run.output_error else None
-    return distance if distance is not None else float("inf")
+    return run.distance if run.distance is not None else float("inf")
 
 
 def on_which_call(run: Run) -> str:
@@ -168,3 +71,75 @@ def missing_kernels(run: Run) -> list[str]:
 def shorten(message: str, most: int = 110) -> str:
     """A message of at most ``most`` characters, for a table."""
     return message if len(message) <= most else f"{message[: most - 1]}…"
+
+
+# -- Outputs that a run cannot be judged by: all zeros, or too small for the format of the run
+
+_JUDGED = ("ok", "unjudged", "inaccurate")
+"""Statuses that rest on a comparison of numbers, or on the lack of one. NaN and Inf where fp32 has numbers need none."""
+
+ALL_LOST = 0.99
+"""The rel_l2 from which on nothing of an output is left."""
+
+
+def degenerate_output(run: Run, result: ScanResult) -> str | None:
+    """Why ``run`` cannot be judged by its output, in words; ``None`` if it can, or failed for another reason.
+
+    The fp32 output is all zeros, or its root mean square is below the smallest normal number of the run's format and the run is
+    over tolerance: then its error is that of the format's range, not of the model. A run that passes in spite of a tiny output
+    was compared number by number, and a run with NaN or Inf fails without a comparison: both keep their status.
+    """
+    if run.status not in _JUDGED or run.is_reference or run.training is not None:
+        return None
+    if any(other.is_reference and other.output_is_zero for other in result.runs):
+        instead = f"; the error is that of {run.compared_module}" if run.compared_module is not None else ""
+        return f"the fp32 output is all zeros{instead}"
+    if run.status != "inaccurate":
+        return None
+    return "a tensor of the fp32 output is all zeros" if output_rms(run) == 0 else tiny_output(run)
+
+
+def tiny_output(run: Run) -> str | None:
+    """What the format of ``run`` makes of an fp32 output below its smallest normal number; ``None`` for a larger output."""
+    rms, known = output_rms(run), run.format
+    if not rms or known is None or rms >= known.smallest_normal:
+        return None
+    flushed = "flushes it to zero" if run.rel_l2 is None or run.rel_l2 >= ALL_LOST else "flushes part of it to zero"
+    what = flushed if rms < known.smallest_subnormal else "has few digits for it"
+    return f"the output is tiny (rms {rms:.0e}): {known.short} {what}"
+
+
+def output_rms(run: Run) -> float | None:
+    """Root mean square of the fp32 output that ``run`` is compared with; ``None`` if it is not known, as in older files."""
+    if run.output_rms is not None:
+        return run.output_rms
+    return run.budget.output_rms if run.budget else None
+
+
+# -- The range of each op at one place, over all its calls and over batches
+
+
+def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
+    """The ranges in the forward passes of one run on one or more batches, in the order of the first calls."""
+    found: dict[tuple[str, str, str | None, str], list[list[OpCall]]] = {}
+    for number, op_calls in enumerate(batches):
+        for row in op_calls.rows():
+            if row.absmax is not None and row.is_forward:
+                found.setdefault((*row.place, row.dtypes), [[] for _ in batches])[number].append(row)
+
+    def largest(calls: list[OpCall], field: str) -> float | None:
+        return max((value for row in calls if (value := getattr(row, field)) is not None), default=None)
+
+    return [
+        PlaceRange(
+            module=module,
+            op=op,
+            source=source,
+            dtypes=dtypes,
+            largest=[largest(calls, "absmax") for calls in by_batch],
+            overflows=[sum(row.introduced_inf for row in calls) for calls in by_batch],
+            flushed=[largest(calls, "flushed") for calls in by_batch],
+            subnormal=[largest(calls, "subnormal") for calls in by_batch],
+        )
+        for (module, op, source, dtypes), by_batch in found.items()
+    ]

@@ -19,7 +19,6 @@ from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_sca
 from lowprec_check.analysis.statements.status import NEAR, why
 from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
 from lowprec_check.analysis.training_status import first_way, remedies, way_text
-from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.precisions import low_precisions
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import PLAN
@@ -41,71 +40,53 @@ def verdict(result: ScanResult) -> str:
 @per_scan("verdict", "advice", disproof="following it: the plain run named, on this machine")
 def _verdict(result: ScanResult) -> Iterator[Made]:
     """What to do, in a few words."""
-    best = result.recommendation
+    best, run = result.recommendation, recommended_run(result)
     if best is None:
         yield Said(_no_pass(result), "warn" if any(map(_passes_ablated, result.runs)) else "bad")
         return
-    name = f"{best.label}{way_text(best.way)}"
     kept = f" with {in_fp32(best.keep_fp32, result.model.modules)}" if best.keep_fp32 else ""
+    named: dict[str, Figure] = {"name": f"{best.label}{way_text(best.way)}", "kept": kept}
     if not passes(result):
-        yield Said(say("{name:text}{kept:text} could not be judged", name=name, kept=kept), "none")
+        yield Said(say("{name:text}{kept:text} could not be judged", **named), "none")
         return
-    predicted = " (predicted)" if result.prediction is not None else ""
     if not best.stay_in_fp32:
-        run = recommended_run(result)
-        close = run is not None and _part_of_limit(run, result) >= CLOSE
-        tone = "warn" if close else "good" if is_gain(result) else "none"
-        yield Said(say("Use {name:text}{kept:text}{predicted:text}", name=name, kept=kept, predicted=predicted), tone)  # type: ignore[arg-type]
+        part = 0.0
+        if run is not None and result.training is not None:
+            part = part_of_limit(run, result)
+        elif run is not None and run.tolerance:
+            part = (run.distance or 0.0) / run.tolerance
+        predicted = " (predicted)" if result.prediction is not None else ""
+        words = say("Use {name:text}{kept:text}{predicted:text}", **named, predicted=predicted)
+        yield Said(words, "warn" if part >= CLOSE else "good" if is_gain(result) else "none")
         return
-    fp32 = "fp32" if any(run.is_low for run in result.runs) else "eager fp32"
-    if best.worth in ("nothing", "unknown"):
-        yield Said(
-            say(
-                "Stay in {fp32:text}: {name:text}{kept:text} {gain:text}",
-                fp32=fp32,
-                name=name,
-                kept=kept,
-                gain=_no_gain(best, recommended_run(result), result),
-            ),
-            "none",
-        )
+    fp32 = "fp32" if any(other.is_low for other in result.runs) else "eager fp32"
+    if best.worth not in ("nothing", "unknown"):
+        gain = best.gain if best.gain.startswith("saves") else f"is {best.gain}"
+        stay = "Stay in {fp32:text} for {prefer:text}; {name:text}{kept:text} {gain:text}"
+        yield Said(say(stay, fp32=fp32, prefer=best.prefer, **named, gain=gain), "none")
         return
-    gain = best.gain if best.gain.startswith("saves") else f"is {best.gain}"
-    words = "Stay in {fp32:text} for {prefer:text}; {name:text}{kept:text} {gain:text}"
-    yield Said(say(words, fp32=fp32, prefer=best.prefer, name=name, kept=kept, gain=gain), "none")
-
-
-def _no_gain(best: Recommendation, run: Run | None, result: ScanResult) -> str:
-    if best.worth == "unknown":
-        return "is slower"
-    ratio = memory_ratio(run, result.runs) if run is not None else None
-    saves = "little" if ratio is not None and ratio <= 1 / SAME_MEMORY else "no"
-    slower = run is not None and speed(run, result.runs).told == "slower"
-    return f"is {'slower' if slower else 'not faster'} and saves {saves} memory"
+    lacks = "is slower"
+    if best.worth == "nothing":
+        ratio = memory_ratio(run, result.runs) if run is not None else None
+        saves = "little" if ratio is not None and ratio <= 1 / SAME_MEMORY else "no"
+        slower = run is not None and speed(run, result.runs).told == "slower"
+        lacks = f"is {'slower' if slower else 'not faster'} and saves {saves} memory"
+    yield Said(say("Stay in {fp32:text}: {name:text}{kept:text} {gain:text}", fp32=fp32, **named, gain=lacks), "none")
 
 
 def _no_pass(result: ScanResult) -> Sentence:
-    low = [run for run in candidates(result.runs) if run.base is None]
-    tried = [run for run in low if run.status != "skipped"]
+    tried = [run for run in candidates(result.runs) if run.base is None and run.status != "skipped"]
     here = "passed here" if result.prediction is None else "is predicted to pass"
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
         return say("Stay in fp32: no low precision {here:text}", here=here)
     if not tried:
         return plain("Stay in fp32: nothing else could be run")
     names = choices([label(run) for run in tried], "nor" if len(tried) == 2 else "and")
-    return (
-        say(
-            "Stay in fp32: {none:text} {here:text}",
-            none=f"neither {names}" if len(tried) == 2 else f"none of {names}",
-            here=here,
-        )
-        if len(tried) > 1
-        else say(
-            "Stay in fp32: {name:text} {fails:text}",
-            name=names,
-            fails="did not pass here" if result.prediction is None else "is predicted not to pass",
-        )
-    )
+    if len(tried) > 1:
+        none = f"neither {names}" if len(tried) == 2 else f"none of {names}"
+        return say("Stay in fp32: {none:text} {here:text}", none=none, here=here)
+    fails = "did not pass here" if result.prediction is None else "is predicted not to pass"
+    return say("Stay in fp32: {name:text} {fails:text}", name=names, fails=fails)
 
 
 def _passes_ablated(run: Run) -> bool:
@@ -118,27 +99,15 @@ def way_out(run: Run, result: ScanResult) -> Made:
     found = run.ablation
     if result.recommendation is not None or found is None or not _passes_ablated(run):
         return None
-    words = (
-        "passes with {kept:modules} in fp32, error {after:error}; lowprec-check plan verifies it and prints the code"
-    )
+    with_them = "passes with {kept:modules} in fp32, error {after:error}"
+    words = f"{with_them}; lowprec-check plan verifies it and prints the code"
     return Said(say(words, kept=found.keep_fp32, after=found.rel_l2), "warn")
 
 
 def in_fp32(kept: list[str], modules: int) -> str:
     """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included."""
-    total = max(0, modules - 1)
-    return (
-        f"{len(kept)} of {counted(total, 'module')} in fp32"
-        if len(kept) <= total
-        else f"{counted(len(kept), 'module')} in fp32"
-    )
-
-
-def _part_of_limit(run: Run, result: ScanResult) -> float:
-    if result.training is not None:
-        return part_of_limit(run, result)
-    error = run.output_error.distance if run.output_error else None
-    return (error or 0.0) / run.tolerance if run.tolerance else 0.0
+    total = counted(max(0, modules - 1), "module")
+    return f"{len(kept)} of {total} in fp32" if len(kept) < modules else f"{counted(len(kept), 'module')} in fp32"
 
 
 # -- what the verdict rests on
@@ -152,27 +121,22 @@ def judged(run: Run, result: ScanResult) -> Made:
     odd = degenerate_output(run, result)
     if odd is not None:
         return Said(say("it cannot be judged: {odd:text}", odd=odd), "warn")
-    error = run.output_error
     if run.status != "ok":
         return Said(chained(plain("it "), why(run), between=""), "warn")
-    if error is None or error.distance is None or not run.tolerance:
-        return plain("it passes" if run.evidence == "measured" else "it is predicted to pass")
-    what = f" of the output of {run.compared_module}" if run.compared_module else ""
-    is_near, batches = error.distance >= NEAR * run.tolerance, len(run.batches.statuses) if run.batches else 1
     passes_ = "it passes" if run.evidence == "measured" else "it is predicted to pass"
+    if run.distance is None or not run.tolerance:
+        return plain(passes_)
+    what = f" of the output of {run.compared_module}" if run.compared_module else ""
+    batches = len(run.batches.statuses) if run.batches else 1
     on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
-    more = "; other inputs can exceed it: try --batches 8" if is_near and batches == 1 else ""
-    figures: dict[str, Figure] = {
-        "error": error.distance,
-        "what": what,
-        "part": error.distance / run.tolerance,
-        "limit": run.tolerance,
-    }
-    if error.rel_l2 is None and not error.distance:
+    if run.rel_l2 is None and not run.distance:
         return say(f"{passes_}: all integers are equal{{what:text}}, on {on}", what=what, batches=batches)
-    kind = "{error:percent} of the integers differ" if error.rel_l2 is None else "error {error:error}"
+    part = run.distance / run.tolerance
+    more = "; other inputs can exceed it: try --batches 8" if part >= NEAR and batches == 1 else ""
+    kind = "{error:percent} of the integers differ" if run.rel_l2 is None else "error {error:error}"
     words = f"{passes_}: {kind}{{what:text}}, {{part:percent}} of the tolerance {{limit:limit}}, on {on}{more}"
-    return Said(say(words, batches=batches, **figures), "warn" if is_near else "none")
+    judged = say(words, batches=batches, error=run.distance, what=what, part=part, limit=run.tolerance)
+    return Said(judged, "warn" if part >= NEAR else "none")
 
 
 @per_run("gain", "advice", disproof="another scan on a quiet machine")
@@ -185,13 +149,9 @@ def gain(run: Run, result: ScanResult) -> Made:
     if trained is not None and trained.name != best.way:  # times are those of the first way
         return None
     found = speed(run, result.runs)
-    slow = None
-    if (
-        run.basis
-        and found.told != "faster"
-        and result.environment.get(f"{run.basis.format.short}_accelerated") is False
-    ):
-        slow = say("this device does not accelerate {format:text}", format=run.basis.format.short)
+    slow, short = None, run.format.short if run.format else ""
+    if found.told != "faster" and result.environment.get(f"{short}_accelerated") is False:
+        slow = say("this device does not accelerate {format:text}", format=short)
     return chained(_speed(found, run), _memory(memory_ratio(run, result.runs)), slow, between="; ")
 
 
@@ -225,19 +185,14 @@ def sentences(texts: Iterable[str]) -> str:
     return " ".join(f"{text[:1].upper()}{text[1:]}{'' if text.endswith(('.', '…')) else '.'}" for text in texts)
 
 
-def _speed(found: Speed, run: Run) -> Sentence | None:
-    in_rounds = run.latency.speedup if run.latency is not None and run.timing is None else None
-    rounds = in_rounds.rounds if in_rounds is not None else 0
+def _speed(found: Speed, run: Run) -> Sentence:
     if found.told == "faster":
-        interval = {"low": found.low, "high": found.high}
-        if rounds > 1:
-            return say(
-                "it is {ratio:times} as fast as fp32 ({low:three} – {high:three} in {rounds:count round})",
-                ratio=found.ratio,
-                rounds=rounds,
-                **interval,
-            )
-        return say("it is {ratio:times} as fast as fp32", ratio=found.ratio)
+        in_rounds = run.latency.speedup if run.latency is not None and run.timing is None else None
+        faster = say("it is {ratio:times} as fast as fp32", ratio=found.ratio)
+        if in_rounds is None or in_rounds.rounds <= 1:
+            return faster
+        interval = "({low:three} – {high:three} in {rounds:count round})"
+        return chained(faster, say(interval, rounds=in_rounds.rounds, low=found.low, high=found.high), between=" ")
     if found.told == "slower" and found.ratio:
         return say("it is {ratio:times} slower than fp32 on this machine", ratio=1 / found.ratio)
     if found.told == "same":
@@ -269,12 +224,8 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
     best = recommended_run(result)
     if result.recommendation is not None and (best is None or run is best):
         return None
-    if (
-        run not in candidates(result.runs)
-        or run.precision == PLAN
-        or run.status in ("ok", "skipped")
-        or (best and run.status == best.status)
-    ):
+    like_best = best is not None and run.status == best.status
+    if run not in candidates(result.runs) or run.precision == PLAN or run.status in ("ok", "skipped") or like_best:
         return None
     odd = degenerate_output(run, result)
     reason = say("it cannot be judged: {odd:text}", odd=odd) if odd else why(run)
@@ -295,9 +246,8 @@ def also_faster(run: Run, result: ScanResult) -> Made:
         return None
     if not is_faster(found, speed(best, result.runs)) or not found.ratio:
         return None
-    lacking = (
-        is_cast(run) and not is_cast(best) and any(missing_kernels(other) for other in result.runs if is_cast(other))
-    )
-    unsafe = ", but some ops lack a kernel in another cast of the model" if lacking else ""
+    lacking = any(missing_kernels(other) for other in result.runs if is_cast(other))
+    is_unsafe = lacking and is_cast(run) and not is_cast(best)
+    unsafe = ", but some ops lack a kernel in another cast of the model" if is_unsafe else ""
     faster = say(f"passes too, {{ratio:times}} as fast as fp32{unsafe}", ratio=found.ratio)
     return chained(faster, drawback(run), between=", ")

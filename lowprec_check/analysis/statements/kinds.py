@@ -87,35 +87,31 @@ def statements(result: ScanResult) -> list[Statement]:
 
 
 def _made(kind: Kind, result: ScanResult) -> Iterator[Statement]:
+    def statement(runs: list[str], sentences: Sequence[Sentence], tone: Tone) -> Statement:
+        evidence = "predicted" if kind.evidence == "measured" and result.prediction is not None else kind.evidence
+        return Statement(
+            kind=kind.name,
+            about=kind.about,
+            runs=runs,
+            figures=[sentence.figures for sentence in sentences],
+            template=sentences[0].template,
+            text=joined(sentences),
+            tone=tone,
+            evidence=evidence,
+            disproof=kind.disproof,
+        )
+
+    if kind.is_per_run:
+        found = [(label(run), kind.make(run, result)) for run in result.runs]
+    else:
+        found = [("", one) for one in kind.make(result)]
+    said = [(name, one if isinstance(one, Said) else Said(one)) for name, one in found if one is not None]
     if not kind.is_per_run:
-        for made in kind.make(result):
-            if made is not None:
-                said = _said(made)
-                yield _statement(kind, result, [], [said.sentence], said.tone)
+        yield from (statement([], [one.sentence], one.tone) for _, one in said)
         return
-    found = [(label(run), _said(made)) for run in result.runs if (made := kind.make(run, result)) is not None]
-    tones = {name: said.tone for name, said in found}
-    for its in join([(name, said.sentence) for name, said in found], same=tones):
-        yield _statement(kind, result, its.runs, its.sentences, tones[its.runs[0]])
-
-
-def _said(made: Sentence | Said) -> Said:
-    return made if isinstance(made, Said) else Said(made)
-
-
-def _statement(kind: Kind, result: ScanResult, runs: list[str], sentences: Sequence[Sentence], tone: Tone) -> Statement:
-    evidence = "predicted" if kind.evidence == "measured" and result.prediction is not None else kind.evidence
-    return Statement(
-        kind=kind.name,
-        about=kind.about,
-        runs=runs,
-        figures=[sentence.figures for sentence in sentences],
-        template=sentences[0].template,
-        text=joined(sentences),
-        tone=tone,
-        evidence=evidence,
-        disproof=kind.disproof,
-    )
+    tones = {name: one.tone for name, one in said}
+    for its in join([(name, one.sentence) for name, one in said], same=tones):
+        yield statement(its.runs, its.sentences, tones[its.runs[0]])
 
 
 def said(result: ScanResult, kind: str) -> str:

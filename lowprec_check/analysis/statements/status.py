@@ -9,7 +9,7 @@ from lowprec_check.analysis.error_shares import (
     module_shares,
     trusted_budget,
 )
-from lowprec_check.analysis.run_summary import degenerate_output, missing_kernels, on_which_call, reference_of
+from lowprec_check.analysis.run_summary import degenerate_output, missing_kernels, on_which_call, reference_of, shorten
 from lowprec_check.analysis.speed import failure_while_timed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
@@ -26,40 +26,32 @@ _LONGEST = 160
 
 def why(run: Run) -> Sentence:
     """Why a run failed, in a few words; of one that did not, its status."""
-    reason = _why(run)
-    where = on_which_call(run)
-    return chained(plain(where), reason, between="") if where and run.status != "unjudged" else reason
-
-
-def _why(run: Run) -> Sentence:
     if run.status == "unjudged":
-        return say(
-            "runs, but {reason:text}",
-            reason="; ".join(run.notes) or "its output holds nothing to compare with that of fp32",
-        )
-    ops = missing_kernels(run)
+        reason = "; ".join(run.notes) or "its output holds nothing to compare with that of fp32"
+        return say("runs, but {reason:text}", reason=reason)
+    ops, where = missing_kernels(run), on_which_call(run)
     if run.status in ("error", "crashed") and ops and not run.failed_call:
-        return _no_kernel(run, ops)
-    if run.status == "error":
-        return _raised(run)
-    if run.status == "inaccurate":
-        return _inaccurate(run)
-    if run.status == "nonfinite":
-        return _nonfinite(run)
-    return plain(run.reason or run.status)
+        found = _no_kernel(run, ops)
+    elif run.status == "error":
+        found = _raised(run)
+    elif run.status == "inaccurate":
+        found = _inaccurate(run)
+    elif run.status == "nonfinite":
+        found = _nonfinite(run)
+    else:
+        found = plain(run.reason or run.status)
+    return chained(plain(where), found, between="") if where else found
 
 
 def _no_kernel(run: Run, ops: list[str]) -> Sentence:
     """``4 of 22 ops have no kernel: …``; the total counts each op once."""
     phases = {gap.op: gap.phase for gap in reversed(run.gaps)}
     names = some([f"{short_op(op)}{in_phase(phases[op])}" for op in ops], 4)
-    total = len({*run.op_calls.op} | {*ops}) if len(run.op_calls) else 0
     verb = "has" if len(ops) == 1 else "have"
-    if not total:
+    if not len(run.op_calls):
         return say(f"{{ops:count op}} {verb} no kernel: {{names:text}}", ops=len(ops), names=names)
-    return say(
-        f"{{ops:number}} of {{total:count op}} {verb} no kernel: {{names:text}}", ops=len(ops), total=total, names=names
-    )
+    words, total = f"{{ops:number}} of {{total:count op}} {verb} no kernel: {{names:text}}", {*run.op_calls.op, *ops}
+    return say(words, ops=len(ops), total=len(total), names=names)
 
 
 def _raised(run: Run) -> Sentence:
@@ -67,46 +59,34 @@ def _raised(run: Run) -> Sentence:
     if constants is not None:
         return constants
     when = when_raised(way.failed_step if way else None, run.exception)
-    message = run.exception.text if run.exception else "it raised an exception"
-    if len(message) > _LONGEST:
-        message = f"{message[: _LONGEST - 1]}…"
+    message = shorten(run.exception.text if run.exception else "it raised an exception", _LONGEST)
     kinds = ", ".join(dict.fromkeys(gap.kind for gap in run.gaps)) if not run.failed_call else ""
     return plain(f"{kinds}: {when}{message}" if kinds else f"{when}{message}")
 
 
 def out_of_range(run: Run) -> Sentence | None:
     """The constants that do not fit the format of ``run``, if nothing else fails; the exception does not name them."""
-    constants = list(
-        dict.fromkeys(f"{gap.constant:g} in {short_op(gap.op)}" for gap in run.gaps if gap.constant is not None)
-    )
-    if run.status != "error" or run.failed_call or run.basis is None or not constants:
+    written = (f"{gap.constant:g} in {short_op(gap.op)}" for gap in run.gaps if gap.constant is not None)
+    constants = list(dict.fromkeys(written))
+    others = any(gap.kind != "scalar-overflow" or gap.constant is None for gap in run.gaps)
+    if run.status != "error" or run.failed_call or run.format is None or not constants or others:
         return None
-    if any(gap.kind != "scalar-overflow" or gap.constant is None for gap in run.gaps):
-        return None
-    one, many = "the constant {constants:names} is", "the constants {constants:names} are"
-    return say(
-        f"{many if len(constants) > 1 else one} outside the range of {{format:text}}",
-        constants=constants,
-        format=run.basis.format.short,
-    )
+    are = "the constants {constants:names} are" if len(constants) > 1 else "the constant {constants:names} is"
+    return say(f"{are} outside the range of {{format:text}}", constants=constants, format=run.format.short)
 
 
 def _inaccurate(run: Run) -> Sentence:
-    way, error = first_way(run), run.output_error
+    way, limit = first_way(run), run.tolerance or 0.0
     if way is not None and way.divergence is not None:
         return diverges(way.divergence, way)
-    if error is None or error.distance is None:
+    if run.distance is None:
         return plain("; ".join(run.notes) or "the error is infinite")
-    limit = run.tolerance or 0.0
-    if error.rel_l2 is None:
-        return say(
-            "{share:percent} of the integers differ, tolerance {limit:percent}", share=error.distance, limit=limit
-        )
+    if run.rel_l2 is None:
+        differ = "{share:percent} of the integers differ, tolerance {limit:percent}"
+        return say(differ, share=run.distance, limit=limit)
     what = f" of the output of {run.compared_module}" if run.compared_module else ""
-    reason = say(
-        "error {error:error}{what:text} over the tolerance {limit:limit}", error=error.rel_l2, what=what, limit=limit
-    )
-    return chained(reason, shares(run), between="; ")
+    over = "error {error:error}{what:text} over the tolerance {limit:limit}"
+    return chained(say(over, error=run.rel_l2, what=what, limit=limit), shares(run), between="; ")
 
 
 def shares(run: Run) -> Sentence | None:
@@ -124,7 +104,7 @@ def shares(run: Run) -> Sentence | None:
 def _nonfinite(run: Run) -> Sentence:
     way = first_way(run)
     what = nonfinite(way) if way is not None else plain("NaN or Inf in the output")
-    first = next((row for row in run.op_calls.rows() if row.introduced_inf or row.introduced_nan), None)
+    first = next((row for row in run.op_calls.rows() if row.gives_nonfinite), None)
     if first is None:
         return what
     place = {"op": first.op, "phase": in_phase(first.phase), "module": first.module}
@@ -145,17 +125,10 @@ def failure(run: Run, result: ScanResult) -> Made:
 @per_run("margin", "margin", disproof="the same run on other inputs")
 def margin(run: Run, result: ScanResult) -> Made:
     """How near a run that passes is to its tolerance, if it is near."""
-    error = run.output_error.distance if run.output_error else None
-    if (
-        run.status != "ok"
-        or not run.tolerance
-        or error is None
-        or error < NEAR * run.tolerance
-        or run.training
-        or degenerate_output(run, result)
-    ):
+    part = run.distance / run.tolerance if run.distance is not None and run.tolerance else 0.0
+    if run.status != "ok" or run.training or part < NEAR or degenerate_output(run, result):
         return None
-    return Said(say("near its limit: {part:percent} of the tolerance", part=error / run.tolerance), "warn")
+    return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn")
 
 
 @per_run("compared-module", "runs", disproof="comparing the output itself")

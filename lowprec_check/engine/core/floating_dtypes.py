@@ -65,6 +65,6 @@ def widen(tensor: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
     return tensor.float() if dtype is torch.float32 else tensor.to(dtype)  # ``float`` has less to parse than ``to``
 
 
-def real(tensor: Tensor) -> Tensor:
-    """``tensor``; of a complex one, its real and imaginary parts."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+def as_real(tensor: Tensor) -> Tensor:
+    """View a complex tensor as its real and imaginary parts; resolves lazy conjugation and negation."""
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()

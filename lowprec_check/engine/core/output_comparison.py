@@ -11,8 +11,8 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.tensor_comparison import as_real, nonfinite_unlike
+from lowprec_check.engine.core.floating_dtypes import as_real, is_float
+from lowprec_check.engine.core.tensor_comparison import nonfinite_unlike
 from lowprec_check.schema.measures import FACTOR, CompilerVerdict
 from lowprec_check.schema.verdict import ErrorStats
 

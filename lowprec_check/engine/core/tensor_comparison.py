@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import NARROW
+from lowprec_check.engine.core.floating_dtypes import NARROW, as_real
 
 CHUNK = 1 << 19
 """Elements per chunk on a CPU: 2 MiB in fp32, large enough to hide the start of threads, small enough for the cache."""
@@ -238,13 +238,6 @@ def _scratch(like: Tensor, index: int) -> Tensor:
     if key not in _buffers or _buffers[key].numel() != like.numel():
         _buffers[key] = torch.empty(like.numel(), dtype=key[1], device=like.device)
     return _buffers[key]
-
-
-def as_real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as its real parts; resolves lazy conjugation and negation."""
-    if tensor.is_complex():
-        return torch.view_as_real(tensor.resolve_conj())
-    return tensor.resolve_neg()
 
 
 def _flat_together(tensors: list[Tensor]) -> list[Tensor]:

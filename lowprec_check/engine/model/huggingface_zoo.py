@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.model.inputs import inputs_code, parse_inputs
-from lowprec_check.engine.model.target import Target, unchecked_target
+from lowprec_check.engine.model.inputs import parse_inputs
+from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import call_user_code
-from lowprec_check.engine.model.zoo import check_memory, import_zoo, unknown_name
+from lowprec_check.engine.model.zoo import check_memory, import_zoo, unknown_name, zoo_target
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 
 TOKENS, SAMPLES = 32, 16_000
@@ -34,12 +34,27 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
     transformers = import_zoo("transformers")
     name, *options = re.split(r",(?![^\[{]*[\]}])", text)  # not inside a list or mapping
     config_class, model_class = _classes(transformers, name)
-    values = dict(_parse_option(option) for option in options)
+    values = {}
+    for option in options:
+        key, equals, value = option.partition("=")
+        if not equals or not key.isidentifier():
+            raise UsageError(f"{option!r} is not an option of a configuration.", _SMALLER)
+        try:
+            values[key] = json.loads(value)
+        except ValueError:
+            values[key] = value
     config = _make_config(config_class, values)
     arguments = ", ".join(f"{option}={value!r}" for option, value in values.items())
     config_code = f"transformers.{config_class.__name__}({arguments})"
     if model_class is None:
-        model_class = _base_class(transformers, config_class)
+        model_class = transformers.MODEL_MAPPING.get(config_class, None)
+        if model_class is None:
+            raise UsageError(
+                f"transformers has no base model for {config_class.__name__}.",
+                "Pass the name of a model, such as BertForMaskedLM.",
+            )
+        # the first of several; if there is only one, AutoModel finds it
+        model_class = model_class[0] if isinstance(model_class, (list, tuple)) else None
     if model_class is None:
         make, code = transformers.AutoModel.from_config, f"transformers.AutoModel.from_config({config_code})"
     else:
@@ -140,17 +155,6 @@ def _classes(transformers: Any, name: str) -> tuple[Any, Any]:
     )
 
 
-def _base_class(transformers: Any, config_class: Any) -> Any:
-    """The first of several base models of a configuration; ``None`` if there is only one, which ``AutoModel`` finds."""
-    found = transformers.MODEL_MAPPING.get(config_class, None)
-    if found is None:
-        raise UsageError(
-            f"transformers has no base model for {config_class.__name__}.",
-            "Pass the name of a model, such as BertForMaskedLM.",
-        )
-    return found[0] if isinstance(found, (list, tuple)) else None
-
-
 def _attribute(transformers: Any, name: str) -> Any:
     """An attribute, which is imported on first use; ``None`` if there is none, or what it needs is not installed."""
     try:
@@ -160,16 +164,6 @@ def _attribute(transformers: Any, name: str) -> Any:
             f"transformers.{name} cannot be imported: {type_name(error)}: {first_line(message_of(error))}",
             "Install what it needs.",
         ) from None
-
-
-def _parse_option(option: str) -> tuple[str, Any]:
-    name, equals, value = option.partition("=")
-    if not equals or not name.isidentifier():
-        raise UsageError(f"{option!r} is not an option of a configuration.", _SMALLER)
-    try:
-        return name, json.loads(value)
-    except ValueError:
-        return name, value
 
 
 def _make_config(config_class: Any, values: dict[str, Any]) -> Any:
@@ -210,11 +204,7 @@ def _target(name: str, model: nn.Module, config: Any, inputs: tuple[str, ...], c
             return parse_inputs(inputs, seed=index)
         return default_inputs(model, config, torch.Generator().manual_seed(index))
 
-    given = make_batch(0)
-    setup = ("import transformers", f"model = {code}.eval()", f"inputs = {inputs_code(given)}")
-    return unchecked_target(
-        model, given, name=name, make_batch=make_batch, setup=setup, default_inputs=not inputs, weights="random"
-    )
+    return zoo_target(name, model, make_batch, code, asked=bool(inputs))
 
 
 def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) -> dict[str, Tensor]:
@@ -229,14 +219,14 @@ def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) ->
         wanted.add("decoder_input_ids")
     found: dict[str, Tensor] = {}
     for name in filter(wanted.__contains__, names):
-        if name == "pixel_values":
-            found[name] = torch.randn(_image_shape(vision), generator=generator)
-        elif name == "input_features":
-            found[name] = torch.randn(_features_shape(config), generator=generator)
-        elif name == "input_values":
-            found[name] = torch.randn(_sound_shape(config), generator=generator)
-        elif name.endswith("input_ids"):
-            found[name] = _tokens(text, generator)
+        if name.endswith("input_ids"):
+            positions = int(getattr(text, "max_position_embeddings", None) or 0)
+            shape = (1, min(TOKENS, positions) if positions > 0 else TOKENS)  # -1: any number
+            vocabulary = int(getattr(text, "vocab_size", None) or 100)
+            found[name] = torch.randint(0, vocabulary, shape, generator=generator)
+        elif name in _SHAPES:
+            config_of_part = vision if name == "pixel_values" else config
+            found[name] = torch.randn(_SHAPES[name](config_of_part), generator=generator)
     if main not in found:
         raise UsageError(
             f"{type(model).__name__} takes {main!r}, for which there are no default inputs.",
@@ -269,7 +259,8 @@ def _sound_shape(config: Any) -> tuple[int, ...]:
     return (1, *((channels,) if channels else ()), SAMPLES)
 
 
-def _tokens(config: Any, generator: torch.Generator) -> Tensor:
-    positions = int(getattr(config, "max_position_embeddings", None) or 0)
-    length = min(TOKENS, positions) if positions > 0 else TOKENS  # -1: any number
-    return torch.randint(0, int(getattr(config, "vocab_size", None) or 100), (1, length), generator=generator)
+_SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
+    "pixel_values": _image_shape,
+    "input_features": _features_shape,
+    "input_values": _sound_shape,
+}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -12,120 +13,13 @@ from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
-from lowprec_check.engine.core.devices import peak_allocated, release_memory
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.prepared import Prepared
 
-# -- How much memory a scan needs: estimated from the size of the model, and from the peak of its fp32 run once
-# that is known
-
-MOST_TIMES_FP32 = 2.2
-"""Times the peak of fp32 that a scan takes at most, unless its user allows all that is free."""
-
-SMALL = 4 << 30
-"""Bytes that a scan may always take, so that the analysis of small models stays complete."""
-
-Part = Literal["plain", "none", "accumulated", "both"]
-"""The plain part of a run, or its instrumented part by the errors that it computes."""
-
-_NARROW_BYTES = 2
-
-_ACTIVATIONS: dict[Part, float] = {"plain": 1.0, "none": 1.1, "accumulated": 1.5, "both": 3.0}
-"""Times the activations that are alive at the peak of fp32; the largest measured are 0.8, 0.9, 1.5 and 2.8, of DenseNet-121 and a transformer encoder."""
-
-_LARGEST: dict[Part, float] = {"plain": 0.0, "none": 0.0, "accumulated": 1.0, "both": 1.0}
-"""Times the largest weight, which is widened for an op."""
-
-
-class ModelBytes(NamedTuple):
-    """Bytes of the parameters and buffers of a model."""
-
-    held: int
-    """As they are."""
-    cast: int
-    """Of the floating ones after a cast to 16 bits."""
-    largest: int
-    """Of the largest floating one, as it is."""
-
-    @classmethod
-    def of(cls, model: nn.Module) -> ModelBytes:
-        """Those of ``model``, in which tensors may share memory."""
-        held = cast = largest = 0
-        for tensor in _distinct(model):
-            size = tensor.untyped_storage().nbytes()
-            held += size
-            if tensor.is_floating_point() or tensor.is_complex():
-                cast += min(size, size * _NARROW_BYTES // tensor.element_size())
-                largest = max(largest, size)
-        return cls(held, cast, largest)
-
-    def beyond(self, part: Part, fp32_peak: int | None) -> int:
-        """Bytes that ``part`` of a low-precision run needs beyond the fp32 weights, which stay in memory.
-
-        ``fp32_peak`` is the peak of the fp32 run, weights included; ``None``, if unknown: then it is a lower bound.
-        """
-        activations = max(0, fp32_peak - self.held) if fp32_peak is not None else 0
-        return int(self.cast + _LARGEST[part] * self.largest + _ACTIVATIONS[part] * activations)
-
-    def most(self, fp32_peak: int) -> int:
-        """Bytes that a scan takes at most by default."""
-        return max(SMALL, int(MOST_TIMES_FP32 * max(self.held, fp32_peak)))
-
-
-def _distinct(model: nn.Module) -> Iterator[Tensor]:
-    """The dense parameters and buffers, one for each storage."""
-    seen: set[int] = set()
-    for tensor in (*model.parameters(), *model.buffers()):
-        if tensor.layout != torch.strided or is_lazy(tensor):
-            continue
-        key = tensor.untyped_storage()._cdata
-        if key not in seen:
-            seen.add(key)
-            yield tensor
-
-
-def gibibytes(count: float) -> str:
-    """``3.2 GiB``; with two digits if it is small."""
-    size = count / 2**30
-    return f"{size:.1f} GiB" if size >= 1 else f"{size:.2g} GiB"
-
-
-# -- Frees the memory of a model that is only described here, and runs in processes that load it again
-
-
-def on_accelerator(tensor: Tensor) -> bool:
-    """Whether the memory of ``tensor`` is that of an accelerator."""
-    return tensor.device.type not in ("cpu", "meta")
-
-
-def free_weights(model: nn.Module, wanted: Callable[[Tensor], bool] = on_accelerator) -> None:
-    """Replace the parameters and buffers that are ``wanted`` with ones without memory; what was shared stays shared."""
-    empty: dict[int, Tensor] = {}
-    old: list[Tensor] = []  # keeps ids unique
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            continue
-        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for registry in registries:
-            for name, tensor in registry.items():
-                if tensor is not None and wanted(tensor) and type(tensor) in (Tensor, nn.Parameter):
-                    old.append(tensor)
-                    registry[name] = empty.setdefault(id(tensor), _without_memory(tensor))
-    if old:
-        old.clear()
-        release_memory()
-
-
-def _without_memory(tensor: Tensor) -> Tensor:
-    empty = torch.empty_like(tensor, device="meta")
-    return nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
-
-
-# -- Peak memory of a call: reported by the allocator on an accelerator, counted from live tensor storages on a
-# CPU
+# -- The peak of a call: reported by the allocator of an accelerator, counted from live tensor storages on a CPU
 
 
 class MeasuredCall(NamedTuple):
@@ -143,7 +37,7 @@ class MeasuredCall(NamedTuple):
 def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> MeasuredCall:
     """Call the model once, with ``seed`` as always, and measure the memory that it takes."""
     inputs, named = ready.inputs(args, kwargs)
-    counter, output = StorageCounter(ready, inputs, named), None
+    counter, output, peak = StorageCounter(ready, inputs, named), None, None
 
     def work() -> None:
         nonlocal output
@@ -151,21 +45,18 @@ def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any
             output = call_model(ready.call, inputs, named)
 
     seed_everything(seed)
-    peak = _peak_on_cpu(work) if ready.device.type == "cpu" else devices.peak_memory(ready.device, work)
+    if ready.device.type == "cpu":
+        # fails if the user profiles this process, or torch has another profiler
+        with contextlib.suppress(RuntimeError, AttributeError, TypeError):
+            peak = devices.peak_allocated(work)
+    else:
+        peak = devices.peak_memory(ready.device, work)
     if peak is not None:
         return MeasuredCall(counter.resident + peak, output)
     output = None
     with compiled_code_in_eager(), _Counting(counter):
         work()
     return MeasuredCall(counter.peak, None)
-
-
-def _peak_on_cpu(work: Callable[[], Any]) -> int | None:
-    """Peak bytes that ``work`` allocates; ``None`` if the user profiles this process, or torch has another profiler."""
-    try:
-        return peak_allocated(work)
-    except (RuntimeError, AttributeError, TypeError):
-        return None
 
 
 class StorageCounter:
@@ -189,13 +80,14 @@ class StorageCounter:
         if key in self._live or storage.data_ptr() in self._known:
             return
         size = storage.nbytes()
-        self._live[key] = weakref.ref(storage, lambda _: self._drop(key, size))
+
+        def drop(_: Any) -> None:
+            del self._live[key]
+            self._now -= size
+
+        self._live[key] = weakref.ref(storage, drop)
         self._now += size
         self.peak = max(self.peak, self._now)
-
-    def _drop(self, key: int, size: int) -> None:
-        del self._live[key]
-        self._now -= size
 
 
 class _Counting(DispatchMode):
@@ -208,3 +100,96 @@ class _Counting(DispatchMode):
         for _, tensor in leaves(out):
             self._counter.count(tensor)
         return out
+
+
+# -- An estimate of what a scan needs, from the size of the model, and from the peak of its fp32 run once that is known
+
+MOST_TIMES_FP32 = 2.2
+"""Times the peak of fp32 that a scan takes at most, unless its user allows all that is free."""
+
+SMALL = 4 << 30
+"""Bytes that a scan may always take, so that the analysis of small models stays complete."""
+
+Part = Literal["plain", "none", "accumulated", "both"]
+"""The plain part of a run, or its instrumented part by the errors that it computes."""
+
+_ACTIVATIONS: dict[Part, float] = {"plain": 1.0, "none": 1.1, "accumulated": 1.5, "both": 3.0}
+"""Times the activations that are alive at the peak of fp32; the largest measured are 0.8, 0.9, 1.5 and 2.8, of DenseNet-121 and a transformer encoder."""
+
+_LARGEST: dict[Part, float] = {"plain": 0.0, "none": 0.0, "accumulated": 1.0, "both": 1.0}
+"""Times the largest weight, which is widened for an op."""
+
+
+class ModelBytes(NamedTuple):
+    """Bytes of the parameters and buffers of a model."""
+
+    held: int
+    """As they are."""
+    cast: int
+    """Of the floating ones after a cast to 16 bits."""
+    largest: int
+    """Of the largest floating one, as it is."""
+
+    @classmethod
+    def of(cls, model: nn.Module) -> ModelBytes:
+        """Those of ``model``, in which tensors may share memory."""
+        held = cast = largest = 0
+        seen: set[int] = set()
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.layout != torch.strided or is_lazy(tensor) or tensor.untyped_storage()._cdata in seen:
+                continue
+            seen.add(tensor.untyped_storage()._cdata)
+            size = tensor.untyped_storage().nbytes()
+            held += size
+            if tensor.is_floating_point() or tensor.is_complex():
+                cast += min(size, size * 2 // tensor.element_size())
+                largest = max(largest, size)
+        return cls(held, cast, largest)
+
+    def beyond(self, part: Part, fp32_peak: int | None) -> int:
+        """Bytes that ``part`` of a low-precision run needs beyond the fp32 weights, which stay in memory.
+
+        ``fp32_peak`` is the peak of the fp32 run, weights included; ``None``, if unknown: then it is a lower bound.
+        """
+        activations = max(0, fp32_peak - self.held) if fp32_peak is not None else 0
+        return int(self.cast + _LARGEST[part] * self.largest + _ACTIVATIONS[part] * activations)
+
+    def most(self, fp32_peak: int) -> int:
+        """Bytes that a scan takes at most by default."""
+        return max(SMALL, int(MOST_TIMES_FP32 * max(self.held, fp32_peak)))
+
+
+def gibibytes(count: float) -> str:
+    """``3.2 GiB``; with two digits if it is small."""
+    size = count / 2**30
+    return f"{size:.1f} GiB" if size >= 1 else f"{size:.2g} GiB"
+
+
+# -- A model that is only described here, and runs in processes that load it again
+
+
+def on_accelerator(tensor: Tensor) -> bool:
+    """Whether the memory of ``tensor`` is that of an accelerator."""
+    return tensor.device.type not in ("cpu", "meta")
+
+
+def free_weights(model: nn.Module, wanted: Callable[[Tensor], bool] = on_accelerator) -> None:
+    """Replace the parameters and buffers that are ``wanted`` with ones without memory; what was shared stays shared."""
+    empty: dict[int, Tensor] = {}
+    old: list[Tensor] = []  # keeps ids unique
+    for module in model.modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            continue
+        registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for registry in registries:
+            for name, tensor in registry.items():
+                if tensor is None or not wanted(tensor) or type(tensor) not in (Tensor, nn.Parameter):
+                    continue
+                old.append(tensor)
+                meta = torch.empty_like(tensor, device="meta")
+                if isinstance(tensor, nn.Parameter):
+                    meta = nn.Parameter(meta, tensor.requires_grad)
+                registry[name] = empty.setdefault(id(tensor), meta)
+    if old:
+        old.clear()
+        devices.release_memory()

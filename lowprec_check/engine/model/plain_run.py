@@ -1,4 +1,4 @@
-"""The plain part of a run: the model as the user would run it, without instruments. Status, output, and what feeds an empty one."""
+"""The plain part of a run: the model as its user would run it, without instruments. Status, time and outputs come from here."""
 
 from __future__ import annotations
 
@@ -30,9 +30,6 @@ from lowprec_check.errors import Terminated, first_line, message_of, text_of, ty
 from lowprec_check.process.function_worker import end_if_forked, in_worker
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
-
-# -- The plain part of a run: the model as the user would run it, without instruments. Status, time and memory
-# come from here
 
 COMPARED_CALLS = 3
 """Calls in a row whose outputs are compared: a model may fail or drift after its first call."""
@@ -67,6 +64,157 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     output_rms: float | None = None
     """Root mean square of the fp32 tensor that the verdict is about; of the fp32 run, of its largest tensor."""
     compared_module: str | None = None
+
+
+class PlainCalls:
+    """Calls a model several times in a row, as its user does, and judges each output. Nothing is attached or rewound.
+
+    ``references`` are the outputs of the fp32 run's calls, ``None`` for the fp32 run itself. With ``prepares``, the first call
+    also prepares the model, so it may take much longer than the others.
+    """
+
+    def __init__(
+        self,
+        ready: Prepared,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        seed: int,
+        tolerance: float | None = None,
+        references: list[list[Tensor]] | None = None,
+        on_call: Callable[[int], None] | None = None,
+        prepares: bool = False,
+    ) -> None:
+        self._ready, self._args, self._kwargs, self._seed = ready, args, kwargs, seed
+        self._tolerance, self._references = tolerance, references
+        self._on_call = on_call
+        self._prepares = prepares
+        self.outputs: list[list[Tensor]] = []
+        """The leaves of the outputs, one list per call."""
+
+    def run(self, *, seconds: float, too_slow: float = math.inf) -> PlainResult:
+        """Call the model :data:`COMPARED_CALLS` times, unless a call fails.
+
+        There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than
+        ``too_slow``. A first call that compiles, or imports what the model needs, proves neither.
+        """
+        seed_everything(self._seed)
+        before, frames, modules = generator_states(), compiled_frames(), len(sys.modules)
+        most = COMPARED_CALLS if self._references is None else len(self._references)
+        taken: list[float] = []
+        drew, loss, goes_on = False, None, True
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            try:
+                while goes_on:
+                    if self._on_call is not None:
+                        self._on_call(len(taken) + 1)
+                    output, last = run_once(self._ready, self._args, self._kwargs, self._seed)
+                    taken.append(last)
+                    drew = drew or generator_states() != before
+                    if loss is None and isinstance(output, WithLoss) and math.isfinite(value := float(output.loss)):
+                        loss = value
+                    self.outputs.append([tensor.clone() for tensor in output_tensors(output)])
+                    del output
+                    sets_up = self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules)
+                    fast = min(taken) <= too_slow and sum(taken[1:]) + last <= seconds
+                    goes_on = (len(taken) == 1 and sets_up) or (len(taken) < most and fast)
+            except BaseException as error:
+                reraise_interrupt(error)
+                number = len(taken) + 1
+                return PlainResult(
+                    status="error",
+                    exception=describe_error(error, self._ready.model),
+                    calls=number,
+                    failed_call=number if number > 1 else None,
+                    seconds=min(taken, default=0.0),
+                )
+        floating = [tensor for tensor in self.outputs[0] if is_float(tensor) and tensor.numel()]
+        messages = [text_of(warning.message) for warning in caught]
+        found = PlainResult(
+            status="ok",
+            random=drew,
+            compiled=compiled_frames() > frames,
+            fallbacks=tuple(dict.fromkeys(first_line(message) for message in messages if _FALLBACK.search(message))),
+            loss=loss,
+            output_is_zero=bool(floating) and all(map(is_zero, floating)),
+            seconds=min(taken),
+            first_seconds=taken[0],
+            calls=len(taken),
+        )
+        return found if self._references is None else judged(found, self.outputs, self._references, self._tolerance)
+
+
+def reraise_interrupt(error: BaseException) -> None:
+    """Reraise Ctrl+C and a request to end. A worker gets neither, so there the model itself raised it."""
+    end_if_forked(error)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if isinstance(error, (KeyboardInterrupt, Terminated)) and in_main_thread and not in_worker():
+        raise error
+
+
+def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Any, float]:
+    """One seeded call on fresh inputs: the output and its seconds."""
+    seed_everything(seed)
+    inputs, named = ready.inputs(args, kwargs)
+    with ready.context():
+        return devices.timed(ready.device, lambda: call_model(ready.call, inputs, named))
+
+
+def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
+    """Type and message of the exception, with the module and the user's lines that raised it."""
+    names = {id(module): name for name, module in model.named_modules()}
+    module, traceback = None, error.__traceback__
+    while traceback is not None:
+        owner = traceback.tb_frame.f_locals.get("self")
+        module = names.get(id(owner), module) if owner is not None else module
+        traceback = traceback.tb_next
+    lines = traceback_lines(error.__traceback__)
+    return ExceptionInfo(
+        type=type_name(error),
+        message=first_line(message_of(error)),
+        module=module,
+        source=lines.source,
+        caller=lines.caller,
+    )
+
+
+# -- The verdict on outputs
+
+
+def judged(
+    plain: PlainResult, outputs: list[list[Tensor]], references: list[list[Tensor]], tolerance: float | None
+) -> PlainResult:
+    """``plain`` with the worst verdict over the calls."""
+    verdicts = [judge(output, reference, tolerance) for output, reference in zip(outputs, references, strict=False)]
+    badness = [(_FROM_GOOD_TO_BAD.index(status), compared.distance) for status, compared in verdicts]
+    worst = badness.index(max(badness))
+    later = verdicts[worst][0] != verdicts[0][0]
+    return with_verdict(msgspec.structs.replace(plain, failed_call=worst + 1 if later else None), *verdicts[worst])
+
+
+def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> tuple[Status, OutputComparison]:
+    """The status of one output compared with fp32's, and the comparison."""
+    try:
+        compared = compare_outputs([tensor.cpu() for tensor in outputs], [tensor.cpu() for tensor in reference])
+    except Exception as error:  # a kind of tensor that torch itself can hardly handle
+        note = f"its output could not be compared: {type_name(error)}: {first_line(message_of(error))}"
+        return "unjudged", OutputComparison(NOTHING, math.inf, note=note, compared=False)
+    if compared.nonfinite:
+        return "nonfinite", compared
+    if not compared.compared:
+        return "unjudged", compared
+    return ("inaccurate" if tolerance is not None and not compared.distance <= tolerance else "ok"), compared
+
+
+def with_verdict(plain: PlainResult, status: Status, compared: OutputComparison) -> PlainResult:
+    """Return ``plain`` with another verdict on its output."""
+    notes = (*plain.notes, compared.note) if compared.note else plain.notes
+    error = compared.error if compared.compared else None
+    return msgspec.structs.replace(plain, status=status, output_error=error, output_rms=compared.rms, notes=notes)
+
+
+# -- The tensors of an output
 
 
 def output_tensors(output: Any) -> list[Tensor]:
@@ -108,191 +256,7 @@ def _dense(tensor: Tensor) -> list[Tensor]:
     return [tensor if type(tensor) is Tensor else tensor.as_subclass(Tensor)]
 
 
-def reraise_interrupt(error: BaseException) -> None:
-    """Reraise Ctrl+C and a request to end. A worker gets neither, so there the model itself raised it."""
-    end_if_forked(error)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if isinstance(error, (KeyboardInterrupt, Terminated)) and in_main_thread and not in_worker():
-        raise error
-
-
-def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Any, float]:
-    """One seeded call on fresh inputs: the output and its seconds."""
-    seed_everything(seed)
-    inputs, named = ready.inputs(args, kwargs)
-    with ready.context():
-        return devices.timed(ready.device, lambda: call_model(ready.call, inputs, named))
-
-
-class PlainCalls:
-    """Calls a model several times in a row, as its user does, and judges each output. Nothing is attached or rewound.
-
-    ``references`` are the outputs of the fp32 run's calls, ``None`` for the fp32 run itself. With ``prepares``, the first call
-    also prepares the model, so it may take much longer than the others.
-    """
-
-    def __init__(
-        self,
-        ready: Prepared,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        *,
-        seed: int,
-        tolerance: float | None = None,
-        references: list[list[Tensor]] | None = None,
-        on_call: Callable[[int], None] | None = None,
-        prepares: bool = False,
-    ) -> None:
-        self._ready, self._args, self._kwargs, self._seed = ready, args, kwargs, seed
-        self._tolerance, self._references = tolerance, references
-        self._on_call = on_call
-        self._prepares = prepares
-        self.outputs: list[list[Tensor]] = []
-        """The leaves of the outputs, one list per call."""
-        self._seconds: list[float] = []
-
-    def run(self, *, seconds: float, too_slow: float = math.inf) -> PlainResult:
-        """Call the model :data:`COMPARED_CALLS` times, unless a call fails.
-
-        There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than
-        ``too_slow``. A first call that compiles, or imports what the model needs, proves neither.
-        """
-        seed_everything(self._seed)
-        before, frames, modules = generator_states(), compiled_frames(), len(sys.modules)
-        drew, loss, output = False, None, None
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("default")
-            try:
-                while self._may_call(
-                    seconds,
-                    too_slow,
-                    sets_up=self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules),
-                ):
-                    output = self._call()
-                    drew = drew or generator_states() != before
-                    loss = _loss(output) if loss is None else loss
-                    self.outputs.append([tensor.clone() for tensor in output_tensors(output)])
-                    output = None
-            except BaseException as error:
-                reraise_interrupt(error)
-                return self._failed(error)
-        found = PlainResult(
-            status="ok",
-            random=drew,
-            compiled=compiled_frames() > frames,
-            fallbacks=_fallbacks(caught),
-            loss=loss,
-            output_is_zero=_holds_only_zeros(self.outputs[0]),
-            seconds=min(self._seconds),
-            first_seconds=self._seconds[0],
-            calls=len(self._seconds),
-        )
-        return found if self._references is None else judged(found, self.outputs, self._references, self._tolerance)
-
-    def _call(self) -> Any:
-        if self._on_call is not None:
-            self._on_call(len(self._seconds) + 1)
-        output, seconds = run_once(self._ready, self._args, self._kwargs, self._seed)
-        self._seconds.append(seconds)
-        return output
-
-    def _may_call(self, seconds: float, too_slow: float, *, sets_up: bool) -> bool:
-        count = len(self._seconds)
-        if count == 0 or (count == 1 and sets_up):
-            return True
-        enough = len(self._references) if self._references is not None else COMPARED_CALLS
-        return (
-            count < enough and min(self._seconds) <= too_slow and sum(self._seconds[1:]) + self._seconds[-1] <= seconds
-        )
-
-    def _failed(self, error: BaseException) -> PlainResult:
-        number = len(self._seconds) + 1
-        return PlainResult(
-            status="error",
-            exception=describe_error(error, self._ready.model),
-            calls=number,
-            failed_call=number if number > 1 else None,
-            seconds=min(self._seconds, default=0.0),
-        )
-
-
-def judged(
-    plain: PlainResult, outputs: list[list[Tensor]], references: list[list[Tensor]], tolerance: float | None
-) -> PlainResult:
-    """``plain`` with the worst verdict over the calls."""
-    verdicts = [judge(output, reference, tolerance) for output, reference in zip(outputs, references, strict=False)]
-    worst = max(range(len(verdicts)), key=lambda index: _badness(*verdicts[index]))
-    later = verdicts[worst][0] != verdicts[0][0]
-    return with_verdict(msgspec.structs.replace(plain, failed_call=worst + 1 if later else None), *verdicts[worst])
-
-
-def _badness(status: Status, compared: OutputComparison) -> tuple[int, float]:
-    return _FROM_GOOD_TO_BAD.index(status), compared.distance
-
-
-def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> tuple[Status, OutputComparison]:
-    """The status of one output compared with fp32's, and the comparison."""
-    try:
-        compared = compare_outputs([tensor.cpu() for tensor in outputs], [tensor.cpu() for tensor in reference])
-    except Exception as error:  # a kind of tensor that torch itself can hardly handle
-        note = f"its output could not be compared: {type_name(error)}: {first_line(message_of(error))}"
-        return "unjudged", OutputComparison(NOTHING, math.inf, note=note, compared=False)
-    if compared.nonfinite:
-        return "nonfinite", compared
-    if not compared.compared:
-        return "unjudged", compared
-    return ("inaccurate" if tolerance is not None and not compared.distance <= tolerance else "ok"), compared
-
-
-def with_verdict(plain: PlainResult, status: Status, compared: OutputComparison) -> PlainResult:
-    """Return ``plain`` with another verdict on its output."""
-    notes = (*plain.notes, compared.note) if compared.note else plain.notes
-    error = compared.error if compared.compared else None
-    return msgspec.structs.replace(plain, status=status, output_error=error, output_rms=compared.rms, notes=notes)
-
-
-def _holds_only_zeros(outputs: list[Tensor]) -> bool:
-    """Whether there are floating values, and all are zero."""
-    floating = [tensor for tensor in outputs if is_float(tensor) and tensor.numel()]
-    return bool(floating) and all(map(is_zero, floating))
-
-
-def _fallbacks(caught: list[warnings.WarningMessage]) -> tuple[str, ...]:
-    messages = (text_of(warning.message) for warning in caught)
-    return tuple(dict.fromkeys(first_line(message) for message in messages if _FALLBACK.search(message)))
-
-
-def _loss(output: Any) -> float | None:
-    if isinstance(output, WithLoss):
-        value = float(output.loss)
-        return value if math.isfinite(value) else None
-    return None
-
-
-def describe_error(error: BaseException, model: torch.nn.Module) -> ExceptionInfo:
-    """Type and message of the exception, with the module and the user's lines that raised it."""
-    lines = traceback_lines(error.__traceback__)
-    return ExceptionInfo(
-        type=type_name(error),
-        message=first_line(message_of(error)),
-        module=_module_of_traceback(error, model),
-        source=lines.source,
-        caller=lines.caller,
-    )
-
-
-def _module_of_traceback(error: BaseException, model: torch.nn.Module) -> str | None:
-    names = {id(module): name for name, module in model.named_modules()}
-    found, traceback = None, error.__traceback__
-    while traceback is not None:
-        owner = traceback.tb_frame.f_locals.get("self")
-        found = names.get(id(owner), found) if owner is not None else found
-        traceback = traceback.tb_next
-    return found
-
-
-# -- Captures the output of one module, for a model whose own output holds nothing to compare (all zeros,
-# ``None``, a text)
+# -- The output of one module, for a model whose own output holds nothing to compare: all zeros, ``None``, a text
 
 
 class ModuleOutput(NamedTuple):

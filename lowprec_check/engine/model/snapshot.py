@@ -18,8 +18,96 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.pytree import slots_of
 from lowprec_check.engine.core.seed import generator_restorers
 
-# -- Saves the content of mutable Python objects and restores it in place, so that everyone who refers to them
-# sees it
+_REGISTRIES = ("_parameters", "_buffers", "_modules")
+
+
+class Snapshot:
+    """The saved state of a model, and the global state that a run may change; :meth:`restore` may be called repeatedly.
+
+    Parameters keep their storage; their values are saved only if ``parameters`` is true, because few models write to
+    them. Buffers and everything else that modules, their hooks and methods, and the objects in ``inputs`` refer to are
+    restored by value, in place. Gradients are removed until :meth:`restore`, because a cast would cast them too.
+    """
+
+    def __init__(self, model: nn.Module, inputs: Iterable[Any] = (), *, parameters: bool = False) -> None:
+        self._modules = [(module, type(module), dict(module.__dict__)) for module in model.modules()]
+        self._registries = [
+            {key: dict(state[key]) for key in _REGISTRIES if isinstance(state.get(key), dict)}
+            for _, _, state in self._modules
+        ]
+        self._scripted = [
+            (module, name, buffer)
+            for module in model.modules()
+            if isinstance(module, torch.jit.ScriptModule)  # keeps them outside Python; a cast replaces them
+            for name, buffer in module.named_buffers(recurse=False)
+        ]
+        self._parameters = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
+        saved = [*model.buffers(), *(model.parameters() if parameters else ())]
+        self._values = [(tensor, *saved_tensor(tensor)) for tensor in saved]
+        roots: list[Any] = list(inputs)
+        known: list[Any] = [*model.parameters(), *model.buffers()]
+        for module, kind, state in self._modules:
+            known += [module, *(state[key] for key in _REGISTRIES if key in state)]
+            roots += [kind, *(value for key, value in state.items() if key not in _REGISTRIES)]
+        roots += [value for parameter in model.parameters() for value in vars(parameter).values()]
+        self._objects = ObjectState(roots, known)
+        self._globals = [*generator_restorers(), *_restorers_of_settings()]
+        self._remove_gradients()
+
+    def restore(self) -> None:
+        """Restore the saved state."""
+        for (module, kind, state), registries in zip(self._modules, self._registries, strict=True):
+            if type(module) is not kind:  # by a parametrization
+                module.__class__ = kind
+            module.__dict__.clear()
+            module.__dict__.update(state)
+            for key, content in registries.items():
+                state[key].clear()
+                state[key].update(content)
+        for module, name, buffer in self._scripted:
+            setattr(module, name, buffer)
+        self._objects.restore()
+        with torch.no_grad():
+            for parameter, data, grad, requires_grad in self._parameters:
+                parameter.data = data
+                parameter.grad = grad
+                if parameter.requires_grad != requires_grad:  # not allowed for one made in inference mode
+                    parameter.requires_grad_(requires_grad)
+        for saved in self._values:
+            restore_tensor(*saved)
+        for restore in self._globals:
+            restore()
+
+    def rewind(self) -> None:
+        """:meth:`restore`, and ready for another run."""
+        self.restore()
+        self._remove_gradients()
+
+    def _remove_gradients(self) -> None:
+        for parameter, *_ in self._parameters:
+            parameter.grad = None
+
+
+def _restorers_of_settings() -> Iterator[Callable[[], Any]]:
+    """What restores the settings of torch that a model may change."""
+    yield functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
+    yield functools.partial(torch.set_default_dtype, torch.get_default_dtype())
+
+    def reset(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> None:
+        if read() != value:  # some writes have effects of their own
+            with contextlib.suppress(RuntimeError):
+                write(value)
+
+    for read, write in (
+        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
+        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
+        (torch.get_num_threads, torch.set_num_threads),
+        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
+    ):
+        yield functools.partial(reset, read, write, read())
+
+
+# -- The content of mutable Python objects, restored in place, so that everyone who refers to them sees it
 #
 # Models keep state in many places: attributes, dictionaries that a hook fills, variables that a hook or a patched ``forward``
 # encloses, globals and class attributes that methods use. Copies would miss the references that hooks and closures hold.
@@ -92,27 +180,23 @@ class ObjectState:
         return self._save_attributes(value)
 
     def _save_function(self, value: Any) -> Iterable[Any]:
+        """Save what a function encloses, and the globals that one of the user's names, or of ``torch.nn``, where hooks for all are."""
         if isinstance(value, types.MethodType):
             return value.__self__, value.__func__
         if isinstance(value, functools.partial):
             return value.func, value.args, value.keywords
-        inside = [value.__defaults__, value.__kwdefaults__, vars(value), *self._save_globals(value)]
+        inside = [value.__defaults__, value.__kwdefaults__, vars(value)]
+        module, named = value.__module__ or "", value.__globals__
+        if _is_open_package(module) and (not _is_of_torch(module) or module.startswith("torch.nn.")):
+            for name in value.__code__.co_names:
+                if name in named and not isinstance(named[name], types.ModuleType):
+                    self._restorers.append(functools.partial(named.__setitem__, name, named[name]))
+                    inside.append(named[name])
         for cell in value.__closure__ or ():
             with contextlib.suppress(ValueError):  # not assigned yet
                 self._restorers.append(functools.partial(setattr, cell, "cell_contents", cell.cell_contents))
                 inside.append(cell.cell_contents)
         return inside
-
-    def _save_globals(self, function: types.FunctionType) -> Iterator[Any]:
-        """Save the globals that a user's function names, or one of ``torch.nn``, where hooks for all modules are; yield their values."""
-        module = function.__module__ or ""
-        if not _is_open_package(module) or (_is_of_torch(module) and not module.startswith("torch.nn.")):
-            return
-        for name in function.__code__.co_names:
-            if name in function.__globals__ and not isinstance(function.__globals__[name], types.ModuleType):
-                value = function.__globals__[name]
-                self._restorers.append(functools.partial(function.__globals__.__setitem__, name, value))
-                yield value
 
     def _save_class(self, value: type) -> Iterable[Any]:
         """Save the attributes of a user's class, and return its methods and mutable attributes."""
@@ -178,15 +262,12 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
         return functools.partial(value.set_state, value.get_state())
     if isinstance(value, random.Random):
         return functools.partial(value.setstate, value.getstate())
-    return _numpy_restorer(value) if type(value).__module__.startswith("numpy") else None
-
-
-def _numpy_restorer(value: Any) -> Callable[[], Any] | None:
+    if not type(value).__module__.startswith("numpy"):
+        return None
     if hasattr(value, "bit_generator"):
         return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
-    if hasattr(value, "flags") and hasattr(value, "copy") and value.flags.writeable:
-        return functools.partial(value.__setitem__, ..., value.copy())
-    return None
+    is_array = hasattr(value, "flags") and hasattr(value, "copy") and value.flags.writeable
+    return functools.partial(value.__setitem__, ..., value.copy()) if is_array else None
 
 
 def saved_tensor(tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
@@ -200,15 +281,12 @@ def restore_tensor(tensor: Tensor, data: Tensor, values: Tensor, attributes: dic
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
         if tensor.layout != torch.strided or tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
             tensor.data = data
-        if data.layout != torch.strided or not _equal(data, values):
+        equal = False
+        if data.layout == torch.strided:
+            with contextlib.suppress(RuntimeError, NotImplementedError):  # dtypes that torch cannot compare
+                equal = torch.equal(data, values)
+        if not equal:
             data.copy_(values)
-
-
-def _equal(tensor: Tensor, values: Tensor) -> bool:
-    try:
-        return torch.equal(tensor, values)
-    except (RuntimeError, NotImplementedError):  # dtypes that torch cannot compare
-        return False
 
 
 def _reset_attribute(owner: type, name: str, value: Any) -> None:
@@ -241,103 +319,3 @@ def _refill(container: Any, content: Any) -> None:
 def _base_of(container: Any) -> Any:
     """The built-in type of a container, whose methods a subclass may have replaced."""
     return next(kind for kind in _CONTAINERS if isinstance(container, kind))
-
-
-# -- Saves the state of a model and the global state that a run may change, and restores both in place
-
-_REGISTRIES = ("_parameters", "_buffers", "_modules")
-
-
-class Snapshot:
-    """The saved state; :meth:`restore` may be called repeatedly.
-
-    Parameters keep their storage; their values are saved only if ``parameters`` is true, because few models write to
-    them. Buffers and everything else that modules, their hooks and methods, and the objects in ``inputs`` refer to are
-    restored by value, in place. Gradients are removed until :meth:`restore`, because a cast would cast them too.
-    """
-
-    def __init__(self, model: nn.Module, inputs: Iterable[Any] = (), *, parameters: bool = False) -> None:
-        self._modules = [(module, type(module), dict(module.__dict__)) for module in model.modules()]
-        self._registries = [
-            {key: dict(state[key]) for key in _REGISTRIES if isinstance(state.get(key), dict)}
-            for _, _, state in self._modules
-        ]
-        self._scripted = list(_scripted_buffers(model))
-        self._parameters = [(p, p.data, p.grad, p.requires_grad) for p in model.parameters()]
-        saved = [*model.buffers(), *(model.parameters() if parameters else ())]
-        self._values = [(tensor, *saved_tensor(tensor)) for tensor in saved]
-        self._objects = self._save_objects(model, inputs)
-        self._globals = list(_global_state())
-        self._remove_gradients()
-
-    def _save_objects(self, model: nn.Module, inputs: Iterable[Any]) -> ObjectState:
-        """The state of all other objects that the modules and inputs refer to."""
-        roots: list[Any] = list(inputs)
-        known: list[Any] = [*model.parameters(), *model.buffers()]
-        for module, kind, state in self._modules:
-            known += [module, *(state[key] for key in _REGISTRIES if key in state)]
-            roots += [kind, *(value for key, value in state.items() if key not in _REGISTRIES)]
-        roots += [value for parameter in model.parameters() for value in vars(parameter).values()]
-        return ObjectState(roots, known)
-
-    def restore(self) -> None:
-        """Restore the saved state."""
-        for (module, kind, state), registries in zip(self._modules, self._registries, strict=True):
-            if type(module) is not kind:  # by a parametrization
-                module.__class__ = kind
-            module.__dict__.clear()
-            module.__dict__.update(state)
-            for key, content in registries.items():
-                state[key].clear()
-                state[key].update(content)
-        for module, name, buffer in self._scripted:
-            setattr(module, name, buffer)
-        self._objects.restore()
-        with torch.no_grad():
-            for parameter, data, grad, requires_grad in self._parameters:
-                parameter.data = data
-                parameter.grad = grad
-                if parameter.requires_grad != requires_grad:  # not allowed for one made in inference mode
-                    parameter.requires_grad_(requires_grad)
-        for saved in self._values:
-            restore_tensor(*saved)
-        for restore in self._globals:
-            restore()
-
-    def rewind(self) -> None:
-        """:meth:`restore`, and ready for another run."""
-        self.restore()
-        self._remove_gradients()
-
-    def _remove_gradients(self) -> None:
-        for parameter, *_ in self._parameters:
-            parameter.grad = None
-
-
-def _scripted_buffers(model: nn.Module) -> Iterator[tuple[nn.Module, str, Tensor]]:
-    """The buffers of scripted modules, which keep them outside Python; a cast replaces them."""
-    for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
-            for name, buffer in module.named_buffers(recurse=False):
-                yield module, name, buffer
-
-
-def _global_state() -> Iterator[Callable[[], Any]]:
-    """What restores the random number generators and the settings of torch that a model may change."""
-    yield from generator_restorers()
-    yield functools.partial(torch.set_grad_enabled, torch.is_grad_enabled())
-    yield functools.partial(torch.set_default_dtype, torch.get_default_dtype())
-    for read, write in (
-        (torch.get_float32_matmul_precision, torch.set_float32_matmul_precision),
-        (torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms),
-        (torch.get_num_threads, torch.set_num_threads),
-        (torch.is_autocast_cache_enabled, torch.set_autocast_cache_enabled),
-    ):
-        yield functools.partial(_reset, read, write, read())
-
-
-def _reset(read: Callable[[], Any], write: Callable[[Any], Any], value: Any) -> None:
-    """Write a setting only if it has changed: some writes have effects of their own."""
-    if read() != value:
-        with contextlib.suppress(RuntimeError):
-            write(value)

@@ -72,7 +72,11 @@ class _TorchvisionLoader(importlib.abc.Loader):
                 raise
             _declare()
             self._loader.exec_module(module)
-            _skip_ops_check()
+            for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):  # no check that compiled ops are loaded
+                content = importlib.import_module(name).__dict__
+                content["_assert_has_ops"] = lambda: None
+                if "_has_ops" in content:
+                    content["_has_ops"] = lambda: True
 
 
 def _declare() -> None:
@@ -90,15 +94,6 @@ def _declare() -> None:
         library.impl(op, kernel, "CPU")
         library.impl(op, under_autocast, "AutocastCPU")
     _libraries.append(library)
-
-
-def _skip_ops_check() -> None:
-    """Disable torchvision's check that its compiled ops are loaded, in the modules that use the replaced ops."""
-    for name in ("torchvision.ops.boxes", "torchvision.ops.roi_align"):
-        module = importlib.import_module(name).__dict__
-        module["_assert_has_ops"] = lambda: None
-        if "_has_ops" in module:
-            module["_has_ops"] = lambda: True
 
 
 def declared() -> bool:

@@ -37,23 +37,25 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> 
     if loss is None:
         return _default_loss(output)
     if _required(loss) <= 1:
-        return _checked(loss(output))
-    args, kwargs = (given.targets, {}) if given.targets else (given.args, given.kwargs)
-    _check_call(loss, output, args, kwargs, "targets" if given.targets else "inputs")
-    return _checked(loss(output, *args, **kwargs))
-
-
-def _check_call(
-    loss: Callable[..., Any], output: Any, args: tuple[Any, ...], kwargs: dict[str, Any], what: str
-) -> None:
-    """Raise :class:`UsageError` if ``loss`` cannot be called with these arguments, ``what`` besides the output."""
-    try:
-        inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(output, *args, **kwargs)
-    except TypeError as error:
+        found = loss(output)
+    else:
+        args, kwargs = (given.targets, {}) if given.targets else (given.args, given.kwargs)
+        try:
+            inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(output, *args, **kwargs)
+        except TypeError as error:
+            what = "targets" if given.targets else "inputs"
+            raise UsageError(
+                f"`loss` cannot be called with the output and the {what} of the batch: {message_of(error)}.",
+                "Define `loss(output)`, or a function of the output and of these, in this order.",
+            ) from None
+        found = loss(output, *args, **kwargs)
+    if not isinstance(found, Tensor) or found.numel() != 1:
+        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
         raise UsageError(
-            f"`loss` cannot be called with the output and the {what} of the batch: {message_of(error)}.",
-            "Define `loss(output)`, or a function of the output and of these, in this order.",
-        ) from None
+            f"`loss` returned an object of type {type_name(found)}{shape}, not a tensor with one element.",
+            "Return a scalar tensor, for example torch.nn.functional.cross_entropy(output, labels).",
+        )
+    return found
 
 
 def _required(loss: Callable[..., Any]) -> int:
@@ -64,16 +66,6 @@ def _required(loss: Callable[..., Any]) -> int:
         return 1
     positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return sum(found.kind in positional and found.default is found.empty for found in parameters)
-
-
-def _checked(found: Any) -> Tensor:
-    if not isinstance(found, Tensor) or found.numel() != 1:
-        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
-        raise UsageError(
-            f"`loss` returned an object of type {type_name(found)}{shape}, not a tensor with one element.",
-            "Return a scalar tensor, for example torch.nn.functional.cross_entropy(output, labels).",
-        )
-    return found
 
 
 class _OwnLoss(NamedTuple):
@@ -108,7 +100,7 @@ def _default_loss(output: Any) -> Tensor:
             "Define `loss(output)` in the file.",
         )
     generator = torch.Generator().manual_seed(0)
-    if len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex():
+    if _are_scores(tensors):
         scores = tensors[0]
         labels = torch.randint(0, scores.shape[1], scores.shape[:1], generator=generator)
         return nn.functional.cross_entropy(scores, labels.to(scores.device))
@@ -118,6 +110,11 @@ def _default_loss(output: Any) -> Tensor:
         target = torch.randn(values.shape, generator=generator).to(values.device).to(values.dtype)
         terms.append((values - target).square().mean())
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+
+
+def _are_scores(tensors: list[Tensor]) -> bool:
+    """Whether it is one output of shape (N, classes)."""
+    return len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex()
 
 
 class DescribedLoss(NamedTuple):
@@ -143,7 +140,7 @@ def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targe
     if own is not None:
         return DescribedLoss("the loss that the model returns", own.code)
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor)]
-    if len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex():
+    if _are_scores(tensors):
         return DescribedLoss("cross-entropy with random labels", setup=(_CROSS_ENTROPY,))
     return DescribedLoss("mean squared difference from random targets", setup=(_MEAN_SQUARE,))
 

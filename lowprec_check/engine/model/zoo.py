@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import difflib
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import inputs_code, parse_inputs
@@ -23,19 +23,13 @@ def import_zoo(package: str) -> Any:
     """The package; raises :class:`UsageError` if it is not installed, or cannot be imported."""
     try:
         return importlib.import_module(package)
-    except ModuleNotFoundError as error:
-        if error.name != package:
-            raise _broken(package, error) from error
-        raise UsageError(f"{package} is not installed.", f"pip install {package}") from None
     except Exception as error:
-        raise _broken(package, error) from error
-
-
-def _broken(package: str, error: Exception) -> UsageError:
-    return UsageError(
-        f"{package} is installed, but its import fails: {type_name(error)}: {first_line(message_of(error))}",
-        f"Install a release of {package} for this torch.",
-    )
+        if isinstance(error, ModuleNotFoundError) and error.name == package:
+            raise UsageError(f"{package} is not installed.", "pip install 'lowprec-check[zoo]'") from None
+        raise UsageError(
+            f"{package} is installed, but its import fails: {type_name(error)}: {first_line(message_of(error))}",
+            f"Install a release of {package} for this torch.",
+        ) from error
 
 
 def unknown_name(owner: str, noun: str, name: str, names: Sequence[str], hint: str) -> UsageError:
@@ -44,19 +38,24 @@ def unknown_name(owner: str, noun: str, name: str, names: Sequence[str], hint: s
     return UsageError(f"{owner} has no {noun} {name!r}.", f"Did you mean {', '.join(near)}?" if near else hint)
 
 
-BYTES_EACH = 12
-"""Memory for each parameter: the fp32 weights, their cast, and what a run adds."""
-
-
 def check_memory(what: str, parameters: int, hint: str) -> None:
     """Raise :class:`UsageError` if a model of so many parameters does not fit into the free memory of this machine."""
-    needed, free = parameters * BYTES_EACH, psutil.virtual_memory().available
+    needed, free = parameters * 12, psutil.virtual_memory().available  # the fp32 weights, their cast, what a run adds
     if needed > free:
         raise UsageError(
             f"{what} has {parameters / 1e9:.1f} billion parameters: a scan needs about {needed / 2**30:.0f} GiB of memory, "
             f"and {free / 2**30:.0f} GiB are free.",
             hint,
         )
+
+
+def zoo_target(name: str, model: nn.Module, make_batch: Callable[[int], Any], code: str, *, asked: bool) -> Target:
+    """The target for a model by name with random weights; ``code`` makes the model, ``asked`` is whether the user gave the inputs."""
+    given = make_batch(0)
+    setup = (f"import {code.partition('.')[0]}", f"model = {code}.eval()", f"inputs = {inputs_code(given)}")
+    return unchecked_target(
+        model, given, name=name, make_batch=make_batch, setup=setup, default_inputs=not asked, weights="random"
+    )
 
 
 # -- Loads torchvision models by name, with random weights and a fixed seed
@@ -76,60 +75,36 @@ def load_torchvision(name: str, inputs: tuple[str, ...] = ()) -> Target:
             "torchvision", "model", name, models.list_models(), "torchvision.models.list_models() returns all names."
         )
 
+    is_detector = kind_of(models, name) == "detection"
+
     def make_batch(index: int) -> Any:
         if not inputs:
             return default_inputs(models, name, seed=index)
         asked = parse_inputs(inputs, seed=index)
-        return (_images(asked),) if kind_of(models, name) == "detection" else asked
+        if not is_detector:
+            return asked
+        tensors = [asked] if isinstance(asked, Tensor) else asked.values() if isinstance(asked, dict) else asked
+        # a detector takes a list of images; a batch is several
+        return ([image for tensor in tensors for image in (tensor.unbind() if tensor.dim() == 4 else [tensor])],)
 
-    given = make_batch(0)
-    torch.manual_seed(0)
-    options = _builder_options(models, name) | _detector_size(given, models, name)
-    model = models.get_model(name, **options).eval()
-    arguments = "".join(f", {option}={value!r}" for option, value in options.items())
-    return unchecked_target(
-        model,
-        given,
-        name=f"torchvision:{name}",
-        make_batch=make_batch,
-        default_inputs=not inputs,
-        weights="random",
-        setup=(
-            "import torchvision",
-            f"model = torchvision.models.get_model({name!r}{arguments}).eval()",
-            f"inputs = {inputs_code(given)}",
-        ),
-    )
-
-
-def _images(asked: Any) -> list[Tensor]:
-    """The list of images that a detector takes; a batch is several."""
-    tensors = [asked] if isinstance(asked, Tensor) else asked.values() if isinstance(asked, dict) else asked
-    return [image for tensor in tensors for image in (tensor.unbind() if tensor.dim() == 4 else [tensor])]
-
-
-def _builder_options(models: Any, name: str) -> dict[str, Any]:
-    """Options for the model builder: no download of a backbone, and no slow weight initialization (up to a minute)."""
-    options: dict[str, Any] = {"weights": None}
-    builder = models.get_model_builder(name)
-    if "weights_backbone" in builder.__annotations__:
+    options: dict[str, Any] = {"weights": None}  # no download, and no slow initialization (up to a minute)
+    if "weights_backbone" in models.get_model_builder(name).__annotations__:
         options["weights_backbone"] = None
     if name in ("googlenet", "inception_v3"):
         options |= {"init_weights": False, "aux_logits": False}
-    return options
+    if is_detector and not name.startswith("ssd"):  # it would enlarge its images to at least 800 pixels
+        side = max(max(image.shape[-2:]) for image in make_batch(0)[0])
+        options |= {"min_size": side, "max_size": side}
+    torch.manual_seed(0)
+    model = models.get_model(name, **options).eval()
+    arguments = "".join(f", {option}={value!r}" for option, value in options.items())
+    code = f"torchvision.models.get_model({name!r}{arguments})"
+    return zoo_target(f"torchvision:{name}", model, make_batch, code, asked=bool(inputs))
 
 
 def kind_of(models: Any, name: str) -> str:
     """``detection``, ``video``, ``segmentation``, or the family of a classifier."""
     return str(models.get_model_builder(name).__module__.split(".")[2])
-
-
-def _detector_size(given: Any, models: Any, name: str) -> dict[str, int]:
-    """Options that make a detector keep the size of its images; by default it enlarges them to at least 800 pixels."""
-    if kind_of(models, name) != "detection" or name.startswith("ssd") or not isinstance(given, tuple):
-        return {}
-    side = max(max(image.shape[-2:]) for image in given[0])
-    return {"min_size": side, "max_size": side}
 
 
 def default_inputs(models: Any, name: str, *, seed: int = 0) -> Any:
@@ -166,17 +141,5 @@ def load_timm(name: str, inputs: tuple[str, ...] = ()) -> Target:
         size = (getattr(model, "pretrained_cfg", None) or {}).get("input_size", (3, 224, 224))
         return torch.randn(1, *size, generator=torch.Generator().manual_seed(index))
 
-    given = make_batch(0)
-    return unchecked_target(
-        model,
-        given,
-        name=f"timm:{name}",
-        make_batch=make_batch,
-        default_inputs=not inputs,
-        weights="random",
-        setup=(
-            "import timm",
-            f"model = timm.create_model({name!r}, pretrained=False).eval()",
-            f"inputs = {inputs_code(given)}",
-        ),
-    )
+    code = f"timm.create_model({name!r}, pretrained=False)"
+    return zoo_target(f"timm:{name}", model, make_batch, code, asked=bool(inputs))

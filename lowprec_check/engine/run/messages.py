@@ -83,7 +83,7 @@ class TwinOps(Struct, frozen=True, tag="twin-ops"):
     """Those that it does not have."""
 
 
-class Fault(Struct, frozen=True, tag="fault"):
+class PartFailed(Struct, frozen=True, tag="part-failed"):
     """The tool failed after the plain run: the run has no explanation, but keeps its status."""
 
     message: str
@@ -149,7 +149,7 @@ TaskMessage = (
     | Instrumented
     | Predicted
     | TwinOps
-    | Fault
+    | PartFailed
     | Ready
     | TurnTimed
     | TurnFailed

@@ -11,10 +11,10 @@ import msgspec
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.messages import (
     CallStarted,
-    Fault,
     GapFound,
     Measures,
     OpCallsFound,
+    PartFailed,
     Predicted,
     TaskMessage,
     TrainingDone,
@@ -106,7 +106,7 @@ class Outcome:
                 self.twin_ops = message
             case TurnTimed() | TurnFailed():
                 self.turns.append(message)
-            case Fault():
+            case PartFailed():
                 self.faults.append(message.message)
 
     @property

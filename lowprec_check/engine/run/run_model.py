@@ -15,7 +15,7 @@ from lowprec_check.engine.device_twin.twin import assumed_ops, emulating, known_
 from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.memory_limits import allowance
-from lowprec_check.engine.run.messages import Fault, GapFound, OpCallsFound, Predicted, Send, TwinOps
+from lowprec_check.engine.run.messages import GapFound, OpCallsFound, PartFailed, Predicted, Send, TwinOps
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart, judge_with_same_draws
 from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_backend, prepared_for
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ExtensionTask, ModelTask, RunTask, WhatIfTask
@@ -156,7 +156,7 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
         yield
     except BaseException as error:  # the user's metric may exit
         reraise_interrupt(error)
-        send(Fault(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
+        send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
 
 
 def _in_fp32(task: ModelTask) -> ModelTask:

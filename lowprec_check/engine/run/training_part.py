@@ -19,7 +19,7 @@ from lowprec_check.engine.model.plain_run import PlainResult, describe_error
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
-from lowprec_check.engine.run.messages import Fault, Send, TrainingDone
+from lowprec_check.engine.run.messages import PartFailed, Send, TrainingDone
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.run.training_reference import TrainingReference, TrainingSteps
 from lowprec_check.engine.trace.places import Places
@@ -122,7 +122,7 @@ class TrainingPart(TrainingSteps):
                 found, loop = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
             self._add(found, loop, watchers)
         if left_out:
-            self._send(Fault(f"not tried, since steps take long here: {', '.join(left_out)}"))
+            self._send(PartFailed(f"not tried, since steps take long here: {', '.join(left_out)}"))
 
     def _make(self, parameters: Any) -> Any:
         return make_optimizer(self.target.optimizer, list(parameters))
@@ -157,7 +157,7 @@ class TrainingPart(TrainingSteps):
         if way != self._ways[0]:
             self._seconds += sum(trajectory.seconds)
         for fault in loop.faults:
-            self._send(Fault(fault))
+            self._send(PartFailed(fault))
         return self._judged(way, step, trajectory), loop
 
     def _judged(self, way: WayToTrain, step: TrainingStep, trajectory: Trajectory) -> TrainingWay:

@@ -21,7 +21,7 @@ from lowprec_check.engine.device_twin.twin import become_twin, check_process
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.leftovers import Leftovers
-from lowprec_check.engine.run.messages import CallStarted, Checked, Fault, Loaded, Send, TaskMessage, encode
+from lowprec_check.engine.run.messages import CallStarted, Checked, Loaded, PartFailed, Send, TaskMessage, encode
 from lowprec_check.engine.run.place_log import note_model, packages_of
 from lowprec_check.engine.run.preparation import on_device
 from lowprec_check.engine.run.run_model import predict_formats, run_model, train_with_extension
@@ -131,7 +131,7 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
                 raise
             if isinstance(task, RunTask) and send.plain is None:
                 send(PlainResult(status="error", exception=describe_error(error, target.model)))
-            send(Fault(f"the device cannot be used any more in this process: {broken}"))
+            send(PartFailed(f"the device cannot be used any more in this process: {broken}"))
 
     note_model(task.files.log)
     try:

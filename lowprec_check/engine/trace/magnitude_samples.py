@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.tensor_comparison import as_real, is_dense
+from lowprec_check.engine.core.floating_dtypes import as_real, is_float
+from lowprec_check.engine.core.tensor_comparison import is_dense
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.ops import COPIES
 from lowprec_check.engine.trace.twins import Twins

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.core.floating_dtypes import real
+from lowprec_check.engine.core.floating_dtypes import as_real
 from lowprec_check.engine.trace.places import Places, accumulates, nodes_of
 from lowprec_check.engine.train.steps import TrainingStep, Watcher
 from lowprec_check.schema.training import ParameterGradient
@@ -39,7 +39,7 @@ class FirstGradients(Watcher):
         if self.found and all(bool(gradient.isfinite().all()) for gradient in self.found.values()):
             return
         self.found = {
-            name: real(parameter.grad.detach()).float().cpu().clone()
+            name: as_real(parameter.grad.detach()).float().cpu().clone()
             for name, parameter in self._parameters.items()
             if parameter.grad is not None and parameter.grad.layout == torch.strided
         }

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core import devices
-from lowprec_check.engine.core.floating_dtypes import is_float, real
+from lowprec_check.engine.core.floating_dtypes import as_real, is_float
 from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.inputs import NoBatchError
@@ -175,13 +175,13 @@ class Samples:
     @classmethod
     def of(cls, tensors: Mapping[str, Tensor]) -> Samples:
         """Those of ``tensors``."""
-        return cls({name: real(tensor).numel() for name, tensor in tensors.items()})
+        return cls({name: as_real(tensor).numel() for name, tensor in tensors.items()})
 
     def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
         """The elements of all tensors, as one fp32 vector on the CPU."""
         found = [torch.zeros(0)]
         for name, picked in self._picked.items():
-            flat = real(tensors[name].detach()).reshape(-1)
+            flat = as_real(tensors[name].detach()).reshape(-1)
             found.append((flat if picked is None else flat[picked.to(flat.device)]).float().cpu())
         return torch.cat(found)
 

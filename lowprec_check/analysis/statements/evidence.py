@@ -1,0 +1,345 @@
+"""What the conclusions of a scan rest on: where errors come from, inputs and weights, predictions, times, and what was not seen."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from lowprec_check.analysis.error_shares import (
+    BETWEEN,
+    PartShare,
+    fails_by_error,
+    is_confirmed,
+    is_disproved,
+    is_over_tolerance,
+    main_causes,
+    module_shares,
+    trusted_budget,
+)
+from lowprec_check.analysis.run_summary import (
+    candidates,
+    degenerate_output,
+    is_plan_of,
+    reference_of,
+    tiny_output,
+)
+from lowprec_check.analysis.speed import CHANGED, cores_were_used, speed
+from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
+from lowprec_check.catalog.versions import release_of
+from lowprec_check.schema.measures import MATTERS, Latency
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import Sentence, chained, plain, say
+
+NAMED = 3
+"""Modules that a sentence names."""
+
+# -- where the error of a run comes from: shares, which are derived to first order, and what was tried, which proves or disproves them
+
+
+def is_told(run: Run, result: ScanResult) -> bool:
+    """Whether readers need to know where the error of ``run`` comes from: it fails by its error, or its output is lost."""
+    is_odd = degenerate_output(run, result) is not None
+    return not is_odd and run.budget is not None and fails_by_error(run) and run.status != "timeout"
+
+
+@per_run("shares", "error", evidence="derived", disproof="an ablation: the same run with the module in fp32")
+def shares(run: Run, result: ScanResult) -> Made:
+    """The modules with the largest shares of the squared error of the output, by following the error of each op to the output."""
+    budget = trusted_budget(run)
+    if budget is None or not is_told(run, result) or is_disproved(run):
+        return None
+    about = plain("shares of the error")
+    if not is_over_tolerance(run):  # they are not of the error that makes the run fail
+        where = "in eager mode" if not run.is_eager else "in the first call" if run.failed_call else "op by op"
+        only = "shares of the error {where:text}, which is only {error:error}"
+        about = say(only, where=where, error=budget.measured or 0.0)
+    parts = [*_largest(module_shares(run))]
+    if budget.decisions >= MATTERS:
+        parts.append(say("{share:share} choices that differ from fp32", share=budget.decisions))
+    rest = (budget.unexplained or 0.0) - budget.decisions
+    if rest >= MATTERS:
+        parts.append(say("{share:share} not explained", share=rest))
+    elif rest <= -MATTERS:
+        parts.append(say("first order predicts {share:share} too much", share=-rest))
+    return chained(about, chained(*parts, between=", "), between=": ")
+
+
+def _largest(modules: Sequence[PartShare]) -> Iterator[Sentence]:
+    """``46 % lm_head (linear, model.py:41)``, then others without op and line; of an error to which every module adds a little, its spread."""
+    causes = main_causes(modules, NAMED)
+    if causes:
+        first = causes[0]
+        yield say(
+            "{share:share} {module:module} ({rounding:text}{op:op}{source:text})",
+            share=first.share,
+            module=first.name,
+            rounding="rounding of " if first.largest.rounding and first.name != BETWEEN else "",
+            op=first.largest.op,
+            source=f", {first.largest.source}" if first.largest.source else "",
+        )
+        for part in causes[1:]:
+            yield say("{share:share} {module:module}", share=part.share, module=part.name)
+        return
+    parts = [part for part in modules if part.share > 0]
+    if not parts:
+        yield plain("no module stands out")
+        return
+    spread = "spread over {modules:count module}, the largest is {share:share} {module:module}"
+    yield say(spread, modules=len(parts), share=parts[0].share, module=parts[0].name)
+
+
+@per_run("unknown-cause", "error", evidence="derived")
+def unknown_cause(run: Run, result: ScanResult) -> Made:
+    """Why no module can be named."""
+    budget = run.budget
+    if budget is None or not is_told(run, result) or trusted_budget(run) is not None or is_confirmed(run):
+        return None
+    if not budget.known:
+        reason = budget.reason or "it was not computed"
+        return say("where the error comes from is not known: {reason:text}", reason=reason)
+    unexplained, decisions = budget.unexplained or 0.0, None
+    if budget.decisions >= MATTERS:
+        decisions = say("{share:share} choices that differ from fp32", share=budget.decisions)
+    if unexplained > 0:
+        told = say("first order explains only {share:share} of the error", share=max(0.0, 1 - unexplained))
+    else:
+        ratio = (budget.predicted or 0.0) / (budget.measured or 1.0)
+        told = say("first order predicts {ratio:times} the error of the run", ratio=ratio)
+    return chained(told, decisions, between="; ")
+
+
+@per_run("ablation", "error", disproof="the same plain run again")
+def ablation(run: Run, result: ScanResult) -> Made:
+    """What keeping the modules with the largest shares in fp32 changed, in a plain run."""
+    found = run.ablation
+    if found is None or degenerate_output(run, result) is not None:
+        return None
+    kept, before = found.keep_fp32, run.rel_l2
+    if found.status in ("ok", "inaccurate") and found.rel_l2 is not None:
+        passes = " and it passes" if found.status == "ok" else ""
+        if before is None:
+            finite = f"with {{kept:modules}} in fp32 the output is finite, error {{after:error}}{passes}"
+            return say(finite, kept=kept, after=found.rel_l2)
+        words = f"with {{kept:modules}} in fp32 the error is {{after:error}} instead of {{before:error}}{passes}"
+        if is_disproved(run):
+            words = "keeping {kept:modules} in fp32 does not help: the error is {after:error} instead of {before:error}"
+        return say(words, kept=kept, after=found.rel_l2, before=before)
+    if found.status == "nonfinite":
+        return say("with {kept:modules} in fp32 the output has NaN or Inf", kept=kept)
+    return say("with {kept:modules} in fp32 the run ends as {status:text}", kept=kept, status=found.status)
+
+
+@per_run("plan-passes", "error", disproof="the plan's plain run again")
+def plan_passes(run: Run, result: ScanResult) -> Made:
+    """The modules that a plan keeps in fp32, with which this run passes."""
+    plans = (plan for plan in result.runs if is_plan_of(plan, run) and plan.status == "ok" and plan.keep_fp32)
+    plan = next(plans, None)
+    if plan is None:
+        return None
+    words = "with {kept:modules} in fp32 (the plan) it passes"
+    error = say(", error {error:error}", error=plan.rel_l2) if plan.rel_l2 is not None else None
+    return chained(say(words, kept=plan.keep_fp32), error, between="")
+
+
+@per_run("rescued", "error", disproof="fixing the ops and running the model again")
+def rescued(run: Run, result: ScanResult) -> Made:
+    """How many calls fail in this precision and succeed with their inputs in fp32."""
+    if not run.gaps or run.status not in ("error", "crashed"):
+        return None
+    calls = sum(gap.calls for gap in run.gaps)
+    end = "to its end" if run.complete else "on, but not to its end"
+    return say(f"{{calls:count call}} failed and succeeded with inputs in fp32; the model then ran {end}", calls=calls)
+
+
+@per_run("tiny-output", "error")
+def tiny(run: Run, result: ScanResult) -> Made:
+    """What the format makes of an output that is too small for it."""
+    is_lost = run.status == "inaccurate" and fails_by_error(run) and degenerate_output(run, result) is None
+    found = tiny_output(run) if is_lost else None
+    return plain(found) if found else None
+
+
+# -- inputs and weights
+
+
+@per_scan("scope", "inputs", evidence="declared")
+def scope(result: ScanResult) -> Iterator[Made]:
+    """What was run: the forward pass, or steps of training."""
+    setup = result.training
+    if setup is None:
+        yield plain("only the forward pass was run")
+        return
+    default = {True: " (default)", False: ""}
+    batches = [] if setup.steps == 1 else ["a new batch each step" if setup.new_batches else "the same batch each step"]
+    yield say(
+        "{steps:count step} of {optimizer:text}, loss: {loss:text}{batches:text}",
+        steps=setup.steps,
+        optimizer=setup.optimizer + default[setup.default_optimizer],
+        loss=setup.loss + default[setup.default_loss],
+        batches=f", {batches[0]}" if batches else "",
+    )
+
+
+@per_scan("seeds", "inputs", disproof="more steps, or the whole training")
+def seeds(result: ScanResult) -> Iterator[Made]:
+    """What a run in low precision is judged by."""
+    setup = result.training
+    if setup is None:
+        return
+    if setup.seeds:
+        yield say("judged by {seeds:count fp32 run} from other seeds, after the last step", seeds=setup.seeds)
+    else:
+        yield Said(plain("no fp32 run from another seed finished, so the loss is not judged"), "warn")
+
+
+@per_scan("inputs", "inputs", disproof="a scan with other inputs, --batches")
+def inputs(result: ScanResult) -> Iterator[Made]:
+    """On how many inputs the statuses rest."""
+    passing = [run for run in candidates(result.runs) if run.status == "ok"]
+    batches = min((len(run.batches.statuses) if run.batches else 1 for run in passing), default=1)
+    if result.training is None:
+        yield say("{batches:count batch} of inputs", batches=batches)
+    reference = reference_of(result.runs)
+    if reference is not None and reference.nondeterministic:
+        yield Said(plain("two fp32 runs differ, so the tolerances are wider"), "warn")
+    if any(run.random for run in result.runs):
+        yield plain("the model draws random numbers; all runs draw the same")
+
+
+@per_scan("weights", "weights", evidence="declared", disproof="a scan with trained weights, --weights")
+def weights(result: ScanResult) -> Iterator[Made]:
+    """Where the weights come from, if that is known."""
+    words = {
+        "random": "random weights: trained weights can have other errors and overflows",
+        "scaled": "random weights, scaled where the signal vanishes or explodes: trained weights can have other errors and overflows",
+        "loaded": "weights loaded from a file",
+    }.get(result.model.weights)
+    if words is not None:
+        yield Said(plain(words), "none" if result.model.weights == "loaded" else "warn")
+
+
+@per_scan("note", "inputs", evidence="declared")
+def notes(result: ScanResult) -> Iterator[Made]:
+    """What to know of the model and its inputs."""
+    for note in result.model.notes:
+        yield Said(plain(note), "warn")
+
+
+# -- predictions
+
+
+@per_scan("prediction", "prediction", evidence="predicted", disproof="the same scan on the device")
+def prediction(result: ScanResult) -> Iterator[Made]:
+    """That nothing ran on the device, what is known of its kernels, and how much of the model that covers."""
+    device = result.prediction
+    if device is None:
+        return
+    if device.name != "cpu":
+        missing = f"nothing ran on {device.name}"
+    elif device.torch != release_of(str(result.environment["torch"])):
+        missing = f"nothing ran with torch {device.torch}"
+    else:
+        missing = "the 16-bit kernels of the CPU were emulated"
+    policy = f"; its autocast policy: torch {device.autocast}" if device.autocast != device.torch else ""
+    assumed = sorted({op for run in result.runs for op in run.assumed_ops})
+    known = {op for run in result.runs for op in run.known_ops} - {*assumed}
+    covered = plain("no op ran in 16 bits")
+    if known or assumed:
+        knows = "the catalog knows {known:number} of {total:count op} in 16 bits"
+        covered = say(knows, known=len(known), total=len(known) + len(assumed))
+    others = say(", the others are assumed to run: {ops:ops}", ops=assumed) if assumed else None
+    words = "Predicted: {missing:text}. Its kernels: {kernels:text}{policy:text}"
+    head = say(words, missing=missing, kernels=device.kernels, policy=policy)
+    yield Said(chained(head, chained(covered, others, between=""), between="; "), "warn")
+
+
+# -- times
+
+
+def spread_of(latency: Latency) -> float:
+    """Half the distance of the quartiles, relative to the median."""
+    low, high = latency.quartiles_ms
+    return (high - low) / 2 / latency.median_ms if latency.median_ms else 0.0
+
+
+@per_scan("rounds", "times", disproof="another scan on a quiet machine")
+def rounds(result: ScanResult) -> Iterator[Made]:
+    """In how many rounds the runs were timed in turns with fp32, and how far the calls of fp32 varied."""
+    reference = reference_of(result.runs)
+    if result.prediction is not None or reference is None:
+        return
+    counts = [run.latency.speedup.rounds for run in result.runs if run.latency and run.latency.speedup]
+    if not counts:
+        timed = reference.latency_ms is not None
+        yield plain("times were not compared in rounds" if timed else "no times were taken")
+        return
+    least, most = min(counts), max(counts)
+    found = say("times of {rounds:count round}", rounds=most)
+    if least < most:
+        found = say("times of {least:number} – {rounds:count round}", least=least, rounds=most)
+    words = "in which fp32 varied by ±{spread:share}"
+    spread = say(words, spread=spread_of(reference.latency)) if reference.latency is not None else None
+    yield chained(found, spread, between=", ")
+
+
+@per_scan("other-programs", "times", disproof="another scan on a quiet machine")
+def other_programs(result: ScanResult) -> Iterator[Made]:
+    """What disturbed the times of all runs."""
+    found = result.timing_conditions
+    if found is None:
+        return
+    if cores_were_used(found):
+        words = "other programs used these cores while times were taken: the model's threads waited {share:share} of the time"
+        yield Said(say(words, share=found.waited or 0.0), "warn")
+    elif (found.speed_change or 1.0) > CHANGED:
+        words = "the processor's speed changed by a factor of {factor:figure} while times were taken"
+        yield Said(say(words, factor=found.speed_change or 1.0), "warn")
+
+
+@per_run("one-core", "times")
+def one_core(run: Run, result: ScanResult) -> Made:
+    """A run that was compared with fp32 on one core, where other programs disturb less."""
+    found = run.latency.speedup if run.latency is not None and run.timing is None else None
+    if found is None or not found.one_core:
+        return None
+    return Said(plain("compared with fp32 on one core, since other programs used the others"), "warn")
+
+
+@per_run("noisy", "times", disproof="another scan on a quiet machine")
+def noisy(run: Run, result: ScanResult) -> Made:
+    """A run whose speed cannot be told."""
+    if run.status == "skipped" or run.is_reference or run.latency is None or speed(run, result.runs).told != "noisy":
+        return None
+    return Said(plain("its speed cannot be told: calls are too short, or varied too much"), "warn")
+
+
+# -- what was not seen
+
+
+@per_run("partly-analyzed", "analysis")
+def partly_analyzed(run: Run, result: ScanResult) -> Made:
+    """How far the op-by-op analysis got, and whether it changed the output."""
+    if run.is_reference or not run.is_eager or run.status == "skipped":
+        return None
+    if not run.complete:
+        stop = run.stopped_by.text if run.stopped_by is not None else "the reason is not known"
+        reason = run.incomplete_because or stop
+        return Said(say("analyzed op by op only in part: {reason:text}", reason=reason.rstrip(".")), "warn")
+    if run.perturbed:
+        return Said(plain("the op-by-op analysis changed its output"), "warn")
+    return None if len(run.op_calls) else plain("not analyzed op by op")
+
+
+@per_run("emulated", "analysis")
+def emulated(run: Run, result: ScanResult) -> Made:
+    """Ops that the analysis computed in fp32 and rounded, as their kernels are too slow or crash."""
+    words = "computed in fp32 and rounded in the analysis, as the kernels are too slow or crash: {ops:ops}"
+    return say(words, ops=sorted(run.emulated)) if run.emulated else None
+
+
+@per_scan("not-called", "not run")
+def not_called(result: ScanResult) -> Iterator[Made]:
+    """Modules whose parameters no op read."""
+    low = candidates(result.runs)
+    never = next((run.uncalled_modules for run in low if run.complete and len(run.op_calls)), [])
+    if never:
+        yield say("{count:count module} whose parameters no op read: {names:modules}", count=len(never), names=never)
