@@ -140,7 +140,7 @@ def test_each_way_is_declared_in_full() -> None:
     for way in WAYS:
         assert way.summary.endswith(".")
         assert way.words
-        assert (way.updater is None) == (way.pasted_class() is None)
+        assert (way.updater is None) == (not way.class_code())
         assert any(way.suits(precision) for precision in PRECISIONS)
     assert [way.order for way in WAYS] == sorted({way.order for way in WAYS})
 

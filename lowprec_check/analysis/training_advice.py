@@ -47,8 +47,8 @@ def training_code(
     """
     found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
     found = found._replace(imports=[*found.imports, *way.declared.imports])
-    pasted, updates = way.declared.pasted_class(), _updates(way, setup, device_type(key.device))
-    lines = ["", pasted.text, "", ""] if pasted else []
+    class_code, updates = way.declared.class_code(), _updates(way, setup, device_type(key.device))
+    lines = ["", class_code, "", ""] if class_code else []
     lines += setup.loss_setup
     if any(line.startswith("targets =") for line in setup.loss_setup):
         lines += convert_targets(found.conversion)
@@ -69,13 +69,14 @@ def training_code(
 
 def _updates(way: TrainingWay, setup: TrainingSetup, device: str) -> _Updates:
     """The optimizer, what scales the loss, and what updates 16-bit weights."""
-    made, pasted = setup.optimizer_code or "optimizer(parameters)", way.declared.pasted_class()
+    made, class_code = setup.optimizer_code or "optimizer(parameters)", way.declared.class_code()
     scale = "" if way.initial_scale in (None, DEFAULT_SCALE) else f", init_scale={way.initial_scale}"
     scaler = f'torch.amp.GradScaler("{device}"{scale})' if way.initial_scale is not None else None
-    if pasted is not None:
+    if class_code:
+        updater = class_code.partition(":")[0].removeprefix("class ")
         make = "optimizer" if made == "optimizer(parameters)" else f"lambda parameters: {made}"
         arguments = ", ".join(filter(None, ("parameters", make, scaler)))
-        before = [f"updater = {pasted.name}({arguments})"]
+        before = [f"updater = {updater}({arguments})"]
         return _Updates(before, "updater.zero_grad()", "updater.backward(step_loss)", ["updater.step()"])
     name = "optimizer" if setup.default_optimizer else "updater"  # the file's own `optimizer` is a function
     before = [f"{name} = {made}", *way.declared.optimizer_code(name)]
@@ -162,7 +163,11 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
         if prefer == "speed":
             runs = [run for run in runs if keeps_weights(run)] or runs
         best = best_of(runs, result.runs, environment, prefer, lambda run: first[run.key].distance)
-        return _with_fewer_skips(first[best.key])
+        run, way = first[best.key]
+        other = run.training.way("grad-scaler-suggested") if run.training else None
+        if way.initial_scale is None or other is None or other.status != "ok":
+            return first[best.key]
+        return min(first[best.key], Trained(run, other), key=lambda found: found.way.skipped_steps)
     order = WAYS.names()
 
     def rank(found: Trained) -> tuple[bool, int]:
@@ -182,12 +187,3 @@ def keeps_weights(run: Run) -> bool:
     """Whether the weights stay in fp32: under autocast, unless the file has cast them."""
     plain = run.training and run.training.way("plain")
     return run.is_autocast and (plain is None or plain.lost_updates is None)
-
-
-def _with_fewer_skips(trained: Trained) -> Trained:
-    """With the suggested scale, if ``GradScaler`` skips fewer steps then."""
-    run, way = trained
-    other = run.training.way("grad-scaler-suggested") if run.training else None
-    if way.initial_scale is None or other is None or other.status != "ok" or other.skipped_steps >= way.skipped_steps:
-        return trained
-    return Trained(run, other)

@@ -13,7 +13,7 @@ import inspect
 import pkgutil
 import textwrap
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, Protocol
 
 from lowprec_check.schema.precisions import Kind, Precision
 from lowprec_check.schema.registry import Registry
@@ -40,13 +40,6 @@ class Updates(Protocol):
 
     def step(self) -> None:
         """Update the parameters."""
-
-
-class PastedClass(NamedTuple):
-    """A class of the code to paste."""
-
-    name: str
-    text: str
 
 
 def _of_the_model(updates: Updates) -> list[Any]:
@@ -108,15 +101,13 @@ class WayToTrain:
             raise NotImplementedError
         return self.updater()(model.parameters(), make, *(() if scaler is None else (scaler,)))
 
-    def pasted_class(self) -> PastedClass | None:
-        """The class that updates the weights; ``None`` without one."""
+    def class_code(self) -> str:
+        """The text of the class that updates the weights; empty without one."""
         if self.updater is None:
-            return None
+            return ""
         text = textwrap.dedent(inspect.getsource(self.updater))
         (found,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
-        return PastedClass(
-            found.name, textwrap.dedent("\n".join(text.splitlines()[found.lineno - 1 : found.end_lineno]))
-        )
+        return textwrap.dedent("\n".join(text.splitlines()[found.lineno - 1 : found.end_lineno]))
 
     def optimizer_code(self, optimizer: str) -> list[str]:
         """Lines of code to paste after ``optimizer``, a variable, is made."""

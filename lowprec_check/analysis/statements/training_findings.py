@@ -16,7 +16,6 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, module_name, plain, say
 from lowprec_check.schema.training import (
     EpsilonCheck,
-    LossScale,
     LostUpdates,
     ParameterGradient,
     TrainingWay,
@@ -228,30 +227,25 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
     if scaled <= limit:
         fits = say("{scaled:figure} with this scale, of at most {limit:scale}", scaled=scaled, limit=limit)
         largest = chained(largest, fits, between=", ")
-    return chained(start, largest, _underflow(found), _tried(found, suggested or default))
+    words = "{without:percent} of the elements of gradients underflow without scaling"
+    underflow = say(words, without=found.underflow_unscaled)
+    if found.underflow is not None:
+        words = f"{words}, {{here:percent}} with it"
+        underflow = say(words, without=found.underflow_unscaled, here=found.underflow)
+        if not found.underflow_unscaled and not found.underflow:
+            underflow = plain("no element of the gradients underflows, with it or without scaling")
+    way, tried = suggested or default, None
+    if found.skipped_steps is not None and way is not None and way.initial_scale == found.scale:
+        done = steps_of(way)
+        tried = say("tried in {done:count step}", done=done) if done else say("tried")
+        tried = chained(tried, _skipped(found.skipped_steps), between=": ")
+    return chained(start, largest, underflow, tried)
 
 
 def power_of_two(scale: float) -> str:
     """``2^17`` of 131072; a scale that is no power of two as a number."""
     mantissa, exponent = frexp(scale)
     return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
-
-
-def _underflow(found: LossScale) -> Sentence:
-    words = "{without:percent} of the elements of gradients underflow without scaling"
-    if found.underflow is None:
-        return say(words, without=found.underflow_unscaled)
-    if not found.underflow_unscaled and not found.underflow:
-        return plain("no element of the gradients underflows, with it or without scaling")
-    return say(f"{words}, {{here:percent}} with it", without=found.underflow_unscaled, here=found.underflow)
-
-
-def _tried(found: LossScale, way: TrainingWay | None) -> Sentence | None:
-    if found.skipped_steps is None or way is None or way.initial_scale != found.scale:
-        return None
-    done = steps_of(way)
-    tried = say("tried in {done:count step}", done=done) if done else say("tried")
-    return chained(tried, _skipped(found.skipped_steps), between=": ")
 
 
 # -- updates
@@ -289,19 +283,18 @@ def tensor_name(found: LostUpdates) -> str:
 def lost_updates(run: Run, result: ScanResult) -> Made:
     """The share of the updates that rounding loses: of weights, buffers, the state of the optimizer, averages."""
     kinds = [kind for kind in lost_kinds(run) if max(kind.share, kind.decay or 0.0) >= MATTERS]
-    return chained(*map(_lost, kinds)) if kinds else None
-
-
-def _lost(kind: Lost) -> Sentence:
-    head = say("{values:text} {lost:percent}", values=kind.name, lost=kind.share)
-    if len(kind.tensors) == 1:
-        head = chained(head, say(" ({tensor:text})", tensor=tensor_name(kind.worst)), between="")
-    elif kind.share:
-        most = say(" (most in {tensor:text}, {most:percent})", tensor=tensor_name(kind.worst), most=kind.worst.lost)
-        head = chained(head, most, between="")
-    if (kind.decay or 0.0) < MATTERS:
-        return head
-    return chained(head, say("their weight decay {decay:percent}", decay=kind.decay), between=", ")
+    parts = []
+    for kind in kinds:
+        tensor, where, decay = tensor_name(kind.worst), None, None
+        if len(kind.tensors) == 1:
+            where = say(" ({tensor:text})", tensor=tensor)
+        elif kind.share:
+            where = say(" (most in {tensor:text}, {most:percent})", tensor=tensor, most=kind.worst.lost)
+        if (kind.decay or 0.0) >= MATTERS:
+            decay = say(", their weight decay {decay:percent}", decay=kind.decay)
+        lost = say("{values:text} {lost:percent}", values=kind.name, lost=kind.share)
+        parts.append(chained(lost, where, decay, between=""))
+    return chained(*parts) if parts else None
 
 
 _IMPLEMENTATIONS = {"loop": "foreach=False", "foreach": "foreach=True", "fused": "fused=True"}
