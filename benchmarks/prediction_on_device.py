@@ -49,8 +49,8 @@ from verdict_breadth import Case, cases, in_processes
 from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.records import LOW
-from lowprec_check.engine.device_twin.twin import become_twin, emulating
 from lowprec_check.engine.model.zoo import import_torchvision
+from lowprec_check.engine.stand_in.stand_in_process import become_stand_in, standing_in
 from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.samples import MAX_GENERATED, larger, load_operators, samples_of, seed_all
@@ -161,10 +161,10 @@ def work(options: argparse.Namespace) -> None:
     pool = options.worker
     if pool.endswith("ops"):
         operators = load_operators()
-        twin = predicted_device(options.device, options.torch or str(torch.__version__), str(torch.__version__))
+        predicted = predicted_device(options.device, options.torch or str(torch.__version__), str(torch.__version__))
         device = "cpu" if pool == "predict-ops" else options.device
         if pool == "predict-ops":
-            become_twin(twin)
+            become_stand_in(predicted)
     else:
         known = chosen_cases()
     for line in sys.stdin:
@@ -178,7 +178,7 @@ def work(options: argparse.Namespace) -> None:
             elif pool == "measure":
                 answer = measured_case(known[suite][name], options)
             else:
-                emulate = (lambda: emulating(twin)) if pool == "predict-ops" else contextlib.nullcontext
+                emulate = (lambda: standing_in(predicted)) if pool == "predict-ops" else contextlib.nullcontext
                 answer = outcomes_of_op(name, operators[name], Caller(operators[name], device), emulate)
         except Exception as error:
             problem = f"{type(error).__name__}: {error}"[:300]

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from lowprec_check.engine.sweep import worker
+from lowprec_check.engine.sweep import operator_worker
 
 
 def dies(x: torch.Tensor) -> torch.Tensor:
@@ -56,7 +56,7 @@ def operator(function: Any) -> SimpleNamespace:
 
 
 FUNCTIONS = (dies, always_dies, hangs, prints, refuses_large)
-worker.load_operators = lambda: {function.__name__: operator(function) for function in FUNCTIONS}
+operator_worker.load_operators = lambda: {function.__name__: operator(function) for function in FUNCTIONS}
 
 if __name__ == "__main__":
-    worker.main()
+    operator_worker.main()

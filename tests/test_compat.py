@@ -37,7 +37,8 @@ from lowprec_check.compat.scan_process import (
     with_slugs,
 )
 from lowprec_check.errors import UsageError
-from lowprec_check.report.matrix import matrix_document, matrix_page
+from lowprec_check.report.matrix import matrix_document
+from lowprec_check.report.registry import format_of
 from lowprec_check.report.registry import write as write_report
 from lowprec_check.schema import matrix
 from lowprec_check.schema.matrix import Matrix, MatrixRow
@@ -265,7 +266,7 @@ def matrix_of(*texts: str) -> Matrix:
 
 
 def index(found: Matrix, suffix: str = ".md") -> str:
-    return matrix_page(matrix_document(found, pages=suffix), suffix)
+    return format_of(Path(suffix)).lay_out(matrix_document(found, pages=suffix))
 
 
 def test_the_index_has_totals_status_error_speed_and_first_gap() -> None:

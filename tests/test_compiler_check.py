@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from lowprec_check import Backend, Run, ScanResult, scan
-from lowprec_check.engine.core.output_comparison import Corners, Distances, distances, worst
+from lowprec_check.engine.run.compiler_check import Corners, Distances, distances, worst
 from lowprec_check.schema.axes import BACKENDS
 
 SLACK = 5e-3

@@ -90,7 +90,6 @@ VIEWS = ("cli", "report", "schema")
 
 SAME_ROLE = {
     "messages": {"engine/run", "engine/sweep"},  # what the workers of that package and their parent send each other
-    "worker": {"engine/run", "engine/sweep"},  # what runs in them
 }
 """Names that two packages share because the two modules play one part: no entry may be unneeded."""
 

@@ -11,7 +11,8 @@ from browser import opened
 from shared_result import run, shared_result
 
 from lowprec_check.compat.scan_process import Request, failed_row, row_of
-from lowprec_check.report.matrix import matrix_document, matrix_page, status_of
+from lowprec_check.report.matrix import matrix_document, status_of
+from lowprec_check.report.registry import format_of
 from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow, load
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -66,7 +67,7 @@ MATRIX = Matrix(
 
 
 def shown(found: Matrix, suffix: str = ".md", **options: Any) -> str:
-    return matrix_page(matrix_document(found, **options), suffix)
+    return format_of(Path(suffix)).lay_out(matrix_document(found, **options))
 
 
 @pytest.fixture

@@ -25,9 +25,9 @@ from lowprec_check.compat.scan_process import Request, row_of
 from lowprec_check.report import scan_document as notebook
 from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.report.layout.text import text
-from lowprec_check.report.matrix import matrix_document, matrix_page
+from lowprec_check.report.matrix import matrix_document
 from lowprec_check.report.plan import plan_document
-from lowprec_check.report.registry import FORMATS, render
+from lowprec_check.report.registry import FORMATS, format_of, render
 from lowprec_check.schema.matrix import Matrix, MatrixCell
 from lowprec_check.schema.measures import Latency, Timing, TimingConditions
 from lowprec_check.schema.op_calls import OpCalls, fallback_of
@@ -399,7 +399,7 @@ def test_the_matrix_says_so() -> None:
     assert row.environment["torch"] == "2.3"
     assert row.recommended == "autocast-bf16 (predicted)"
     for suffix in (".md", ".html"):
-        shown = matrix_page(matrix_document(Matrix(rows=[row])), suffix)
+        shown = format_of(Path(suffix)).lay_out(matrix_document(Matrix(rows=[row])))
         assert "4.7e-03 · predicted" in shown
         assert "nothing ran on that device" in shown
     measured = row_of(shared_result(), Request("net.py", (), "cpu", "net"), 1.0, {})

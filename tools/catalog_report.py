@@ -47,7 +47,7 @@ def catalog_document() -> Document:
     blocks.append(Heading("Speed and accuracy"))
     for sweep in {sweep.header.device: sweep for sweep in sweeps() if not sweep.header.extension}.values():
         blocks += [*_slow(sweep), *_inaccurate(sweep)]
-    return Document(title, blocks)
+    return Document(title, blocks, whole=True)
 
 
 def _declared() -> list[str]:

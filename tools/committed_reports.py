@@ -16,8 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from lowprec_check.report.matrix import matrix_document, matrix_page
-from lowprec_check.report.registry import render
+from lowprec_check.report.layout.markdown import markdown
+from lowprec_check.report.matrix import matrix_document
+from lowprec_check.report.registry import format_of, render
 from lowprec_check.schema.matrix import load
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -38,7 +39,7 @@ def scan_text(path: Path) -> str:
 
 def index(path: Path) -> str:
     """The index of a matrix, without links to pages of single models, which are not in git."""
-    return matrix_page(matrix_document(load(path), TITLES[path.parent.name], pages=None), ".md")
+    return markdown(matrix_document(load(path), TITLES[path.parent.name], pages=None))
 
 
 def by_benchmark(name: str, path: Path) -> str:
@@ -126,7 +127,7 @@ PARTS = {
         Report(
             "op-support.md op-support.html",
             "Which operators run in half and bfloat16, by device and version of torch?",
-            lambda path: matrix_page(catalog_document(), path.suffix),
+            lambda path: format_of(path).lay_out(catalog_document()),
         ),
     ],
     "Whether it is right": [

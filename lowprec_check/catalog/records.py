@@ -13,8 +13,8 @@ import msgspec
 
 from lowprec_check.catalog.versions import version_key
 from lowprec_check.schema.base import StrictStruct
+from lowprec_check.schema.findings import GapKind
 from lowprec_check.schema.precisions import BF16, FP16, FP32, FloatFormat
-from lowprec_check.schema.scan_result import GapKind
 
 Dtype = Literal["float32", "float16", "bfloat16"]
 FORMATS: dict[Dtype, FloatFormat] = {"float32": FP32, "float16": FP16, "bfloat16": BF16}

@@ -10,8 +10,8 @@ from pathlib import Path
 from types import TracebackType
 
 from lowprec_check.errors import UsageError
-from lowprec_check.report.matrix import matrix_document, matrix_page
-from lowprec_check.report.registry import FORMATS, write
+from lowprec_check.report.matrix import matrix_document
+from lowprec_check.report.registry import FORMATS, format_of, write
 from lowprec_check.schema.base import make_folder, write_file
 from lowprec_check.schema.matrix import Matrix, MatrixRow
 from lowprec_check.schema.scan_result import ResultError, ScanResult
@@ -136,8 +136,8 @@ class ReportFolder:
         self._prepare()
         without = [row for row in found.rows if not self._complete(row)]
         for suffix in self.suffixes:
-            document = matrix_document(found, self.title, pages=suffix)
-            write_file(self.folder / f"index{suffix}", matrix_page(document, suffix))
+            index = self.folder / f"index{suffix}"
+            write_file(index, format_of(index).lay_out(matrix_document(found, self.title, pages=suffix)))
         return without
 
     def _complete(self, row: MatrixRow) -> bool:

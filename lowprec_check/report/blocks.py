@@ -248,6 +248,8 @@ class Document:
     tool: str = ""
     advice: Sequence[Block] = ()
     """What to do: documents begin with it, after their first line; a terminal ends with it, where its reader looks."""
+    whole: bool = False
+    """Whether Markdown has all rows too, as a file; else it is short enough for a comment."""
 
     def shown(
         self, detail: Detail, advice: Literal["below title", "verdict first", "last"] = "below title"

@@ -13,7 +13,6 @@ from lowprec_check.analysis.suite_coverage import (
     CellChange,
     Coverage,
     CoverageDiff,
-    CoverageSide,
     GapChange,
     OpUse,
     cell_of,
@@ -49,20 +48,14 @@ _CELLS: dict[Cell, tuple[str, str]] = {
     "inapplicable": ("does not apply", "does not apply"),
 }
 """What is said of one operator, and above the number of them."""
-_NOW: dict[CellBefore, str] = {
-    "none": "does not run in {}",
-    "some": "does not always run in {}",
-    "unused": "no longer used",
-    "unknown": "no longer known to fail in {}",
-    "inapplicable": "{} no longer applies",
+_CHANGES: dict[CellBefore, tuple[str, str]] = {
+    "none": ("does not run in {}", "did not run before"),
+    "some": ("does not always run in {}", "ran in part before"),
+    "unused": ("no longer used", "not used before"),
+    "unknown": ("no longer known to fail in {}", "not known before"),
+    "inapplicable": ("{} no longer applies", "did not apply before"),
 }
-_BEFORE: dict[CellBefore, str] = {
-    "none": "did not run before",
-    "some": "ran in part before",
-    "unused": "not used before",
-    "unknown": "not known before",
-    "inapplicable": "did not apply before",
-}
+"""What is said of one that changed, now and before; the others run."""
 
 
 # -- one coverage
@@ -72,11 +65,8 @@ def coverage_document(found: Coverage) -> Document:
     """The counts, the operators (a terminal shows those with gaps), and the tests that use each gap."""
     blocks = [Say(_TITLE, role="title", detail="more"), *_head(found)]
     uses = sorted(found.ops, key=lambda use: (use.worst, use.op))
-    blocks += [
-        Heading("Operators"),
-        _uses(found, uses, "operators", most=len(found.gaps)),
-        Heading("Tests that use them"),
-    ]
+    blocks += [Heading("Operators"), _uses(found, uses, "operators", most=len(found.gaps))]
+    blocks.append(Heading("Tests that use them"))
     for use in found.gaps:
         tests = [Row([test]) for test in found.tests_of(use)]
         listed = Table([Column("test")], tests, f"tests that use {overload_name(use.op)}", most=_SHOWN_TESTS)
@@ -84,7 +74,18 @@ def coverage_document(found: Coverage) -> Document:
     blocks.append(Heading("What was left out"))
     if found.unknown:
         blocks.append(Say(f"Not known to the catalog: {some([overload_name(use.op) for use in found.unknown], 8)}"))
-    return Document(_TITLE, [*blocks, *map(Say, _not_applicable(found))], found.tool)
+    without: dict[tuple[str, str], list[str]] = {}
+    for use in found.ops:
+        reasons: dict[str, list[str]] = {}
+        for key, support in use.support.items():
+            if not support.applies:
+                reasons.setdefault(support.message or "", []).append(precision_of(key))
+        for reason, names in reasons.items():
+            without.setdefault((", ".join(names), reason), []).append(overload_name(use.op))
+    for (precisions, reason), ops in without.items():
+        verb = "do" if "," in precisions else "does"
+        blocks.append(Say(f"{precisions} {verb} not apply to {some(ops, _SHOWN_NAMES)}: {reason}"))
+    return Document(_TITLE, blocks, found.tool)
 
 
 def _head(found: Coverage) -> Iterator[Block]:
@@ -102,18 +103,18 @@ def _head(found: Coverage) -> Iterator[Block]:
 
 def _uses(found: Coverage, uses: Sequence[OpUse], name: str, most: int = 0) -> Table:
     """A row per operator; at least ``most`` of them are shown."""
-    precisions = [Column(precision_of(key)) for key in found.dtypes]
     columns = [
         Column("operator", "op"),
-        *precisions,
+        *(Column(precision_of(key)) for key in found.dtypes),
         Column("tests", "number"),
         Column("line", "source"),
         Column("why", "sentence"),
     ]
-    rows = [
-        Row([overload_name(use.op), *(_words(use, key) for key in found.dtypes), len(use.tests), next(iter(use.sources), None), why(use)])
-        for use in uses
-    ]  # fmt: skip
+    rows = []
+    for use in uses:
+        words = [_words(use, key) for key in found.dtypes]
+        line = next(iter(use.sources), None)
+        rows.append(Row([overload_name(use.op), *words, len(use.tests), line, why(use)]))
     return Table(columns, rows, name, searchable=True, most=most, detail="first" if most else "more")
 
 
@@ -121,10 +122,9 @@ def _words(use: OpUse, key: str) -> str:
     """What a precision does to an operator; one that fails under autocast was called with 16-bit inputs, and runs on fp32 ones."""
     support, precision = use.support[key], PRECISIONS.find(key)
     low, cell = precision.format.short if precision else key, cell_of(support)
-    words = _CELLS[cell][0].format(dtype=low)
-    autocast = precision.kind == "autocast" if precision else key.startswith("autocast")
-    on = f" on {low} inputs" if cell in ("some", "none") and autocast else ""
-    return words + on + (f", from torch {support.fixed_in}" if support.fixed_in else "")
+    on = f" on {low} inputs" if cell in ("some", "none") and key.startswith("autocast") else ""
+    fixed = f", from torch {support.fixed_in}" if support.fixed_in else ""
+    return f"{_CELLS[cell][0].format(dtype=low)}{on}{fixed}"
 
 
 def why(use: OpUse) -> str:
@@ -135,27 +135,16 @@ def why(use: OpUse) -> str:
     return "; ".join(dict.fromkeys(support.message for support in use.support.values() if support.message))
 
 
-def _not_applicable(found: Coverage) -> Iterator[str]:
-    """For each reason why precisions do not apply, a line with the operators."""
-    ops: dict[tuple[str, str], list[str]] = {}
-    for use in found.ops:
-        reasons: dict[str, list[str]] = {}
-        for key, support in use.support.items():
-            if not support.applies:
-                reasons.setdefault(support.message or "", []).append(precision_of(key))
-        for reason, names in reasons.items():
-            ops.setdefault((", ".join(names), reason), []).append(overload_name(use.op))
-    for (precisions, reason), uses in ops.items():
-        verb = "do" if "," in precisions else "does"
-        yield f"{precisions} {verb} not apply to {some(uses, _SHOWN_NAMES)}: {reason}"
-
-
 # -- the difference of two
 
 
 def coverage_diff_document(found: CoverageDiff) -> Document:
     """The verdict, what was compared, the gaps, operators and tests that came and went."""
-    sides = [("old", _side(found.old)), ("new", _side(found.new))]
+    sides = []
+    for name, side in (("old", found.old), ("new", found.new)):
+        used = f"{counted(side.operators, 'operator')}, {counted(side.gaps, 'gap')}, {counted(side.tests, 'test')}"
+        precisions = ", ".join(map(precision_of, side.dtypes))
+        sides.append((name, f"{precisions} on {side.device}, torch {side.torch}, {side.evidence}, {used}"))
     head = verdict(found)
     blocks = list(compared(head, bool(found.regressions), sides, found.warnings, "coverages were recorded"))
     for title, changes in (("New gaps", found.new_gaps), ("Gaps that are gone", found.gone_gaps)):
@@ -175,7 +164,15 @@ def change_blocks(changes: Sequence[GapChange]) -> list[Block]:
     """What changed of each gap; below a new one its lines, how it fails, what to do, and the tests."""
     blocks: list[Block] = []
     for change in changes[:_SHOWN]:
-        title = f"{overload_name(change.op)}: {_what_changed(change)}"
+        precisions: dict[CellChange, list[str]] = {}
+        for key, cell in change.precisions.items():
+            precisions.setdefault(cell, []).append(precision_of(key))
+        parts = []
+        for cell, names in precisions.items():
+            now = _CHANGES.get(cell.new, ("runs in {}",))[0].format(", ".join(names))
+            before = _CHANGES.get(cell.old, ("", "ran before"))[1]
+            parts.append(now if cell.new == "unused" else f"{now} ({before})")
+        title = f"{overload_name(change.op)}: {'; '.join(parts)}"
         if change.fix is None:
             blocks.append(Say(title, role="item"))
             continue
@@ -186,28 +183,10 @@ def change_blocks(changes: Sequence[GapChange]) -> list[Block]:
     return [*blocks, Say(f"{more:,} more are not shown; the JSON has all.")] if more > 0 else blocks
 
 
-def _what_changed(change: GapChange) -> str:
-    """``does not run in half, bfloat16 (not used before)``."""
-    groups: dict[CellChange, list[str]] = {}
-    for key, cell in change.precisions.items():
-        groups.setdefault(cell, []).append(precision_of(key))
-    parts = []
-    for cell, names in groups.items():
-        now = _NOW.get(cell.new, "runs in {}").format(", ".join(names))
-        parts.append(now if cell.new == "unused" else f"{now} ({_BEFORE.get(cell.old, 'ran before')})")
-    return "; ".join(parts)
-
-
 def verdict(found: CoverageDiff) -> str:
     """The number of new gaps, and of those that are gone."""
     new = counted(len(found.new_gaps), "new gap") if found.new_gaps else "No new gap"
     return f"{new}, {counted(len(found.gone_gaps), 'gap')} gone" if found.gone_gaps else new
-
-
-def _side(side: CoverageSide) -> str:
-    precisions = ", ".join(map(precision_of, side.dtypes))
-    used = f"{counted(side.operators, 'operator')}, {counted(side.gaps, 'gap')}, {counted(side.tests, 'test')}"
-    return f"{precisions} on {side.device}, torch {side.torch}, {side.evidence}, {used}"
 
 
 # -- GitHub
@@ -220,18 +199,17 @@ def coverage_github(found: Coverage, new: Collection[str] | None = None) -> str:
     gaps, these come first and say so, and others are notices, which have 10 of their own.
     """
     gaps = found.gaps if new is None else sorted(found.gaps, key=lambda use: use.op not in new)
-    return "".join(_annotation(use, found, None if new is None else use.op in new) for use in gaps)
-
-
-def _annotation(use: OpUse, found: Coverage, is_new: bool | None) -> str:
-    path, _, line = use.sources[0].rpartition(":")
-    level = "notice" if is_new is False else "error" if use.worst == 0 else "warning"
-    verb = "does not run" if use.worst == 0 else "does not always run"
-    what = f"{overload_name(use.op)} {verb} in {', '.join(map(precision_of, use.failing))} on {found.device}"
-    message = f"{why(use)} ({found.evidence}, torch {found.torch}). Used by {counted(len(use.tests), 'test')}"
-    message += f"; also at {some(use.sources[1:])}" if len(use.sources) > 1 else ""
-    title = f"lowprec: {'new: ' if is_new else ''}{what}"
-    return workflow_command(level, message, file=path.replace("\\", "/"), line=line, title=title) + "\n"
+    commands = []
+    for use in gaps:
+        path, _, line = use.sources[0].rpartition(":")
+        never, is_new = use.worst == 0, new is not None and use.op in new
+        level = "notice" if new is not None and not is_new else "error" if never else "warning"
+        what = f"{overload_name(use.op)} {'does not run' if never else 'does not always run'}"
+        title = f"lowprec: {'new: ' * is_new}{what} in {', '.join(map(precision_of, use.failing))} on {found.device}"
+        message = f"{why(use)} ({found.evidence}, torch {found.torch}). Used by {counted(len(use.tests), 'test')}"
+        message += f"; also at {some(use.sources[1:])}" if len(use.sources) > 1 else ""
+        commands.append(workflow_command(level, message, file=path.replace("\\", "/"), line=line, title=title) + "\n")
+    return "".join(commands)
 
 
 def step_summary(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowprec_check.analysis.diff import Direction, RunPair, ScanChange, ScanDiff
+from lowprec_check.analysis.diff import Direction, ScanDiff
 from lowprec_check.report.blocks import (
     Block,
     Column,
@@ -29,16 +29,36 @@ _DIRECTIONS: dict[Direction, str] = {"worse": "Worse", "better": "Better", "othe
 def diff_document(diff: ScanDiff) -> Document:
     """The verdict, what was compared, the changes and all runs."""
     title = f"{verdict(diff)} · {diff.new.model}"
-    blocks = list(compared(title, bool(diff.regressions), _sides(diff), diff.warnings, "scans ran"))
+    sides = [
+        (name, f"{side.target}, torch {side.torch}, {side.device}, {side.evidence}")
+        for name, side in (("old", diff.old), ("new", diff.new))
+    ]
+    blocks = list(compared(title, bool(diff.regressions), sides, diff.warnings, "scans ran"))
+    columns = [Column("run", "run"), Column("old"), Column("new"), Column("what changed", "sentence")]
     for direction, head in _DIRECTIONS.items():
-        changes = [change for change in diff.changes if change.direction == direction]
-        if changes:
-            blocks += [Heading(f"{head} ({len(changes):,})", anchor=direction), _changes(changes, head)]
-    runs = Table(
-        [Column(name) for name in ("run", "status", "error", "speed", "memory")],
-        [Row([pair.run, *_cells(pair)]) for pair in diff.runs],
-        "runs",
-    )
+        rows = []
+        for change in diff.changes:
+            if change.direction == direction:
+                values: Sequence[str | None] = (change.old, change.new)
+                if change.kind in ("status", "run"):
+                    values = [value and look(value).word for value in values]
+                rows.append(Row([change.run or "all", *values, change.what]))
+        if rows:
+            blocks.append(Heading(f"{head} ({len(rows):,})", anchor=direction))
+            blocks.append(Table(columns, rows, head, most=_SHOWN))
+    rows = [
+        Row(
+            [
+                pair.run,
+                _arrow("status", pair.old_status, pair.new_status),
+                _arrow("error", pair.old_error, pair.new_error),
+                _arrow("speed", *(speed_of(1 / time) if time else None for time in (pair.old_time, pair.new_time))),
+                _arrow("ratio", pair.old_memory, pair.new_memory),
+            ]
+        )
+        for pair in diff.runs
+    ]
+    runs = Table([Column(name) for name in ("run", "status", "error", "speed", "memory")], rows, "runs")
     return Document(title, [*blocks, Heading("All runs, old → new", anchor="runs"), runs], diff.new.tool)
 
 
@@ -66,31 +86,6 @@ def verdict(diff: ScanDiff) -> str:
     parts += [counted(diff.improvements, "improvement")] if diff.improvements else []
     parts += [f"{counted(missing, 'run')} missing from the new scan"] if missing else []
     return ", ".join(parts)
-
-
-def _sides(diff: ScanDiff) -> list[tuple[str, str]]:
-    sides = (("old", diff.old), ("new", diff.new))
-    return [(name, f"{side.target}, torch {side.torch}, {side.device}, {side.evidence}") for name, side in sides]
-
-
-def _changes(changes: Sequence[ScanChange], name: str) -> Table:
-    columns = [Column("run", "run"), Column("old"), Column("new"), Column("what changed", "sentence")]
-    rows = [Row([one.run or "all", _shown(one, one.old), _shown(one, one.new), one.what]) for one in changes]
-    return Table(columns, rows, name, most=_SHOWN)
-
-
-def _shown(change: ScanChange, value: str | None) -> str | None:
-    return look(value).word if value and change.kind in ("status", "run") else value
-
-
-def _cells(pair: RunPair) -> list[str]:
-    """Status, error, speed and memory, old → new."""
-    return [
-        _arrow("status", pair.old_status, pair.new_status),
-        _arrow("error", pair.old_error, pair.new_error),
-        _arrow("speed", *(speed_of(1 / time) if time else None for time in (pair.old_time, pair.new_time))),
-        _arrow("ratio", pair.old_memory, pair.new_memory),
-    ]
 
 
 def _arrow(kind: Type, old: Any, new: Any) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from lowprec_check.analysis.speed import ratio_text
 from lowprec_check.analysis.statements.advice import in_fp32
@@ -17,7 +17,7 @@ from lowprec_check.report.blocks import (
     Table,
     speed_of,
 )
-from lowprec_check.schema.plan import Attempt, Constant, Plan, Planning
+from lowprec_check.schema.plan import Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 
@@ -34,28 +34,39 @@ _COLUMNS = [
 
 def plan_document(planning: Planning) -> Document:
     """The attempts, and the plan if one was found."""
-    title = f"lowprec-check plan · {planning.model} · {planning.device}"
+    title, plan = f"lowprec-check plan · {planning.model} · {planning.device}", planning.plan
     rows = [
         Row([one.base, one.status, one.rel_l2, one.kept, speed_of(one.speedup), one.trials, one.outcome])
         for one in planning.attempts
     ]
-    blocks = [Say(title, role="title"), Table(_COLUMNS, rows, "bases"), *_constants(planning.attempts)]
-    if planning.plan is not None:
-        blocks += _plan(planning.plan)
+    blocks: list[Block] = [Say(title, role="title"), Table(_COLUMNS, rows, "bases")]
+    constants: dict[tuple[str | None, str], tuple[str, Constant]] = {}
+    for attempt in planning.attempts:
+        for constant in attempt.constants:
+            constants.setdefault((constant.source, constant.use), (attempt.base, constant))
+    for base, constant in constants.values():
+        said = say(
+            "{place:text}: {value:text} exceeds the range of {base:text}; use {use:text}",
+            place=constant.source or constant.module or "the model",
+            value="a constant" if constant.value is None else f"{constant.value:g}",
+            base=base,
+            use=constant.use,
+        )
+        blocks.append(Say(said.text, "warn", "note"))
+    if plan is not None:
+        kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules))}" if plan.keep_fp32 else "as it is"
+        proof = chained(*_proof(plan)).text
+        blocks += [
+            Say(f"Use {qualified(plan.base, plan.backend, plan.memory_format)} {kept}", "good", "verdict"),
+            Say(f"{proof[:1].upper()}{proof[1:]}."),
+            *kept_modules(plan),
+            CodeBlock(plan.code),
+        ]
     elif any(attempt.stopped_without_plan for attempt in planning.attempts):
         blocks.append(Say("No plan was found in time. Raise --max-trials or --budget.", "bad", "verdict"))
     else:
         blocks.append(Say("No plan passes. Stay in fp32, or fix the causes shown above.", "bad", "verdict"))
-    return Document(title, blocks, planning.plan.tool if planning.plan else "")
-
-
-def _plan(plan: Plan) -> Iterator[Block]:
-    kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules))}" if plan.keep_fp32 else "as it is"
-    yield Say(f"Use {qualified(plan.base, plan.backend, plan.memory_format)} {kept}", "good", "verdict")
-    proof = chained(*_proof(plan)).text
-    yield Say(f"{proof[:1].upper()}{proof[1:]}.")
-    yield from kept_modules(plan)
-    yield CodeBlock(plan.code)
+    return Document(title, blocks, plan.tool if plan else "")
 
 
 def kept_modules(plan: Plan) -> list[Block]:
@@ -95,20 +106,3 @@ def _proof(plan: Plan) -> Iterator[Sentence]:
         yield say(words, untried=plan.unconfirmed)
     elif plan.keep_fp32:
         yield plain(f"without {'it' if tried == 1 else 'any one of them'} the model fails")
-
-
-def _constants(attempts: Sequence[Attempt]) -> Iterator[Block]:
-    """A line per constant that exceeds the range of the dtype."""
-    found: dict[tuple[str | None, str], tuple[str, Constant]] = {}
-    for attempt in attempts:
-        for constant in attempt.constants:
-            found.setdefault((constant.source, constant.use), (attempt.base, constant))
-    for base, constant in found.values():
-        said = say(
-            "{place:text}: {value:text} exceeds the range of {base:text}; use {use:text}",
-            place=constant.source or constant.module or "the model",
-            value="a constant" if constant.value is None else f"{constant.value:g}",
-            base=base,
-            use=constant.use,
-        )
-        yield Say(said.text, "warn", "note")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from lowprec_check.analysis.recommend import tag
 from lowprec_check.analysis.run_summary import degenerate_output, label, memory_ratio
@@ -10,7 +11,7 @@ from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_status import first_way
 from lowprec_check.report.blocks import Block, Column, ErrorOf, Heading, Row, Say, SpeedOf, Table
-from lowprec_check.schema.measures import MATTERS, LayerError
+from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import (
@@ -23,41 +24,75 @@ from lowprec_check.schema.statements import (
     plain,
     say,
 )
+from lowprec_check.schema.training import TrainingSetup, TrainingWay
 from lowprec_check.schema.what_if import WhatIf
 
-# -- The table of runs: status, error, speed, memory and what else was measured, and why a run fails
+_COLUMNS = (
+    Column(
+        "output error",
+        "error",
+        "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖. The bar is on a log scale from 1e-6 to 1; its tick is the tolerance.",
+    ),
+    Column("loss", "text", "The loss after the last step."),
+    Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
+    Column("lost updates", "percent", "Share of the updates of weights that rounding loses."),
+    Column("speed", "speed", "How many times as fast as fp32 a call is."),
+    Column("memory", "ratio", "Peak memory of a call, relative to fp32."),
+    Column("p99", "ms", "99th percentile of the time of a call in the scenario."),
+    Column("throughput", "text", "Items per second in the scenario."),
+    Column("setup", "text", "Seconds that preparing and compiling took."),
+    Column("metric", "figure", "The value of the file's metric(model)."),
+)
+"""Those between the status and the reason, for :func:`_figures`."""
 
 
 def runs_table(result: ScanResult, said: Sequence[Statement] | None = None) -> Table:
     """A row per run: status, error, speed, memory, what else was measured, and why it failed."""
     said = statements(result) if said is None else said
     named = any(run.backend != EAGER or run.memory_format != CONTIGUOUS for run in result.runs)
+    figures = [_figures(run, result) for run in result.runs]
+    always = ("output error", "speed", "memory") if result.training is None else ("speed", "memory")
     shown = [
         column
-        for column in _FIGURES
-        if any(column[1](run, result) is not None for run in result.runs) or column[0].name in _ALWAYS
+        for column in _COLUMNS
+        if column.name in always or any(of_run.get(column.name) is not None for of_run in figures)
     ]
-    if result.training is None:
-        shown = [column for column in shown if column[0].name not in _OF_TRAINING]
-    else:
-        shown = [column for column in shown if column[0].name != "output error"]
     rows = []
-    for run in result.runs:
-        why = _why_reference(run) if run.is_reference else _why(run, said)
-        figures = [figure(run, result) for _, figure in shown]
-        rows.append(Row([label(run), shown_status(run, result), *figures, why], tag(run, result)))
-    columns = [
-        Column("run" if named else "precision", "run"),
-        Column("status", "status"),
-        *(column for column, _ in shown),
-    ]
+    for run, of_run in zip(result.runs, figures, strict=True):
+        name = label(run)
+        about = (its for its in said if its.about in ("runs", "margin") and name in its.runs)
+        why = _why_reference(run) if run.is_reference else "; ".join(its.text_of(name) for its in about)
+        cells = [name, shown_status(run, result), *(of_run.get(column.name) for column in shown), why]
+        rows.append(Row(cells, tag(run, result)))
+    columns = [Column("run" if named else "precision", "run"), Column("status", "status"), *shown]
     return Table([*columns, Column("why", "sentence")], rows, "runs")
 
 
-def _why(run: Run, said: Sequence[Statement]) -> str:
-    """What is said of its status, with its own figures, also where it shares a sentence with others."""
-    name = label(run)
-    return "; ".join(its.text_of(name) for its in said if its.about in ("runs", "margin") and name in its.runs)
+def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
+    """What was measured of a run, by the name of the column."""
+    way, error, found = first_way(run), run.output_error, speed(run, result.runs)
+    timing, training = run.timing, run.training
+    figures: dict[str, Any] = {
+        "memory": memory_ratio(run, result.runs),
+        "p99": timing.p99_ms if timing else None,
+        "throughput": f"{timing.throughput:.3g}/s" if timing and timing.throughput else None,
+        "setup": None if run.setup_seconds is None else f"{run.setup_seconds:.1f} s",
+        "metric": run.metric,
+    }
+    if not run.is_reference and found.told != "unknown":
+        figures["speed"] = SpeedOf(found.told, found.ratio)
+    if result.training is not None:
+        figures["loss"] = _loss(run, way, result.training)
+        figures["lost updates"] = way.lost_updates if way is not None else None
+        if not run.is_reference and training is not None and training.gradients:
+            gradient = training.gradient_error
+            figures["gradient error"] = "Inf/NaN" if gradient is None else f"{gradient:.1e}"
+    elif not run.is_reference and error is not None:
+        text = ""
+        if error.rel_l2 is None and error.distance is not None:
+            text = f"{percent(error.distance)} differ" if error.distance else "equal"
+        figures["output error"] = ErrorOf(error.distance if text else error.rel_l2, run.tolerance, text)
+    return figures
 
 
 def shown_status(run: Run, result: ScanResult) -> str:
@@ -67,86 +102,15 @@ def shown_status(run: Run, result: ScanResult) -> str:
     return "unjudged" if degenerate_output(run, result) is not None else run.status
 
 
-def _error(run: Run, _: ScanResult) -> ErrorOf | None:
-    found = run.output_error
-    if run.is_reference or found is None:
-        return None
-    if found.rel_l2 is None and found.distance is not None:
-        return ErrorOf(
-            found.distance, run.tolerance, f"{percent(found.distance)} differ" if found.distance else "equal"
-        )
-    return ErrorOf(found.rel_l2, run.tolerance)
-
-
-def _speed(run: Run, result: ScanResult) -> SpeedOf | None:
-    found = speed(run, result.runs)
-    return None if run.is_reference or found.told == "unknown" else SpeedOf(found.told, found.ratio)
-
-
-def _loss(run: Run, result: ScanResult) -> str | None:
-    setup, way = result.training, first_way(run)
-    if setup is None:
-        return None
+def _loss(run: Run, way: TrainingWay | None, setup: TrainingSetup) -> str | None:
+    """The loss after the last step."""
     if run.is_reference:
         losses: Sequence[float | None] = setup.losses
-    elif way is None or (way.status not in ("ok", "inaccurate", "nonfinite")) or len(way.losses) < 2:
+    elif way is None or way.status not in ("ok", "inaccurate", "nonfinite") or len(way.losses) < 2:
         return None
     else:
         losses = [None] if way.status == "nonfinite" else way.losses
     return None if not losses else "Inf/NaN" if losses[-1] is None else f"{losses[-1]:.4g}"
-
-
-def _gradient_error(run: Run) -> str | None:
-    training = run.training
-    if run.is_reference or training is None or not training.gradients:
-        return None
-    return "Inf/NaN" if training.gradient_error is None else f"{training.gradient_error:.1e}"
-
-
-def _lost(run: Run) -> float | None:
-    way = first_way(run)
-    return way.lost_updates if way is not None else None
-
-
-_FIGURES = (
-    (
-        Column(
-            "output error",
-            "error",
-            "Relative L2 error of the output against fp32, ‖y − r‖ / ‖r‖. The bar is on a log scale from 1e-6 to 1; its tick is the tolerance.",
-        ),
-        _error,
-    ),
-    (Column("loss", "text", "The loss after the last step."), _loss),
-    (
-        Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
-        lambda run, _: _gradient_error(run),
-    ),
-    (
-        Column("lost updates", "percent", "Share of the updates of weights that rounding loses."),
-        lambda run, _: _lost(run),
-    ),
-    (Column("speed", "speed", "How many times as fast as fp32 a call is."), _speed),
-    (
-        Column("memory", "ratio", "Peak memory of a call, relative to fp32."),
-        lambda run, result: memory_ratio(run, result.runs),
-    ),
-    (
-        Column("p99", "ms", "99th percentile of the time of a call in the scenario."),
-        lambda run, _: run.timing.p99_ms if run.timing else None,
-    ),
-    (
-        Column("throughput", "text", "Items per second in the scenario."),
-        lambda run, _: f"{run.timing.throughput:.3g}/s" if run.timing and run.timing.throughput else None,
-    ),
-    (
-        Column("setup", "text", "Seconds that preparing and compiling took."),
-        lambda run, _: f"{run.setup_seconds:.1f} s" if run.setup_seconds is not None else None,
-    ),
-    (Column("metric", "figure", "The value of the file's metric(model)."), lambda run, _: run.metric),
-)
-_ALWAYS = ("output error", "speed", "memory")
-_OF_TRAINING = ("loss", "gradient error", "lost updates")
 
 
 def _why_reference(run: Run) -> str:
@@ -161,60 +125,44 @@ def _why_reference(run: Run) -> str:
     return ", ".join(parts)
 
 
-# -- What some scans have beside their runs, as blocks: quantized layers, predictions of ``--what-if``
-
-_LAYERS = 5
-"""Layers of a quantized run that a table names."""
-_NAMED = 3
-"""Modules that a prediction names."""
-
-
 def extra_blocks(result: ScanResult) -> Iterator[Block]:
-    """The sections that a result has; none for most."""
-    yield from _layers(result)
-    yield from _what_if(result)
-
-
-def _layers(result: ScanResult) -> Iterator[Block]:
-    columns = [
-        Column("run", "run"),
-        Column("layer", "module"),
-        Column("op", "op"),
-        Column("by itself", "error", "Relative L2 error of the layer on the inputs that it gets in fp32."),
-        Column("with those before it", "error", "Relative L2 error of the layer in the quantized model."),
-    ]
+    """Quantized layers and the predictions of ``--what-if``; nothing for most results."""
     rows, left_out = [], 0
     for run in result.runs:
-        worst = sorted(run.layer_errors, key=_layer_error, reverse=True)
-        left_out += len(worst[_LAYERS:])
-        for found in worst[:_LAYERS]:
-            rows.append(Row([label(run), found.module, found.op, found.local, found.accumulated], module=found.module))
+        worst = sorted(
+            run.layer_errors,
+            key=lambda found: found.local if found.local is not None else found.accumulated or 0.0,
+            reverse=True,
+        )
+        left_out += len(worst[5:])
+        for layer in worst[:5]:
+            rows.append(Row([label(run), layer.module, layer.op, layer.local, layer.accumulated], module=layer.module))
     if rows:
+        columns = [
+            Column("run", "run"),
+            Column("layer", "module"),
+            Column("op", "op"),
+            Column("by itself", "error", "Relative L2 error of the layer on the inputs that it gets in fp32."),
+            Column("with those before it", "error", "Relative L2 error of the layer in the quantized model."),
+        ]
         yield Heading("Quantized layers with the largest errors", anchor="layers")
         yield Table(columns, rows, "quantized layers", headings=2, left_out=left_out)
+    if result.what_if:
+        yield from _what_if(result.what_if)
 
 
-def _layer_error(found: LayerError) -> float:
-    return found.local if found.local is not None else found.accumulated or 0.0
-
-
-def _what_if(result: ScanResult) -> Iterator[Block]:
-    if not result.what_if:
-        return
+def _what_if(predictions: Sequence[WhatIf]) -> Iterator[Block]:
+    meaning = "The modules with the largest shares of the squared error, and what the prediction leaves out."
     columns = [
         Column("format"),
         Column("evidence"),
         Column("output error", "error", "Relative L2 error that is predicted."),
-        Column(
-            "why",
-            "sentence",
-            "The modules with the largest shares of the squared error, and what the prediction leaves out.",
-        ),
+        Column("why", "sentence", meaning),
     ]
-    notes = {entry.note for entry in result.what_if}
-    shared = notes.pop() if len(notes) == 1 and len(result.what_if) > 1 else None
+    notes = {entry.note for entry in predictions}
+    shared = notes.pop() if len(notes) == 1 and len(predictions) > 1 else None
     rows = []
-    for entry in result.what_if:
+    for entry in predictions:
         error = None if entry.predicted is None else ErrorOf(entry.predicted, None, f"≈ {entry.predicted:.1e}")
         note = plain(entry.note) if entry.note and not shared else None
         rows.append(Row([entry.format, entry.evidence, error, chained(_causes(entry), note).text]))
@@ -229,10 +177,9 @@ def _causes(entry: WhatIf) -> Sentence | None:
     totals: dict[str, float] = {}
     for place in entry.shares:
         totals[place.module] = totals.get(place.module, 0.0) + place.share
-    largest = sorted(totals.items(), key=lambda item: -item[1])[:_NAMED]
     named = [
         say("{share:share} from {module:module}", share=share, module=name)
-        for name, share in largest
+        for name, share in sorted(totals.items(), key=lambda item: -item[1])[:3]
         if share >= MATTERS
     ]
     return chained(*named, between=", ") if named else None

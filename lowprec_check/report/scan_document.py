@@ -8,9 +8,9 @@ from textwrap import dedent
 from lowprec_check.analysis.error_shares import module_shares, trusted_budget
 from lowprec_check.analysis.findings import FindingGroup, folded, groups, no_effect, tally
 from lowprec_check.analysis.recommend import recommended_run
-from lowprec_check.analysis.rules.registry import Rule, rules
+from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.analysis.run_summary import candidates, degenerate_output, label
-from lowprec_check.analysis.statements.advice import basis, sentences, verdict
+from lowprec_check.analysis.statements.advice import basis, sentences
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.report.blocks import (
@@ -31,13 +31,9 @@ from lowprec_check.report.layout.html import fragment
 from lowprec_check.report.plan import kept_modules
 from lowprec_check.report.runs_table import extra_blocks, runs_table
 from lowprec_check.report.training_blocks import training_blocks
-from lowprec_check.schema.measures import Latency
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import About, Statement
-
-# -- A scan as blocks: what it was, the runs, where errors come from, the findings, what all of it rests on, what
-# to do
+from lowprec_check.schema.statements import Statement
 
 SHOWN_FINDINGS = 12
 """Groups of findings that a terminal shows."""
@@ -51,42 +47,34 @@ _LEAST_SHARE = 0.0005
 _SHOWN_MODULES = 8
 
 
-class _Said:
-    """The statements of a result, by what they are about."""
-
-    def __init__(self, result: ScanResult) -> None:
-        self.all = statements(result)
-
-    def about(self, *topics: About) -> list[Statement]:
-        return [found for found in self.all if found.about in topics]
-
-
 def scan_document(result: ScanResult, *, findings: int = SHOWN_FINDINGS) -> Document:
     """The report; a terminal shows at most ``findings`` groups of findings."""
-    said = _Said(result)
-    blocks = [*_head(result, said), *_runs(result, said), *training_blocks(result, said.all)]
-    blocks += [*_causes(result, said), *extra_blocks(result)]
-    blocks += _findings(result, findings)
-    blocks += [*_shares(result), Heading("About this scan", anchor=CONDITIONS, detail="all")]
-    blocks += [*_times(result), *_basis(said), *_environment(result)]
+    said = statements(result)
+    blocks = [*_head(result, said), Heading("Runs", anchor="runs"), runs_table(result, said)]
+    times = [found for found in said if found.about == "times" and found.runs]
+    blocks += [Say(found.text, "warn", "note", ", ".join(found.runs)) for found in times]
+    blocks += training_blocks(result, said)
+    causes = [found for found in said if found.about == "error"]
+    if causes:
+        blocks.append(Heading("Where the error comes from", anchor="causes"))
+        order = {label(run): index for index, run in enumerate(result.runs)}
+        causes.sort(key=lambda found: min(order[name] for name in found.runs))
+        blocks += [Say(found.text, found.tone, "item", ", ".join(found.runs)) for found in causes]
+    blocks += [*extra_blocks(result), *_findings(result, findings), *_shares(result)]
+    blocks += [Heading("About this scan", anchor=CONDITIONS, detail="all"), *_about(result, said)]
     return Document(result.target, blocks, result.tool, tuple(_advice(result, said)))
 
 
-# -- head
-
-
-def _head(result: ScanResult, said: _Said) -> Iterator[Block]:
+def _head(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     yield Say(f"lowprec-check · {title(result)}", role="title")
     yield Say(machine(result), role="hint")
-    for found in said.about("prediction"):
-        yield Say(found.text, "warn", "note")
-    conditions = said.about("inputs", "weights", "times")
+    notes = [Say(found.text, "warn", "note") for found in said if found.about == "prediction"]
+    conditions = [found for found in said if found.about in ("inputs", "weights", "times")]
     shown = [found.text for found in conditions if not found.runs and found.kind != "note"]
+    yield from notes
     if shown:
         yield Say(sentences(["; ".join(shown)]), role="hint")
-    for found in conditions:
-        if found.kind == "note":
-            yield Say(found.text, "warn", "note")
+    yield from (Say(found.text, "warn", "note") for found in conditions if found.kind == "note")
 
 
 def title(result: ScanResult) -> str:
@@ -117,30 +105,6 @@ def machine(result: ScanResult) -> str:
     return f"torch {result.torch.partition('+')[0]}{device_text}"
 
 
-# -- runs
-
-
-def _runs(result: ScanResult, said: _Said) -> Iterator[Block]:
-    yield Heading("Runs", anchor="runs")
-    yield runs_table(result, said.all)
-    for found in said.about("times"):
-        if found.runs:
-            yield Say(found.text, "warn", "note", ", ".join(found.runs))
-
-
-# -- where errors come from
-
-
-def _causes(result: ScanResult, said: _Said) -> Iterator[Block]:
-    found = said.about("error")
-    if not found:
-        return
-    yield Heading("Where the error comes from", anchor="causes")
-    order = {label(run): index for index, run in enumerate(result.runs)}
-    for statement in sorted(found, key=lambda its: min(order[name] for name in its.runs)):
-        yield Say(statement.text, statement.tone, "item", ", ".join(statement.runs))
-
-
 def _shares(result: ScanResult) -> Iterator[Block]:
     """The modules with the largest shares of the error, of each run that fails by it."""
     for run in candidates(result.runs):
@@ -167,9 +131,6 @@ def _shares(result: ScanResult) -> Iterator[Block]:
         yield Fold(title, [Table(columns, rows, title)], detail="more")
 
 
-# -- findings
-
-
 def _findings(result: ScanResult, most: int) -> Iterator[Block]:
     found = groups(result.diagnostics)
     if not found:
@@ -181,9 +142,8 @@ def _findings(result: ScanResult, most: int) -> Iterator[Block]:
     if listed and all(run.status in ("ok", "skipped") for run in candidates(result.runs)):  # they are in the way then
         for group in listed[:most]:
             said = "; ".join(its.text for its in group.messages)
-            yield Say(
-                f"{said} ({group.where or 'model'})", role="item", lead=f"{group.code} {', '.join(group.short_runs)}"
-            )
+            lead = f"{group.code} {', '.join(group.short_runs)}"
+            yield Say(f"{said} ({group.where or 'model'})", role="item", lead=lead)
         yield Fold("Findings in full", [findings_table(listed)], detail="more")
     elif listed:
         yield findings_table(listed, most)
@@ -191,22 +151,17 @@ def _findings(result: ScanResult, most: int) -> Iterator[Block]:
     parts = [tally(result.diagnostics), no_effect(found), f"Notes: {folded(shown)}" if shown else ""]
     yield Say(" · ".join(filter(None, parts)), role="hint")
     options = ["--findings"] if len(listed) > most else []
-    options += [
-        f"lowprec-check explain {found[0].code}",
-        "--report FILE.html",
-        *(["-v lists the notes"] if notes else []),
-    ]
+    options += [f"lowprec-check explain {found[0].code}", "--report FILE.html"]
+    options += ["-v lists the notes"] if notes else []
     yield Say(f"More: {', '.join(options)}", role="prompt")
     if notes:
         yield Fold("Notes", [findings_table(notes, 0)], detail="more")
     for code in sorted({group.code for group in found} & rules().keys()):
-        yield Fold(f"What {code} means, and what to do", list(_manual(rules()[code])), detail="all")
-
-
-def _manual(rule: Rule) -> Iterator[Block]:
-    """The manual page of a code."""
-    for paragraph in rule.manual.split("\n\n"):
-        yield CodeBlock(dedent(paragraph)) if paragraph.startswith("    ") else Say(" ".join(paragraph.split()))
+        manual = [
+            CodeBlock(dedent(paragraph)) if paragraph.startswith("    ") else Say(" ".join(paragraph.split()))
+            for paragraph in rules()[code].manual.split("\n\n")
+        ]
+        yield Fold(f"What {code} means, and what to do", manual, detail="all")
 
 
 def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
@@ -219,24 +174,19 @@ def findings_table(found: Sequence[FindingGroup], most: int = 0) -> Table:
         Column("where", "text"),
         Column("what", "sentence"),
     ]
-    return Table(columns, [_finding(group) for group in found], "findings", headings=5, searchable=True, most=most)
+    rows = []
+    for group in found:
+        said = "; ".join([group.what, *(f"predicted from: {known}" for known in group.rests_on)])
+        below = [Say(place.text, role="item", lead=", ".join(place.runs)) for place in group.places[:100]]
+        module = next((place.module for place in group.places), None)
+        runs, name = ", ".join(group.short_runs), f"{group.code} {group.name}"
+        cells = [group.severity, name, runs, group.op, group.where or "model", said]
+        rows.append(Row(cells, below=below, module=module))
+    return Table(columns, rows, "findings", headings=5, searchable=True, most=most)
 
 
-def _finding(group: FindingGroup) -> Row:
-    said = "; ".join([group.what, *(f"predicted from: {known}" for known in group.rests_on)])
-    below = [Say(place.text, role="item", lead=", ".join(place.runs)) for place in group.places[:100]]
-    module = next((place.module for place in group.places), None)
-    runs, name = ", ".join(group.short_runs), f"{group.code} {group.name}"
-    return Row([group.severity, name, runs, group.op, group.where or "model", said], below=below, module=module)
-
-
-# -- details
-
-
-def _times(result: ScanResult) -> Iterator[Block]:
-    timed = [(run, run.latency) for run in result.runs if run.latency is not None]
-    if not timed:
-        return
+def _about(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
+    """The times, what the analysis did not see, and the environment."""
     columns = [
         Column("run", "run"),
         Column("median", "ms"),
@@ -250,24 +200,19 @@ def _times(result: ScanResult) -> Iterator[Block]:
         ),
         Column("rounds", "number"),
     ]
-    rows = [Row([label(run), its.median_ms, *its.quartiles_ms, its.samples, *_rounds(its)]) for run, its in timed]
-    yield Fold("Times", [Table(columns, rows, "times")], detail="more")
-
-
-def _rounds(latency: Latency) -> tuple[str | None, int | None]:
-    found = latency.speedup
-    return (None, None) if found is None else (f"{found.median:.3g} ({found.low:.3g} – {found.high:.3g})", found.rounds)
-
-
-def _basis(said: _Said) -> Iterator[Block]:
-    """What the analysis did not see."""
-    found = said.about("analysis", "not run")
-    items = [Say(its.text, "none", "item", ", ".join(its.runs)) for its in found]
-    if items:
+    rows = []
+    for run in result.runs:
+        if run.latency is not None:
+            its, found = run.latency, run.latency.speedup
+            ratio = None if found is None else f"{found.median:.3g} ({found.low:.3g} – {found.high:.3g})"
+            cells = [label(run), its.median_ms, *its.quartiles_ms, its.samples, ratio, found and found.rounds]
+            rows.append(Row(cells))
+    if rows:
+        yield Fold("Times", [Table(columns, rows, "times")], detail="more")
+    unseen = [found for found in said if found.about in ("analysis", "not run")]
+    if unseen:
+        items = [Say(found.text, "none", "item", ", ".join(found.runs)) for found in unseen]
         yield Fold("What was not seen", items, detail="more")
-
-
-def _environment(result: ScanResult) -> Iterator[Block]:
     device = result.prediction
     predicted = [("predicted for", f"{device.name}, torch {device.torch}")] if device else []
     pairs = [("target", result.target), *predicted, *result.environment.items(), *result.options.items()]
@@ -279,31 +224,27 @@ def _environment(result: ScanResult) -> Iterator[Block]:
     yield Fold("Environment", [Pairs(shown, "environment")], detail="more")
 
 
-# -- what to do
-
-
-def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
-    found, best, run = said.about("advice"), result.recommendation, recommended_run(result)
-    verdict = next(its for its in found if its.kind == "verdict")
+def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
+    best, run = result.recommendation, recommended_run(result)
+    of_kind: dict[str, list[Statement]] = {}
+    for found in said:
+        of_kind.setdefault(found.kind, []).append(found)
+    verdict, against = of_kind["verdict"][0], of_kind.get("not-chosen", [])
     yield Say(f"{verdict.text}.", verdict.tone, "verdict")
-    if rests_on := basis(found):
+    if rests_on := basis(said):
         yield Say(rests_on)
-    for its in found:
-        if its.kind == "way-out":
-            yield Say(its.text, its.tone, "text", ", ".join(its.runs))
-    against = [its for its in found if its.kind == "not-chosen"]
+    for its in of_kind.get("way-out", ()):
+        yield Say(its.text, its.tone, "text", ", ".join(its.runs))
     for its in against[:_SHOWN_OTHERS]:
         yield Say(its.text, role="item", lead=f"{'Not ' if best is not None else ''}{', '.join(its.runs)}")
     if len(against) > _SHOWN_OTHERS:
         yield Say("The table of runs says why the others fail.", role="item")
-    for its in found:
-        if its.kind == "also-faster":
-            yield Say(its.text, role="item", lead=", ".join(its.runs))
+    for its in of_kind.get("also-faster", ()):
+        yield Say(its.text, role="item", lead=", ".join(its.runs))
     if best is None:
         return
-    plan = result.plan
-    if plan is not None and best.keep_fp32 == plan.keep_fp32:
-        yield from kept_modules(plan)
+    if result.plan is not None and best.keep_fp32 == result.plan.keep_fp32:
+        yield from kept_modules(result.plan)
     if best.stay_in_fp32:
         title = f"To use {best.label} nevertheless" if run is not None else "To use it nevertheless"
         yield Fold(title, [CodeBlock(best.code)])
@@ -313,26 +254,24 @@ def _advice(result: ScanResult, said: _Said) -> Iterator[Block]:
 
 # -- A result at a prompt and in a notebook: ``repr(result)``, and the first screen of its report as HTML
 
-_LONGEST = 400
-
 
 def text(result: ScanResult) -> str:
     """Three lines: what was scanned, the status of each run, the recommendation."""
-    table = runs_table(result)
-    figure = next(
-        (index for index, column in enumerate(table.columns) if column.name in ("output error", "loss")), None
-    )
-    runs = []
+    said = statements(result)
+    table, runs = runs_table(result, said), []
+    names = [column.name for column in table.columns]
     for row in table.rows:
         shown = [cell_text(value, column.type) for value, column in zip(row.cells, table.columns, strict=True)]
-        error = f" ({shown[figure]})" if figure is not None and shown[figure] != "–" else ""
-        runs.append(f"{shown[0]} {shown[1]}{error}")
+        figures = dict(zip(names, shown, strict=True))
+        error = figures.get("output error", figures.get("loss", "–"))
+        runs.append(f"{shown[0]} {shown[1]}{f' ({error})' if error != '–' else ''}")
+    verdict = next(its.text for its in said if its.kind == "verdict")
     lines = [
         f"ScanResult: {title(result)} · {machine(result)}",
         ", ".join(runs) or "no runs",
-        f"{verdict(result)}. {basis(statements(result))}".strip(),
+        f"{verdict}. {basis(said)}".strip(),
     ]
-    return "\n".join(visible(line, _LONGEST) for line in lines)
+    return "\n".join(visible(line, 400) for line in lines)
 
 
 def html(result: ScanResult) -> str:

@@ -1,4 +1,4 @@
-"""The worker process of a full sweep: :mod:`lowprec_check.engine.sweep.worker` with another measurement, and a header of the machine."""
+"""The worker process of a full sweep: :mod:`lowprec_check.engine.sweep.operator_worker` with another measurement, and a header of the machine."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_pro
 from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.messages import Answer, Hello
-from lowprec_check.engine.sweep.worker import Enter, options_of, serve, torch_version
+from lowprec_check.engine.sweep.operator_worker import Enter, options_of, serve, torch_version
 from lowprec_check.errors import UsageError
 from tools.operator_sweep.measure import FullMeasurement
 

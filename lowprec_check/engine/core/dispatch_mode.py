@@ -287,8 +287,9 @@ def run_inside(
     while isinstance(kernel, functools.partial):
         kernel = kernel.func
     if "_get_current_dispatch_mode" not in kernel.__code__.co_names:  # those that refuse a mode ask for it
+        keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)  # before the mode adds its own
         with active():
-            return run_below(func, args, kwargs)
+            return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
     def inside(value: Any) -> Any:
         is_function = callable(value) and not isinstance(value, (torch.Tensor, OperatorBase, type))

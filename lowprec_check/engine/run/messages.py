@@ -74,8 +74,8 @@ class Predicted(Struct, frozen=True, tag="predicted"):
     entries: list[WhatIf]
 
 
-class TwinOps(Struct, frozen=True, tag="twin-ops"):
-    """The ops in 16 bits that the twin of a device ran."""
+class StandInOps(Struct, frozen=True, tag="stand-in-ops"):
+    """The ops in 16 bits that the stand-in for a device ran."""
 
     known_ops: list[str]
     """Those that the catalog has."""
@@ -148,7 +148,7 @@ TaskMessage = (
     | OpCallsFound
     | Instrumented
     | Predicted
-    | TwinOps
+    | StandInOps
     | PartFailed
     | Ready
     | TurnTimed

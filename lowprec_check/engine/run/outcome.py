@@ -16,11 +16,11 @@ from lowprec_check.engine.run.messages import (
     OpCallsFound,
     PartFailed,
     Predicted,
+    StandInOps,
     TaskMessage,
     TrainingDone,
     TurnFailed,
     TurnTimed,
-    TwinOps,
 )
 from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.engine.trace.journal import Instrumented
@@ -59,8 +59,8 @@ class Outcome:
     """The turns of all runs, if the task timed them."""
     what_if: list[WhatIf] | None = None
     """The output errors of formats that are not run, if they were predicted."""
-    twin_ops: TwinOps | None = None
-    """The ops that the twin of a device ran, if the task predicted."""
+    stand_in_ops: StandInOps | None = None
+    """The ops that the stand-in for a device ran, if the task predicted."""
     faults: list[str] = dataclasses.field(default_factory=list)
     """Failures of the tool after the plain run."""
     notes: list[str] = dataclasses.field(default_factory=list)
@@ -102,8 +102,8 @@ class Outcome:
                 self.op_calls_found.append(message.op_calls)
             case Predicted():
                 self.what_if = message.entries
-            case TwinOps():
-                self.twin_ops = message
+            case StandInOps():
+                self.stand_in_ops = message
             case TurnTimed() | TurnFailed():
                 self.turns.append(message)
             case PartFailed():
@@ -175,7 +175,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         "exception": None,
         **_saved_fields(measures),
         **_saved_fields(plain),
-        **_saved_fields(outcome.twin_ops),
+        **_saved_fields(outcome.stand_in_ops),
     }
     status, fields["reason"] = _status(task, outcome)
     memory = [part.peak_memory_bytes for part in (measures, explained) if part is not None]

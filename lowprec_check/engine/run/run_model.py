@@ -11,16 +11,16 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames
-from lowprec_check.engine.device_twin.twin import assumed_ops, emulating, known_ops
 from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.memory_limits import allowance
-from lowprec_check.engine.run.messages import GapFound, OpCallsFound, PartFailed, Predicted, Send, TwinOps
+from lowprec_check.engine.run.messages import GapFound, OpCallsFound, PartFailed, Predicted, Send, StandInOps
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart, judge_with_same_draws
 from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_backend, prepared_for
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ExtensionTask, ModelTask, RunTask, WhatIfTask
 from lowprec_check.engine.run.training_part import TrainingPart
 from lowprec_check.engine.run.training_reference import ReferenceTraining
+from lowprec_check.engine.stand_in.stand_in_process import assumed_ops, known_ops, standing_in
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.engine.trace.journal import Instrumented
@@ -46,7 +46,7 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
         with _report_faults("instrumenting", send):
             send(_instrument(task, target, outputs, send, Emulation(slow, crashed, measure_once=measure_once)))
     if task.predicted is not None:
-        send(TwinOps(known_ops(), assumed_ops()))
+        send(StandInOps(known_ops(), assumed_ops()))
 
 
 def predict_formats(task: WhatIfTask, target: Target, send: Send) -> None:
@@ -145,7 +145,7 @@ def _kernels(task: ModelTask) -> Iterator[None]:
     A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
     """
     eager = compiled_code_in_eager() if task.predicted is not None else contextlib.nullcontext()
-    with eager, withholding(task.without_kernel), emulating(task.predicted):
+    with eager, withholding(task.without_kernel), standing_in(task.predicted):
         yield
 
 

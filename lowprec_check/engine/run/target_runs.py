@@ -311,7 +311,8 @@ class TargetRuns:
             if problem is not None:
                 return f"nothing can be predicted: {problem}"
         reason = backend.skip_reason(precision, key.device, key.memory_format)
-        reason = reason or autocast_problem(precision, device_type(key.device))
+        if self.options.predicted is None:  # torch disables the autocast of a device that is not here
+            reason = reason or autocast_problem(precision, device_type(key.device))
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
         return reason or why_too_large(target.model, self.options.device, self.isolation, peak, self._files)

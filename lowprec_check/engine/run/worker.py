@@ -17,7 +17,6 @@ import torch
 
 from lowprec_check.engine.core.compiled import own_compiled_code
 from lowprec_check.engine.core.devices import check_accelerators
-from lowprec_check.engine.device_twin.twin import become_twin, check_process
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.leftovers import Leftovers
@@ -36,6 +35,7 @@ from lowprec_check.engine.run.tasks import (
     WhatIfTask,
 )
 from lowprec_check.engine.run.turns import Receive, time_in_place, time_instance, time_turns
+from lowprec_check.engine.stand_in.stand_in_process import become_stand_in, check_process
 from lowprec_check.errors import UsageError, first_line, message_of
 from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
@@ -48,11 +48,11 @@ QUESTION = b""
 def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
     """Do ``task``; ``receive`` waits for what the parent sends meanwhile. Afterwards the model is restored.
 
-    A task that predicts makes its process the twin of the device, which can do nothing else afterwards.
+    A task that predicts makes its process the stand-in for the device, which can do nothing else afterwards.
     """
     check_process(task.predicted)
     if task.predicted is not None:
-        become_twin(task.predicted)
+        become_stand_in(task.predicted)
         # The plain part, which has filters of its own, collects them.
         warnings.filterwarnings("ignore", message=FALLBACK_WARNING)
     with own_compiled_code(autocast=task.uses_autocast), on_device(target, torch.device(task.device)):

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from lowprec_check.catalog.records import DTYPES, Failure, OpRecord
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Fault, FromWorker, Hello, Task, decode
+from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, FromWorker, Hello, OperatorFault, Task, decode
 from lowprec_check.errors import UsageError
 from lowprec_check.process.command_worker import LineWorker, TaskQueue
 from lowprec_check.process.interpreter import module_command
@@ -32,7 +32,7 @@ CALL_SECONDS = 30.0
 MAX_DEATHS = 8
 """An operator is given up after this many deaths of its worker, or after one in fp32, which all others are compared with."""
 START_SECONDS = 300.0
-WORKER = "lowprec_check.engine.sweep.worker"
+WORKER = "lowprec_check.engine.sweep.operator_worker"
 
 REPRODUCIBLE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Environment that makes sweeps reproducible: the order of sets, the choice of samples, and the order of MKL's additions."""
@@ -87,7 +87,7 @@ class OperatorSweep:
         for task, event in self.queue.events():
             if isinstance(event, CannotMeasure):
                 raise UsageError(event.message, event.hint)
-            if isinstance(event, Fault):
+            if isinstance(event, OperatorFault):
                 raise RuntimeError(f"the sweep failed at {event.op}:\n{event.traceback}")
             if isinstance(event, Answer):
                 self._found[event.record.op] = event

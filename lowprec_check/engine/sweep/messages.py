@@ -43,14 +43,14 @@ class Answer(Struct, frozen=True, tag="answer"):
     times: OpTimes | None = None
 
 
-class Fault(Struct, frozen=True, tag="fault"):
+class OperatorFault(Struct, frozen=True, tag="fault"):
     """The tool itself failed at an operator; the text is the traceback."""
 
     op: str
     traceback: str
 
 
-FromWorker = Hello | CannotMeasure | Answer | Fault
+FromWorker = Hello | CannotMeasure | Answer | OperatorFault
 _DECODER: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
 
 

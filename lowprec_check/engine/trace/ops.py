@@ -31,6 +31,8 @@ class OpTraits(NamedTuple):
     """``aten.mm.default``."""
     packet: str
     """``aten::mm``."""
+    of_torch: bool
+    """Is torch's own, not another package's."""
     skipped: bool
     """Allocates without writing, or reads metadata: nothing to compare."""
     view: bool
@@ -41,7 +43,7 @@ class OpTraits(NamedTuple):
     random: bool
     """Has the tag of ops that use random numbers; attention with a dropout of 0 has it too."""
     may_draw: bool
-    """Is ``random``, or another package's op, which need not declare it."""
+    """Is ``random``, or another package's, which need not declare it."""
     in_training: bool
     """Writes only in training mode, its argument number :data:`TRAINING`."""
     moves: bool
@@ -73,6 +75,7 @@ def traits(func: OpOverload) -> OpTraits:
         for index, argument in enumerate(schema.arguments)
         if argument.alias_info is not None and argument.alias_info.is_write
     )
+    of_torch = packet.startswith(("aten::", "prims::"))
     moves, casts = packet in _MOVES, packet in _CASTS
     random = torch.Tag.nondeterministic_seeded in func.tags
     in_place_view = torch.Tag.inplace_view in func.tags and packet not in _RESIZES
@@ -80,17 +83,18 @@ def traits(func: OpOverload) -> OpTraits:
     return OpTraits(
         name=str(func),
         packet=packet,
+        of_torch=of_torch,
         skipped=packet in _SKIPPED,
         view=in_place_view or (aliased and not written),
         mutable=bool(written) and not in_place_view,
         written=() if in_place_view else written,
         random=random,
-        may_draw=random or not packet.startswith(("aten::", "prims::")),
+        may_draw=random or not of_torch,
         in_training=packet in _UNDECLARED_WRITES and packet != "aten::batch_norm_update_stats",
         moves=moves,
         casts=casts,
         selects=packet in _SELECTIONS and len(schema.returns) == 2,
-        calls_ops=not packet.startswith(("aten::", "prims::")) or packet in _FUSED or is_explicit(func),
+        calls_ops=not of_torch or packet in _FUSED or is_explicit(func),
         computes=not (moves or casts),
         number_slots=tuple((index, each.name) for index, each in enumerate(schema.arguments) if each.name in numbers),
         workspaces=tuple(index for index, each in enumerate(schema.arguments) if each.name in _WORKSPACES),

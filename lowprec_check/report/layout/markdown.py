@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Iterable, Sequence
 from itertools import groupby
 
@@ -37,8 +38,9 @@ _CODE = ("op", "module", "source", "code")
 
 
 def markdown(document: Document, longest: int = LONGEST, detail: Detail = "more") -> str:
-    """The document in at most ``longest`` characters; tables and folds say how many rows did not fit."""
+    """The document in at most ``longest`` characters, unless it is wanted whole; tables say how many rows did not fit."""
     blocks = list(document.shown(detail, "verdict first"))
+    longest = sys.maxsize if document.whole else longest
     most = max(map(_longest_table, blocks), default=0)
     while len(shown := _laid_out(blocks, most)) > longest and most:
         most = most * 2 // 3

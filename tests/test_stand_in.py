@@ -1,4 +1,4 @@
-"""The twin of a device that is not here: what it computes, refuses and casts, and that its process does nothing else."""
+"""The stand-in for a device that is not here: what it computes, refuses and casts, and that its process does nothing else."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from torch.nn import functional
 
 from lowprec_check import Run, ScanResult, UsageError, scan
 from lowprec_check.catalog.predictable import predicted_device
-from lowprec_check.engine.device_twin import twin
-from lowprec_check.engine.device_twin.emulated_kernels import EmulatedKernels
-from lowprec_check.engine.device_twin.kernel_support import KernelSupport
 from lowprec_check.engine.machine import machine_for
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.run.target_source import TargetSpec, load_here
 from lowprec_check.engine.scan import scan_target
+from lowprec_check.engine.stand_in import stand_in_process
+from lowprec_check.engine.stand_in.device_kernels import StandInKernels
+from lowprec_check.engine.stand_in.kernel_support import KernelSupport
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.options import ScanOptions
 
@@ -176,7 +176,7 @@ def test_a_function_that_autocast_forbids_raises() -> None:
 
 
 def emulated(name: str, function: Callable[[], Any]) -> Any:
-    with EmulatedKernels(KernelSupport(device(name))):
+    with StandInKernels(KernelSupport(device(name))):
         return function()
 
 
@@ -455,17 +455,17 @@ def test_a_prediction_leaves_this_process_as_it_was() -> None:
     assert before[0] == "torch.bfloat16"
     predicted(Flow(), torch.randn(2, 3, 8, 8))
     assert (softmax_under_autocast(), torch.get_autocast_dtype("cpu"), os.getpid()) == before
-    twin.check_process(None)
+    stand_in_process.check_process(None)
 
 
-def test_a_process_that_became_a_twin_does_nothing_else() -> None:
+def test_a_process_that_became_a_stand_in_does_nothing_else() -> None:
     def other_work() -> list[str]:
-        twin.become_twin(device("cuda"))
-        twin.become_twin(device("cuda"))
+        stand_in_process.become_stand_in(device("cuda"))
+        stand_in_process.become_stand_in(device("cuda"))
         raised = []
         for wanted in (None, device("xpu"), device("cuda", "2.11")):
             try:
-                twin.check_process(wanted)
+                stand_in_process.check_process(wanted)
             except RuntimeError as error:
                 raised.append(str(error))
         return raised

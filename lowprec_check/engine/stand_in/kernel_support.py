@@ -77,7 +77,10 @@ class KernelSupport:
         """Why a call with these floating inputs, of 16 bits and of more, does not run; ``None`` if it does."""
         func, name = call.func, self.name_of(call.func)
         if self.registration(func) == "none":
-            return self._without_any_kernel(name)
+            message = (
+                f"The operator 'aten::{name}' is not currently implemented for the {self._device.name.upper()} device."
+            )
+            return Refusal("missing", message, f"{self._device.kernels}: aten::{name} is not registered")
         if not narrow:
             return None
         known = self._by_source(call, name, narrow, wide) if not self.is_cpu else None
@@ -86,11 +89,9 @@ class KernelSupport:
         for dtype in {tensor.dtype for tensor in narrow}:
             support = self._find(func, DTYPES[dtype], "complex" if dtype.is_complex else "floating")
             (self.assumed if support.state is None else self.known).add(str(func))
-            if support.state == "none" or (
-                support.state == "some" and _fails_here(name, call, narrow, support.condition)
-            ):
-                refusal = self._refusal(name, DTYPES[dtype], support)
-                return _with_sizes(refusal, name, call) if name in _FFT else refusal
+            fails_here = support.state == "some" and _fails_here(name, call, narrow, support.condition)
+            if support.state == "none" or fails_here:
+                return self._refusal(name, call, DTYPES[dtype], support)
         return None
 
     def _by_source(self, call: DispatchedCall, name: str, narrow: list[Tensor], wide: list[Tensor]) -> Refusal | None:
@@ -127,8 +128,11 @@ class KernelSupport:
         if catalog is None or func.namespace != "aten":
             return None
         name = self.name_of(func)
-        if catalog.declared is None:
-            found = {catalog.of(known).state: catalog.of(known).kind for known in _overloads(func, name)}
+        if catalog.declared is None:  # one kernel serves all overloads, if ``name`` is the name of ``func`` itself
+            base = name.partition(".")[0]
+            overloads = getattr(torch.ops.aten, base, func.overloadpacket).overloads()
+            names = [name, *(f"{base}.{other}".removesuffix(".default") for other in overloads)]
+            found = {catalog.of(known).state: catalog.of(known).kind for known in names}
             return "none" if "all" not in found and found.get("none") == "no-backend-kernel" else None
         row = catalog.declared.row(name)
         if only_device(name) not in (None, self._device.name) and (row is None or row.registration == "none"):
@@ -141,14 +145,10 @@ class KernelSupport:
         name = self.name_of(func)
         if func.namespace != "aten":
             return AtenSupport(state=None)
-        if not self._catalogs:
-            return self._reported(name, dtype)
-        found = self._catalogs[dtype].of(name, numbers)
-        base = name.partition(".")[0]
-        return found if found.state is not None or base == name else self._catalogs[dtype].of(base, numbers)
-
-    def _reported(self, name: str, dtype: Dtype) -> AtenSupport:
-        """What a known issue says, for a release that the catalog has no data of."""
+        if self._catalogs:
+            found = self._catalogs[dtype].of(name, numbers)
+            base = name.partition(".")[0]
+            return found if found.state is not None or base == name else self._catalogs[dtype].of(base, numbers)
         device, low = self._device, SHORT[dtype]
         for issue in matching(op=name, device=device.name, dtype=low, torch=device.torch, code="LP101"):
             if function_name(name) in issue.ops:
@@ -156,44 +156,40 @@ class KernelSupport:
                 return AtenSupport(state="none", kind="missing-kernel", message=message, shown_by=[issue.link])
         return AtenSupport(state=None)
 
-    def _without_any_kernel(self, name: str) -> Refusal:
-        device = self._device.name.upper()
-        message = f"The operator 'aten::{name}' is not currently implemented for the {device} device."
-        return Refusal("missing", message, f"{self._device.kernels}: aten::{name} is not registered")
-
-    def _refusal(self, name: str, dtype: Dtype, found: AtenSupport) -> Refusal:
+    def _refusal(self, name: str, call: DispatchedCall, dtype: Dtype, found: AtenSupport) -> Refusal:
         message = found.message or f"no kernel for {SHORT[dtype]}"
         if self._catalogs and self._catalogs[dtype].declared is not None:
             message = f"aten::{name} in {SHORT[dtype]}: {message}"
         shown = f", shown by {', '.join(found.shown_by[:2])}" if found.shown_by else ""
         kind: Literal["missing", "refused"] = "refused" if found.kind == "unsupported-dtype" else "missing"
+        if name in _FFT:  # the sizes of the call, instead of those of the catalog's sample
+            kind, message = "refused", re.sub(r"\[[\d, ]+\]$", str(_transformed(name, call)), message)
         return Refusal(kind, message, f"{self._device.kernels}: aten::{name} in {SHORT[dtype]}{shown}")
-
-
-def _with_sizes(refusal: Refusal, name: str, call: DispatchedCall) -> Refusal:
-    """``refusal``, a ``RuntimeError``, with the sizes of ``call`` in its message instead of those of the catalog's sample."""
-    message = re.sub(r"\[[\d, ]+\]$", str(_transformed(name, call)), refusal.message)
-    return refusal._replace(kind="refused", message=message)
-
-
-def _overloads(func: OpOverload, name: str) -> list[str]:
-    """``name`` and, if it is the name of ``func`` itself, the other overloads: one kernel serves them all."""
-    base = name.partition(".")[0]
-    packet = getattr(torch.ops.aten, base, func.overloadpacket)
-    return [name, *(f"{base}.{other}".removesuffix(".default") for other in packet.overloads())]
 
 
 def _fails_here(name: str, call: DispatchedCall, inputs: list[Tensor], condition: str | None) -> bool:
     """Whether a call fails, of an op that fails for some samples of the catalog.
 
-    cuFFT computes in half only where all sizes are powers of two. Of other ops, the condition of the catalog decides, if it is about
-    arguments of the op; without one, every call fails that is not empty: the samples that pass do not dispatch the op (``cdist`` by a
-    matrix product).
+    cuFFT computes in half only where all sizes are powers of two. Of other ops, the condition of the catalog decides, ``fails where
+    training`` or ``runs only where …``, if it is about arguments of the op; without one, every call fails that is not empty: the
+    samples that pass do not dispatch the op (``cdist`` by a matrix product).
     """
-    if name not in _FFT:
-        fails = _by_condition(condition, call)
-        return fails if fails is not None else any(tensor.numel() for tensor in inputs)
-    return any(size & (size - 1) for size in _transformed(name, call))
+    if name in _FFT:
+        return any(size & (size - 1) for size in _transformed(name, call))
+    verb, _, terms = (condition or "").partition(" where ")
+    holds = _all_hold(terms.split(" and "), call.named) if verb in ("fails", "runs only") else None
+    return any(tensor.numel() for tensor in inputs) if holds is None else holds == (verb == "fails")
+
+
+def _all_hold(terms: list[str], given: dict[str, Any]) -> bool | None:
+    """Whether all of ``training``, ``not training`` and ``p=2.0`` hold for the arguments; ``None`` if one of these is not given."""
+    held = []
+    for term in terms:
+        name, _, value = term.removeprefix("not ").partition("=")
+        if name not in given:
+            return None
+        held.append(repr(given[name]) == value if value else bool(given[name]) != term.startswith("not "))
+    return all(held)
 
 
 def _transformed(name: str, call: DispatchedCall) -> list[int]:
@@ -201,24 +197,3 @@ def _transformed(name: str, call: DispatchedCall) -> list[int]:
     given, dims = call.args[0], call.args[1]
     sizes = [given.shape[dim] for dim in dims]
     return [*sizes[:-1], call.args[3]] if name == "_fft_c2r" else sizes
-
-
-def _by_condition(condition: str | None, call: DispatchedCall) -> bool | None:
-    """Whether a call fails by ``fails where training`` or ``runs only where …``; ``None`` if the condition is not about its arguments."""
-    verb, _, terms = (condition or "").partition(" where ")
-    if verb not in ("fails", "runs only"):
-        return None
-    names = [argument.name for argument in call.func._schema.arguments]
-    given = dict(zip(names, call.args, strict=False)) | call.kwargs
-    held = [_term_holds(term, given) for term in terms.split(" and ")]
-    if None in held:
-        return None
-    return all(held) if verb == "fails" else not all(held)
-
-
-def _term_holds(term: str, given: dict[str, Any]) -> bool | None:
-    """Whether ``training``, ``not training`` or ``p=2.0`` holds; ``None`` if the call has no such argument."""
-    name, _, value = term.removeprefix("not ").partition("=")
-    if name not in given:
-        return None
-    return repr(given[name]) == value if value else bool(given[name]) != term.startswith("not ")

@@ -16,7 +16,7 @@ import torch
 from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.measure import OperatorMeasurement
-from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Fault, Hello, Task, open_channel
+from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Hello, OperatorFault, Task, open_channel
 from lowprec_check.engine.sweep.samples import load_operators
 from lowprec_check.errors import UsageError, traceback_of
 from lowprec_check.process.breadcrumb import Breadcrumb
@@ -63,7 +63,7 @@ def serve(
         try:
             send(answer(task.op, Caller(operators[task.op], options.device), task.lost, enter))
         except Exception as error:
-            send(Fault(task.op, traceback_of(error)))
+            send(OperatorFault(task.op, traceback_of(error)))
 
 
 def torch_version() -> str:

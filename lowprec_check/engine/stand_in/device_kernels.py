@@ -1,0 +1,207 @@
+"""The kernels of the device that this process stands in for: ops on the CPU, computed in fp32 and rounded, or refused."""
+
+from __future__ import annotations
+
+import functools
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
+from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
+from lowprec_check.engine.core.op_kernels import shared_kernel
+from lowprec_check.engine.stand_in.kernel_support import DTYPES, KernelSupport
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.execution import Retry
+from lowprec_check.engine.trace.ops import has_narrow_dtype, map_args, map_values, tensors_in
+from lowprec_check.errors import message_of
+from lowprec_check.schema.op_calls import fallback_warning
+
+_AS_GIVEN = frozenset(
+    f"aten::{name}"
+    for name in (
+        *("copy_", "clone", "_to_copy", "resize_", "set_", "zero_", "detach_"),
+        *("is_same_size", "_has_same_storage_numel"),
+    )
+)
+"""Ops that move or convert values, or compare sizes: the CPU gives the same bits."""
+_NUMBERS_IN_FP32 = frozenset(f"aten::{name}{end}" for name in ("clamp", "clamp_min", "clamp_max") for end in ("", "_"))
+"""Ops whose numbers a CPU converts to the dtype, and a GPU to fp32, where they fit."""
+_CHECKED_ALIKE = frozenset({"aten::complex", "aten::polar"})
+"""Ops that check dtypes alike on all devices."""
+_ATTENTION = "aten::_scaled_dot_product_flash_attention_for_cpu"
+"""Its results after the first stay in fp32 on all devices."""
+_FP32_STATISTICS = frozenset(
+    f"aten::{name}"
+    for name in ("native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_weight_norm_interface")
+)
+"""Ops whose results after the first (means, deviations, norms) stay in fp32 on a GPU, as an H200 showed."""
+_ONE_KERNEL = frozenset({"aten::convolution", "aten::_convolution", "aten::convolution_backward"})
+"""Ops whose kernel for all devices only chooses one of the device's own."""
+
+
+class StandInKernels(DispatchMode):
+    """Runs each op call in 16 bits as a good kernel does: fp32 inside, rounded once at the end; raises where there is none.
+
+    Calls without a 16-bit value run as they are. An op that the device runs on the CPU behind the user's back gives a warning,
+    as it does there.
+    """
+
+    def __init__(self, support: KernelSupport) -> None:
+        super().__init__()
+        self._support = support
+        self._only_first_in_low = frozenset({_ATTENTION}) if support.is_cpu else _FP32_STATISTICS | {_ATTENTION}
+
+    def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        """The result of an op call, or the exception that the device raises."""
+        call = DispatchedCall(func, _numbers_as_tensors(func, args), kwargs, keys)
+        traits = call.traits
+        if traits.skipped or traits.view or traits.packet in _AS_GIVEN:
+            return call.run()
+        tensors = tensors_in(call.args, kwargs)
+        floating = [tensor for tensor in tensors if is_float(tensor)]
+        narrow = [tensor for tensor in floating if tensor.dtype in DTYPES]
+        wide = [tensor for tensor in floating if tensor.dtype not in DTYPES]
+        if any(map(is_narrow, wide)) or any(t.layout != torch.strided or t.is_nested for t in tensors):
+            self._support.assumed.add(str(func))  # the catalog is about dense tensors of its dtypes
+            return call.run()
+        refusal = self._support.why_refused(call, narrow, wide)
+        if refusal is not None:
+            raise refusal.error()
+        if self._support.registration(func) == "fallback":
+            size = sum(tensor.nbytes for tensor in tensors)
+            warnings.warn(fallback_warning(self._support.name_of(func), size), stacklevel=1)
+        if shared_kernel(func) is not None and traits.packet not in _ONE_KERNEL:
+            return self.decomposed(func, call.args, kwargs, keys)
+        if call.narrows_inside or (self._support.is_cpu and not traits.of_torch):
+            return call.run()
+        out = _in_fp32(call, narrow) if _computes_in_fp32(call, narrow, wide) else _as_given(call, narrow)
+        if narrow and traits.packet in self._only_first_in_low:
+            return (out[0], *(tensor.float() for tensor in out[1:]))
+        return out
+
+
+def _computes_in_fp32(call: DispatchedCall, narrow: list[Tensor], wide: list[Tensor]) -> bool:
+    """Whether fp32 takes the place of the CPU's own kernel, which checks dtypes and numbers, or gives the same bits, or is the user's."""
+    formats = {DTYPES[tensor.dtype] for tensor in narrow}
+    if len(formats) != 1 or any(
+        tensor.ndim for tensor in wide
+    ):  # most ops refuse a mixture, and the others compute in fp32
+        return False
+    if not call.traits.of_torch or call.traits.packet in _CHECKED_ALIKE or call.traits.moves:
+        return False
+    if call.traits.packet in _NUMBERS_IN_FP32:
+        return True
+    number = call.largest_number()  # some kernels refuse one beyond the range of the dtype
+    limit = min(torch.finfo(torch.float16 if t.dtype == torch.complex32 else t.dtype).max for t in narrow)
+    return number is None or not math.isfinite(number) or abs(number) <= limit
+
+
+def _as_given(call: DispatchedCall, narrow: list[Tensor]) -> Any:
+    """The result of the CPU's own kernel; in fp32 and rounded, if this CPU lacks it."""
+    try:
+        return call.run()
+    except Exception as error:
+        low_precision = narrow or has_narrow_dtype(call.args, call.kwargs)
+        if not low_precision or "not implemented for" not in message_of(error):  # else, this CPU lacks the kernel
+            raise
+    return _in_fp32(call, narrow)
+
+
+def _in_fp32(call: DispatchedCall, narrow: list[Tensor]) -> Any:
+    """Computed in fp32 and rounded to the dtype of the inputs."""
+    low = narrow[0].dtype if narrow else torch.float16
+    retry = Retry(call.func, call.args, call.kwargs, torch.float16 if low.is_complex else low, call.written())
+    with torch._C._DisableAutocast():
+        out = retry.widened()
+
+    def in_half(value: Any) -> Any:
+        return value.to(torch.complex32) if isinstance(value, Tensor) and value.dtype == torch.complex64 else value
+
+    return out if low == torch.bfloat16 else map_values(out, in_half)  # there is no complex dtype for bfloat16
+
+
+def _numbers_as_tensors(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """A kernel made of other ops may give one of them a number as a tensor, which arrives in a mode as the number.
+
+    torch takes it back as a tensor for some ops only.
+    """
+    places = _tensors_only(func)
+    if not any(index < len(args) and isinstance(args[index], (bool, int, float)) for index in places):
+        return args
+    return tuple(
+        torch.tensor(value) if index in places and isinstance(value, (bool, int, float)) else value
+        for index, value in enumerate(args)
+    )
+
+
+@functools.cache
+def _tensors_only(func: OpOverload) -> frozenset[int]:
+    """The positions of the arguments of ``func`` that must be tensors."""
+    if torch._C._should_allow_numbers_as_tensors(func._schema.name.partition("::")[2]):
+        return frozenset()
+    return frozenset(
+        index for index, argument in enumerate(func._schema.arguments) if isinstance(argument.type, torch.TensorType)
+    )
+
+
+# -- ``torch.fft`` in half
+
+_FUNCTIONS = tuple(
+    f"fft_{inverse}{kind}fft{axes}" for inverse in ("", "i") for kind in "rh " for axes in ("", "2", "n")
+)
+_KEYS = ("AutogradCPU", "CPU")
+"""The first is called by a model; under ``torch.inference_mode()`` it is not, and the second is."""
+_TRANSFORMS = {torch.ops.aten._fft_r2c.default, torch.ops.aten._fft_c2r.default, torch.ops.aten._fft_c2c.default}
+_HALF = {torch.float32: torch.float16, torch.complex64: torch.complex32}
+_WIDE = {narrow: wide for wide, narrow in _HALF.items()}
+_LIBRARIES: list[torch.library.Library] = []
+"""Kernels exist as long as their library does."""
+
+
+def allow_fft_in_half() -> None:
+    """Let ``torch.fft`` take tensors in half, for the rest of this process: the transform itself is then dispatched in half.
+
+    The CPU refuses it before an op is dispatched, and some GPUs compute it.
+    """
+    for key in _KEYS:
+        library = torch.library.Library("aten", "IMPL", key)
+        _LIBRARIES.append(library)
+        for name in _FUNCTIONS:
+            function = getattr(torch.ops.aten, name.replace(" ", ""), None)
+            if function is not None:
+                library.impl(function.default.name().removeprefix("aten::"), _taking_half(function.default))
+
+
+def _taking_half(func: OpOverload) -> Callable[..., Any]:
+    """The kernel of a function of ``torch.fft`` that takes half too."""
+    composite = functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
+
+    def widened(value: Any) -> Any:
+        return value.to(_WIDE[value.dtype]) if isinstance(value, Tensor) and value.dtype in _WIDE else value
+
+    def transform(*args: Any, **kwargs: Any) -> Any:
+        if args[0].dtype not in _WIDE:
+            return composite(*args, **kwargs)
+        args, kwargs = map_args(args, kwargs, widened)
+        with _TransformsInHalf():
+            return composite(*args, **kwargs)
+
+    return transform
+
+
+class _TransformsInHalf(DispatchMode):
+    """Dispatches the transform itself in half; what pads or cuts its input before that loses nothing by being in fp32."""
+
+    def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        if func in _TRANSFORMS:
+            given = args[
+                0
+            ].dtype  # the second transform of ``ihfft2`` gets the result of the first, which is in half already
+            args = (args[0].to(_HALF.get(given, given)), *args[1:])
+        return run_op(func, args, kwargs, keys)

@@ -1,0 +1,278 @@
+"""Makes this process the stand-in for a device that is not here: its autocast policies, kernels and choices, on CPU tensors.
+
+A process that became a stand-in stays one: kernels are registered and functions replaced for good. So it does one job, then ends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import types
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._library.custom_ops import OPDEFS
+from torch._ops import OpOverload
+
+from lowprec_check.catalog.predictable import CastPolicy, installed_policies, policies_of
+from lowprec_check.catalog.versions import release_of
+from lowprec_check.engine.core.autocast_policies import aten_overload
+from lowprec_check.engine.core.op_kernels import replace_autocast_kernels
+from lowprec_check.engine.stand_in.device_kernels import StandInKernels, allow_fft_in_half
+from lowprec_check.engine.stand_in.kernel_support import KernelSupport
+from lowprec_check.engine.trace.ops import map_args, tensors_in
+from lowprec_check.schema.measures import PredictedDevice
+
+DEFAULT_AUTOCAST = torch.float16
+"""Of ``torch.autocast`` on CUDA and XPU; on a CPU it is bfloat16."""
+
+
+class _StandIn(NamedTuple):
+    """What this process became."""
+
+    device: PredictedDevice
+    support: KernelSupport
+
+
+_became: list[_StandIn] = []
+"""At most one."""
+
+
+def become_stand_in(device: PredictedDevice) -> None:
+    """Make this process the stand-in for ``device``; again for the same device it does nothing.
+
+    Raises ``RuntimeError`` if it is the one for another, and :class:`UsageError` if the catalog does not cover the release.
+    """
+    check_process(device)
+    if _became:
+        return
+    support = KernelSupport(device)
+    _became.append(_StandIn(device, support))
+    if device.name == "cpu":
+        return
+    _register_autocast(device.name, policies_for(device), DEFAULT_AUTOCAST)
+    _answer_as(device.name)
+    _choose_as_on_gpu()
+    if support.computes_fft_in_half():
+        allow_fft_in_half()
+
+
+def check_process(device: PredictedDevice | None) -> None:
+    """Raise ``RuntimeError`` if this process stands in for another device than ``device``, or for any if that is ``None``."""
+    if _became and _became[0].device != device:
+        raise RuntimeError(f"a process that predicts {_became[0].device.name} cannot do anything else")
+
+
+def standing_in(device: PredictedDevice | None) -> contextlib.AbstractContextManager[Any]:
+    """A context in which ops run as on ``device``, for which this process stands in; does nothing for ``None``."""
+    check_process(device)
+    return StandInKernels(_became[0].support) if _became else contextlib.nullcontext()
+
+
+def assumed_ops() -> list[str]:
+    """The ops in 16 bits that ran and that the catalog does not have."""
+    return sorted({op for became in _became for op in became.support.assumed})
+
+
+def known_ops() -> list[str]:
+    """The ops in 16 bits that ran or were refused because the catalog says so."""
+    return sorted({op for became in _became for op in became.support.known})
+
+
+def policies_for(device: PredictedDevice) -> Mapping[str, CastPolicy]:
+    """The autocast policies of ``device``; if they are those of the installed torch, it must register the same ops."""
+    if device.autocast != release_of(torch.__version__):
+        return policies_of(device.name, device.autocast)
+    key = f"Autocast{device.name.upper()}"
+    registered = torch._C._dispatch_get_registrations_for_dispatch_key(key)
+    return installed_policies(device.name, torch.__version__, registered)
+
+
+def _answer_as(device: str) -> None:
+    """Let code that names the device, such as ``torch.autocast("cuda")``, mean this process."""
+
+    def named(kind: str) -> str:
+        return "cpu" if kind == device else kind
+
+    def renaming(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def renamed(*args: Any) -> Any:
+            if args and isinstance(args[0], str):
+                return function(named(args[0]), *args[1:])
+            return function(named("cuda"), *args)  # what torch means where no device is named
+
+        return renamed
+
+    autocast = torch.amp.autocast_mode.autocast
+    initialize = autocast.__init__
+
+    @functools.wraps(initialize)
+    def initialize_renamed(self: Any, device_type: str, *args: Any, **kwargs: Any) -> None:
+        initialize(self, named(device_type), *args, **kwargs)
+
+    autocast.__init__ = initialize_renamed  # type: ignore[method-assign]
+    for name in ("is_autocast_enabled", "get_autocast_dtype", "set_autocast_enabled", "set_autocast_dtype"):
+        setattr(torch, name, renaming(getattr(torch, name)))
+    if device == "cuda":
+        torch.get_autocast_gpu_dtype = lambda: torch.get_autocast_dtype("cpu")
+
+
+_ASK_FOR_CPU = (("torchvision.ops.boxes", "batched_nms"),)
+"""Functions that compute in another way if ``tensor.device.type == "cpu"``. ``batched_nms`` of more than 1,000 boxes treats classes
+one by one on a CPU. On a GPU it moves the boxes of each class apart, which takes digits that half does not have.
+"""
+
+
+def _choose_as_on_gpu() -> None:
+    """Let imported functions that ask for a CPU choose as on a GPU: their code compares with a name that no device has.
+
+    The code is changed inside the function object, since a model may hold a reference to the function, or import it by name.
+    """
+    for module, name in _ASK_FOR_CPU:
+        function = getattr(sys.modules.get(module), name, None)
+        if isinstance(function, types.FunctionType):
+            code = function.__code__
+            constants = tuple("another device" if value == "cpu" else value for value in code.co_consts)
+            function.__code__ = code.replace(co_consts=constants)
+
+
+# -- autocast
+#
+# Python kernels for the dispatch key ``AutocastCPU`` do what torch's C++ templates do for the policies in ``ATen/autocast_mode.h``;
+# composite functions written in C++ meet them too. The cache of cast weights is left out: it changes no values. What it caches is cast
+# with gradients enabled, though (since torch 2.11), and requires them under ``torch.no_grad()`` too, which makes ``matmul`` choose
+# ``mm`` over ``bmm``.
+
+_KEY = "AutocastCPU"
+_LIBRARIES: list[torch.library.Library] = []
+"""Kernels exist as long as their library does."""
+_RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")
+"""Recurrent layers: CUDA has a kernel for the whole layer (``_cudnn_rnn``), XPU one for each step; both cast all that they read."""
+
+
+def _register_autocast(device: str, policies: Mapping[str, CastPolicy], default: torch.dtype) -> None:
+    """Give autocast on the CPU the policies of ``device`` and its ``default`` dtype, for the rest of this process."""
+    library = torch.library.Library("aten", "IMPL", _KEY)
+    _LIBRARIES.append(library)
+    policies = {**policies, **dict.fromkeys(_RECURRENT, policies.get("_cudnn_rnn", "lower"))}
+    ours = {name: func for name in policies if (func := aten_overload(f"aten::{name}")) is not None}
+    kernels = {name: _kernel(func, _CHANGES[policies[name]]) for name, func in ours.items()}
+    for registered in torch._C._dispatch_get_registrations_for_dispatch_key(_KEY):
+        if registered.startswith("aten::") and aten_overload(registered) is not None:
+            kernels.setdefault(registered.removeprefix("aten::"), torch.library.fallthrough_kernel)
+    overriding = {"allow_override": True} if "allow_override" in inspect.signature(library.impl).parameters else {}
+    with warnings.catch_warnings():  # torch warns that kernels are replaced
+        warnings.simplefilter("ignore")
+        for name, kernel in kernels.items():
+            library.impl(name, kernel, **overriding)
+    for custom in list(OPDEFS.values()):
+        dtype = _custom_dtype(custom, device)
+        if dtype is not None and _custom_dtype(custom, "cpu") is None:
+            custom.register_autocast("cpu", dtype)
+    torch.set_autocast_dtype("cpu", default)
+    replace_autocast_kernels(_KEY, frozenset(func.name() for func in ours.values()))
+
+
+def _custom_dtype(custom: Any, device: str) -> torch.dtype | None:
+    """The dtype that autocast on ``device`` casts the inputs of an op to that was made by ``torch.library.custom_op``."""
+    found: torch.dtype | None = getattr(custom, "_autocast_dtype", {}).get(device)
+    return found if found is not None else getattr(custom, f"_autocast_{device}_dtype", None)  # before torch 2.13
+
+
+Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
+Change = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Call]
+
+
+def _kernel(func: OpOverload, change: Change) -> Callable[..., Any]:
+    """The autocast kernel of ``func``: changes the arguments as its policy says, then calls it without autocast."""
+
+    def kernel(*args: Any, **kwargs: Any) -> Any:
+        with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
+            target, args, kwargs = change(func, args, kwargs)
+            return target(*args, **kwargs)
+
+    return kernel
+
+
+def _casting(dtype: torch.dtype | None) -> Change:
+    """All to ``dtype``; ``None``: to the lower one."""
+
+    def change(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        return func, *_cast(args, kwargs, dtype or torch.get_autocast_dtype("cpu"))
+
+    return change
+
+
+def _promoted(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """All in fp32 if one is; all in the lower dtype if all are."""
+    lower = torch.get_autocast_dtype("cpu")
+    dtypes = {tensor.dtype for tensor in tensors_in(args, kwargs) if _is_eligible(tensor)}
+    if not dtypes <= {lower, torch.float32}:
+        raise RuntimeError("Unexpected floating ScalarType in at::autocast::prioritize")
+    return func, *_cast(args, kwargs, torch.float32 if torch.float32 in dtypes else lower)
+
+
+def _with_dtype(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """With fp32 as the ``dtype`` of the result, unless the call says one."""
+    if args and isinstance(args[0], Tensor) and _is_eligible(args[0]):
+        at = next(index for index, argument in enumerate(func._schema.arguments) if argument.name == "dtype")
+        given = args[at] if at < len(args) else kwargs.get("dtype")
+        if given is None:
+            return func, args[:at], kwargs | {"dtype": torch.float32}
+    return func, args, kwargs
+
+
+def _appending_dtype(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """The overload of ``norm`` that takes a dtype, with fp32."""
+    dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
+    if func._overloadname == "Scalar":
+        p = args[1] if len(args) > 1 else kwargs.get("p", 2)
+        return torch.ops.aten.norm.ScalarOpt_dtype, (args[0], p), {"dtype": dtype}
+    defaults = {"p": None, "dim": None, "keepdim": False}
+    given = defaults | dict(zip(("p", "dim", "keepdim"), args[1:], strict=False)) | kwargs
+    return torch.ops.aten.norm.ScalarOpt_dim_dtype, (args[0], *given.values()), {"dtype": dtype}
+
+
+def _refuse(func: OpOverload, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Call:
+    name = func.overloadpacket.__name__
+    raise RuntimeError(f"torch.nn.functional.{name} and its module are unsafe to autocast (predicted)")
+
+
+_CHANGES: dict[CastPolicy, Change] = {
+    "lower": _casting(None),
+    "fp16": _casting(torch.float16),
+    "fp32": _casting(torch.float32),
+    "fp32-set-dtype": _with_dtype,
+    "fp32-append-dtype": _appending_dtype,
+    "promote": _promoted,
+    "banned": _refuse,
+}
+
+
+def _cast(args: tuple[Any, ...], kwargs: dict[str, Any], dtype: torch.dtype) -> tuple[Any, ...]:
+    is_cached_dtype = (
+        dtype == torch.get_autocast_dtype("cpu")
+        and torch.is_autocast_cache_enabled()
+        and not torch.is_inference_mode_enabled()
+    )
+
+    def cast(value: Any) -> Any:
+        if not isinstance(value, Tensor) or not _is_eligible(value):
+            return value
+        is_weight = value.dtype == torch.float32 and value.requires_grad and value.is_leaf and not value._is_view()
+        if not (is_weight and is_cached_dtype):
+            return value.to(dtype)
+        with torch.enable_grad():  # autocast keeps the cast
+            return value.to(dtype)
+
+    return map_args(args, kwargs, cast)
+
+
+def _is_eligible(tensor: Tensor) -> bool:
+    """Whether autocast casts it: floating, and not float64."""
+    return tensor.is_floating_point() and tensor.dtype != torch.float64
