@@ -51,14 +51,8 @@ def fingerprint(diagnostic: Diagnostic) -> str:
     ``blocks.3.attn`` and ``blocks.4.attn`` have one fingerprint: a finding accepted for one layer of a stack is accepted
     for all. The message does not count, so that it can be reworded.
     """
-    parts = (
-        diagnostic.code,
-        diagnostic.run_label,
-        diagnostic.op,
-        stable_path(diagnostic.module),
-        file_of(diagnostic.source),
-        "",
-    )
+    d = diagnostic
+    parts = (d.code, d.run_label, d.op, stable_path(d.module), file_of(d.source), "")
     text = "\x1f".join(part or "" for part in parts)
     return hashlib.sha256(encodable(text).encode()).hexdigest()[:16]
 
@@ -99,17 +93,12 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
         )
         for key, d in found.items()
     ]
-    order = sorted(
-        [*entries, *kept],
-        key=lambda e: (e.code, e.precision or "", e.file or "", e.module or "", e.op or "", e.fingerprint),
-    )
-    return Baseline(findings=order)
 
+    def order(entry: Entry) -> tuple[str, ...]:
+        fields = (entry.code, entry.precision, entry.file, entry.module, entry.op, entry.fingerprint)
+        return tuple(field or "" for field in fields)
 
-def _is_timed(entry: Entry) -> bool:
-    """Whether all findings of its rule rest on times."""
-    found = rules().get(entry.code)
-    return found is not None and found.timed
+    return Baseline(findings=sorted([*entries, *kept], key=order))
 
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
@@ -147,6 +136,7 @@ def accept(result: ScanResult, baseline: Baseline) -> tuple[ScanResult, list[Ent
         key = fingerprint(diagnostic)
         seen.add(key)
         marked.append(msgspec.structs.replace(diagnostic, accepted=key in known and not diagnostic.timed))
-    missing = [entry for entry in baseline.findings if entry.fingerprint not in seen and not _is_timed(entry)]
+    timed = {code for code, rule in rules().items() if rule.timed}
+    missing = [entry for entry in baseline.findings if entry.fingerprint not in seen and entry.code not in timed]
     stale = [entry for entry in missing if _looked_for(entry, result)]
     return msgspec.structs.replace(result, diagnostics=marked), stale

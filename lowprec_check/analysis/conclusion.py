@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
+from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
@@ -12,10 +12,52 @@ from lowprec_check.analysis.statements.advice import basis
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_advice import recommend_training
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
-from lowprec_check.schema.scan_result import ScanResult, skipped
+from lowprec_check.schema.scan_result import Diagnostic, ScanResult, skipped
 
-if TYPE_CHECKING:
-    from lowprec_check.schema.scan_result import Diagnostic, ScanResult
+
+def conclude(result: ScanResult) -> ScanResult:
+    """The result with its recommendation and diagnostics, as its options select them."""
+    options = result.options
+    about = {**result.environment, "torch": result.torch}
+    prefer = options.get("prefer", "speed")
+    if result.training is None:
+        advice = recommend(result.runs, result.model, about, prefer)
+    else:
+        advice = recommend_training(result, about, prefer)
+    result = msgspec.structs.replace(result, recommendation=advice)
+    diagnostics = diagnose(result, options.get("select", ()), options.get("ignore", ()))
+    result = msgspec.structs.replace(result, diagnostics=diagnostics)
+    said = statements(result)
+    if advice is not None and not advice.reason:
+        advice = msgspec.structs.replace(advice, reason=basis(said))
+    return msgspec.structs.replace(result, recommendation=advice, statements=said)
+
+
+def wanted_runs(result: ScanResult) -> list[RunKey]:
+    """Every run that the scan was to make, the reference first; a plan is not counted."""
+    options, reference = result.options, result.runs[0].key
+    asked = [
+        reference._replace(precision=precision, backend=backend, memory_format=memory_format)
+        for backend in sorted(options.get("backends", []), key=lambda name: name != EAGER)
+        for memory_format in options.get("memory_formats", [CONTIGUOUS])
+        for precision in options.get("precisions", [])
+    ]
+    return list(dict.fromkeys([reference, *asked]))
+
+
+def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
+    """Like :func:`conclude` for a scan that ended early: the missing runs are ``skipped`` for ``reason``.
+
+    Calls that were not yet taken in rounds are not compared: what else the machine did may have slowed them down. ``None`` if no run but the reference has finished.
+    """
+    done = {run.key for run in result.runs}
+    if len(done) < 2:
+        return None
+    runs = result.runs
+    if result.timing_conditions is None:
+        runs = [msgspec.structs.replace(run, latency_ms=None) for run in runs]
+    missing = [skipped(key, reason, result.evidence) for key in wanted_runs(result) if key not in done]
+    return conclude(msgspec.structs.replace(result, runs=[*runs, *missing]))
 
 
 # -- Whether a scan fails, by ``--fail-on``: what its exit code says, and its JUnit report
@@ -60,66 +102,13 @@ def asked_to_fail_on(result: ScanResult, fail_on: FailOn, *, with_baseline: bool
 def failure(result: ScanResult) -> ScanFailure:
     """Why ``result`` fails, by the ``--fail-on`` in its options.
 
-    With a baseline, which asks for what is new, accepted findings do not count, nor do those that rest on times.
+    :data:`DEFAULT` counts if that is not saved, or by a version that knows more. With a baseline, which asks for what is new, accepted findings do not count, nor do those that rest on times.
     """
-    fail_on = _fail_on(result)
+    asked = result.options.get(OPTION)
+    fail_on = next((known for known in get_args(FailOn) if known == asked), DEFAULT)
     if fail_on == "never":
         return ScanFailure(fail_on, no_pass=False, findings=[])
     has_baseline = bool(result.options.get(WITH_BASELINE))
     counting = [d for d in result.diagnostics if not d.accepted and not (has_baseline and d.timed)]
     found = [d for d in counting if d.severity in _COUNTING.get(fail_on, ())]
     return ScanFailure(fail_on, no_pass=result.recommendation is None, findings=found)
-
-
-def _fail_on(result: ScanResult) -> FailOn:
-    """What the scan was asked for; :data:`DEFAULT` if that is not saved, or by a version that knows more."""
-    saved = result.options.get(OPTION)
-    return next((known for known in get_args(FailOn) if known == saved), DEFAULT)
-
-
-# -- What follows from the runs of a scan: the recommendation and the diagnostics
-
-
-def conclude(result: ScanResult) -> ScanResult:
-    """The result with its recommendation and diagnostics, as its options select them."""
-    options = result.options
-    about = {**result.environment, "torch": result.torch}
-    prefer = options.get("prefer", "speed")
-    if result.training is not None:
-        advice = recommend_training(result, about, prefer)
-    else:
-        advice = recommend(result.runs, result.model, about, prefer)
-    result = msgspec.structs.replace(result, recommendation=advice)
-    diagnostics = diagnose(result, options.get("select", ()), options.get("ignore", ()))
-    result = msgspec.structs.replace(result, diagnostics=diagnostics)
-    said = statements(result)
-    if advice is not None and not advice.reason:
-        advice = msgspec.structs.replace(advice, reason=basis(said))
-    return msgspec.structs.replace(result, recommendation=advice, statements=said)
-
-
-def wanted_runs(result: ScanResult) -> list[RunKey]:
-    """Every run that the scan was to make, the reference first; a plan is not counted."""
-    options, reference = result.options, result.runs[0].key
-    asked = [
-        reference._replace(precision=precision, backend=backend, memory_format=memory_format)
-        for backend in sorted(options.get("backends", []), key=lambda name: name != EAGER)
-        for memory_format in options.get("memory_formats", [CONTIGUOUS])
-        for precision in options.get("precisions", [])
-    ]
-    return list(dict.fromkeys([reference, *asked]))
-
-
-def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
-    """Like :func:`conclude` for a scan that ended early: the missing runs are ``skipped`` for ``reason``.
-
-    Calls that were not yet taken in rounds are not compared: what else the machine did may have slowed them down. ``None`` if no run but the reference has finished.
-    """
-    done = {run.key for run in result.runs}
-    if len(done) < 2:
-        return None
-    runs = result.runs
-    if result.timing_conditions is None:
-        runs = [msgspec.structs.replace(run, latency_ms=None) for run in runs]
-    missing = [skipped(key, reason, result.evidence) for key in wanted_runs(result) if key not in done]
-    return conclude(msgspec.structs.replace(result, runs=[*runs, *missing]))

@@ -109,6 +109,11 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
     """Findings of one code about one op as a group with the severity of the most severe."""
     members = sorted(members, key=lambda d: SEVERITIES.index(d.severity))
     first = members[0]
+
+    def short(precision: str, d: Diagnostic) -> str:
+        known = PRECISIONS.find(precision)
+        return qualified(known.short if known else precision, d.backend, d.memory_format)
+
     places: dict[tuple[str | None, str | None], list[Diagnostic]] = {}
     for d in members:
         if d.module is not None or d.source:
@@ -119,7 +124,7 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         severity=first.severity,
         op=first.op,
         runs=_runs(members),
-        short_runs=list(dict.fromkeys(_short_run(d) for d in members if d.precision)),
+        short_runs=list(dict.fromkeys(short(d.precision, d) for d in members if d.precision)),
         messages=_messages(members),
         places=[FindingPlace(module, source, _runs(found)) for (module, source), found in places.items()],
         harmless=all(map(is_harmless, members)),
@@ -136,8 +141,7 @@ def _messages(members: Sequence[Diagnostic]) -> list[Message]:
     """One for all findings with the same words, advice and severity."""
     said: dict[object, list[Diagnostic]] = {}
     for d in members:
-        advice = d.advice
-        said.setdefault((words(d.sentence), advice and words(advice), d.severity), []).append(d)
+        said.setdefault((words(d.sentence), d.advice and words(d.advice), d.severity), []).append(d)
     return [
         Message(
             _runs(its),
@@ -151,12 +155,6 @@ def _messages(members: Sequence[Diagnostic]) -> list[Message]:
 
 def _runs(members: Iterable[Diagnostic]) -> list[str]:
     return list(dict.fromkeys(d.run_label for d in members if d.run_label))
-
-
-def _short_run(diagnostic: Diagnostic) -> str:
-    known = PRECISIONS.find(diagnostic.precision or "")
-    name = known.short if known else diagnostic.precision or ""
-    return qualified(name, diagnostic.backend, diagnostic.memory_format)
 
 
 def is_harmless(diagnostic: Diagnostic) -> bool:
@@ -175,13 +173,12 @@ def folded(found: Iterable[FindingGroup]) -> str:
     codes: dict[str, list[FindingGroup]] = {}
     for group in found:
         codes.setdefault(f"{group.code} {group.name}", []).append(group)
-    return ", ".join(_folded_code(name, its) for name, its in codes.items())
-
-
-def _folded_code(name: str, its: Sequence[FindingGroup]) -> str:
-    runs = ", ".join(dict.fromkeys(run for group in its for run in group.short_runs))
-    count = sum(group.size for group in its)
-    return name + (f" ({runs})" if runs else "") + (f" ×{count}" if count > 1 else "")
+    lines = []
+    for name, its in codes.items():
+        runs = ", ".join(dict.fromkeys(run for group in its for run in group.short_runs))
+        count = sum(group.size for group in its)
+        lines.append(name + (f" ({runs})" if runs else "") + (f" ×{count}" if count > 1 else ""))
+    return ", ".join(lines)
 
 
 def tally(diagnostics: Sequence[Diagnostic]) -> str:

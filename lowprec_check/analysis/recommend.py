@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -51,9 +51,10 @@ def recommend(
     ops in fp32, and other inputs may need a kernel that the other dtype lacks.
 
     ``environment`` is that of the scan, with the torch that the runs are about. The reason is left empty: it is said by
-    :func:`lowprec_check.analysis.statements.advice.reason`, of the whole result.
+    :func:`lowprec_check.analysis.statements.advice.basis`, of the whole result.
     """
-    passed = _passed(runs)
+    low = candidates(runs)
+    passed = [run for run in low if run.status == "ok"] or [run for run in low if run.status == "unjudged"]
     if not passed:
         return None
     best = best_of(passed, runs, environment, prefer)
@@ -73,10 +74,10 @@ def recommend(
             torch_version=str(environment.get("torch") or ""),
         ),
         speedup=found.told_ratio,
-        rel_l2=best.output_error.rel_l2 if best.output_error else None,
+        rel_l2=best.rel_l2,
         prefer=prefer,
         worth=worth,
-        gain=", ".join(gains(best, runs)),
+        gain=gains(best, runs),
         stay_in_fp32=best.status == "ok" and is_fp32_better(found, worth, prefer),
     )
 
@@ -90,11 +91,6 @@ def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
         return "smaller"
     known = told == "slower" or (told == "same" and memory_ratio(run, runs) is not None)
     return "nothing" if known else "unknown"
-
-
-def _passed(runs: Sequence[Run]) -> list[Run]:
-    low = candidates(runs)
-    return [run for run in low if run.status == "ok"] or [run for run in low if run.status == "unjudged"]
 
 
 def best_of(
@@ -120,7 +116,7 @@ def best_of(
             run.backend != EAGER,
             run.memory_format != CONTIGUOUS,
             not _is_smaller(run, runs),
-            not _is_accelerated(run, environment),
+            run.format is None or environment.get(f"{run.format.short}_accelerated") is not True,
             speed(run, runs).told == "slower",
             error_of(run),
         )
@@ -142,10 +138,6 @@ def _is_smaller(run: Run, runs: Sequence[Run]) -> bool:
     return ratio is not None and ratio <= SMALLER
 
 
-def _is_accelerated(run: Run, environment: Mapping[str, Any]) -> bool:
-    return run.basis is not None and environment.get(f"{run.basis.format.short}_accelerated") is True
-
-
 def is_fp32_better(found: Speed, worth: Worth, prefer: Prefer) -> bool:
     """Whether the best run in low precision loses against fp32 in what is preferred; not where that cannot be told."""
     if prefer == "speed" and found.told == "slower":
@@ -153,18 +145,13 @@ def is_fp32_better(found: Speed, worth: Worth, prefer: Prefer) -> bool:
     return worth == "nothing" or (prefer == "memory" and worth == "faster")
 
 
-def gains(run: Run, runs: Sequence[Run]) -> Iterator[str]:
-    """``1.4 times as fast as fp32``, ``saves 50 % of the memory``."""
-    found = speed(run, runs)
-    if found.told == "faster":
-        yield found.text()
-    yield from _savings(run, runs)
-
-
-def _savings(run: Run, runs: Sequence[Run]) -> Iterator[str]:
-    ratio = memory_ratio(run, runs)
+def gains(run: Run, runs: Sequence[Run]) -> str:
+    """``1.4 times as fast as fp32, saves 50 % of the memory``; empty if it gains nothing."""
+    found, ratio = speed(run, runs), memory_ratio(run, runs)
+    parts = [found.text()] if found.told == "faster" else []
     if ratio is not None and _is_smaller(run, runs):
-        yield f"saves {1 - ratio:.0%} of the memory".replace("%", " %")
+        parts.append(f"saves {1 - ratio:.0%} of the memory".replace("%", " %"))
+    return ", ".join(parts)
 
 
 def recommended_run(result: ScanResult) -> Run | None:
@@ -173,15 +160,11 @@ def recommended_run(result: ScanResult) -> Run | None:
     if best is None:
         return None
     wanted = (best.precision, best.backend, best.memory_format, best.keep_fp32)
-    return next(
-        (
-            run
-            for run in candidates(result.runs)
-            if (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32) == wanted
-            and (run.status in ("ok", "unjudged") or passing_ways(run))
-        ),
-        None,
-    )
+    for run in candidates(result.runs):
+        its = (run.base or run.precision, run.backend, run.memory_format, run.keep_fp32)
+        if its == wanted and (run.status in ("ok", "unjudged") or passing_ways(run)):
+            return run
+    return None
 
 
 def passes(result: ScanResult) -> bool:

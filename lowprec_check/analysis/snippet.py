@@ -1,4 +1,7 @@
-"""The code that a user pastes to run a model as recommended, in pure PyTorch."""
+"""The code that a user pastes to run a model as recommended, in pure PyTorch.
+
+Its results equal those of :mod:`lowprec_check.engine.model.prepared` bit for bit.
+"""
 
 from __future__ import annotations
 
@@ -13,98 +16,8 @@ from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 
-# -- The code to paste that casts and moves ``inputs``, and puts them into a memory format
-
 _LISTED = 3
 """At most so many tensors are converted by name."""
-
-
-class Conversion(NamedTuple):
-    """What happens to the tensors of the inputs; by default nothing."""
-
-    dtype: str | None = None
-    """The dtype of floating tensors, as code: ``torch.float16``."""
-    method: str | None = None
-    """The method of a tensor that casts to it, ``half``, if there is one."""
-    device: str | None = None
-    memory_format: str = CONTIGUOUS
-    """The format of tensors with 4 dimensions."""
-
-    def applied_to(self, tensor: str, *, floating: bool, image: bool) -> str:
-        """``tensor`` converted, as code."""
-        casts, formats = floating and self.dtype is not None, image and self.memory_format != CONTIGUOUS
-        if casts and self.method and not self.device and not formats:
-            return f"{tensor}.{self.method}()"
-        arguments = [f'"{self.device}"'] if self.device else []
-        arguments += [self.dtype] if casts and self.dtype else []
-        arguments += [f"memory_format=torch.{self.memory_format}"] if formats else []
-        return f"{tensor}.to({', '.join(arguments)})"
-
-    def concerns(self, layout: InputLayout) -> list[str]:
-        """The tensors that it changes."""
-        changed = set(layout.floating) if self.dtype else set()
-        changed |= set(layout.images) if self.memory_format != CONTIGUOUS else set()
-        return [key for key in layout.tensors if self.device or key in changed]
-
-    def in_words(self) -> str:
-        """``cast the floating tensors to torch.float16 and move all to cuda``."""
-        steps: list[str | None] = [
-            self.dtype and f"cast the floating tensors to {self.dtype}",
-            self.device and f"move all to {self.device}",
-            f"put those with 4 dimensions into {self.memory_format}" if self.memory_format != CONTIGUOUS else None,
-        ]
-        return " and ".join(filter(None, steps))
-
-
-def convert_inputs(model: ModelInfo, conversion: Conversion) -> list[str]:
-    """Lines that convert ``inputs``; none if there is nothing to do."""
-    layout = model.layout
-    if conversion == Conversion(method=conversion.method):
-        return []
-    if not model.castable:
-        return [f"# inside your inputs: {conversion.in_words()}"]
-    return _convert_nested(conversion) if layout.kind == "nested" else _convert_named(layout, conversion)
-
-
-def _convert_named(layout: InputLayout, conversion: Conversion) -> list[str]:
-    """Lines for tensors that are known by name or position."""
-    concerned = conversion.concerns(layout)
-
-    def converted(key: str, tensor: str) -> str:
-        return conversion.applied_to(tensor, floating=key in layout.floating, image=key in layout.images)
-
-    if not concerned:
-        return []
-    if layout.kind == "tensor":
-        return [f"inputs = {converted('', 'inputs')}"]
-    if layout.kind == "mapping" and len(concerned) <= _LISTED:
-        items = {key: f"inputs[{json.dumps(key)}]" for key in concerned}
-        return [f"{item} = {converted(key, item)}" for key, item in items.items()]
-    if layout.kind == "sequence" and len(concerned) <= _LISTED:
-        return ["inputs = list(inputs)", *(f"inputs[{key}] = {converted(key, f'inputs[{key}]')}" for key in concerned)]
-    return _convert_nested(conversion)
-
-
-def _convert_nested(conversion: Conversion, name: str = "inputs") -> list[str]:
-    """Lines for tensors anywhere in ``name`` that are not known by name."""
-    steps = []
-    if conversion.dtype or conversion.device:
-        move = f'.to("{conversion.device}")' if conversion.device else ""
-        cast = f"t{move}.to({conversion.dtype}) if t.is_floating_point() else t{move}"
-        steps.append(cast if conversion.dtype else f"t{move}")
-    if conversion.memory_format != CONTIGUOUS:
-        steps.append(f"t.to(memory_format=torch.{conversion.memory_format}) if t.ndim == 4 else t")
-    return [f"{name} = tree_map_only(\n    torch.Tensor, lambda t: {step}, {name}\n)" for step in steps]
-
-
-def convert_targets(conversion: Conversion) -> list[str]:
-    """Lines that convert ``targets``, what the loss gets of a batch; none if there is nothing to do."""
-    return _convert_nested(conversion._replace(memory_format=CONTIGUOUS), "targets")
-
-
-# -- The code that a user pastes to run a model as recommended, in pure PyTorch
-#
-# Its results equal those of :mod:`lowprec_check.engine.model.prepared` bit for bit.
 
 _UNDER_AUTOCAST = """\
 def keep_in_fp32(model, names):  # run these modules on fp32 inputs, without autocast
@@ -157,6 +70,25 @@ _IN_TORCH: dict[str, tuple[str, str]] = {
 """By device: the first release of torch that has it, and the import that provides it in older ones."""
 
 
+def snippet(
+    key: RunKey,
+    model: ModelInfo,
+    keep_fp32: Sequence[str] = (),
+    untied: Sequence[str] = (),
+    *,
+    torch_version: str = "",
+) -> str:
+    """Code that runs ``model`` on ``inputs``, both as the user's file defines them, as the run of ``key`` does.
+
+    ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32; the parameters ``untied``, which
+    such a module shares with a cast one, are copied. A device that torch of ``torch_version`` lacks is imported.
+    """
+    found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
+    context = ", ".join(filter(None, ("with torch.no_grad()", found.autocast)))
+    called = [f"    {line}" for line in (*found.inside, f"output = {model.call}")]
+    return "\n".join(found.with_lines(f"{context}:", *called))
+
+
 class ModelCode(NamedTuple):
     """Code that prepares a model and its inputs."""
 
@@ -179,25 +111,6 @@ class ModelCode(NamedTuple):
         return [*self.imports, *tree, "", *lines]
 
 
-def snippet(
-    key: RunKey,
-    model: ModelInfo,
-    keep_fp32: Sequence[str] = (),
-    untied: Sequence[str] = (),
-    *,
-    torch_version: str = "",
-) -> str:
-    """Code that runs ``model`` on ``inputs``, both as the user's file defines them, as the run of ``key`` does.
-
-    ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32; the parameters ``untied``, which
-    such a module shares with a cast one, are copied. A device that torch of ``torch_version`` lacks is imported.
-    """
-    found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
-    context = ", ".join(filter(None, ("with torch.no_grad()", found.autocast)))
-    called = [f"    {line}" for line in (*found.inside, f"output = {model.call}")]
-    return "\n".join(found.with_lines(f"{context}:", *called))
-
-
 def prepare(
     key: RunKey,
     model: ModelInfo,
@@ -208,13 +121,12 @@ def prepare(
 ) -> ModelCode:
     """The code before the call of :func:`snippet`, and the context of the call."""
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)
-    is_import = [line.startswith(("import ", "from ")) for line in model.setup]
-    imports = [
-        "import torch",
-        *_providers(device, torch_version),
-        *(line for line, found in zip(model.setup, is_import, strict=True) if found),
-    ]
-    body = [line for line, found in zip(model.setup, is_import, strict=True) if not found]
+    since, provider = _IN_TORCH.get(device, ("", ""))  # a newer torch provides the device itself
+    is_old = bool(since and torch_version) and version_key(release_of(torch_version)) < version_key(since)
+    imports = ["import torch", *([provider] if is_old else [])]
+    body: list[str] = []
+    for line in model.setup:
+        (imports if line.startswith(("import ", "from ")) else body).append(line)
     moved = key.device if device != "cpu" else None
     if moved is not None:
         body.append(f'model = model.to("{moved}")')
@@ -237,14 +149,6 @@ def prepare(
     imports += backend.imports
     body += backend.before
     return ModelCode(imports, body, autocast, backend.inside, conversion)
-
-
-def _providers(device: str, torch_version: str) -> list[str]:
-    """The import of the package that provides the device, if a torch of that version does not."""
-    if device not in _IN_TORCH or not torch_version:
-        return []
-    since, provider = _IN_TORCH[device]
-    return [provider] if version_key(release_of(torch_version)) < version_key(since) else []
 
 
 def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> str:
@@ -270,3 +174,82 @@ def _listed(names: Sequence[str], *, indent: int = 0) -> str:
         return f"[{row.removesuffix(', ')}]"
     margin = " " * indent
     return "\n".join(["[", *(f"{margin}    {row.rstrip()}" for row in rows), f"{margin}]"])
+
+
+# -- The inputs: cast, moved, in a memory format
+
+
+class Conversion(NamedTuple):
+    """What happens to the tensors of the inputs; by default nothing."""
+
+    dtype: str | None = None
+    """The dtype of floating tensors, as code: ``torch.float16``."""
+    method: str | None = None
+    """The method of a tensor that casts to it, ``half``, if there is one."""
+    device: str | None = None
+    memory_format: str = CONTIGUOUS
+    """The format of tensors with 4 dimensions."""
+
+    def applied_to(self, tensor: str, *, floating: bool, image: bool) -> str:
+        """``tensor`` converted, as code."""
+        casts, formats = floating and self.dtype is not None, image and self.memory_format != CONTIGUOUS
+        if casts and self.method and not self.device and not formats:
+            return f"{tensor}.{self.method}()"
+        arguments = [f'"{self.device}"'] if self.device else []
+        arguments += [self.dtype] if casts and self.dtype else []
+        arguments += [f"memory_format=torch.{self.memory_format}"] if formats else []
+        return f"{tensor}.to({', '.join(arguments)})"
+
+    def concerns(self, layout: InputLayout) -> list[str]:
+        """The tensors that it changes."""
+        changed = set(layout.floating) if self.dtype else set()
+        changed |= set(layout.images) if self.memory_format != CONTIGUOUS else set()
+        return [key for key in layout.tensors if self.device or key in changed]
+
+    def in_words(self) -> str:
+        """``cast the floating tensors to torch.float16 and move all to cuda``."""
+        steps: list[str | None] = [
+            self.dtype and f"cast the floating tensors to {self.dtype}",
+            self.device and f"move all to {self.device}",
+            f"put those with 4 dimensions into {self.memory_format}" if self.memory_format != CONTIGUOUS else None,
+        ]
+        return " and ".join(filter(None, steps))
+
+
+def convert_inputs(model: ModelInfo, conversion: Conversion) -> list[str]:
+    """Lines that convert ``inputs``; none if there is nothing to do."""
+    layout, concerned = model.layout, conversion.concerns(model.layout)
+    is_nothing = conversion == Conversion(method=conversion.method)
+    if is_nothing or (model.castable and layout.kind != "nested" and not concerned):
+        return []
+    if not model.castable:
+        return [f"# inside your inputs: {conversion.in_words()}"]
+
+    def converted(key: str, tensor: str) -> str:
+        return conversion.applied_to(tensor, floating=key in layout.floating, image=key in layout.images)
+
+    if layout.kind == "tensor":
+        return [f"inputs = {converted('', 'inputs')}"]
+    if layout.kind == "mapping" and len(concerned) <= _LISTED:
+        items = {key: f"inputs[{json.dumps(key)}]" for key in concerned}
+        return [f"{item} = {converted(key, item)}" for key, item in items.items()]
+    if layout.kind == "sequence" and len(concerned) <= _LISTED:
+        return ["inputs = list(inputs)", *(f"inputs[{key}] = {converted(key, f'inputs[{key}]')}" for key in concerned)]
+    return _convert_nested(conversion)
+
+
+def _convert_nested(conversion: Conversion, name: str = "inputs") -> list[str]:
+    """Lines for tensors anywhere in ``name`` that are not known by name."""
+    steps = []
+    if conversion.dtype or conversion.device:
+        move = f'.to("{conversion.device}")' if conversion.device else ""
+        cast = f"t{move}.to({conversion.dtype}) if t.is_floating_point() else t{move}"
+        steps.append(cast if conversion.dtype else f"t{move}")
+    if conversion.memory_format != CONTIGUOUS:
+        steps.append(f"t.to(memory_format=torch.{conversion.memory_format}) if t.ndim == 4 else t")
+    return [f"{name} = tree_map_only(\n    torch.Tensor, lambda t: {step}, {name}\n)" for step in steps]
+
+
+def convert_targets(conversion: Conversion) -> list[str]:
+    """Lines that convert ``targets``, what the loss gets of a batch; none if there is nothing to do."""
+    return _convert_nested(conversion._replace(memory_format=CONTIGUOUS), "targets")

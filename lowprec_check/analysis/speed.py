@@ -14,8 +14,6 @@ from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import times
 
-# -- How fast a run is compared with fp32, or with another run, and whether that can be told
-#
 # A ratio counts only if it can be told apart from 1. It comes from the rounds in which a run and fp32 were called in turns
 # (``run.latency.speedup``): their interval holds the true median in at least 95 % of scans, whatever else the machine does. A
 # run without rounds (an older file, a scenario) has two medians; its interval is 5 % to each side, or a factor of 1.5 if the
@@ -89,11 +87,8 @@ class Speed(NamedTuple):
             return "about as fast as fp32"
         if self.told == "unknown":
             return ""
-        return (
-            "too short to compare times"
-            if self.ratio is not None and math.isinf(self.high)
-            else "times too noisy to compare"
-        )
+        is_short = self.ratio is not None and math.isinf(self.high)
+        return "too short to compare times" if is_short else "times too noisy to compare"
 
 
 def speed(run: Run, runs: Sequence[Run]) -> Speed:
@@ -111,18 +106,16 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
     fp32, mine = latency_of(reference), latency_of(run)
     if not fp32 or not mine:
         return Speed("unknown")
-    return _of_medians(fp32, mine, BUSY if _was_busy(run) or _was_busy(reference) else TOLD)
+    timed = [its.latency for its in (run, reference) if its.latency is not None]
+    was_busy = any(its.noisy or (its.speedup is not None and its.speedup.one_core) for its in timed)
+    ratio, margin = max(fp32, SHORT_MS) / max(mine, SHORT_MS), BUSY if was_busy else TOLD
+    low = ratio / margin if fp32 >= SHORT_MS else 0.0
+    return judged(ratio, low, ratio * margin) if mine >= SHORT_MS else Speed("noisy", ratio, low, math.inf)
 
 
 def ratio_text(ratio: float) -> str:
     """``1.4 times as fast as fp32``, of a ratio that could be told."""
     return judged(ratio, ratio, ratio).text()
-
-
-def _was_busy(run: Run) -> bool:
-    """Whether the machine did something else while the run was timed in rounds, and so in a scenario too."""
-    latency = run.latency
-    return latency is not None and (latency.noisy or bool(latency.speedup and latency.speedup.one_core))
 
 
 def failure_while_timed(run: Run) -> str | None:
@@ -154,15 +147,6 @@ def judged(ratio: float, low: float, high: float) -> Speed:
     if high < 1 and ratio <= 1 / TOLD:
         return Speed("slower", ratio, low, high)
     return Speed("same" if low >= 1 / ALIKE and high <= ALIKE else "noisy", ratio, low, high)
-
-
-def _of_medians(fp32: float, mine: float, margin: float) -> Speed:
-    """``fp32 / mine``, of two medians in ms that were not taken in rounds; each end of the interval is ``margin`` away."""
-    ratio = max(fp32, SHORT_MS) / max(mine, SHORT_MS)
-    low = ratio / margin if fp32 >= SHORT_MS else 0.0
-    if mine < SHORT_MS:
-        return Speed("noisy", ratio, low, math.inf)
-    return judged(ratio, low, ratio * margin)
 
 
 # -- From the seconds of calls, taken in rounds over all runs, to what is saved of them
@@ -232,12 +216,9 @@ def _speedup(mine: Rounds, fp32: Rounds) -> Speedup | None:
 
 def latency_outside_rounds(seconds: float, fp32: Latency | None, samples: int = 1) -> Latency:
     """The time of a run that is too slow to be called again, beside that of fp32."""
-    speedup = None
-    if fp32 is not None and seconds:
-        speedup = speedup_of([fp32.median_ms / 1e3 / seconds])
-    return Latency(
-        median_ms=seconds * 1e3, quartiles_ms=(seconds * 1e3, seconds * 1e3), samples=samples, speedup=speedup
-    )
+    speedup = speedup_of([fp32.median_ms / 1e3 / seconds]) if fp32 is not None and seconds else None
+    ms = seconds * 1e3
+    return Latency(median_ms=ms, quartiles_ms=(ms, ms), samples=samples, speedup=speedup)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
@@ -249,23 +230,21 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def speedup_of(ratios: Sequence[float]) -> Speedup:
-    """The median of ``ratios``, one per round, with an interval that contains the true median with :data:`CONFIDENCE`."""
-    median = statistics.median(ratios)
-    low, high = _interval(sorted(ratios))
-    return Speedup(median=median, low=low, high=high, rounds=len(ratios))
+    """The median of ``ratios``, one per round, with an interval that contains the true median with :data:`CONFIDENCE`.
 
-
-def _interval(ratios: Sequence[float]) -> tuple[float, float]:
-    """Order statistics, which assume nothing about the distribution; of few ratios, Student's interval of their logarithms."""
-    count = len(ratios)
-    if count in _STUDENT:
-        logarithms = [math.log(ratio) for ratio in ratios]
+    That is of order statistics, which assume nothing about the distribution; of few ratios, Student's interval of their logarithms.
+    """
+    ordered, count = sorted(ratios), len(ratios)
+    if count == 1:
+        low, high = ordered[0] / ONE_CALL, ordered[0] * ONE_CALL
+    elif count in _STUDENT:
+        logarithms = [math.log(ratio) for ratio in ordered]
         center, spread = statistics.fmean(logarithms), statistics.stdev(logarithms)
         margin = _STUDENT[count] * spread / math.sqrt(count)
-        low, high = min(ratios[0], math.exp(center - margin)), max(ratios[-1], math.exp(center + margin))
-        return max(low, ratios[0] / ONE_CALL), min(high, ratios[-1] * ONE_CALL)
-    if count == 1:
-        return ratios[0] / ONE_CALL, ratios[0] * ONE_CALL
-    tails = accumulate(math.comb(count, hits) / 2**count for hits in range(count))
-    outside = sum(1 for tail in tails if 2 * tail <= 1 - CONFIDENCE)
-    return ratios[outside - 1], ratios[-outside]
+        low, high = min(ordered[0], math.exp(center - margin)), max(ordered[-1], math.exp(center + margin))
+        low, high = max(low, ordered[0] / ONE_CALL), min(high, ordered[-1] * ONE_CALL)
+    else:
+        tails = accumulate(math.comb(count, hits) / 2**count for hits in range(count))
+        outside = sum(1 for tail in tails if 2 * tail <= 1 - CONFIDENCE)
+        low, high = ordered[outside - 1], ordered[-outside]
+    return Speedup(median=statistics.median(ratios), low=low, high=high, rounds=count)

@@ -149,7 +149,7 @@ def recommend_training(
         rel_l2=run.rel_l2,
         prefer=prefer,
         worth=worth,
-        gain=", ".join(gains(run, result.runs)) if best.is_first else "",
+        gain=gains(run, result.runs) if best.is_first else "",
         stay_in_fp32=best.is_first and is_fp32_better(found, worth, prefer),
     )
 

@@ -98,7 +98,7 @@ class WayToTrain:
     def updates(self, model: Any, make: Callable[..., Any], scaler: Any = None) -> Updates:
         """What updates the parameters of ``model``; ``make(parameters)`` makes an optimizer."""
         if self.updater is None:
-            raise NotImplementedError
+            raise NotImplementedError(f"the way to train {self.name} has no updater")
         return self.updater()(model.parameters(), make, *(() if scaler is None else (scaler,)))
 
     def class_code(self) -> str:

@@ -31,6 +31,7 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
 from lowprec_check.schema.training import TrainingSetup
+from lowprec_check.schema.ways_to_train import WAYS
 from lowprec_check.schema.what_if import WhatIf
 
 REFERENCE_BUDGET = 600.0
@@ -267,7 +268,7 @@ class TargetRuns:
         ``ipex.optimize`` takes weights in fp32 only, and would cast those of modules that are kept in fp32.
         """
         precision = PRECISIONS.get(task.precision)
-        fits = precision.kind == "autocast" and precision.format.name == "bfloat16"
+        fits = any(way.trial == "own process" and way.suits(precision) for way in WAYS)
         here = task.device == "cpu" and task.predicted is None and self.isolation != "none"
         plain = not task.keep_fp32 and task.memory_format == CONTIGUOUS
         trained = bool(task.steps) and run.status in ("ok", "inaccurate", "nonfinite")

@@ -1,1 +1,1 @@
-"""A twin of a device that is not here: its autocast policy and its kernels, emulated on the CPU."""
+"""A process that stands in for a device that is not here: the device's autocast policies and kernels, on CPU tensors."""

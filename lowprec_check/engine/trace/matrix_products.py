@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import functools
 import re
 from collections.abc import Callable, Iterator
@@ -20,33 +19,8 @@ _FUSED = re.compile(r"scaled_dot_product|rnn|lstm|gru|_trilinear|_native_multi_h
 """Names of ops that compute products inside, which are not split."""
 
 
-class MatrixProduct(abc.ABC):
-    """A product of two operands, to which a bias may be added."""
-
-    left: Tensor
-    right: Tensor
-    weight: int | None
-    """Which operand is a weight: 0 the left one, 1 the right one; ``None``: none is."""
-
-    @abc.abstractmethod
-    def channel_dims(self, operand: int) -> tuple[int, ...]:
-        """The dimensions of an operand, 0 or 1, over which the values of one output channel extend."""
-
-    @abc.abstractmethod
-    def multiply(self, left: Tensor, right: Tensor) -> Tensor:
-        """The product of other operands, without bias."""
-
-    @abc.abstractmethod
-    def blocks(self, left: Tensor, right: Tensor, depth: int) -> Iterator[Tensor]:
-        """Products of parts of the operands, each of about ``depth`` terms; their sum is that of :meth:`multiply`."""
-
-    @abc.abstractmethod
-    def finish(self, product: Tensor) -> Tensor:
-        """The result of the op for the ``product``: scaled, with its bias."""
-
-
-class DenseProduct(MatrixProduct):
-    """``alpha * left @ right + beta * bias``, in batches or not."""
+class DenseProduct:
+    """``alpha * left @ right + beta * bias``, in batches or not; ``weight``: which operand is a weight, 0 the left one, or ``None``."""
 
     def __init__(
         self,
@@ -62,22 +36,22 @@ class DenseProduct(MatrixProduct):
         self._beta, self._alpha = beta, alpha
 
     def channel_dims(self, operand: int) -> tuple[int, ...]:
-        """The dimension that the product sums over."""
+        """The dimensions of an operand, 0 or 1, over which the values of one output channel extend: the one that is summed over."""
         return (-1,) if operand == 0 or self.right.ndim == 1 else (-2,)
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
-        """``left @ right``."""
+        """The product of other operands, without bias."""
         return left @ right
 
     def blocks(self, left: Tensor, right: Tensor, depth: int) -> Iterator[Tensor]:
-        """Products of columns of ``left`` and rows of ``right``."""
+        """Products of columns of ``left`` and rows of ``right``, each of about ``depth`` terms; their sum is that of :meth:`multiply`."""
         dim = self.channel_dims(1)[0]
         for start in range(0, left.shape[-1], depth):
             size = min(depth, left.shape[-1] - start)
             yield left.narrow(-1, start, size) @ right.narrow(dim, start, size)
 
     def finish(self, product: Tensor) -> Tensor:
-        """Scaled, with the bias."""
+        """The result of the op for the ``product``: scaled, with its bias."""
         scaled = product if self._alpha == 1 else self._alpha * product
         return scaled if self._bias is None or not self._beta else scaled + self._beta * self._bias
 
@@ -93,10 +67,10 @@ class Geometry(NamedTuple):
     groups: int
 
 
-class Convolution(MatrixProduct):
+class Convolution:
     """A convolution of any number of dimensions, transposed or not, in groups or not."""
 
-    weight = 1
+    weight: int | None = 1
 
     def __init__(self, left: Tensor, right: Tensor, bias: Tensor | None, geometry: Geometry) -> None:
         self.left, self.right, self._bias, self._geometry = left, right, bias, geometry
@@ -132,6 +106,9 @@ class Convolution(MatrixProduct):
         if self._bias is None:
             return product
         return product + self._bias.reshape(-1, *[1] * (self.right.ndim - 2))
+
+
+MatrixProduct = DenseProduct | Convolution
 
 
 def is_fused(call: DispatchedCall) -> bool:
