@@ -163,7 +163,7 @@ def _dask_client(address: str, jobs: int, stop: Callable[[], None]) -> Iterator[
         from distributed import TimeoutError as DaskTimeoutError
     except ModuleNotFoundError:
         raise UsageError(
-            "--engine dask needs dask.distributed, which is not installed.", "pip install 'lowprec-check[cluster]'"
+            "--engine dask needs dask.distributed, which is not installed.", "pip install 'dask[distributed]'"
         ) from None
 
     class AtClose(WorkerPlugin):  # type: ignore[misc]
