@@ -270,7 +270,7 @@ def _loaded(code: CodeType, position: int) -> frozenset[str]:
 
 def run_below(func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """In the handler of a mode: what ``func`` does below this mode, in the frames that it has without the mode."""
-    keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)  # without the one of modes
+    keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)
     return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
 
@@ -287,7 +287,7 @@ def run_inside(
     while isinstance(kernel, functools.partial):
         kernel = kernel.func
     if "_get_current_dispatch_mode" not in kernel.__code__.co_names:  # those that refuse a mode ask for it
-        keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)  # before the mode adds its own
+        keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)  # without the one of modes: none is active yet
         with active():
             return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
