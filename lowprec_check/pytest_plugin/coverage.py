@@ -20,7 +20,7 @@ from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import coverage_gate
 from lowprec_check.pytest_plugin.coverage_gate import CoverageColumn, CoverageOptions, JunitProperties, checked_options
 from lowprec_check.pytest_plugin.replayed_calls import KeptCalls
-from lowprec_check.pytest_plugin.session import is_worker, register_own_frames
+from lowprec_check.pytest_plugin.shared import is_worker, register_own_frames
 from lowprec_check.report.coverage import RENDERERS
 from lowprec_check.schema.base import write_file
 

@@ -29,7 +29,7 @@ from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.measured import catalog_device
 from lowprec_check.catalog.names import dtype_of, overload_name, why_not_covered
 from lowprec_check.errors import UsageError, encodable
-from lowprec_check.pytest_plugin.session import is_worker, option_path, option_value, shown_path, wrong_option
+from lowprec_check.pytest_plugin.shared import is_worker, option_path, option_value, shown_path, wrong_option
 from lowprec_check.report.blocks import Document, Say
 from lowprec_check.report.coverage import (
     LONGEST_SUMMARY,

@@ -160,7 +160,7 @@ def lowprec(request: pytest.FixtureRequest) -> Lowprec:
     """
     from lowprec_check.pytest_plugin.fixture.lowprec import Lowprec
     from lowprec_check.pytest_plugin.marker import ONE_OF_THEM, Case
-    from lowprec_check.pytest_plugin.session import register_own_frames
+    from lowprec_check.pytest_plugin.shared import register_own_frames
 
     register_own_frames(request.config)
     case = getattr(request, "param", None)

@@ -13,7 +13,7 @@ from lowprec_check.errors import UsageError, encodable, type_name
 from lowprec_check.pytest_plugin import manifest
 from lowprec_check.pytest_plugin.manifest import NO_REASON, KnownFailure, Manifest, Result, closest
 from lowprec_check.pytest_plugin.marker import Case, is_device_available
-from lowprec_check.pytest_plugin.session import is_worker, option_path, shown_path, wrong_option
+from lowprec_check.pytest_plugin.shared import is_worker, option_path, shown_path, wrong_option
 from lowprec_check.schema.axes import accelerators, device_type
 from lowprec_check.schema.base import write_file
 

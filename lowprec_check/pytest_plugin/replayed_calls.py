@@ -18,7 +18,7 @@ from lowprec_check.engine.sweep.failures import Raised, kind_of
 from lowprec_check.process.command_worker import TaskQueue
 from lowprec_check.process.interpreter import module_command
 from lowprec_check.pytest_plugin.marker import is_device_available
-from lowprec_check.pytest_plugin.session import is_worker
+from lowprec_check.pytest_plugin.shared import is_worker
 from lowprec_check.schema.base import Struct
 
 if TYPE_CHECKING:
