@@ -53,6 +53,37 @@ def test_links_are_valid(document: Path, link: str) -> None:
     assert not anchor or anchor in anchors_of(target)
 
 
+WALK = re.compile(r"^\| \d+ \| `([\w/]+)` \|", re.MULTILINE)
+
+
+def test_the_walks_through_the_code_are_short_and_lead_through_modules_that_exist() -> None:
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    walks = [WALK.findall(section) for section in text.split("\n## ") if WALK.search(section)]
+    assert len(walks) == 2
+    for walk in walks:
+        assert 5 < len(walk) <= 12
+    named = set(re.findall(r"`((?:cli|engine|analysis|report|schema)/[\w/]+?)/?`", text.partition("## The layout")[0]))
+    assert len(named) > 15
+    package = ROOT / "lowprec_check"
+    assert not {name for name in named if not (package / f"{name}.py").exists() and not (package / name).is_dir()}
+
+
+MEASURED = re.compile(r"\d ?(?:×|ms\b|MiB|KiB|GiB)|\d[.,]?\d*e-\d|\d+ of \d+")
+GUIDES = [path for path in ROOT.glob("docs/*.md") if path.name not in make_reference().REFERENCES]
+
+
+@pytest.mark.parametrize("document", [ROOT / "README.md", *GUIDES], ids=lambda path: path.name)
+def test_measured_figures_name_the_report_that_has_them(document: Path) -> None:
+    """A section whose table has measured figures links to a committed report; what explains a format or a limit is no measurement."""
+    explained = {"Times, and what is worth it"}  # the words that stand for figures
+    sections = re.split(r"^##+ ", document.read_text(encoding="utf-8"), flags=re.MULTILINE)[1:]
+    assert sections
+    for section in sections:
+        title = section.partition("\n")[0]
+        rows = [line for line in section.splitlines() if line.startswith("|") and MEASURED.search(line)]
+        assert len(rows) < 3 or "reports/" in section or title in explained, (title, rows[:3])
+
+
 @pytest.mark.parametrize(
     ("document", "marker", "command"),
     [

@@ -89,11 +89,6 @@ def _frame(x: _Axis, y: _Axis, x_ticks: Sequence[tuple[float, str]], y_name: str
     yield _text(14, middle, y_name, transform=f"rotate(-90 14 {middle})")
 
 
-def _limit(y: _Axis, value: float, text: str) -> Markup:
-    line = _line(_LEFT, y(value), _RIGHT, y(value), "bad", stroke_dasharray="6 4")
-    return line + _text(_RIGHT, y(value) - 5, text, "end", "bad")
-
-
 def _path(points: Iterable[tuple[float, float] | None], color: str, **more: object) -> Markup:
     """A line, broken at ``None``."""
     steps, pen = [], "M"
@@ -121,23 +116,21 @@ class _Dot(NamedTuple):
 
 def tradeoff(result: ScanResult) -> Chart | None:
     """Speed against output error, a dot per run; ``None`` if fewer than two runs have both."""
-    dots = [dot for run in candidates(result.runs) if (dot := _dot(run, result)) is not None]
+    dots = []
+    for run in candidates(result.runs):
+        found, error = speed(run, result.runs), run.output_error.distance if run.output_error else None
+        if found.ratio is None or error is None or run.status not in ("ok", "unjudged", "inaccurate"):
+            continue
+        known = look("unjudged" if degenerate_output(run, result) else run.status)
+        memory = memory_ratio(run, result.runs)
+        size = f", {ratio_text(memory)} the memory" if memory else ""
+        told = speed_text(SpeedOf(found.told, found.ratio))
+        tip = f"{visible(label(run))}: {told}, error {error_figure(error)}{size}, {known.word}"
+        dots.append(_Dot(run, found.ratio, found.low, found.high, error, known.tone, tip))
     if len(dots) < 2 or result.prediction is not None or result.training is not None:
         return None
     name = "Speed and output error of each run. Area: peak memory; line: interval of the speed; dashed: tolerance."
     return Chart(name, lambda: _svg(name, _tradeoff(dots, result)), detail="all")
-
-
-def _dot(run: Run, result: ScanResult) -> _Dot | None:
-    found, error = speed(run, result.runs), run.output_error.distance if run.output_error else None
-    if found.ratio is None or error is None or run.status not in ("ok", "unjudged", "inaccurate"):
-        return None
-    status = "unjudged" if degenerate_output(run, result) else run.status
-    memory = memory_ratio(run, result.runs)
-    size = f", {ratio_text(memory)} the memory" if memory else ""
-    told = speed_text(SpeedOf(found.told, found.ratio))
-    tip = f"{visible(label(run))}: {told}, error {error_figure(error)}{size}, {look(status).word}"
-    return _Dot(run, found.ratio, found.low, found.high, error, look(status).tone, tip)
 
 
 def _tradeoff(dots: Sequence[_Dot], result: ScanResult) -> Iterator[Markup]:
@@ -178,15 +171,12 @@ def _tradeoff(dots: Sequence[_Dot], result: ScanResult) -> Iterator[Markup]:
         tip = _tag("title", dot.tip)
         yield _tag("circle", tip, cx=px, cy=py, r=radius, fill=color, fill_opacity=0.55, stroke=color)
         text = visible(label(dot.run), 40)
-        at = _free_place(px, py, len(text) * _LETTER, taken)
+        width = len(text) * _LETTER
+        near = [(px + 14, py - 8), (px - 14 - width, py - 8), (px - width / 2, py - 28), (px - width / 2, py + 14)]
+        near += [(px + 14, py + step * 16 - 8) for step in (-1, 1, -2, 2, -3, 3, -4, 4)]
+        at = _first_free(near, width, taken)
         taken.append(at)
         yield _text(at[0], at[3] - 3, text, "start", "ink")
-
-
-def _free_place(x: float, y: float, width: float, taken: Sequence[tuple[float, ...]]) -> tuple[float, ...]:
-    """A box of a label near a point."""
-    near = [(x + 14, y - 8), (x - 14 - width, y - 8), (x - width / 2, y - 28), (x - width / 2, y + 14)]
-    return _first_free(near + [(x + 14, y + step * 16 - 8) for step in (-1, 1, -2, 2, -3, 3, -4, 4)], width, taken)
 
 
 def _first_free(
@@ -195,12 +185,10 @@ def _first_free(
     """The first box at ``places`` that covers none of ``taken``; the first one if there is none."""
     boxes = [(left, top, left + width, top + 15) for left, top in places]
     fits = [box for box in boxes if box[0] >= _LEFT and box[2] <= _WIDE and box[1] >= 0 and box[3] <= _BOTTOM]
-    free = (box for box in fits if not any(_overlap(box, other) for other in taken))
-    return next(free, (fits or boxes)[0])
-
-
-def _overlap(one: Sequence[float], other: Sequence[float]) -> bool:
-    return one[0] < other[2] and other[0] < one[2] and one[1] < other[3] and other[1] < one[3]
+    for left, top, right, bottom in fits:
+        if not any(left < box[2] and box[0] < right and top < box[3] and box[1] < bottom for box in taken):
+            return left, top, right, bottom
+    return (fits or boxes)[0]
 
 
 # -- the error along the network
@@ -224,56 +212,43 @@ def _along(run: Run, rows: Sequence[tuple[int, OpCall]], errors: Sequence[float]
     kept = list(worst_of_segments(rows, MOST_POINTS))
     yield from _frame(x, y, [(step, f"{step:g}") for step in x.steps() if step >= 1], "relative error", "op call")
     if limit:
-        yield _limit(y, limit, f"tolerance {limit:.0e}")
+        yield _line(_LEFT, y(limit), _RIGHT, y(limit), "bad", stroke_dasharray="6 4")
+        yield _text(_RIGHT, y(limit) - 5, f"tolerance {limit:.0e}", "end", "bad")
     local = ((x(at), y(row.local_error)) for at, row in kept if row.local_error)
     dots = "".join(f"M{px:g} {py:g}h0" for px, py in local)
     yield _tag("path", d=dots, stroke="var(--s2)", stroke_width=3, stroke_linecap="round", stroke_opacity=0.55)
     line = [
         (x(at), y(row.accumulated_error)) if row.accumulated_error else None
         for at, row in kept
-        if row.accumulated_error or _is_lost(row)
+        if row.accumulated_error or row.gives_nonfinite
     ]
     yield _path(line, "s1", stroke_width=1.8)
     for at, row in kept:
-        if _is_lost(row) or row.outcome == "rescued":
-            sign = "✕" if _is_lost(row) else "▲"
-            yield _text(
-                x(at), _TOP + 10 if _is_lost(row) else _BOTTOM - 4, sign, color="bad" if _is_lost(row) else "warn"
-            )
+        if row.gives_nonfinite:
+            yield _text(x(at), _TOP + 10, "✕", color="bad")
+        elif row.outcome == "rescued":
+            yield _text(x(at), _BOTTOM - 4, "▲", color="warn")
     width = round((_RIGHT - _LEFT) / min(len(rows), MOST_TIPS), 1)
     for at, row in worst_of_segments(rows, MOST_TIPS):
-        tip = _tag("title", _tip(at, row))
-        yield _tag(
-            "rect", tip, x=round(x(at) - width / 2, 1), y=_TOP, width=width, height=_BOTTOM - _TOP, fill="transparent"
-        )
-    yield _text(_LEFT + 4, 10, "— accumulated", "start", "s1") + _text(
-        _LEFT + 100, 10, "• of the op itself", "start", "s2"
-    )
-    yield _text(_LEFT + 210, 10, "✕ Inf or NaN", "start", "bad") + _text(
-        _LEFT + 300, 10, "▲ missing kernel", "start", "warn"
-    )
-
-
-def _is_lost(row: OpCall) -> bool:
-    return bool(row.introduced_inf or row.introduced_nan)
+        found = ["Inf or NaN"] if row.gives_nonfinite else []
+        found += [f"accumulated {error_figure(row.accumulated_error)}"] if row.accumulated_error is not None else []
+        found += [f"local {error_figure(row.local_error)}"] if row.local_error is not None else []
+        place = ", ".join(filter(None, (module_name(row.module), row.source)))
+        tip = _tag("title", visible(f"{at}: {short_op(row.op)} · {place} · {', '.join(found)}"))
+        size = {"width": width, "height": _BOTTOM - _TOP}
+        yield _tag("rect", tip, x=round(x(at) - width / 2, 1), y=_TOP, **size, fill="transparent")
+    yield _text(_LEFT + 4, 10, "— accumulated", "start", "s1")
+    yield _text(_LEFT + 100, 10, "• of the op itself", "start", "s2")
+    yield _text(_LEFT + 210, 10, "✕ Inf or NaN", "start", "bad")
+    yield _text(_LEFT + 300, 10, "▲ missing kernel", "start", "warn")
 
 
 def worst_of_segments(rows: Sequence[tuple[int, OpCall]], most: int) -> Iterator[tuple[int, OpCall]]:
     """At most ``most`` of ``rows``, in order: of each segment the worst."""
     size = -(-len(rows) // most) or 1
     for start in range(0, len(rows), size):
-        yield max(rows[start : start + size], key=lambda pair: (_is_lost(pair[1]), pair[1].accumulated_error or 0.0))
-
-
-def _tip(at: int, row: OpCall) -> str:
-    lost = "Inf or NaN" if _is_lost(row) else ""
-    errors = [
-        f"{name} {error_figure(error)}"
-        for name, error in (("accumulated", row.accumulated_error), ("local", row.local_error))
-        if error is not None
-    ]
-    place = ", ".join(filter(None, (module_name(row.module), row.source)))
-    return visible(f"{at}: {short_op(row.op)} · {place} · {', '.join(filter(None, [lost, *errors]))}")
+        segment = rows[start : start + size]
+        yield max(segment, key=lambda pair: (pair[1].gives_nonfinite, pair[1].accumulated_error or 0.0))
 
 
 # -- training
