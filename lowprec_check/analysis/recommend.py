@@ -15,7 +15,7 @@ from lowprec_check.analysis.run_summary import (
     missing_kernels,
 )
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.analysis.speed import CLEAR, Speed, is_faster, speed
+from lowprec_check.analysis.speed import CLEAR, is_faster, speed
 from lowprec_check.analysis.training_status import passing_ways
 from lowprec_check.schema.findings import Prefer, Recommendation, Worth
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
@@ -58,27 +58,38 @@ def recommend(
     if not passed:
         return None
     best = best_of(passed, runs, environment, prefer)
-    found, worth = speed(best, runs), worth_of(best, runs)
+    key = best.key._replace(precision=best.base or best.precision)
+    code = snippet(key, model, best.keep_fp32, best.untied, torch_version=str(environment.get("torch") or ""))
+    return recommendation_of(best, runs, prefer, code)
+
+
+def recommendation_of(
+    run: Run, runs: Sequence[Run], prefer: Prefer, code: str, *, way: str | None = None, is_timed: bool = True
+) -> Recommendation:
+    """That of ``run``, or of a ``way`` to train in its precision, of which its times and memory may not be (``is_timed``)."""
+    found, ratio = speed(run, runs), memory_ratio(run, runs)
+    worth = worth_of(run, runs) if is_timed else "unknown"
+    gains = [found.text()] if found.told == "faster" else []
+    if ratio is not None and _is_smaller(run, runs):
+        gains.append(f"saves {1 - ratio:.0%} of the memory".replace("%", " %"))
+    is_slower = prefer == "speed" and found.told == "slower"
+    loses = is_slower or worth == "nothing" or (prefer == "memory" and worth == "faster")
+    passed = run.status == "ok" or way is not None
     return Recommendation(
-        precision=best.base or best.precision,
-        backend=best.backend,
-        memory_format=best.memory_format,
-        keep_fp32=best.keep_fp32,
-        evidence=best.evidence,
+        precision=run.base or run.precision,
+        backend=run.backend,
+        memory_format=run.memory_format,
+        keep_fp32=run.keep_fp32,
+        way=way,
+        evidence=run.evidence,
         reason="",
-        code=snippet(
-            best.key._replace(precision=best.base or best.precision),
-            model,
-            best.keep_fp32,
-            best.untied,
-            torch_version=str(environment.get("torch") or ""),
-        ),
-        speedup=found.told_ratio,
-        rel_l2=best.rel_l2,
+        code=code,
+        speedup=found.told_ratio if is_timed else None,
+        rel_l2=run.rel_l2,
         prefer=prefer,
         worth=worth,
-        gain=gains(best, runs),
-        stay_in_fp32=best.status == "ok" and is_fp32_better(found, worth, prefer),
+        gain=", ".join(gains) if is_timed else "",
+        stay_in_fp32=is_timed and passed and loses,
     )
 
 
@@ -136,22 +147,6 @@ def not_clearly_slower(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
 def _is_smaller(run: Run, runs: Sequence[Run]) -> bool:
     ratio = memory_ratio(run, runs)
     return ratio is not None and ratio <= SMALLER
-
-
-def is_fp32_better(found: Speed, worth: Worth, prefer: Prefer) -> bool:
-    """Whether the best run in low precision loses against fp32 in what is preferred; not where that cannot be told."""
-    if prefer == "speed" and found.told == "slower":
-        return True
-    return worth == "nothing" or (prefer == "memory" and worth == "faster")
-
-
-def gains(run: Run, runs: Sequence[Run]) -> str:
-    """``1.4 times as fast as fp32, saves 50 % of the memory``; empty if it gains nothing."""
-    found, ratio = speed(run, runs), memory_ratio(run, runs)
-    parts = [found.text()] if found.told == "faster" else []
-    if ratio is not None and _is_smaller(run, runs):
-        parts.append(f"saves {1 - ratio:.0%} of the memory".replace("%", " %"))
-    return ", ".join(parts)
 
 
 def recommended_run(result: ScanResult) -> Run | None:

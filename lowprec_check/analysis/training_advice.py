@@ -6,10 +6,9 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from lowprec_check.analysis.recommend import best_of, gains, is_fp32_better, worth_of
+from lowprec_check.analysis.recommend import best_of, recommendation_of
 from lowprec_check.analysis.run_summary import candidates
 from lowprec_check.analysis.snippet import convert_targets, prepare
-from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.training_status import first_way, passing_ways
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.findings import Prefer, Recommendation
@@ -126,32 +125,16 @@ def recommend_training(
     if setup is None or best is None:
         return None
     run, way = best
-    found, worth = speed(run, result.runs), worth_of(run, result.runs) if best.is_first else "unknown"
-    precision = run.base or run.precision
-    return Recommendation(
-        precision=precision,
-        backend=run.backend,
-        memory_format=run.memory_format,
-        keep_fp32=run.keep_fp32,
-        way=way.name,
-        evidence=run.evidence,
-        reason="",
-        code=training_code(
-            run.key._replace(precision=precision),
-            result.model,
-            setup,
-            way,
-            run.keep_fp32,
-            run.untied,
-            torch_version=result.torch,
-        ),
-        speedup=found.told_ratio if best.is_first else None,
-        rel_l2=run.rel_l2,
-        prefer=prefer,
-        worth=worth,
-        gain=gains(run, result.runs) if best.is_first else "",
-        stay_in_fp32=best.is_first and is_fp32_better(found, worth, prefer),
+    code = training_code(
+        run.key._replace(precision=run.base or run.precision),
+        result.model,
+        setup,
+        way,
+        run.keep_fp32,
+        run.untied,
+        torch_version=result.torch,
     )
+    return recommendation_of(run, result.runs, prefer, code, way=way.name, is_timed=best.is_first)
 
 
 def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) -> Trained | None:

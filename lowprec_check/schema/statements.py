@@ -175,15 +175,13 @@ def chained(*sentences: Sentence | None, between: str = "; ") -> Sentence:
         for name in sentence.figures:  # one of a chained sentence may be numbered already
             free = (f"{name}_{number}" if number else name for number in itertools.count())
             names[name] = next(new for new in free if new not in figures and new not in names.values())
-        parts = string.Formatter().parse(sentence.template)
-        templates.append("".join(_piece(text, names[name] if name else None, kind) for text, name, kind, _ in parts))
+        template = ""
+        for text, field, kind, _ in string.Formatter().parse(sentence.template):
+            template += text.replace("{", "{{").replace("}", "}}")
+            template += "" if field is None else f"{{{names[field]}:{kind}}}"
+        templates.append(template)
         figures |= {names[name]: value for name, value in sentence.figures.items()}
     return Sentence(template=between.join(templates), figures=figures)
-
-
-def _piece(text: str, name: str | None, kind: str | None) -> str:
-    literal = text.replace("{", "{{").replace("}", "}}")
-    return literal if name is None else f"{literal}{{{name}:{kind}}}"
 
 
 def words(sentence: Sentence) -> tuple[str, ...]:

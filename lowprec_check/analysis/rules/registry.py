@@ -140,11 +140,6 @@ def low_runs(result: ScanResult) -> Iterator[Run]:
     return (run for run in result.runs if not run.is_reference)
 
 
-def uses_autocast(run: Run) -> bool:
-    """Whether the run, or the base of its plan, is under autocast."""
-    return run.basis is not None and run.basis.kind == "autocast"
-
-
 def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
     """Whether ``code`` starts with a prefix in ``select`` (if there is any) and with none in ``ignore``."""
     selected, ignored = tuple(select), tuple(ignore)

@@ -115,9 +115,6 @@ def instruments_perturb(result: ScanResult) -> Iterator[Finding]:
             yield Finding(say("the op-by-op analysis gave another output than the plain run"), run=run, help=advice)
 
 
-_LARGER_BUDGET = "scan with a larger --budget or smaller inputs"
-
-
 @rule("LP905", "incomplete-scan", "warning")
 def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
     """The op-by-op analysis did not reach the end of the model.
@@ -144,6 +141,6 @@ def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
             why = stop.text if stop else ended
             module, source = (stop.module, stop.source) if stop else (None, None)
             timed = not stop and "budget" in ended
-            advice = _LARGER_BUDGET if timed else "fix this and scan again"
+            advice = "scan with a larger --budget or smaller inputs" if timed else "fix this and scan again"
             message = say("later ops were not checked: {why:text}", why=why)
             yield Finding(message, run=run, module=module, source=source, help=advice, timed=timed)

@@ -7,7 +7,6 @@ run that writes to parameters; the instrumented part, until it reaches its end.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Callable
 
@@ -176,13 +175,12 @@ class Launcher:
         return self._execute_in(self.isolation, task, idle_limit if self._forks and self._forks_may_wait else math.inf)
 
     def _execute_in(self, isolation: Isolation, task: ModelTask, idle_limit: float = math.inf) -> Outcome:
-        report = functools.partial(self._report_position, task)
-        return execute(task, self._source, isolation, on_position=report, idle_limit=idle_limit)
+        def report(position: Position | None) -> None:
+            if self._on_progress is not None:
+                name, otherwise = task.progress
+                self._on_progress(name, describe_position(position) if position else otherwise)
 
-    def _report_position(self, task: ModelTask, position: Position | None) -> None:
-        if self._on_progress is not None:
-            name, otherwise = task.progress
-            self._on_progress(name, describe_position(position) if position else otherwise)
+        return execute(task, self._source, isolation, on_position=report, idle_limit=idle_limit)
 
     def _can_be_sent(self) -> bool:
         """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it may wait for a thread."""

@@ -30,7 +30,6 @@ CHECK_SECONDS = 30.0
 
 OnPosition = Callable[[Position | None], None]
 TaskWorker = FunctionWorker[TaskMessage]
-TaskEvent = MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker]
 
 
 def execute(
