@@ -69,7 +69,7 @@ def compat(
     """Scan many models and write a compatibility matrix. Resumes after an interruption."""
     from lowprec_check.compat.report_folder import ReportFolder
     from lowprec_check.compat.runner import scan_all
-    from lowprec_check.compat.target_list import Request, expand_requests, read_list
+    from lowprec_check.compat.scan_process import Request, expand_requests, read_list
     from lowprec_check.report.foreign_text import visible
 
     listed = read_list(from_file) if from_file else []
