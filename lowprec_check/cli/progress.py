@@ -65,22 +65,16 @@ def progress(quiet: bool) -> Iterator[Progress]:
     if quiet:
         yield Progress()
     elif sys.stderr.isatty():
-        with _status_line() as show:
-            yield Progress(show)
+        from rich.console import Console
+        from rich.text import Text
+
+        from lowprec_check.report.foreign_text import visible
+
+        console = Console(stderr=True)
+        with console.status("") as status:  # not a string below: rich would take brackets for its markup
+            yield Progress(lambda line: status.update(Text(visible(line)[: console.width - 4])))
     else:
         yield Progress(_every(LINE_SECONDS))
-
-
-@contextlib.contextmanager
-def _status_line() -> Iterator[Callable[[str], None]]:
-    from rich.console import Console
-    from rich.text import Text
-
-    from lowprec_check.report.foreign_text import visible
-
-    console = Console(stderr=True)
-    with console.status("") as status:  # not a string below: rich would take brackets for its markup
-        yield lambda line: status.update(Text(visible(line)[: console.width - 4]))
 
 
 def _every(seconds: float) -> Callable[[str], None]:

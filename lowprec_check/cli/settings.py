@@ -27,18 +27,10 @@ def default_options(group: Any, context: Any) -> dict[str, Any]:
     ``[tool.lowprec-check.scan]``, to that command. Raises :class:`UsageError` for an unknown key or a wrong value.
     """
     folder = current_folder()
-    path = _nearest_file(Path(folder)) if folder is not None else None
-    table = _read(path) if path is not None else None
+    above = [] if folder is None else [Path(folder), *Path(folder).parents]
+    path = next((file for parent in above if (file := parent / "pyproject.toml").is_file()), None)
+    table = None if path is None else _read(path)
     return _of_group(group, context, table, path, TABLE, {}) if path is not None and table is not None else {}
-
-
-def _nearest_file(folder: Path) -> Path | None:
-    """The nearest ``pyproject.toml``, in ``folder`` or above."""
-    for parent in (folder, *folder.parents):
-        path = parent / "pyproject.toml"
-        if path.is_file():
-            return path
-    return None
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
@@ -109,7 +101,11 @@ def _check(
     """Raise :class:`UsageError` for a key that is no option, and for a value that no option of this name accepts."""
     for key, value in values.items():
         if key not in options:
-            raise _unknown(path, table, key, [*options, *commands])
+            near = nearest(key, [*options, *commands])
+            raise UsageError(
+                f"{path}: [{table}] has the unknown key {key!r}.",
+                f"Did you mean {near}?" if near else "The keys are the long options of a command, without --.",
+            )
         if not _accepted_by(options[key], value, context):
             problem = _problem(options[key][0], value, context)
             raise UsageError(f"{path}: [{table}] {key}: {problem}", "Fix the value.")
@@ -153,11 +149,3 @@ def _given(option: Any, value: Any, context: Any, folder: Path) -> Any:
         item if item == "-" else os.path.relpath(folder / item) for item in (texts if option.multiple else [texts])
     ]
     return below if option.multiple else below[0]
-
-
-def _unknown(path: Path, table: str, key: str, known: list[str]) -> UsageError:
-    near = nearest(key, known)
-    return UsageError(
-        f"{path}: [{table}] has the unknown key {key!r}.",
-        f"Did you mean {near}?" if near else "The keys are the long options of a command, without --.",
-    )
