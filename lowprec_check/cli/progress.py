@@ -39,19 +39,14 @@ class Progress:
 
     def line(self, run: str, doing: str, elapsed: float) -> str:
         """``run 3 of 5 · half · plain run · 0:14, about 0:20 left``; seconds ``elapsed``."""
-        known = self._done < self._total
-        number = f"run {self._done + 1} of {self._total} · " if known else ""
-        left = self._seconds_left(elapsed) if known else None
-        expected = f", about {_clock(left)} left" if left is not None else ""
-        return f"{number}{run} · {doing} · {_clock(elapsed)}{expected}"
-
-    def _seconds_left(self, elapsed: float) -> float | None:
-        """Expected seconds, from those of the runs in lower precision so far; ``None`` before the first of them."""
-        if len(self._done_after) < 2:
-            return None
-        first, *_, last = self._done_after
-        each = (last - first) / (len(self._done_after) - 1)
-        return max(0.0, last + each * (self._total - self._done) - elapsed)
+        now = f"{run} · {doing} · {_clock(elapsed)}"
+        if self._done >= self._total:
+            return now
+        if len(self._done_after) > 1:  # from the times of the runs in lower precision so far: fp32 is the first run
+            first, *_, last = self._done_after
+            each = (last - first) / (len(self._done_after) - 1)
+            now += f", about {_clock(max(0.0, last + each * (self._total - self._done) - elapsed))} left"
+        return f"run {self._done + 1} of {self._total} · {now}"
 
 
 def _clock(seconds: float) -> str:

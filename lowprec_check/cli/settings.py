@@ -53,7 +53,6 @@ def _read(path: Path) -> Mapping[str, Any] | None:
 def _of_group(
     group: Any, context: Any, table: Mapping[str, Any], path: Path, name: str, inherited: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values for each command of the group."""
     commands = {command: group.get_command(context, command) for command in group.list_commands(context)}
     tables = {key: value for key, value in table.items() if key in commands and isinstance(value, dict)}
     general = {key: value for key, value in table.items() if key not in tables}
@@ -120,13 +119,9 @@ def _problem(option: Any, value: Any, context: Any) -> str | None:
     items = value if isinstance(value, list) else [value]
     if isinstance(value, list) and not option.multiple:
         return "one value is expected, not a list."
-    wrong = [
-        item
-        for item in items
-        if not isinstance(item, (str, int, float)) or (isinstance(item, bool) and not option.is_flag)
-    ]
-    if wrong:
-        return f"a text or a number is expected, not {wrong[0]!r}."
+    for item in items:
+        if not isinstance(item, (str, int, float)) or (isinstance(item, bool) and not option.is_flag):
+            return f"a text or a number is expected, not {item!r}."
     try:
         option.process_value(context, _texts(option, value))
     except Exception as error:  # of a class that the parser keeps to itself

@@ -103,24 +103,22 @@ class Registry(Generic[Item]):
             items[item.name] = item
             owners |= dict.fromkeys(_spellings(item), "lowprec-check")
         for package, item in added_by_packages():
-            if isinstance(item, self._kind):
-                self._check(item, package, owners)
-                items[item.name] = item
-                owners |= dict.fromkeys(_spellings(item), package)
+            if not isinstance(item, self._kind):
+                continue
+            taken = next((spelling for spelling in _spellings(item) if spelling in owners), None)
+            problem = self._problem(item)
+            if taken is not None:
+                problem = f"the name {taken!r} belongs to {owners[taken]}"
+            elif not re.fullmatch(r"[\w.+-]+", item.name):
+                problem = "a name has letters, digits and . + - _ only"
+            if problem is not None:
+                raise UsageError(
+                    f"{package} registers the {self._noun} {item.name!r} with lowprec-check, but {problem}.",
+                    f"Upgrade or uninstall {package}.",
+                )
+            items[item.name] = item
+            owners |= dict.fromkeys(_spellings(item), package)
         return items
-
-    def _check(self, item: Item, package: str, owners: dict[str, str]) -> None:
-        taken = next((spelling for spelling in _spellings(item) if spelling in owners), None)
-        problem = self._problem(item)
-        if taken is not None:
-            problem = f"the name {taken!r} belongs to {owners[taken]}"
-        elif not re.fullmatch(r"[\w.+-]+", item.name):
-            problem = "a name has letters, digits and . + - _ only"
-        if problem is not None:
-            raise UsageError(
-                f"{package} registers the {self._noun} {item.name!r} with lowprec-check, but {problem}.",
-                f"Upgrade or uninstall {package}.",
-            )
 
     def __iter__(self) -> Iterator[Item]:
         return iter(self._items.values())
