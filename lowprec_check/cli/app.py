@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
 
 Result = TypeVar("Result")
-Ended = tuple[Result | None, BaseException | None]
+Ended = tuple[Result, BaseException | None]
 """The last result, and what ended the work early."""
 
 FINDINGS, USAGE_ERROR, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
@@ -136,14 +136,19 @@ def stdout_kept() -> Iterator[None]:
 
 
 def last_before_end(results: Iterable[Result], on_result: Callable[[Any], object] = lambda _: None) -> Ended[Result]:
-    """Take all ``results`` of a scan or search, which grow; what ends it early is returned, so that the last is not lost."""
+    """Take all ``results`` of a scan or search, which grow; what ends it early is returned, so that the last is not lost, or
+    raised if there is none.
+    """
     last = None
     try:
         for result in results:
             last = result
             on_result(result)
     except BaseException as error:
+        if last is None:
+            raise
         return last, error
+    assert last is not None
     return last, None
 
 

@@ -45,9 +45,6 @@ def plan(
 
         spec = TargetSpec(target, tuple(inputs or ()), weights)
         found, ended_by = last_before_end(plan_file(spec, options, isolation, shown.step))
-    if found is None:
-        assert ended_by is not None
-        raise ended_by
     try:
         if json:
             print_document(found.to_json())

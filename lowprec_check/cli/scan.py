@@ -140,22 +140,19 @@ def _apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | 
     return result
 
 
-def _conclude(result: ScanResult | None, ended_by: BaseException | None) -> ScanResult:
+def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
     """The result with its conclusion, also of a scan that ``ended_by`` ended early, which is raised if nothing was found."""
     from lowprec_check.analysis.conclusion import conclude, conclude_early
 
-    concluded = None
-    if result is not None and ended_by is None:
+    if ended_by is None:
         return conclude(result)
-    if result is not None:
-        why = "the scan ended early"
-        if isinstance(ended_by, KeyboardInterrupt):
-            why = "the scan was interrupted"
-        elif isinstance(ended_by, Terminated):
-            why = f"the scan was ended by {ended_by.name}"
-        concluded = conclude_early(result, why)
+    why = "the scan ended early"
+    if isinstance(ended_by, KeyboardInterrupt):
+        why = "the scan was interrupted"
+    elif isinstance(ended_by, Terminated):
+        why = f"the scan was ended by {ended_by.name}"
+    concluded = conclude_early(result, why)
     if concluded is None:
-        assert ended_by is not None
         raise ended_by
     return concluded
 

@@ -16,7 +16,7 @@ import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import ModuleType
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from lowprec_check.errors import UsageError, message_of, type_name
 
@@ -46,16 +46,9 @@ def modules_in(package: str) -> list[ModuleType]:
     return [importlib.import_module(f"{package}.{module.name}") for module in pkgutil.iter_modules(path)]
 
 
-class Added(NamedTuple):
-    """An object that an installed package registers."""
-
-    package: str
-    item: Any
-
-
 @functools.cache
-def added_by_packages() -> tuple[Added, ...]:
-    """What installed packages register; raises :class:`UsageError` naming the package that registers something wrong."""
+def added_by_packages() -> tuple[tuple[str, Any], ...]:
+    """The objects that installed packages register, each with the name of its package; raises :class:`UsageError` naming the package that registers something wrong."""
     found = []
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         package = entry.dist.name if entry.dist else entry.value
@@ -76,7 +69,7 @@ def added_by_packages() -> tuple[Added, ...]:
                 f"{package} registers {entry.name!r} with lowprec-check, which is {found_kind}.",
                 "Register a Precision, a Backend, a Device, a ReportFormat, a WhatIfFormat or a WayToTrain: an object, not its class.",
             )
-        found.append(Added(package, item))
+        found.append((package, item))
     return tuple(found)
 
 
