@@ -96,6 +96,16 @@ def check_writable(path: Path | None, option: str) -> None:
         raise UsageError(error.message, f"Give {option} a path in an existing, writable folder.") from None
 
 
+def output_files(output: list[Path] | None, format: str | None) -> list[Path]:
+    """The values of ``-o``; raises :class:`UsageError` if there are several with one ``--format``."""
+    files = output or []
+    if format is not None and len(files) > 1:
+        raise UsageError(
+            "--format works with only one output file.", "Leave --format out: the suffix of each file sets its format."
+        )
+    return files
+
+
 def print_json(value: Any) -> None:
     """Print a struct, a list of structs or a dictionary as indented JSON."""
     from lowprec_check.schema.base import encode

@@ -16,6 +16,7 @@ from lowprec_check.cli.app import (
     app,
     check_writable,
     load_result,
+    output_files,
     print_document,
     print_status,
     print_text,
@@ -63,11 +64,7 @@ def diff(
     """Compare two saved scans, or two coverages saved by the pytest plugin (--lowprec-report). They may differ in torch
     release, device or commit. Exits 1 if something got worse: for coverages, if there are new gaps.
     """
-    files = output or []
-    if format is not None and len(files) > 1:
-        raise UsageError(
-            "--format works with only one output file.", "Leave --format out: the suffix of each file sets its format."
-        )
+    files = output_files(output, format)
     if str(old) == str(new) == "-":
         raise UsageError("Only one of the two files can come from stdin.", "Save the other to a file.")
     chosen = _diff_format(FORMATS.get(format)) if format else None
