@@ -20,6 +20,7 @@ from lowprec_check.process.interpreter import change_folder, current_folder
 from lowprec_check.schema.base import check_file
 
 if TYPE_CHECKING:
+    from lowprec_check.report.blocks import Document
     from lowprec_check.schema.scan_result import ScanResult
 
 Result = TypeVar("Result")
@@ -100,6 +101,13 @@ def print_json(value: Any) -> None:
     from lowprec_check.schema.base import encode
 
     print_document(encode(value))
+
+
+def print_text(document: Document, **options: Any) -> None:
+    """Print blocks as text, for the width and the colours of the terminal."""
+    from lowprec_check.report.layout.text import text
+
+    sys.stdout.write(text(document, **options, **screen_size()))
 
 
 def print_document(data: bytes | str) -> None:

@@ -18,8 +18,8 @@ from lowprec_check.cli.app import (
     load_result,
     print_document,
     print_status,
+    print_text,
     read_saved,
-    screen_size,
 )
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, document_of, format_of, suffixes
@@ -88,7 +88,11 @@ def diff(
             )
         found = diff_scans(before, after, error_factor=error_factor, time_factor=time_factor)
     if not files:
-        _print(found, chosen)
+        shown = chosen or FORMATS.get("text" if sys.stdout.isatty() else "md")
+        if shown.name == "text":
+            print_text(document_of(found))
+        else:
+            (sys.stdout.write if shown.for_terminals else print_document)(shown.render_diff(found))
     for file, wanted in zip(files, formats, strict=True):
         write_file(file, wanted.render_diff(found))
     if files and found.warnings:
@@ -107,16 +111,6 @@ def _are_coverages(paths: tuple[Path, Path], data: tuple[bytes, bytes]) -> bool:
             "Pass two scans or two coverages.",
         )
     return kinds.count("coverage") == 2
-
-
-def _print(found: ScanDiff | CoverageDiff, format: ReportFormat | None) -> None:
-    if (format.name if format else "text" if sys.stdout.isatty() else "md") == "text":
-        from lowprec_check.report.layout.text import text
-
-        sys.stdout.write(text(document_of(found), **screen_size()))
-    else:
-        chosen = format or FORMATS.get("md")
-        (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render_diff(found))
 
 
 def _diff_format(format: ReportFormat) -> ReportFormat:
