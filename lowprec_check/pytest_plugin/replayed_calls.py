@@ -49,6 +49,10 @@ class ReplayAnswer(Struct, frozen=True, kw_only=True):
     """Why it was not tried in the dtype."""
 
 
+_DECODER = msgspec.json.Decoder(
+    ReplayAnswer
+)  # made at import: later, a test run inside a test may have removed this module
+
 Answers = dict[tuple[str, Dtype], ReplayAnswer]
 
 # -- Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process of its own
@@ -170,7 +174,7 @@ def replay_calls(tasks: Iterable[ReplayTask], folder: Path) -> Answers:
     """Make calls in a process, and in another after a call that ends it, until every call is tried or the time is up."""
     queue: TaskQueue[ReplayTask, ReplayAnswer] = TaskQueue(
         module_command(WORKER),
-        msgspec.json.Decoder(ReplayAnswer).decode,
+        _DECODER.decode,
         folder,
         environment=os.environ | {"OMP_NUM_THREADS": "1"},
         start_seconds=START_SECONDS,

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.core.source_location import own_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, is_function, take_batch

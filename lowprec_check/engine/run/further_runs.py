@@ -11,7 +11,7 @@ import msgspec
 
 from lowprec_check.analysis.error_shares import blamed_modules
 from lowprec_check.analysis.run_summary import error_of, ranges_by_place
-from lowprec_check.engine.core.seed import kept_generators
+from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import cloudpickle
 import torch
 
-from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork
-from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.target import Target

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core import devices
+from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import as_real, is_float
-from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.inputs import NoBatchError
 from lowprec_check.engine.model.plain_run import reraise_interrupt
