@@ -20,7 +20,7 @@ from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.model.user_code import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
-from lowprec_check.engine.run.further_runs import open_batches, with_ablation
+from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_references, with_ablation
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
@@ -141,7 +141,7 @@ def growing_scan(
         open_batches(source, options.batches, settings, isolation, on_progress) as further,
     ):
         fp32 = target_runs.reference()
-        further.references(fp32)
+        run_references(further, fp32)
         model = describe_target(target, fp32, trains=settings.steps > 0)
         notes = [*model.notes, *replaced(options.names_of("backends"))[1]]
         result = ScanResult(
@@ -157,7 +157,7 @@ def growing_scan(
         yield result
         for key in wanted_runs(result)[1:]:
             run = target_runs.run(key.precision, key.backend, key.memory_format)
-            run = further.check(with_ablation(target_runs, run))
+            run = checked_on(further, with_ablation(target_runs, run))
             result = msgspec.structs.replace(
                 result,
                 runs=[*result.runs, run],
@@ -172,7 +172,7 @@ def growing_scan(
             predicted = target_runs.what_if(tuple(options.what_if))
             result = msgspec.structs.replace(result, what_if=predicted)
             yield result
-        batches = [target_runs, *further.batches]
+        batches = [target_runs, *further]
         about = machine.environment | {"torch": result.torch}
         planned = plan_for_scan(batches, result.runs, about, name, wanted=options.plan, on_progress=on_progress)
         if planned is not None:

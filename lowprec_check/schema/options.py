@@ -17,7 +17,7 @@ from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS, DEVICES, MEMORY_FORMATS, RUN_MATRICES, catalogued, replaced
 from lowprec_check.schema.findings import Prefer
 from lowprec_check.schema.measures import Errors, Reference, Scenario
-from lowprec_check.schema.precisions import PRECISIONS, bases_called, formats, low_precisions, plan_bases
+from lowprec_check.schema.precisions import PRECISIONS, bases_called, formats, low_names, plan_bases
 from lowprec_check.schema.registry import Registry, choices, words_in
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS
@@ -219,10 +219,10 @@ class ScanOptions(DeclaredOptions):
 
     precisions: Names = option(
         None,
-        f"Precisions to run: {', '.join(p.name for p in low_precisions())}, or an alias such as fp16 (half).",
+        f"Precisions to run: {', '.join(low_names())}, or an alias such as fp16 (half).",
         unset="all",
         flags=("--precision", "-p"),
-        names=lambda: [precision.name for precision in low_precisions()],
+        names=low_names,
         registry=PRECISIONS,
     )
     backends: Names = option(

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.suspects import blame
-from lowprec_check.engine.core.seed import kept_generators
+from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.machine import Machine, environment, prepared_runs, version
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.apply import describe_modules
