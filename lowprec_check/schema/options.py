@@ -5,12 +5,9 @@ the documentation all derive from :class:`ScanOptions` and :class:`PlanOptions`.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, ParamSpec, Protocol, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -67,10 +64,6 @@ class Declared:
         text = f"{self.text.removesuffix('.')}{more}." if more else self.text
         return f"{text} Default: {self.unset}." if self.unset else text
 
-    def documented(self) -> str:
-        """The sentence for the Python documentation."""
-        return self.sentence("; one, several, or several in a string with commas" if self.takes_several else "")
-
     @property
     def takes_several(self) -> bool:
         """Whether several words may be given."""
@@ -119,79 +112,23 @@ def _check_value(name: str, kind: Any, given: Any, declared: Declared) -> None:
         return
     if allowed and given not in allowed:
         raise UsageError(f"Unknown {name} {given!r}.", f"Choose from {', '.join(allowed)}.")
-    if declared.least is not None or declared.above is not None:
-        whole = float not in (kind, *get_args(kind))
-        check_number(name, given, least=declared.least, above=declared.above, whole=whole)
+    least, above, whole = declared.least, declared.above, float not in (kind, *get_args(kind))
+    if least is not None or above is not None:
+        fits = isinstance(given, int if whole else (int, float))
+        if not fits or (above is not None and not given > above) or (least is not None and not given >= least):
+            limit = f"above {above:g}" if above is not None else f"of at least {least:g}"
+            raise UsageError(f"{name} is {given!r}.", f"Give {'an integer' if whole else 'a number'} {limit}.")
     elif kind is int and not isinstance(given, int):
         raise UsageError(f"{name} is {given!r}.", "Give an integer.")
     elif str in (kind, *get_args(kind)) and not isinstance(given, str):
         raise UsageError(f"{name} is {given!r}.", "Give a string.")
 
 
-def check_number(
-    name: str, given: Any, *, above: float | None = None, least: float | None = None, whole: bool = False
-) -> None:
-    """Raise :class:`UsageError` if ``given`` is not a (``whole``) number ``above`` one, or of ``least`` the other."""
-    fits = isinstance(given, int if whole else (int, float))
-    fits = fits and (above is None or given > above) and (least is None or given >= least)
-    if not fits:
-        limit = f"above {above:g}" if above is not None else f"of at least {least:g}"
-        raise UsageError(f"{name} is {given!r}.", f"Give {'an integer' if whole else 'a number'} {limit}.")
-
-
-P = ParamSpec("P")
-Given = TypeVar("Given", bound=DeclaredOptions)
-Found = TypeVar("Found")
-Found_co = TypeVar("Found_co", covariant=True)
-Model = TypeVar("Model")
-Model_contra = TypeVar("Model_contra", contravariant=True)
-
-
-class OfModel(Protocol[Model_contra, P, Found_co]):
-    """A function of a model and its inputs with the options ``P``."""
-
-    def __call__(self, model: Model_contra, inputs: Any, *args: P.args, **given: P.kwargs) -> Found_co:
-        """Call it; ``inputs`` as for :func:`lowprec_check.scan`."""
-
-
-def called_with(
-    arguments: Callable[P, Given],
-) -> Callable[[Callable[[Model, Any, Given], Found]], OfModel[Model, P, Found]]:
-    """Makes ``f(model, inputs, given)`` a function of the Python API, ``f(model, inputs, *, option=…)``, with the fields of
-    ``arguments`` as keyword arguments, also in its signature and documentation.
-    """
-
-    def decorated(function: Callable[[Model, Any, Given], Found]) -> OfModel[Model, P, Found]:
-        @functools.wraps(function)
-        def called(model: Model, inputs: Any, *args: P.args, **given: P.kwargs) -> Found:
-            try:
-                signature.bind(model, inputs, *args, **given)
-            except TypeError as error:
-                raise TypeError(f"{function.__name__}(): {error}") from None
-            return function(model, inputs, arguments(*args, **given))
-
-        positional = list(inspect.signature(function).parameters.values())[:2]
-        options = inspect.signature(arguments).parameters.values()
-        types = get_type_hints(function) | get_type_hints(arguments)
-        parameters = [each.replace(annotation=types[each.name]) for each in (*positional, *options)]
-        signature = inspect.Signature(parameters, return_annotation=types["return"])
-        called.__signature__ = signature  # type: ignore[attr-defined]
-        called.__annotations__ = {each: types[each] for each in (*signature.parameters, "return")}
-        texts = [
-            textwrap.fill(f"{name}: {declared.documented()}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
-            for name, _, _, declared in declared_in(arguments)  # type: ignore[arg-type]
-        ]
-        head, returns, tail = (function.__doc__ or "").partition("\n\n    Returns:")
-        called.__doc__ = "\n".join([head, *texts]) + returns + tail
-        return called
-
-    return decorated
-
-
 # -- Options that a scan and a search have in common
 
 _DEVICES = choices(DEVICES.names())
 _TOLERANCES = ", ".join(f"{f.tolerance:g} for {f.short}" for f in formats() if f.name != "float32")
+_BASES = list(dict.fromkeys(base.kind for base in plan_bases()))
 _BACKENDS = ", ".join(f"{backend.name} ({backend.summary})" for backend in BACKENDS)
 PREDICTED = f"{choices([name for name in catalogued() if name != 'cpu'])} that is not here is predicted"
 
@@ -369,7 +306,7 @@ class PlanOptions(DeclaredOptions):
     )
     base: str | None = option(
         None,
-        f"How the other modules run: {choices(list(dict.fromkeys(base.kind for base in plan_bases())))}.",
+        f"How the other modules run: {choices(_BASES)}.",
         unset="try all, keep the best",
     )
     backend: str = option(EAGER, f"How to execute the model: {_BACKENDS}.", metavar="NAME", names=BACKENDS.names)
@@ -399,9 +336,8 @@ class PlanOptions(DeclaredOptions):
         """Raise :class:`UsageError` for options that do not go together, too."""
         super().__post_init__()
         BACKENDS.get(self.backend)
-        kinds = list(dict.fromkeys(base.kind for base in plan_bases()))
-        if self.base is not None and self.base not in kinds:
-            raise UsageError(f"Unknown base {self.base!r}.", f"Choose from {', '.join(kinds)}.")
+        if self.base not in (None, *_BASES):
+            raise UsageError(f"Unknown base {self.base!r}.", f"Choose from {', '.join(_BASES)}.")
         if not self.bases():
             asked = " or ".join(words_in(self.dtype))
             raise UsageError(

@@ -25,7 +25,8 @@ from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced
-from lowprec_check.schema.options import PlanOptions, called_with, option
+from lowprec_check.schema.called_with import called_with
+from lowprec_check.schema.options import PlanOptions, option
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.scan_result import Run
