@@ -86,7 +86,8 @@ def scan(checkout: Path, arguments: Sequence[str], saved: Path) -> Any:
     """Scan with the code of ``checkout``; the JSON that it saved. Raises ``CalledProcessError`` if it fails."""
     command = [sys.executable, "-m", "lowprec_check", "--no-settings", "scan", *arguments, "-q"]
     command += ["--times", "off", "--fail-on", "never", "--json", str(saved)]
-    environment = os.environ | {"PYTHONPATH": str(checkout)}
+    path = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
+    environment = os.environ | {"PYTHONPATH": path}
     subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=True)
     return json.loads(saved.read_text(encoding="utf-8"))
 

@@ -29,7 +29,7 @@ from lowprec_check.engine.core.pytree import leaves as _leaves
 torch.save([tensor.cpu() for _, tensor in _leaves(output)], {path!r})
 """
 START = """
-from lowprec_check.engine.core.seed import seed_everything as _seed
+from lowprec_check.engine.core.devices import seed_everything as _seed
 _seed(0)
 """
 

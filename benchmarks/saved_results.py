@@ -33,7 +33,7 @@ from generated_files import inference_files, training_files
 from page_cases import page_cases
 
 from lowprec_check.cli.main import main as lowprec_check
-from lowprec_check.compat.target_list import read_list
+from lowprec_check.compat.scan_process import read_list
 
 HERE = Path(__file__).resolve().parent
 KINDS = ("examples", "files", "generated", "trained", "cut", "backends", "zoo", "pages")

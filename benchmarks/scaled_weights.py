@@ -28,7 +28,7 @@ from report_files import head, made, save
 from torch import Tensor
 
 from lowprec_check import UsageError
-from lowprec_check.compat.target_list import read_list
+from lowprec_check.compat.scan_process import read_list
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model import weights
 from lowprec_check.engine.model.plain_run import output_tensors

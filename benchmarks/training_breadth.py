@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from lowprec_check import scan
-from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of

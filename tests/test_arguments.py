@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+import inspect
+from collections.abc import Callable
+from typing import Any, get_type_hints
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ INPUTS = torch.ones(4, 3)
         ({"tolerance": -1}, "tolerance is -1.\nGive a number of at least 0"),
         ({"seed": None}, "seed is None"),
         ({"seed": "0"}, "seed is '0'"),
+        ({"batches": None}, "batches is None.\nGive an integer of at least 1"),
+        ({"torch_version": 2.13}, "torch_version is 2.13.\nGive a string"),
         ({"device": torch.device("meta")}, "Unknown device 'meta'"),
         ({"select": ["XX"]}, "No diagnostic code starts with 'XX'"),
         ({"ignore": "LP9,XX"}, "No diagnostic code starts with 'XX'"),
@@ -41,6 +45,8 @@ def test_a_wrong_argument_is_a_usage_error(given: dict[str, Any], message: str) 
     ("given", "message"),
     [
         ({"seconds": "long"}, "seconds is 'long'"),
+        ({"seconds": None}, "seconds is None.\nGive a number above 0"),
+        ({"max_trials": None}, "max_trials is None"),
         ({"max_drop": -1, "metric": float}, "max_drop is -1"),
         ({"dtype": ["fp16", "fp99"]}, "Unknown precision 'fp99'"),
         ({"device": torch.device("meta")}, "Unknown device 'meta'"),
@@ -50,6 +56,26 @@ def test_a_wrong_argument_of_a_search_is_a_usage_error(given: dict[str, Any], me
     with pytest.raises(UsageError) as raised:
         find_plan(NET, INPUTS, **given, isolation="none")
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("function", [scan, find_plan])
+def test_an_unknown_argument_is_reported_with_the_name_of_the_function(function: Callable[..., Any]) -> None:
+    for wrong in ("policies", "use_metric"):
+        message = rf"{function.__name__}\(\): got an unexpected keyword argument '{wrong}'"
+        with pytest.raises(TypeError, match=message):
+            function(NET, INPUTS, **{wrong: True})
+    with pytest.raises(TypeError, match=rf"{function.__name__}\(\): too many positional"):
+        function(NET, INPUTS, "half")
+
+
+@pytest.mark.parametrize("function", [scan, find_plan])
+def test_the_signature_and_the_type_hints_agree(function: Callable[..., Any]) -> None:
+    signature = inspect.signature(function)
+    hints = get_type_hints(function)
+    assert {name: each.annotation for name, each in signature.parameters.items()} | {"return": hints["return"]} == hints
+    assert signature.return_annotation is hints["return"]
+    assert hints["model"] is nn.Module
+    assert "several in a string with commas" in (function.__doc__ or "")
 
 
 def test_other_forms_of_arguments() -> None:
@@ -65,6 +91,9 @@ def test_other_forms_of_arguments() -> None:
     )
     assert [finding.code for finding in result.diagnostics] == ["LP101"]
     assert scan(NET, INPUTS, precision="half,", ignore="LP", plan=False, isolation="none").diagnostics == []
+    assert scan(
+        NET, INPUTS, precision="half", without_kernel=None, select=None, ignore=None, plan=False, isolation="none"
+    ).runs  # type: ignore[arg-type]
     planning = find_plan(
         NET, INPUTS, dtype=[torch.float16, "autocast-bf16"], device=torch.device("cpu"), isolation="none"
     )

@@ -19,9 +19,8 @@ from torch import Tensor, nn
 from lowprec_check import Backend, ScanResult, UsageError, scan
 from lowprec_check.analysis.conclusion import wanted_runs
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.engine.core.devices import peak_allocated
+from lowprec_check.engine.core.devices import peak_allocated, seed_everything
 from lowprec_check.engine.core.output_comparison import compare_outputs
-from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.plain_run import output_tensors
 from lowprec_check.schema.axes import BACKENDS, RUN_MATRICES, replaced

@@ -24,11 +24,18 @@ from hypothesis import strategies as st
 from shared_result import gap as gap_of
 from shared_result import run, shared_result
 
-from lowprec_check.compat.executors import map_unordered
-from lowprec_check.compat.report_folder import FolderLock
-from lowprec_check.compat.runner import scan_all
-from lowprec_check.compat.scan_process import ScanLimits, ScanOutcome, failed_row, row_of
-from lowprec_check.compat.target_list import Request, expand_requests, read_list, with_slugs
+from lowprec_check.compat.report_folder import ReportFolder
+from lowprec_check.compat.runner import map_unordered, scan_all
+from lowprec_check.compat.scan_process import (
+    Request,
+    ScanLimits,
+    ScanOutcome,
+    expand_requests,
+    failed_row,
+    read_list,
+    row_of,
+    with_slugs,
+)
 from lowprec_check.errors import UsageError
 from lowprec_check.report.matrix import matrix_document
 from lowprec_check.report.registry import format_of
@@ -394,16 +401,13 @@ def test_an_incomplete_scan_is_scanned_again(kept: int, scans: Scans, tmp_path: 
 def test_a_second_run_on_the_same_folder_is_an_error(scans: Scans, tmp_path: Path, call: Call) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
-    lock = FolderLock(folder)
-    lock.acquire()
-    done = call("compat", "a.py", "-o", folder)
-    assert (done.returncode, scans) == (2, [])
-    assert done.stderr.startswith(f"error: Another compat run is writing to {folder}.\nWait")
-    shutil.rmtree(folder)  # made again by the first run, it is locked again
-    folder.mkdir()
-    lock.acquire()
-    assert call("compat", "a.py", "-o", folder).returncode == 2
-    lock.release()
+    with ReportFolder(folder, "first", html=False) as first:
+        done = call("compat", "a.py", "-o", folder)
+        assert (done.returncode, scans) == (2, [])
+        assert done.stderr.startswith(f"error: Another compat run is writing to {folder}.\nWait")
+        shutil.rmtree(folder)
+        first.index(Matrix(rows=[]))  # made again by the first run, it is locked again
+        assert call("compat", "a.py", "-o", folder).returncode == 2
     assert call("compat", "a.py", "-o", folder).returncode == 0
     assert sorted(path.name for path in folder.iterdir()) == ["index.md", "matrix.json", "models", "scans"]
 

@@ -21,8 +21,7 @@ from shared_result import shared_result
 from torch import Tensor, nn
 
 from lowprec_check.analysis.baseline import fingerprint
-from lowprec_check.compat.scan_process import failed_row, request_of
-from lowprec_check.compat.target_list import Request, read_list, with_slugs
+from lowprec_check.compat.scan_process import Request, failed_row, read_list, request_of, with_slugs
 from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.errors import (
     LONGEST_MESSAGE,

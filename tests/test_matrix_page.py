@@ -10,8 +10,7 @@ import pytest
 from browser import opened
 from shared_result import run, shared_result
 
-from lowprec_check.compat.scan_process import failed_row, row_of
-from lowprec_check.compat.target_list import Request
+from lowprec_check.compat.scan_process import Request, failed_row, row_of
 from lowprec_check.report.matrix import matrix_document, status_of
 from lowprec_check.report.registry import format_of
 from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow, load

@@ -503,7 +503,7 @@ def test_a_double_model_is_planned_and_pasted_as_its_user_has_it(base: str) -> N
         ({"dtype": "fp32"}, "No plan can start from fp32"),
         ({"base": "amp"}, "Unknown base 'amp'"),
         ({"dtype": "amp-fp16", "base": "cast"}, "No precision is both amp-fp16 and cast"),
-        ({"batches": 0}, "0 batches"),
+        ({"batches": 0}, "batches is 0"),
         ({"max_drop": 0.1}, "needs a metric"),
         ({"metric": lambda model: 1.0, "tolerance": 0.1}, "Both a metric and a tolerance"),
     ],

@@ -21,8 +21,7 @@ from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.statements.kinds import said
-from lowprec_check.compat.scan_process import row_of
-from lowprec_check.compat.target_list import Request
+from lowprec_check.compat.scan_process import Request, row_of
 from lowprec_check.report import scan_document as notebook
 from lowprec_check.report.layout.markdown import markdown
 from lowprec_check.report.layout.text import text

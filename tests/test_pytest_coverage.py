@@ -22,8 +22,6 @@ from lowprec_check.catalog.records import COMPLEX_OPERATORS
 from lowprec_check.engine.core.autocast_policies import autocast_policies
 from lowprec_check.engine.core.devices import is_available
 from lowprec_check.engine.sweep.samples import load_operators
-from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
-from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.op_support import no_support_text, support_of
 from lowprec_check.report.coverage import RENDERERS
 

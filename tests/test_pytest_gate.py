@@ -14,8 +14,6 @@ from conftest import ROOT, Call
 
 from lowprec_check.analysis.suite_coverage import Coverage, OpUse, coverage_from_json, diff_coverages, kind_of
 from lowprec_check.catalog.aten import AtenSupport
-from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
-from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
 from lowprec_check.report.coverage import LONGEST_SUMMARY, step_summary
 
 OK, FAILED, USAGE = pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED, pytest.ExitCode.USAGE_ERROR

@@ -14,10 +14,8 @@ from conftest import INSTALLED, PLUGIN, ROOT
 from lowprec_check.catalog.declared import releases
 from lowprec_check.catalog.measured import sweep_of
 from lowprec_check.engine.sweep import kept_sweep
-from lowprec_check.pytest_plugin import coverage  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin import op_support as support
 from lowprec_check.pytest_plugin.fixture import lowprec as fixture  # noqa: F401 - imported once for all projects
-from lowprec_check.pytest_plugin.fixture import watch  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.marker import cases, is_device_available
 from lowprec_check.schema.precisions import low_precisions
 

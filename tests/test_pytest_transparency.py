@@ -14,7 +14,7 @@ from torch import nn
 from watched import watching
 
 from lowprec_check.pytest_plugin import coverage
-from lowprec_check.pytest_plugin.own_frames import without_own_frames
+from lowprec_check.pytest_plugin.shared import without_own_frames
 
 # -- tracing
 

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 
 from lowprec_check import ResultError, ScanResult, UsageError, WhatIf, render, scan
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.run import run_model
+from lowprec_check.engine.run import worker
 from lowprec_check.engine.trace import matrix_products, what_if
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.schema.precisions import PRECISIONS
@@ -444,7 +444,7 @@ def test_an_unknown_format_is_an_error_with_a_suggestion() -> None:
 
 
 def test_a_worker_that_dies_costs_the_predictions_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_model, "predict", lambda *_, **__: os.abort())
+    monkeypatch.setattr(worker, "predict", lambda *_, **__: os.abort())
     result = scan(*mlp(), precisions="bfloat16", device="cpu", plan=False, isolation="fork", what_if="tf32")
     assert result.run("bfloat16").status == "ok"
     (entry,) = result.what_if
@@ -456,7 +456,7 @@ def test_an_exception_in_the_worker_is_a_note(monkeypatch: pytest.MonkeyPatch) -
     def fails(*_: Any, **__: Any) -> None:
         raise ValueError("no such thing")
 
-    monkeypatch.setattr(run_model, "predict", fails)
+    monkeypatch.setattr(worker, "predict", fails)
     result = scan(*mlp(), precisions="bfloat16", device="cpu", plan=False, what_if="tf32")
     (entry,) = result.what_if
     assert entry.note == "predicting failed: ValueError: no such thing"

@@ -6,6 +6,7 @@ from typing import Literal, NamedTuple, get_args
 
 import msgspec
 
+from lowprec_check.analysis.findings import SEVERITIES
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import basis
@@ -68,13 +69,6 @@ DEFAULT: FailOn = "no-pass"
 OPTION, WITH_BASELINE = "fail_on", "baseline"
 """The keys of a result's options."""
 
-_COUNTING: dict[FailOn, tuple[str, ...]] = {
-    "error": ("error",),
-    "warning": ("error", "warning"),
-    "note": ("error", "warning", "note"),
-}
-"""The severities of the findings that count."""
-
 
 class ScanFailure(NamedTuple):
     """Why a scan fails; it does not if ``no_pass`` is false and there are no ``findings``."""
@@ -110,5 +104,6 @@ def failure(result: ScanResult) -> ScanFailure:
         return ScanFailure(fail_on, no_pass=False, findings=[])
     has_baseline = bool(result.options.get(WITH_BASELINE))
     counting = [d for d in result.diagnostics if not d.accepted and not (has_baseline and d.timed)]
-    found = [d for d in counting if d.severity in _COUNTING.get(fail_on, ())]
+    severe = SEVERITIES[: SEVERITIES.index(fail_on) + 1] if fail_on != "no-pass" else ()
+    found = [d for d in counting if d.severity in severe]
     return ScanFailure(fail_on, no_pass=result.recommendation is None, findings=found)

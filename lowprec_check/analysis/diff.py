@@ -103,15 +103,12 @@ def diff_scans(
     """
     before, after = _by_key(old), _by_key(new)
     pairs = [(before.get(key), after.get(key)) for key in dict.fromkeys([*after, *before])]
-    changes = [
-        change
-        for was, is_now in pairs
-        for change in (
-            _only_one(was, is_now, new)
-            if was is None or is_now is None
-            else _changes(was, is_now, old, new, error_factor, time_factor)
-        )
-    ]
+    changes: list[ScanChange] = []
+    for was, is_now in pairs:
+        if was is None or is_now is None:
+            changes += _only_one(was, is_now, new)
+        else:
+            changes += _changes(was, is_now, old, new, error_factor, time_factor)
     changes += _recommendation(old, new)
     if old.evidence != new.evidence:  # one side did not run: the prediction may be wrong
         sides = f" ({old.evidence} before, {new.evidence} now)"
@@ -188,7 +185,6 @@ def _was_asked(precision: str, backend: str, result: ScanResult) -> bool:
 def _changes(
     before: Run, after: Run, old: ScanResult, new: ScanResult, error_factor: float, time_factor: float
 ) -> Iterator[ScanChange]:
-    """What changed in a run that both have."""
     if before.status != after.status:
         was, is_now = look(before.status).rank, look(after.status).rank
         direction: Direction = "worse" if is_now > was else "better" if is_now < was else "other"
@@ -219,11 +215,8 @@ def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
         {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in run.gaps}
         for run in (before, after)
     )
-    gained = [gap for place, gap in is_now.items() if place not in was]
-    if _was_checked(before):
-        yield from _gap_changes(after, gained, "worse", "new")
-    else:
-        yield from _gap_changes(after, gained, "other", "not checked before")
+    new: tuple[Direction, str] = ("worse", "new") if _was_checked(before) else ("other", "not checked before")
+    yield from _gap_changes(after, [gap for place, gap in is_now.items() if place not in was], *new)
     if _was_checked(after):
         yield from _gap_changes(before, [gap for place, gap in was.items() if place not in is_now], "better", "fixed")
 

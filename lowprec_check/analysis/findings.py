@@ -114,8 +114,10 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         known = PRECISIONS.find(precision)
         return qualified(known.short if known else precision, d.backend, d.memory_format)
 
+    said: dict[object, list[Diagnostic]] = {}  # by words, advice and severity: one message for all that share these
     places: dict[tuple[str | None, str | None], list[Diagnostic]] = {}
     for d in members:
+        said.setdefault((words(d.sentence), d.advice and words(d.advice), d.severity), []).append(d)
         if d.module is not None or d.source:
             places.setdefault((d.module, d.source), []).append(d)
     return FindingGroup(
@@ -125,7 +127,15 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         op=first.op,
         runs=_runs(members),
         short_runs=list(dict.fromkeys(short(d.precision, d) for d in members if d.precision)),
-        messages=_messages(members),
+        messages=[
+            Message(
+                _runs(its),
+                joined([d.sentence for d in its]),
+                joined([d.advice for d in its if d.advice]) if its[0].advice else None,
+                its[0].severity,
+            )
+            for its in said.values()
+        ],
         places=[FindingPlace(module, source, _runs(found)) for (module, source), found in places.items()],
         harmless=all(map(is_harmless, members)),
         matters=any(d.matters for d in members),
@@ -135,22 +145,6 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         size=len(members),
         calls=sum(d.calls for d in members),
     )
-
-
-def _messages(members: Sequence[Diagnostic]) -> list[Message]:
-    """One for all findings with the same words, advice and severity."""
-    said: dict[object, list[Diagnostic]] = {}
-    for d in members:
-        said.setdefault((words(d.sentence), d.advice and words(d.advice), d.severity), []).append(d)
-    return [
-        Message(
-            _runs(its),
-            joined([d.sentence for d in its]),
-            joined([d.advice for d in its if d.advice]) if its[0].advice else None,
-            its[0].severity,
-        )
-        for its in said.values()
-    ]
 
 
 def _runs(members: Iterable[Diagnostic]) -> list[str]:

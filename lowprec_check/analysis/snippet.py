@@ -105,9 +105,8 @@ class ModelCode(NamedTuple):
     def with_lines(self, *more: str) -> list[str]:
         """All imports that are needed, an empty line, the lines of the body, and ``more``."""
         lines = [*self.body, *more]
-        tree = (
-            ["from torch.utils._pytree import tree_map_only"] if any("tree_map_only" in line for line in lines) else []
-        )
+        needs_tree = any("tree_map_only" in line for line in lines)
+        tree = ["from torch.utils._pytree import tree_map_only"] if needs_tree else []
         return [*self.imports, *tree, "", *lines]
 
 

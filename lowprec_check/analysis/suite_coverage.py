@@ -352,7 +352,6 @@ def _side(found: Coverage) -> CoverageSide:
 
 
 def _warnings(old: Coverage, new: Coverage) -> Iterator[str]:
-    """The conditions that differ, each as a short text."""
     for what, name in (
         ("device", "device"),
         ("torch of the catalog", "torch"),

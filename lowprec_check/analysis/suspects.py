@@ -157,7 +157,6 @@ Located = TypeVar("Located", Gap, OpCall)
 
 
 def _by_module(found: Iterable[Located], kept: Collection[str]) -> defaultdict[str, list[Located]]:
-    """The gaps or rows inside each kept module."""
     grouped: defaultdict[str, list[Located]] = defaultdict(list)
     for item in found:
         module = module_around(item.module, kept)

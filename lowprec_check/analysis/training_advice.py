@@ -61,9 +61,8 @@ def training_code(
     if setup.average_code:
         step.append("average.update_parameters(model)")
     one_batch = "  # the scan had another batch for each" if setup.new_batches else ""
-    return "\n".join(
-        found.with_lines(*lines, f"for step in range({setup.steps}):{one_batch}", *(f"    {line}" for line in step))
-    )
+    lines += [f"for step in range({setup.steps}):{one_batch}", *(f"    {line}" for line in step)]
+    return "\n".join(found.with_lines(*lines))
 
 
 def _updates(way: TrainingWay, setup: TrainingSetup, device: str) -> _Updates:
@@ -125,15 +124,8 @@ def recommend_training(
     if setup is None or best is None:
         return None
     run, way = best
-    code = training_code(
-        run.key._replace(precision=run.base or run.precision),
-        result.model,
-        setup,
-        way,
-        run.keep_fp32,
-        run.untied,
-        torch_version=result.torch,
-    )
+    key = run.key._replace(precision=run.base or run.precision)
+    code = training_code(key, result.model, setup, way, run.keep_fp32, run.untied, torch_version=result.torch)
     return recommendation_of(run, result.runs, prefer, code, way=way.name, is_timed=best.is_first)
 
 

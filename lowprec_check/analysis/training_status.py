@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowprec_check.analysis.run_summary import shorten
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
@@ -19,9 +20,6 @@ from lowprec_check.schema.training import (
 )
 from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import way_named
-
-_LONGEST = 110
-"""Characters of an exception."""
 
 
 def ways_tried(run: Run) -> list[TrainingWay]:
@@ -134,9 +132,8 @@ def remarks(way: TrainingWay, setup: TrainingSetup) -> Sentence | None:
     """Why a way fails, in which step, what ``GradScaler`` did, and whether the time was too short for all steps."""
     done, parts = steps_of(way), list[Sentence]()
     if way.exception is not None:
-        text = way.exception.text
-        shown = text if len(text) <= _LONGEST else f"{text[: _LONGEST - 1]}…"
-        parts.append(say("{when:text}{error:text}", when=when_raised(way.failed_step, way.exception), error=shown))
+        when, error = when_raised(way.failed_step, way.exception), shorten(way.exception.text)
+        parts.append(say("{when:text}{error:text}", when=when, error=error))
     elif way.status == "nonfinite":
         parts.append(nonfinite(way))
     elif way.divergence is not None:

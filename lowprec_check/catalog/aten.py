@@ -165,9 +165,6 @@ class AtenCatalog:
             message += f": {found.message or 'not known to the catalog'}"
         return msgspec.structs.replace(found, state=state, message=message)
 
-    def _alone(self, op: str) -> AtenSupport:
-        return self._declared_of(op, self.declared) if self.declared else self._measured_of(op)
-
     def _autocast_dtype(self, op: str, policies: Policies) -> AutocastDtype:
         """The policy of the op; else of the functions it belongs to (``cdist`` for ``_cdist_forward``); else, if it is part of
         functions of other names only (``convolution``), the one that they share.
@@ -214,7 +211,10 @@ class AtenCatalog:
             shown_by=ops,
         )
 
-    def _declared_of(self, op: str, file: declared.Release) -> AtenSupport:
+    def _alone(self, op: str) -> AtenSupport:
+        file = self.declared
+        if file is None:
+            return self._measured_of(op)
         row = next((row for name in _spellings(op) if (row := file.row(name)) is not None), None)
         if row is None:
             return AtenSupport(state=None)

@@ -205,10 +205,11 @@ def search(query: str, records: Mapping[str, OpRecord]) -> FoundOps:
     if exact in records and "." in exact:
         return FoundOps([records[exact]])
     name = bare(query)
-    if name[:1].isupper() and not name.isupper():  # a module
-        found = functions_of(name, records) or _spelled(name, {op: _last_parts(op) for op in records})
-    else:
-        found = _spelled(name, {op: _last_parts(op) for op in records}) or functions_of(name, records)
+    is_module, spelled = (
+        name[:1].isupper() and not name.isupper(),
+        _spelled(name, {op: _last_parts(op) for op in records}),
+    )
+    found = (functions_of(name, records) if is_module else []) or spelled or functions_of(name, records)
     dispatching = None
     if not found:
         ops = {op: (*record.aten, *record.backward_aten) for op, record in records.items()}

@@ -20,10 +20,11 @@ from lowprec_check.process.interpreter import change_folder, current_folder
 from lowprec_check.schema.base import check_file
 
 if TYPE_CHECKING:
+    from lowprec_check.report.blocks import Document
     from lowprec_check.schema.scan_result import ScanResult
 
 Result = TypeVar("Result")
-Ended = tuple[Result | None, BaseException | None]
+Ended = tuple[Result, BaseException | None]
 """The last result, and what ended the work early."""
 
 FINDINGS, USAGE_ERROR, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
@@ -95,11 +96,28 @@ def check_writable(path: Path | None, option: str) -> None:
         raise UsageError(error.message, f"Give {option} a path in an existing, writable folder.") from None
 
 
+def output_files(output: list[Path] | None, format: str | None) -> list[Path]:
+    """The values of ``-o``; raises :class:`UsageError` if there are several with one ``--format``."""
+    files = output or []
+    if format is not None and len(files) > 1:
+        raise UsageError(
+            "--format works with only one output file.", "Leave --format out: the suffix of each file sets its format."
+        )
+    return files
+
+
 def print_json(value: Any) -> None:
     """Print a struct, a list of structs or a dictionary as indented JSON."""
     from lowprec_check.schema.base import encode
 
     print_document(encode(value))
+
+
+def print_text(document: Document, **options: Any) -> None:
+    """Print blocks as text, for the width and the colours of the terminal."""
+    from lowprec_check.report.layout.text import text
+
+    sys.stdout.write(text(document, **options, **screen_size()))
 
 
 def print_document(data: bytes | str) -> None:
@@ -128,14 +146,19 @@ def stdout_kept() -> Iterator[None]:
 
 
 def last_before_end(results: Iterable[Result], on_result: Callable[[Any], object] = lambda _: None) -> Ended[Result]:
-    """Take all ``results`` of a scan or search, which grow; what ends it early is returned, so that the last is not lost."""
+    """Take all ``results`` of a scan or search, which grow; what ends it early is returned, so that the last is not lost, or
+    raised if there is none.
+    """
     last = None
     try:
         for result in results:
             last = result
             on_result(result)
     except BaseException as error:
+        if last is None:
+            raise
         return last, error
+    assert last is not None
     return last, None
 
 

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import app, print_json, screen_size
+from lowprec_check.cli.app import app, print_json, print_text
 from lowprec_check.cli.op import Torch
 from lowprec_check.cli.options import Json
 from lowprec_check.schema.axes import catalogued
@@ -37,9 +37,8 @@ def diff(
         print_json(found)
         return
     from lowprec_check.report.answers import difference_document
-    from lowprec_check.report.layout.text import text
 
-    print(text(difference_document(found), **screen_size()), end="")
+    print_text(difference_document(found))
 
 
 @catalog.command()
@@ -57,6 +56,5 @@ def gaps(
         print_json(found)
         return
     from lowprec_check.report.answers import gaps_document
-    from lowprec_check.report.layout.text import text
 
-    print(text(gaps_document(found), **screen_size()), end="")
+    print_text(gaps_document(found))

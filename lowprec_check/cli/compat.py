@@ -13,6 +13,7 @@ from lowprec_check.cli.options import Backends, Budget, Devices, Precisions, Qui
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.statements import some
 
 if TYPE_CHECKING:
     from lowprec_check.schema.matrix import MatrixRow
@@ -69,7 +70,7 @@ def compat(
     """Scan many models and write a compatibility matrix. Resumes after an interruption."""
     from lowprec_check.compat.report_folder import ReportFolder
     from lowprec_check.compat.runner import scan_all
-    from lowprec_check.compat.target_list import Request, expand_requests, read_list
+    from lowprec_check.compat.scan_process import Request, expand_requests, read_list
     from lowprec_check.report.foreign_text import visible
 
     listed = read_list(from_file) if from_file else []
@@ -105,7 +106,10 @@ def compat(
         f"{len(matrix.rows)} row{'s' if len(matrix.rows) != 1 else ''}, {failed} could not be scanned: {visible(str(output / 'index.md'))}"
     )
     if without_pages:
-        print_status(_explain_missing(without_pages))
+        print_status(
+            f"warning: No page could be written for {some([row.target for row in without_pages], 5)}: the saved scans were removed.\n"
+            "Run compat with these models again to scan them again."
+        )
     raise typer.Exit(FINDINGS if failed or without_pages else 0)
 
 
@@ -119,14 +123,6 @@ def _options(
     named = [word for name in PRECISIONS.names_in(precision or []) for word in ("-p", name)]
     named += [word for name in BACKENDS.names_in(backend or []) for word in ("--backend", name)]
     return (*named, *(("--budget", f"{budget:g}") if budget is not None else ()), *words)
-
-
-def _explain_missing(rows: list[MatrixRow]) -> str:
-    names = ", ".join(row.target for row in rows[:5]) + (f" and {len(rows) - 5} more" if len(rows) > 5 else "")
-    return (
-        f"warning: No page could be written for {names}: the saved scans were removed.\n"
-        "Run compat with these models again to scan them again."
-    )
 
 
 def _line(row: MatrixRow) -> str:

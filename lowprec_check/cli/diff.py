@@ -16,10 +16,11 @@ from lowprec_check.cli.app import (
     app,
     check_writable,
     load_result,
+    output_files,
     print_document,
     print_status,
+    print_text,
     read_saved,
-    screen_size,
 )
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, document_of, format_of, suffixes
@@ -63,11 +64,7 @@ def diff(
     """Compare two saved scans, or two coverages saved by the pytest plugin (--lowprec-report). They may differ in torch
     release, device or commit. Exits 1 if something got worse: for coverages, if there are new gaps.
     """
-    files = output or []
-    if format is not None and len(files) > 1:
-        raise UsageError(
-            "--format works with only one output file.", "Leave --format out: the suffix of each file sets its format."
-        )
+    files = output_files(output, format)
     if str(old) == str(new) == "-":
         raise UsageError("Only one of the two files can come from stdin.", "Save the other to a file.")
     chosen = _diff_format(FORMATS.get(format)) if format else None
@@ -88,7 +85,11 @@ def diff(
             )
         found = diff_scans(before, after, error_factor=error_factor, time_factor=time_factor)
     if not files:
-        _print(found, chosen)
+        shown = chosen or FORMATS.get("text" if sys.stdout.isatty() else "md")
+        if shown.name == "text":
+            print_text(document_of(found))
+        else:
+            (sys.stdout.write if shown.for_terminals else print_document)(shown.render_diff(found))
     for file, wanted in zip(files, formats, strict=True):
         write_file(file, wanted.render_diff(found))
     if files and found.warnings:
@@ -107,16 +108,6 @@ def _are_coverages(paths: tuple[Path, Path], data: tuple[bytes, bytes]) -> bool:
             "Pass two scans or two coverages.",
         )
     return kinds.count("coverage") == 2
-
-
-def _print(found: ScanDiff | CoverageDiff, format: ReportFormat | None) -> None:
-    if (format.name if format else "text" if sys.stdout.isatty() else "md") == "text":
-        from lowprec_check.report.layout.text import text
-
-        sys.stdout.write(text(document_of(found), **screen_size()))
-    else:
-        chosen = format or FORMATS.get("md")
-        (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render_diff(found))
 
 
 def _diff_format(format: ReportFormat) -> ReportFormat:

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from lowprec_check.cli.app import app, print_json, screen_size
+from lowprec_check.cli.app import app, print_json, print_text
 from lowprec_check.cli.options import Device, Json
 
 
 @app.command()
-def env(
-    json: Json = False,
-    device: Device = None,
-) -> None:
+def env(json: Json = False, device: Device = None) -> None:
     """Show the hardware and which precisions it accelerates."""
     from lowprec_check.engine.machine import environment
 
@@ -19,6 +16,5 @@ def env(
         print_json(found)
         return
     from lowprec_check.report.answers import environment_document
-    from lowprec_check.report.layout.text import text
 
-    print(text(environment_document(found), **screen_size()), end="")
+    print_text(environment_document(found))

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import app, screen_size
+from lowprec_check.cli.app import app, print_text, screen_size
 from lowprec_check.cli.options import completing
 from lowprec_check.errors import UsageError
 
@@ -31,10 +31,9 @@ def explain(
     """Print the manual page of a diagnostic code."""
     from lowprec_check.analysis.rules.registry import rules
     from lowprec_check.report.answers import list_document, render_page
-    from lowprec_check.report.layout.text import text
 
     if code is None:
-        print(text(list_document(rules().values()), **screen_size()), end="")
+        print_text(list_document(rules().values()))
         return
     found = rules().get(code.upper()) or next((rule for rule in rules().values() if rule.name == code.lower()), None)
     if found is None:

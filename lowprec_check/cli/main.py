@@ -4,14 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import importlib
 import io
 import os
-import pkgutil
 import signal
 import sys
 import warnings
-from typing import Any
 
 import typer
 
@@ -19,6 +16,7 @@ from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, cl
 from lowprec_check.errors import ProcessLostError, Terminated, UsageError, traceback_of
 from lowprec_check.process.interpreter import open_standard_streams
 from lowprec_check.report.foreign_text import TRANSLITERATE
+from lowprec_check.schema.registry import modules_in
 
 _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
 """Errors of printing; those of files are usage errors when they get here."""
@@ -33,7 +31,7 @@ def main() -> None:
             stream.reconfigure(errors=TRANSLITERATE)
     _end_workers_when_terminated()
     try:
-        _import_commands()
+        modules_in(__name__.rpartition(".")[0])  # each registers its command
         code = app(standalone_mode=False) or 0
         close_stdout()
     except BaseException as error:
@@ -61,7 +59,9 @@ def _report(error: BaseException) -> int:
         print_error(error)
         return USAGE_ERROR
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error that the parser found
-        print_status(_shown(error))
+        text = io.StringIO()
+        error.show(text)
+        print_status(text.getvalue())
         return int(error.exit_code)
     if not isinstance(error, Exception):
         raise error
@@ -99,17 +99,3 @@ def _end_workers_when_terminated() -> None:
         signal.signal(number, end)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=reset)
-
-
-def _shown(error: Any) -> str:
-    """What the parser prints for a usage error: it repeats the arguments."""
-    text = io.StringIO()
-    error.show(text)
-    return text.getvalue()
-
-
-def _import_commands() -> None:
-    """Import every module of this package, so that each registers its command."""
-    package = __name__.rpartition(".")[0]
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        importlib.import_module(f"{package}.{module.name}")

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.cli.app import app, print_json, screen_size
+from lowprec_check.cli.app import app, print_json, print_text
 from lowprec_check.cli.options import Json
 from lowprec_check.schema.axes import catalogued
 from lowprec_check.schema.registry import choices
@@ -38,6 +38,5 @@ def op(
         print_json(answers)
         return
     from lowprec_check.report.answers import answers_document
-    from lowprec_check.report.layout.text import text
 
-    print(text(answers_document(answers), **screen_size()), end="")
+    print_text(answers_document(answers))

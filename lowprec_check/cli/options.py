@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from lowprec_check import process
-from lowprec_check.schema.options import FORMS, DeclaredOptions, PlanOptions, ScanOptions, declared_in
+from lowprec_check.schema.options import FORMS, Declared, DeclaredOptions, PlanOptions, ScanOptions, declared_in
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
@@ -35,17 +35,21 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
 def _parameters(options: type[DeclaredOptions]) -> Iterator[inspect.Parameter]:
     """The declared options as parameters of a command."""
     for name, kind, default, declared in declared_in(options):
-        names = declared.names or (declared.registry.names if declared.registry is not None else None)
-        info = typer.Option(
-            *(declared.flags or (f"--{name.replace('_', '-')}",)),
-            metavar=declared.metavar or ("NAME" if declared.registry is not None else None),
-            min=0.1 if declared.above is not None else declared.least,  # typer has no limit that is itself excluded
-            autocompletion=completing(names) if names is not None else None,
-            help=declared.sentence("; repeatable or comma-separated" if declared.takes_several else ""),
-        )
+        info = _option(name, declared, "; repeatable or comma-separated" if declared.takes_several else "")
         typed = list[str] | None if declared.takes_several else kind
         unset = None if declared.takes_several else default
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=unset, annotation=Annotated[typed, info])
+
+
+def _option(name: str, declared: Declared, more: str) -> Any:
+    names = declared.names or (declared.registry.names if declared.registry is not None else None)
+    return typer.Option(
+        *(declared.flags or (f"--{name.replace('_', '-')}",)),
+        metavar=declared.metavar or ("NAME" if declared.registry is not None else None),
+        min=0.1 if declared.above is not None else declared.least,  # typer has no limit that is itself excluded
+        autocompletion=completing(names) if names is not None else None,
+        help=declared.sentence(more),
+    )
 
 
 def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
@@ -58,16 +62,16 @@ def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
     return complete
 
 
-def _declared(options: type[DeclaredOptions], name: str) -> Any:
+def _declared(options: type[DeclaredOptions], name: str, more: str = "; repeatable or comma-separated") -> Any:
     """One declared option, for a command that takes a few of them."""
-    return next(each.annotation.__metadata__[0] for each in _parameters(options) if each.name == name)
+    return next(_option(name, declared, more) for each, _, _, declared in declared_in(options) if each == name)
 
 
 Precisions = Annotated[list[str] | None, _declared(ScanOptions, "precisions")]
 Backends = Annotated[list[str] | None, _declared(ScanOptions, "backends")]
-Budget = Annotated[float | None, _declared(ScanOptions, "budget")]
-Devices = Annotated[list[str] | None, _declared(ScanOptions, "device")]
-Device = Annotated[str | None, _declared(PlanOptions, "device")]
+Budget = Annotated[float | None, _declared(ScanOptions, "budget", ", as in scan")]
+Devices = Annotated[list[str] | None, _declared(ScanOptions, "device", "; repeatable, one row per device")]
+Device = Annotated[str | None, _declared(PlanOptions, "device", "")]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=f"Model: {FORMS}.")]
 Inputs = Annotated[
     list[str] | None,

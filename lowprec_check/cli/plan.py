@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -16,15 +16,12 @@ from lowprec_check.cli.app import (
     last_before_end,
     print_document,
     print_status,
-    screen_size,
+    print_text,
     stdout_kept,
 )
 from lowprec_check.cli.options import Inputs, Isolation, Quiet, Target, Weights, takes_options
 from lowprec_check.cli.progress import progress
 from lowprec_check.schema.options import PlanOptions
-
-if TYPE_CHECKING:
-    from lowprec_check.schema.plan import Planning
 
 
 @app.command()
@@ -48,32 +45,20 @@ def plan(
 
         spec = TargetSpec(target, tuple(inputs or ()), weights)
         found, ended_by = last_before_end(plan_file(spec, options, isolation, shown.step))
-    if found is None:
-        assert ended_by is not None
-        raise ended_by
     try:
-        _show(found, json=json)
+        if json:
+            print_document(found.to_json())
+        else:
+            from lowprec_check.report.plan import plan_document
+
+            print_text(plan_document(found))
+        sys.stdout.flush()
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
         if save is not None:
             with interrupts_ignored_after(ended_by):
-                _save(found, save)
+                if found.plan is not None:
+                    found.plan.save(save)
+                print_status("no plan was found; nothing saved" if found.plan is None else f"plan saved to {save}")
     if ended_by is not None:
         raise ended_by
     raise typer.Exit(0 if found.plan is not None else FINDINGS)
-
-
-def _save(found: Planning, path: Path) -> None:
-    if found.plan is not None:
-        found.plan.save(path)
-    print_status(f"plan saved to {path}" if found.plan is not None else "no plan was found; nothing saved")
-
-
-def _show(found: Planning, *, json: bool) -> None:
-    if json:
-        print_document(found.to_json())
-    else:
-        from lowprec_check.report.layout.text import text
-        from lowprec_check.report.plan import plan_document
-
-        sys.stdout.write(text(plan_document(found), **screen_size()))
-    sys.stdout.flush()

@@ -39,19 +39,14 @@ class Progress:
 
     def line(self, run: str, doing: str, elapsed: float) -> str:
         """``run 3 of 5 · half · plain run · 0:14, about 0:20 left``; seconds ``elapsed``."""
-        known = self._done < self._total
-        number = f"run {self._done + 1} of {self._total} · " if known else ""
-        left = self._seconds_left(elapsed) if known else None
-        expected = f", about {_clock(left)} left" if left is not None else ""
-        return f"{number}{run} · {doing} · {_clock(elapsed)}{expected}"
-
-    def _seconds_left(self, elapsed: float) -> float | None:
-        """Expected seconds, from those of the runs in lower precision so far; ``None`` before the first of them."""
-        if len(self._done_after) < 2:
-            return None
-        first, *_, last = self._done_after
-        each = (last - first) / (len(self._done_after) - 1)
-        return max(0.0, last + each * (self._total - self._done) - elapsed)
+        now = f"{run} · {doing} · {_clock(elapsed)}"
+        if self._done >= self._total:
+            return now
+        if len(self._done_after) > 1:  # from the times of the runs in lower precision so far: fp32 is the first run
+            first, *_, last = self._done_after
+            each = (last - first) / (len(self._done_after) - 1)
+            now += f", about {_clock(max(0.0, last + each * (self._total - self._done) - elapsed))} left"
+        return f"run {self._done + 1} of {self._total} · {now}"
 
 
 def _clock(seconds: float) -> str:
@@ -65,22 +60,16 @@ def progress(quiet: bool) -> Iterator[Progress]:
     if quiet:
         yield Progress()
     elif sys.stderr.isatty():
-        with _status_line() as show:
-            yield Progress(show)
+        from rich.console import Console
+        from rich.text import Text
+
+        from lowprec_check.report.foreign_text import visible
+
+        console = Console(stderr=True)
+        with console.status("") as status:  # not a string below: rich would take brackets for its markup
+            yield Progress(lambda line: status.update(Text(visible(line)[: console.width - 4])))
     else:
         yield Progress(_every(LINE_SECONDS))
-
-
-@contextlib.contextmanager
-def _status_line() -> Iterator[Callable[[str], None]]:
-    from rich.console import Console
-    from rich.text import Text
-
-    from lowprec_check.report.foreign_text import visible
-
-    console = Console(stderr=True)
-    with console.status("") as status:  # not a string below: rich would take brackets for its markup
-        yield lambda line: status.update(Text(visible(line)[: console.width - 4]))
 
 
 def _every(seconds: float) -> Callable[[str], None]:

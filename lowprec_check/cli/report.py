@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from lowprec_check.analysis.conclusion import FailOn, asked_to_fail_on, failure
-from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, print_document, screen_size
-from lowprec_check.errors import UsageError
+from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, output_files, print_document, print_text
 from lowprec_check.report.registry import FORMATS, format_of, suffixes, write
 from lowprec_check.schema.registry import choices
 
@@ -59,11 +58,7 @@ def report(
     verbose: Verbose = False,
 ) -> None:
     """Write a saved scan as a web page, Markdown, SARIF, JUnit or text. Needs neither the model nor torch."""
-    files = output or []
-    if format is not None and len(files) > 1:
-        raise UsageError(
-            "--format works with only one output file.", "Leave --format out: the suffix of each file sets its format."
-        )
+    files = output_files(output, format)
     check_reports(files, format, "-o")
     if not files:
         FORMATS.get(format or "text").check_available()
@@ -94,8 +89,7 @@ def print_report(result: ScanResult, format: str, findings: int | None = None, *
     if chosen.name != "text":
         (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render(result))
         return
-    from lowprec_check.report.layout.text import text
     from lowprec_check.report.scan_document import SHOWN_FINDINGS, scan_document
 
     document = scan_document(result, findings=SHOWN_FINDINGS if findings is None else findings)
-    sys.stdout.write(text(document, detail="more" if verbose else "first", **screen_size()))
+    print_text(document, detail="more" if verbose else "first")

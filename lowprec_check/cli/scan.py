@@ -140,23 +140,21 @@ def _apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | 
     return result
 
 
-def _conclude(result: ScanResult | None, ended_by: BaseException | None) -> ScanResult:
+def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
     """The result with its conclusion, also of a scan that ``ended_by`` ended early, which is raised if nothing was found."""
     from lowprec_check.analysis.conclusion import conclude, conclude_early
 
-    concluded = None
-    if result is not None:
-        concluded = conclude(result) if ended_by is None else conclude_early(result, _why_early(ended_by))
+    if ended_by is None:
+        return conclude(result)
+    why = "the scan ended early"
+    if isinstance(ended_by, KeyboardInterrupt):
+        why = "the scan was interrupted"
+    elif isinstance(ended_by, Terminated):
+        why = f"the scan was ended by {ended_by.name}"
+    concluded = conclude_early(result, why)
     if concluded is None:
-        assert ended_by is not None
         raise ended_by
     return concluded
-
-
-def _why_early(error: BaseException) -> str:
-    if isinstance(error, KeyboardInterrupt):
-        return "the scan was interrupted"
-    return f"the scan was ended by {error.name}" if isinstance(error, Terminated) else "the scan ended early"
 
 
 class _Output(NamedTuple):
@@ -177,19 +175,15 @@ class _Output(NamedTuple):
 
     def save(self, result: ScanResult) -> bool:
         """Write the files; false if one could not be written, which loses nothing else."""
-        done = [self._save_plan(result)]
+        done: list[bool] = []
+        if self.plan is not None and result.plan is not None:
+            done.append(_written(result.plan.save, self.plan))
+        elif self.plan is not None:
+            print_status("no plan was needed or found; nothing saved")
         if self.json is not None and str(self.json) != "-":
             done.append(_written(result.save, self.json))
         done += [_written(functools.partial(write, result, verbose=self.verbose), file) for file in self.reports]
         return all(done)
-
-    def _save_plan(self, result: ScanResult) -> bool:
-        if self.plan is None:
-            return True
-        if result.plan is None:
-            print_status("no plan was needed or found; nothing saved")
-            return True
-        return _written(result.plan.save, self.plan)
 
 
 def _written(save: Callable[[Path], None], path: Path) -> bool:

@@ -27,18 +27,10 @@ def default_options(group: Any, context: Any) -> dict[str, Any]:
     ``[tool.lowprec-check.scan]``, to that command. Raises :class:`UsageError` for an unknown key or a wrong value.
     """
     folder = current_folder()
-    path = _nearest_file(Path(folder)) if folder is not None else None
-    table = _read(path) if path is not None else None
+    above = [] if folder is None else [Path(folder), *Path(folder).parents]
+    path = next((file for parent in above if (file := parent / "pyproject.toml").is_file()), None)
+    table = None if path is None else _read(path)
     return _of_group(group, context, table, path, TABLE, {}) if path is not None and table is not None else {}
-
-
-def _nearest_file(folder: Path) -> Path | None:
-    """The nearest ``pyproject.toml``, in ``folder`` or above."""
-    for parent in (folder, *folder.parents):
-        path = parent / "pyproject.toml"
-        if path.is_file():
-            return path
-    return None
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
@@ -61,7 +53,6 @@ def _read(path: Path) -> Mapping[str, Any] | None:
 def _of_group(
     group: Any, context: Any, table: Mapping[str, Any], path: Path, name: str, inherited: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """The values for each command of the group."""
     commands = {command: group.get_command(context, command) for command in group.list_commands(context)}
     tables = {key: value for key, value in table.items() if key in commands and isinstance(value, dict)}
     general = {key: value for key, value in table.items() if key not in tables}
@@ -109,7 +100,11 @@ def _check(
     """Raise :class:`UsageError` for a key that is no option, and for a value that no option of this name accepts."""
     for key, value in values.items():
         if key not in options:
-            raise _unknown(path, table, key, [*options, *commands])
+            near = nearest(key, [*options, *commands])
+            raise UsageError(
+                f"{path}: [{table}] has the unknown key {key!r}.",
+                f"Did you mean {near}?" if near else "The keys are the long options of a command, without --.",
+            )
         if not _accepted_by(options[key], value, context):
             problem = _problem(options[key][0], value, context)
             raise UsageError(f"{path}: [{table}] {key}: {problem}", "Fix the value.")
@@ -124,13 +119,9 @@ def _problem(option: Any, value: Any, context: Any) -> str | None:
     items = value if isinstance(value, list) else [value]
     if isinstance(value, list) and not option.multiple:
         return "one value is expected, not a list."
-    wrong = [
-        item
-        for item in items
-        if not isinstance(item, (str, int, float)) or (isinstance(item, bool) and not option.is_flag)
-    ]
-    if wrong:
-        return f"a text or a number is expected, not {wrong[0]!r}."
+    for item in items:
+        if not isinstance(item, (str, int, float)) or (isinstance(item, bool) and not option.is_flag):
+            return f"a text or a number is expected, not {item!r}."
     try:
         option.process_value(context, _texts(option, value))
     except Exception as error:  # of a class that the parser keeps to itself
@@ -153,11 +144,3 @@ def _given(option: Any, value: Any, context: Any, folder: Path) -> Any:
         item if item == "-" else os.path.relpath(folder / item) for item in (texts if option.multiple else [texts])
     ]
     return below if option.multiple else below[0]
-
-
-def _unknown(path: Path, table: str, key: str, known: list[str]) -> UsageError:
-    near = nearest(key, known)
-    return UsageError(
-        f"{path}: [{table}] has the unknown key {key!r}.",
-        f"Did you mean {near}?" if near else "The keys are the long options of a command, without --.",
-    )

@@ -1,4 +1,4 @@
-"""The folder of reports: its lock, its files, and what an earlier run left in it."""
+"""The folder that ``compat`` writes: its lock, its files, and what an earlier run left in it."""
 
 from __future__ import annotations
 
@@ -15,53 +15,6 @@ from lowprec_check.report.registry import FORMATS, format_of, write
 from lowprec_check.schema.base import make_folder, write_file
 from lowprec_check.schema.matrix import Matrix, MatrixRow
 from lowprec_check.schema.scan_result import ResultError, ScanResult
-
-# -- Locks the output folder, so that a second run cannot overwrite the rows of the first
-
-
-class FolderLock:
-    """A lock on the folder itself, which leaves no file. The system releases it when the process ends."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._descriptor: int | None = None
-
-    def acquire(self) -> None:
-        """Lock the folder, unless this object has locked it already; a folder that was made again is locked again.
-
-        Raises:
-            UsageError: another process has locked it.
-        """
-        if sys.platform == "win32" or self._is_held():  # Windows cannot lock a folder
-            return
-        self.release()
-        import fcntl
-
-        with contextlib.suppress(OSError):  # some network file systems have no locks
-            self._descriptor = os.open(self.folder, os.O_RDONLY)
-            try:
-                fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                self.release()
-                raise UsageError(
-                    f"Another compat run is writing to {self.folder}.",
-                    "Wait until it has ended, or choose another folder with -o.",
-                ) from None
-
-    def release(self) -> None:
-        """Unlock the folder, if it is locked."""
-        if self._descriptor is not None:
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _is_held(self) -> bool:
-        if self._descriptor is None:
-            return False
-        try:
-            return os.path.samestat(os.fstat(self._descriptor), self.folder.stat())
-        except OSError:
-            return False
-
 
 # -- The files of a row in the output folder, as far as they are complete
 
@@ -105,26 +58,30 @@ def _is_complete(page: Path) -> bool:
         return False
 
 
-def needs_scan(folder: Path, row: MatrixRow, suffixes: Iterable[str]) -> bool:
-    """Whether a scanned row must be scanned again: its scan is incomplete, or missing together with a page."""
+def is_done(folder: Path, row: MatrixRow, suffixes: Iterable[str], *, retry_failed: bool) -> bool:
+    """Whether a saved row need not be scanned again: its scan is saved, or at least its pages are, and no part of a scan."""
+    if row.state == "failed":
+        return not retry_failed
     if saved_scan(folder, row) is not None:
-        return False
-    return scan_path(folder, row).exists() or bool(missing_pages(folder, row, suffixes))
+        return True
+    return not scan_path(folder, row).exists() and not missing_pages(folder, row, suffixes)
 
 
-# -- The folder that ``compat`` writes: an index and one page per model, in Markdown and optionally in HTML
+# -- The folder: an index and one page per model, in Markdown and optionally in HTML
 
 
 class ReportFolder:
-    """Context manager that makes ``folder``, locks it, and writes the report into it.
+    """Context manager that makes ``folder``, locks it so that a second run cannot overwrite its rows, and writes the report into it.
 
-    Entering it and its methods raise :class:`UsageError` if the folder cannot be written or another run writes to it.
+    The lock is on the folder itself and leaves no file; the system releases it when the process ends. Entering the folder and its
+    methods raise :class:`UsageError` if it cannot be written or another run writes to it.
     """
 
     def __init__(self, folder: Path, title: str, *, html: bool) -> None:
         self.folder, self.title = folder, title
         self.suffixes = [".md", *([".html"] if html else [])]
-        self._lock = FolderLock(folder)
+        self._lock: int | None = None
+        """The descriptor of the folder that is locked."""
         if html:
             FORMATS.get("html").check_available()
 
@@ -135,7 +92,34 @@ class ReportFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self._lock.release()
+        self._unlock()
+
+    def _prepare(self) -> None:
+        """Make and lock the folder, also if it was removed while the scans ran."""
+        make_folder(self.folder / "models")
+        with contextlib.suppress(OSError):
+            if self._lock is not None and os.path.samestat(os.fstat(self._lock), self.folder.stat()):
+                return
+        if sys.platform == "win32":  # which cannot lock a folder
+            return
+        self._unlock()
+        import fcntl
+
+        with contextlib.suppress(OSError):  # some network file systems have no locks
+            self._lock = os.open(self.folder, os.O_RDONLY)
+            try:
+                fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._unlock()
+                raise UsageError(
+                    f"Another compat run is writing to {self.folder}.",
+                    "Wait until it has ended, or choose another folder with -o.",
+                ) from None
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
 
     def model(self, row: MatrixRow, result: ScanResult | None) -> None:
         """Write the pages of one model; a model that failed has none."""
@@ -167,8 +151,3 @@ class ReportFolder:
         for page in missing:
             write(result, page)
         return True
-
-    def _prepare(self) -> None:
-        """Make and lock the folder, also if it was removed while the scans ran."""
-        make_folder(self.folder / "models")
-        self._lock.acquire()

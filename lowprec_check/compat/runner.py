@@ -1,19 +1,23 @@
-"""Scans many models, each in its own process; resumes after an interruption."""
+"""Scans many models in threads, on ray, or on dask; resumes after an interruption."""
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
 import os
 import re
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import Any, TypeVar
 
-from lowprec_check.compat.executors import map_unordered
-from lowprec_check.compat.report_folder import needs_scan, scan_path
+import joblib
+
+from lowprec_check.compat.report_folder import is_done, scan_path
 from lowprec_check.compat.scan_process import (
+    Request,
     ScanLimits,
     ScanOutcome,
     end_running_scans,
@@ -23,11 +27,205 @@ from lowprec_check.compat.scan_process import (
     scan_one,
     temporary_file,
 )
-from lowprec_check.compat.target_list import Request
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.base import make_folder
 from lowprec_check.schema.matrix import Matrix, MatrixRow, load, save
 from lowprec_check.schema.scan_result import ResultError, ScanResult
+
+# -- Runs the scans of many models: in threads, on ray, or on dask
+
+# -- Calls in parallel: in local threads, on ray or on dask; a call that fails costs only its own result
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+_RESUME = "Start the cluster again and run the same command to resume."
+
+_POLL_SECONDS = 10
+_WORKER_SECONDS = 60
+"""How long to wait for a first worker, or for a new one after the last has died."""
+
+_RESULT_SECONDS = 30
+"""How long the transfer of a result may take; it never ends if the result was lost with its worker."""
+
+
+def map_unordered(
+    call: Callable[[Item], Result],
+    items: list[Item],
+    jobs: int,
+    engine: str | None,
+    *,
+    on_error: Callable[[Item, Exception], Result],
+    stop: Callable[[], None],
+) -> Generator[Result, None, None]:
+    """Yield ``call(item)`` for all ``items``, in order of completion; ``jobs`` run at once, or one per thread of ``engine``.
+
+    The result of a call that raises, or that kills its worker, is ``on_error(item, error)``. At the end, ``stop`` is called
+    in the processes of this machine that make calls: it ends those still running after an interruption.
+
+    Raises:
+        UsageError: the engine is unknown, not installed or not reachable.
+    """
+    if not items:
+        return
+    kind, _, address = (engine or "").partition("://")
+    if kind not in ("", "dask", "ray"):
+        raise UsageError(
+            f"Unknown engine {engine!r}.",
+            "Choose dask://HOST:PORT, dask, ray://HOST:PORT or ray; omit --engine to run on this machine.",
+        )
+    guarded = functools.partial(_guarded, call, on_error)
+    try:
+        if kind == "dask":
+            yield from _map_on_dask(guarded, items, jobs, address, on_error, stop)
+        elif kind == "ray":
+            yield from _map_on_ray(guarded, items, jobs, address, on_error)
+        else:
+            with joblib.parallel_config(backend="threading"):  # each scan is a process, so threads suffice
+                work = joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")
+                yield from work(joblib.delayed(guarded)(item) for item in items)
+    finally:
+        stop()
+
+
+def _guarded(call: Callable[[Item], Result], on_error: Callable[[Item, Exception], Result], item: Item) -> Result:
+    try:
+        return call(item)
+    except Exception as error:
+        return on_error(item, error)
+
+
+def _map_on_dask(
+    call: Callable[[Item], Result],
+    items: list[Item],
+    jobs: int,
+    address: str,
+    on_error: Callable[[Item, Exception], Result],
+    stop: Callable[[], None],
+) -> Iterator[Result]:
+    """Yield the results. dask blames the death of a worker on every call that the worker had accepted, and an accepted call fails
+    after a few deaths; a result that was not transferred yet is lost as well. So calls without a result run again, one at a time:
+    then the blame is certain.
+    """
+    with _dask_client(address, jobs, stop) as client:
+        suspects: list[Item] = []
+        for alone in (False, True):
+            chosen, suspects = (suspects if alone else items), []
+            for item, future in _completed(client, call, chosen, alone):
+                try:
+                    result = future.result(timeout=_RESULT_SECONDS)
+                except Exception as error:
+                    future.cancel()
+                    if alone:
+                        yield on_error(item, error)
+                    else:
+                        suspects.append(item)
+                else:
+                    yield result
+
+
+def _completed(
+    client: Any, call: Callable[[Item], Result], items: list[Item], alone: bool
+) -> Iterator[tuple[Item, Any]]:
+    """Yield each item with its future, in order of completion; two calls per thread are submitted, or one at a time."""
+    from distributed import CancelledError, wait
+    from distributed import TimeoutError as DaskTimeoutError
+
+    waiting, running = collections.deque(items), dict[Any, Item]()
+    try:
+        while waiting or running:
+            most = 1 if alone else 2 * max(1, sum(client.ncores().values()))
+            while waiting and len(running) < most:
+                item = waiting.popleft()
+                running[client.submit(call, item, pure=False, retries=0)] = item
+            try:
+                done = wait([*running], timeout=_POLL_SECONDS, return_when="FIRST_COMPLETED").done
+            except CancelledError:
+                raise UsageError("Lost the connection to the dask scheduler.", _RESUME) from None
+            except DaskTimeoutError:
+                try:
+                    client.wait_for_workers(1, timeout=_WORKER_SECONDS)
+                except DaskTimeoutError:
+                    raise UsageError(f"The dask cluster has had no worker for {_WORKER_SECONDS} s.", _RESUME) from None
+                continue
+            for future in done:
+                yield running.pop(future), future
+    finally:
+        client.cancel([*running])
+
+
+@contextlib.contextmanager
+def _dask_client(address: str, jobs: int, stop: Callable[[], None]) -> Iterator[Any]:
+    """Connect to the scheduler at ``address``, or start workers here, which call ``stop`` when they are closed."""
+    try:
+        import dask
+        from distributed import Client, LocalCluster, WorkerPlugin
+        from distributed import TimeoutError as DaskTimeoutError
+    except ModuleNotFoundError:
+        raise UsageError(
+            "--engine dask needs dask.distributed, which is not installed.", "pip install 'dask[distributed]'"
+        ) from None
+
+    class AtClose(WorkerPlugin):  # type: ignore[misc]
+        def teardown(self, worker: Any) -> None:
+            stop()
+
+    with contextlib.ExitStack() as stack:
+        try:
+            if address:
+                scheduler: Any = f"tcp://{address}"
+            else:
+                stack.enter_context(dask.config.set({"distributed.scheduler.allowed-failures": 0}))
+                scheduler = stack.enter_context(LocalCluster(n_workers=jobs, threads_per_worker=1))
+            client = stack.enter_context(Client(scheduler, timeout="20s"))
+        except (OSError, ValueError, DaskTimeoutError) as error:
+            raise UsageError(
+                f"Cannot connect to a dask scheduler{f' at {address}' if address else ''}: {error}.",
+                "Start one: dask scheduler; dask worker HOST:PORT",
+            ) from None
+        if not address:  # the workers of a cluster may run the calls of other clients too
+            client.register_plugin(AtClose())
+        yield client
+
+
+def _map_on_ray(
+    call: Callable[[Item], Result],
+    items: list[Item],
+    jobs: int,
+    address: str,
+    on_error: Callable[[Item, Exception], Result],
+) -> Iterator[Result]:
+    """Yield the results of a few items at a time, since ray returns them only together."""
+    try:
+        import ray
+        from ray.util.joblib import register_ray
+    except ModuleNotFoundError:
+        raise UsageError("--engine ray needs ray, which is not installed.", "pip install ray") from None
+    try:
+        ray.init(
+            address=f"ray://{address}" if address else None, num_cpus=None if address else jobs, log_to_driver=False
+        )
+    except ConnectionError as error:
+        raise UsageError(
+            f"Cannot connect to a ray cluster at {address}: {error}.", "Start one: ray start --head"
+        ) from None
+    register_ray()
+    try:
+        with joblib.parallel_config(backend="ray"):
+            backend, _ = joblib.parallel.get_active_backend()
+            size = backend.effective_n_jobs(-1)
+            work = joblib.Parallel(n_jobs=-1, batch_size=1)
+            for start in range(0, len(items), size):
+                batch = items[start : start + size]
+                try:
+                    yield from work(joblib.delayed(call)(item) for item in batch)
+                except Exception as error:  # a worker died: which item killed it is unknown
+                    yield from (on_error(item, error) for item in batch)
+    finally:
+        ray.shutdown()
+
+
+# -- Scans many models, each in its own process; resumes after an interruption
 
 OnRow = Callable[[int, int, MatrixRow, "ScanResult | None"], None]
 
@@ -54,17 +252,24 @@ def scan_all(
             a file cannot be written.
     """
     make_folder(folder)
-    versions = _versions()
-    made_with = {request: versions | _file(request.target) for request in requests}
+    versions = {}
+    for name, package in (("tool", "lowprec-check"), ("torch", "torch")):
+        with contextlib.suppress(PackageNotFoundError):
+            versions[name] = version(package)
+    made_with = {request: versions | _file_digest(request.target) for request in requests}
     rows = {
         request_of(row): row
         for row in load(folder / "matrix.json").rows
         if row.made_with == made_with.get(request_of(row), row.made_with | versions)
-        and _is_done(row, folder, retry_failed, pages if request_of(row) in made_with else (".md",))
+        and is_done(folder, row, pages if request_of(row) in made_with else (".md",), retry_failed=retry_failed)
     }
     missing = [request for request in requests if request not in rows]
     threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 and engine is None else None
-    with contextlib.closing(_outcomes(missing, ScanLimits(timeout, threads), jobs, engine)) as outcomes:
+    if missing and engine is None:
+        temporary_file().close()  # without one, no scan can run
+    scan = functools.partial(scan_one, limits=ScanLimits(timeout, threads))
+    scans = map_unordered(scan, missing, jobs, engine, on_error=_failed, stop=end_running_scans)
+    with contextlib.closing(scans) as outcomes:  # if iteration stops early, running scans are killed
         for outcome in outcomes:
             row, result = _row(outcome, made_with[outcome.request])
             make_folder(folder / "scans")
@@ -79,25 +284,12 @@ def scan_all(
     return matrix
 
 
-def _versions() -> dict[str, str]:
-    found = {}
-    for name, package in (("tool", "lowprec-check"), ("torch", "torch")):
-        with contextlib.suppress(PackageNotFoundError):
-            found[name] = version(package)
-    return found
-
-
-def _file(target: str) -> dict[str, str]:
+def _file_digest(target: str) -> dict[str, str]:
     """A digest of the target's file, if it is one, so that an edited file is scanned again."""
     path = re.sub(r"(\.py):[^:]*$", r"\1", target)
     with contextlib.suppress(OSError, ValueError):
         return {"file": hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}
     return {}
-
-
-def _is_done(row: MatrixRow, folder: Path, retry_failed: bool, pages: Iterable[str]) -> bool:
-    """Whether a saved row need not be scanned again: its scan is saved, or at least its pages."""
-    return not retry_failed if row.state == "failed" else not needs_scan(folder, row, pages)
 
 
 def _ordered(rows: dict[Request, MatrixRow], requests: list[Request]) -> Matrix:
@@ -117,16 +309,6 @@ def _row(outcome: ScanOutcome, made_with: dict[str, str]) -> tuple[MatrixRow, Sc
         else:
             return row_of(result, outcome.request, outcome.seconds, made_with), result
     return failed_row(outcome.request, outcome.reason or "no reason given", outcome.seconds, made_with), None
-
-
-def _outcomes(
-    requests: list[Request], limits: ScanLimits, jobs: int, engine: str | None
-) -> Generator[ScanOutcome, None, None]:
-    """Yield outcomes in order of completion. If iteration stops early, the scans still running on this machine are killed."""
-    if requests and engine is None:
-        temporary_file().close()  # without one, no scan can run
-    scan = functools.partial(scan_one, limits=limits)
-    yield from map_unordered(scan, requests, jobs, engine, on_error=_failed, stop=end_running_scans)
 
 
 def _failed(request: Request, error: Exception) -> ScanOutcome:

@@ -1,17 +1,21 @@
-"""One scan as a process of its own, and the row of the matrix that it gives."""
+"""Which models to scan, one scan as a process of its own, and the row of the matrix that it gives."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
+import shlex
 import tempfile
 import time
-from typing import IO, Any, Literal, NamedTuple, NoReturn
+from collections import Counter
+from collections.abc import Iterable
+from pathlib import Path
+from typing import IO, Any, NamedTuple, NoReturn
 
 from lowprec_check.analysis.run_summary import degenerate_output, label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import speed
-from lowprec_check.compat.target_list import Request
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process.command_worker import CommandWorker
 from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
@@ -19,7 +23,80 @@ from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.matrix import MatrixCell, MatrixRow
 from lowprec_check.schema.scan_result import Run, ScanResult
 
-# -- Makes the rows of the matrix from scans, successful or failed
+# -- Which models to scan: reads a list from a file, adds options and devices, chooses file names
+
+
+class Request(NamedTuple):
+    """One model to scan on one device."""
+
+    target: str
+    options: tuple[str, ...] = ()
+    """Additional options of ``scan``."""
+    device: str | None = None
+    slug: str = ""
+    """A file name, unique in the list."""
+
+
+def read_list(path: Path) -> list[Request]:
+    """Read one target per line, followed by options of ``scan``; ``#`` starts a comment.
+
+    A file name that is not UTF-8 is read as it would be from the command line.
+    """
+    hint, text = "one target per line, followed by scan options.", ""
+    try:
+        text = path.read_text(encoding="utf-8", errors="surrogateescape")
+        problem = "it has a null byte" if "\0" in text else None  # no argument of a command can contain it
+    except OSError as error:
+        problem = error.strerror
+    if problem is not None:
+        raise UsageError(f"Cannot read {path}: {problem}.", f"Choose a text file with {hint}")
+    requests = []
+    for number, line in enumerate(text.splitlines(), 1):
+        try:
+            words = shlex.split(line, comments=True)
+        except ValueError as error:
+            raise UsageError(f"Cannot parse {path}:{number}: {error}.", f"Write {hint}") from None
+        if words:
+            requests.append(Request(words[0], tuple(words[1:])))
+    return requests
+
+
+def expand_requests(requests: Iterable[Request], options: tuple[str, ...], devices: Iterable[str]) -> list[Request]:
+    """Return each model on each device, without duplicates; ``options`` are placed before the model's own options."""
+    chosen: list[str | None] = [*devices] or [None]
+    return with_slugs(
+        request._replace(options=(*options, *request.options), device=device)
+        for request in requests
+        for device in chosen
+    )
+
+
+def with_slugs(requests: Iterable[Request]) -> list[Request]:
+    """Return the requests without duplicates, each with its slug: the target and the device.
+
+    If several requests have the same slug, a digest of their options is appended.
+    """
+    plain = {request: _plain_slug(request) for request in requests}
+    taken = Counter(plain.values())
+    found = []
+    for request, slug in plain.items():
+        text = "\0".join([request.target, *request.options])
+        digest = hashlib.sha256(encodable(text).encode()).hexdigest()[:6]
+        found.append(request._replace(slug=slug if taken[slug] == 1 else f"{slug}-{digest}"))
+    return found
+
+
+def _plain_slug(request: Request) -> str:
+    zoo = re.match(r"\w+:[^,./]+(?=,)", request.target)  # without the values of a configuration
+    name = _file_name(zoo[0] if zoo else request.target)[-80:].lstrip("-.") or "model"
+    return f"{name}-{_file_name(request.device.replace(':', ''))}" if request.device else name
+
+
+def _file_name(text: str) -> str:
+    return re.sub(r"[^A-Za-z0-9._]+", "-", text).strip("-.")
+
+
+# -- The row of the matrix that a scan gives
 
 _ENVIRONMENT = ("torch", "python", "device_name", "cpu_capability", "threads", "torchvision", "timm", "transformers")
 
@@ -36,7 +113,7 @@ def _as_given(saved: str) -> str:
 
 def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict[str, str]) -> MatrixRow:
     """Return the row of a scanned model."""
-    advice, about = result.recommendation, {**result.environment, "torch": result.torch or None}
+    about = {**result.environment, "torch": result.torch or None}
     return _row(
         request,
         seconds,
@@ -49,12 +126,14 @@ def row_of(result: ScanResult, request: Request, seconds: float, made_with: dict
         inputs=result.model.inputs,
         environment={key: str(about[key]) for key in _ENVIRONMENT if about.get(key) is not None},
         cells=[_cell(run, result) for run in result.runs if not run.is_reference],
-        recommended=_advice(advice) if advice else None,
+        recommended=_advice(result.recommendation),
     )
 
 
-def _advice(advice: Recommendation) -> str:
+def _advice(advice: Recommendation | None) -> str | None:
     """``half``; ``fp32 (half saves 50 % of the memory)`` where fp32 is better in what is preferred."""
+    if advice is None:
+        return None
     name = advice.label + (f" + {len(advice.keep_fp32)} in fp32" if advice.keep_fp32 else "")
     if not advice.stay_in_fp32:
         return name if advice.evidence == "measured" else f"{name} ({advice.evidence})"
@@ -101,12 +180,8 @@ def _cell(run: Run, result: ScanResult) -> MatrixCell:
 
 def _codes(result: ScanResult, run: Run | None) -> list[str]:
     """The codes of the findings about ``run``, or about none: each once."""
-    found = [
-        diagnostic.code
-        for diagnostic in result.diagnostics
-        if (diagnostic.precision is None if run is None else diagnostic.is_about(run))
-    ]
-    return sorted(set(found))
+    about = [one for one in result.diagnostics if (one.precision is None if run is None else one.is_about(run))]
+    return sorted({one.code for one in about})
 
 
 def _digits(value: float | None) -> float | None:
@@ -114,8 +189,6 @@ def _digits(value: float | None) -> float | None:
 
 
 # -- Runs one scan in its own process, ``lowprec-check scan``, within limits
-
-_AS_JSON = ("--json", "-", "--quiet", "--fail-on", "never")
 
 
 class ScanLimits(NamedTuple):
@@ -145,8 +218,12 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
         UsageError: no temporary file can be created.
     """
     started = time.monotonic()
+    device = ["--device", request.device] if request.device else []
+    options = ("--json", "-", "--quiet", "--fail-on", "never", *device, *request.options)
+    command = module_command("lowprec_check", "--no-settings", "scan", request.target, *options)
+    threads = {} if limits.threads is None else {"OMP_NUM_THREADS": str(limits.threads)}
     with temporary_file() as output, temporary_file() as errors:
-        worker = CommandWorker(_command(request), environment=_environment(limits), output=output, errors=errors)
+        worker = CommandWorker(command, environment=os.environ | threads, output=output, errors=errors)
         worker.set_timeout(limits.seconds)
         reason = _reason(_watch(worker), errors, limits)
         json = _read(output) if reason is None else b""
@@ -170,20 +247,8 @@ def end_running_scans() -> None:
         worker.end()
 
 
-def _command(request: Request) -> list[str]:
-    device = ["--device", request.device] if request.device else []
-    return module_command(
-        "lowprec_check", "--no-settings", "scan", request.target, *_AS_JSON, *device, *request.options
-    )
-
-
-def _environment(limits: ScanLimits) -> dict[str, str]:
-    threads = {} if limits.threads is None else {"OMP_NUM_THREADS": str(limits.threads)}
-    return os.environ | threads
-
-
-def _watch(worker: CommandWorker) -> int | Literal["timeout"]:
-    """Wait for a scan to end, and return its exit code or ``timeout``; an interruption kills it."""
+def _watch(worker: CommandWorker) -> int | None:
+    """Wait for a scan to end, and return its exit code; ``None`` if it took too long. An interruption kills it."""
     _running.add(worker)
     supervisor: Supervisor[CommandWorker, NoReturn] = Supervisor([worker])
     try:
@@ -193,12 +258,12 @@ def _watch(worker: CommandWorker) -> int | Literal["timeout"]:
             )
     finally:
         _running.discard(worker)
-    return "timeout" if last.exit_code is None else last.exit_code
+    return last.exit_code
 
 
-def _reason(ended: int | Literal["timeout"], errors: IO[bytes], limits: ScanLimits) -> str | None:
+def _reason(ended: int | None, errors: IO[bytes], limits: ScanLimits) -> str | None:
     """Why there is no result: the last line that starts with ``error:``, or the last line written to standard error."""
-    if ended == "timeout":
+    if ended is None:
         return f"timed out after {limits.seconds:.0f} s"
     if ended == 0:
         return None

@@ -20,7 +20,7 @@ from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.model.user_code import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
-from lowprec_check.engine.run.further_runs import open_batches, with_ablation
+from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_references, with_ablation
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
@@ -31,8 +31,9 @@ from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced
+from lowprec_check.schema.called_with import called_with
 from lowprec_check.schema.measures import PredictedDevice
-from lowprec_check.schema.options import Names, ScanOptions, called_with, option
+from lowprec_check.schema.options import Names, ScanOptions, option
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -42,7 +43,7 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 class ScanArguments(ScanOptions):
     """The keyword arguments of :func:`scan`."""
 
-    precision: Names = option(None, "Another name of precisions.")
+    precision: Names = option(None, "Another name of precisions.", registry=PRECISIONS)
     loss: Callable[..., Tensor] | None = option(
         None,
         "loss(output) -> tensor, run and checked as part of the model. If it requires more arguments, it gets the elements of a "
@@ -128,8 +129,8 @@ def growing_scan(
     machine, isolation = prepared_runs(
         source,
         isolation,
-        options.device,
-        lambda: machine_for(options.device, options.torch_version, predict=options.predict),
+        options.device_name,
+        lambda: machine_for(options.device_name, options.torch_version, predict=options.predict),
     )
     settings = run_options(options, machine.runs_on, machine.predicted)
     if settings.steps:
@@ -141,7 +142,7 @@ def growing_scan(
         open_batches(source, options.batches, settings, isolation, on_progress) as further,
     ):
         fp32 = target_runs.reference()
-        further.references(fp32)
+        run_references(further, fp32)
         model = describe_target(target, fp32, trains=settings.steps > 0)
         notes = [*model.notes, *replaced(options.names_of("backends"))[1]]
         result = ScanResult(
@@ -157,7 +158,7 @@ def growing_scan(
         yield result
         for key in wanted_runs(result)[1:]:
             run = target_runs.run(key.precision, key.backend, key.memory_format)
-            run = further.check(with_ablation(target_runs, run))
+            run = checked_on(further, with_ablation(target_runs, run))
             result = msgspec.structs.replace(
                 result,
                 runs=[*result.runs, run],
@@ -172,7 +173,7 @@ def growing_scan(
             predicted = target_runs.what_if(tuple(options.what_if))
             result = msgspec.structs.replace(result, what_if=predicted)
             yield result
-        batches = [target_runs, *further.batches]
+        batches = [target_runs, *further]
         about = machine.environment | {"torch": result.torch}
         planned = plan_for_scan(batches, result.runs, about, name, wanted=options.plan, on_progress=on_progress)
         if planned is not None:

@@ -18,11 +18,10 @@ import msgspec
 
 from lowprec_check.engine.plan.planner import growing_planning
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation
-from lowprec_check.engine.run.launcher import OnProgress
+from lowprec_check.engine.run.launcher import LOAD_SECONDS, OnProgress
 from lowprec_check.engine.run.messages import Loaded
 from lowprec_check.engine.run.place_log import model_line, note_model
 from lowprec_check.engine.run.target_source import TargetSource, TargetSpec, load_here
-from lowprec_check.engine.run.task_process import LOAD_SECONDS
 from lowprec_check.engine.scan import check_options, growing_scan
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation

@@ -157,17 +157,13 @@ class Supervisor(Generic[AnyWorker, Message]):
         All messages of a worker come before its end. A worker past a limit is killed before this is reported.
         """
         while self._workers:
-            self._wait()
+            waitables = [waitable for worker in self._workers for waitable in worker.waitables()]
+            if waitables:
+                multiprocessing.connection.wait(waitables, timeout=self._tick)
+            else:
+                time.sleep(self._tick)
             for worker in tuple(self._workers):
                 yield from self._check(worker)
-
-    def _wait(self) -> None:
-        """Wait for a message or the end of a worker, for at most one tick."""
-        waitables = [waitable for worker in self._workers for waitable in worker.waitables()]
-        if waitables:
-            multiprocessing.connection.wait(waitables, timeout=self._tick)
-        else:
-            time.sleep(self._tick)
 
     def _check(self, worker: AnyWorker) -> Iterator[MessageEvent[AnyWorker, Message] | StateEvent[AnyWorker]]:
         exit_code = worker.exit_code  # read before the messages, so that none is missed if the worker ends now

@@ -1,34 +1,143 @@
-"""``--lowprec-coverage``: the operators that a project's tests use, and which of them do not support a low precision.
-
-Tests run unchanged. The process that runs a test attaches the operators to the test report. pytest-xdist sends the reports to
-one process, which looks the operators up in the catalog. Only processes that run tests import torch.
-"""
+"""The recording of ``--lowprec-coverage``."""
 
 from __future__ import annotations
 
 import importlib.metadata
 import os
 from collections import defaultdict
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
+from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import pytest
 
 from lowprec_check.analysis.suite_coverage import Coverage, OpUse, indexed
 from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
-from lowprec_check.catalog.records import Numbers, stronger
+from lowprec_check.catalog.records import NUMBERS, Numbers, stronger
 from lowprec_check.errors import UsageError, encodable
-from lowprec_check.pytest_plugin import coverage_gate, options, own_frames
-from lowprec_check.pytest_plugin.coverage_gate import CoverageColumn, CoverageOptions, checked_options
-from lowprec_check.pytest_plugin.junit_properties import JunitProperties
+from lowprec_check.pytest_plugin import coverage_gate
+from lowprec_check.pytest_plugin.coverage_gate import CoverageColumn, CoverageOptions, JunitProperties, checked_options
 from lowprec_check.pytest_plugin.replayed_calls import KeptCalls
-from lowprec_check.pytest_plugin.shared_fixtures import Ops, Recorded, SharedFixtures, merge
+from lowprec_check.pytest_plugin.shared import is_worker, register_own_frames
 from lowprec_check.report.coverage import RENDERERS
 from lowprec_check.schema.base import write_file
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.watch import Watch
+
+
+# -- The operators of fixtures that several tests share: those of a class, module, package or session
+#
+# Such a fixture is set up while the first of its tests runs and torn down while the last one does. Its operators belong to all
+# of them. So each gets an id, each report names the ids of the fixtures that the test uses, and what was recorded for an id is
+# sent once; the process that collects the results joins them.
+
+Recorded = tuple[Numbers, str | None]
+"""The strongest numbers an op was called with, and the line of the project that called it first."""
+Ops = dict[str, Recorded]
+"""By the name of the overload."""
+
+
+def merge(into: Ops, ops: Mapping[str, Recorded]) -> None:
+    """Add ``ops``, which were recorded later."""
+    for op, (numbers, source) in ops.items():
+        known = into.get(op)
+        into[op] = (stronger(numbers, known[0]), known[1] or source) if known else (numbers, source)
+
+
+class SharedFixtures:
+    """Separates the ops of shared fixtures from those of the test that happens to run."""
+
+    def __init__(self, take: Callable[[], Mapping[str, Recorded]], prefix: str) -> None:
+        """``take`` returns what was recorded since it was called last; ``prefix`` is unique to this process."""
+        self._take, self._prefix = take, prefix
+        self._ids: dict[Any, str] = {}
+        """Of fixtures that are set up."""
+        self._uses: dict[str, set[str]] = {}
+        """Ids of the fixtures that a fixture asked for while it was set up, by name or by ``getfixturevalue``."""
+        self._setting_up: list[str] = []
+        self._set_up: set[str] = set()
+        """Ids of the fixtures that were set up since the last report, also if that failed."""
+        self._found: dict[str, Ops] = {}
+        """Of fixtures, since the last report."""
+        self._own: Ops = {}
+        """Of the test, since the last report."""
+
+    def _assign(self, owner: str | None) -> None:
+        """Assign what was recorded until now to a fixture, or to the test."""
+        ops = self._take()
+        if owner is None:
+            merge(self._own, ops)
+        elif ops:
+            merge(self._found.setdefault(owner, {}), ops)
+
+    @property
+    def _owner(self) -> str | None:
+        return self._setting_up[-1] if self._setting_up else None
+
+    def begin(self, fixture: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> set[Any]:
+        """A fixture is about to be set up; returns the fixtures that the test uses now, for :meth:`end`."""
+        self._assign(self._owner)
+        key = f"{self._prefix}{len(self._uses)}"
+        active = _fixtures_of(request)
+        # A fixture that overrides another and asks for it by the same name hides it from the test.
+        self._uses[key] = {
+            self._ids[other] for other in active if other in self._ids and other.argname == fixture.argname
+        }
+        self._ids[fixture] = key
+        self._setting_up.append(key)
+        self._set_up.add(key)
+        return set(active)
+
+    def end(self, request: pytest.FixtureRequest, before: set[Any]) -> None:
+        """The fixture is set up, or that failed."""
+        key = self._setting_up.pop()
+        self._assign(key)
+        asked_for = (other for other in _fixtures_of(request) if other not in before)
+        self._uses[key] |= {self._ids[other] for other in asked_for if other in self._ids}
+
+    def finished(self, fixture: pytest.FixtureDef[Any]) -> None:
+        """Any fixture was torn down: what was recorded since the last one was, is its."""
+        if self._ids:
+            key = self._ids.pop(fixture, None)
+            self._assign(key or self._owner)
+
+    def ids(self, item: pytest.Item) -> list[str]:
+        """Ids of the shared fixtures that a test uses, sorted; directly, through others, or by setting them up."""
+        if not self._ids and not self._set_up:
+            return []
+        pending = {self._ids[other] for other in _fixtures_of(item) if other in self._ids} | self._set_up
+        found: set[str] = set()
+        while pending:
+            found |= pending
+            pending = set().union(*(self._uses.get(key, ()) for key in pending)) - found
+        return sorted(found)
+
+    def take_all(self) -> tuple[Ops, dict[str, Ops]]:
+        """The ops of the test and those of fixtures, since the last report."""
+        self._assign(self._owner)
+        own, found = self._own, self._found
+        self._own, self._found = {}, {}
+        self._set_up.clear()
+        return own, found
+
+
+def _fixtures_of(holder: Any) -> Iterable[Any]:
+    """The definitions of the fixtures that a test, or the test of a request, has asked for until now.
+
+    pytest has no public name for them; without it, fixtures count for the test that set them up.
+    """
+    request = getattr(holder, "_request", holder)
+    return list(getattr(request, "_fixture_defs", {}).values())
+
+
+# -- ``--lowprec-coverage``: the operators that a project's tests use, and which of them do not support a low
+# precision
+#
+# Tests run unchanged. The process that runs a test attaches the operators to the test report. pytest-xdist sends the reports to
+# one process, which looks the operators up in the catalog. Only processes that run tests import torch.
 
 _POLICIES = "lowprec_autocast_policies"
 _ATTACHED = ("lowprec_ops", "lowprec_fixtures", "lowprec_uses")
@@ -42,7 +151,7 @@ def register(config: pytest.Config) -> None:
         recorder = CoverageRecorder(config, found)
         config.pluginmanager.register(recorder, "lowprec-coverage")
         config.pluginmanager.register(recorder.kept, "lowprec-kept-calls")
-        own_frames.register(config)
+        register_own_frames(config)
 
 
 class CoverageRecorder:
@@ -50,7 +159,11 @@ class CoverageRecorder:
 
     def __init__(self, config: pytest.Config, asked: CoverageOptions) -> None:
         self.config, self.columns, self.report, self.how, self.gate = config, *asked
-        self.root = _root(config)
+        self.root = config.rootpath
+        """The folder that lines of the project are relative to: on GitHub the checkout, where annotations look for them."""
+        checkout = os.environ.get("GITHUB_WORKSPACE")
+        if checkout and self.root.is_relative_to(os.path.realpath(checkout)):
+            self.root = Path(os.path.realpath(checkout))
         self.places: dict[str, tuple[str, int]] = {}
         """By test, where it is defined: the path, relative to pytest's root directory, and the line."""
         self.ran: set[str] = set()
@@ -75,34 +188,25 @@ class CoverageRecorder:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_runtest_setup(self) -> Generator[None, object, object]:
-        """Record the setup of fixtures."""
-        return (yield from self._recorded())
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_call(self) -> Generator[None, object, object]:
-        """Record the test."""
-        return (yield from self._recorded())
-
-    @pytest.hookimpl(wrapper=True, tryfirst=True)
-    def pytest_runtest_teardown(self) -> Generator[None, object, object]:
-        """Record the teardown of fixtures."""
-        return (yield from self._recorded())
-
-    def _recorded(self) -> Generator[None, object, object]:
+        """Record the setup of fixtures, the test, and the teardown."""
         if self._watch is None:
             from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
             from lowprec_check.pytest_plugin.fixture.watch import Watch
 
             self.kept.keeper = CallKeeper(self.kept.position)
-            self._watch = watch = Watch(str(self.root), self._may_be_gap, self.kept.wants, self.kept.keeper)
-            self._shared = SharedFixtures(lambda: _plain(watch.take()), options.worker_of(self.config))
+            self._watch = watch = Watch(str(self.root), self._wants_line, self.kept.wants, self.kept.keeper)
+            process = getattr(self.config, "workerinput", {}).get("workerid", "")
+            self._shared = SharedFixtures(watch.take, f"{process}:")
         self._watch.start()
         try:
             return (yield)
         finally:
             self._watch.stop()
 
-    def _may_be_gap(self, op: str) -> bool:
+    pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
+
+    def _wants_line(self, op: str) -> bool:
+        """Whether the op may be a gap."""
         known = any(column.catalog.of(op).state in ("some", "none") for column in self.columns)
         return known or self.kept.wants(op)
 
@@ -147,14 +251,6 @@ class CoverageRecorder:
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
         """Collect the operators of each test; pytest keeps the reports until the end, without them."""
-        self._collect(report)
-        with self.junit.cases_of(encodable(report.nodeid)):
-            result = yield
-        for name in _ATTACHED:  # only now, since pytest-xdist sends the report in between
-            report.__dict__.pop(name, None)
-        return result
-
-    def _collect(self, report: pytest.TestReport) -> None:
         test = encodable(report.nodeid)
         path, line, _ = report.location
         self.places[test] = path, (line or 0) + 1
@@ -168,6 +264,11 @@ class CoverageRecorder:
             self.fixtures[test].update(ids)
         for key, ops in (fixtures or {}).items():
             merge(self.ops[key], ops)
+        with self.junit.cases_of(test):
+            result = yield
+        for name in _ATTACHED:  # only now, since pytest-xdist sends the report in between
+            report.__dict__.pop(name, None)
+        return result
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -180,7 +281,7 @@ class CoverageRecorder:
         self.kept.finish()
         if self._watch is not None:
             self._watch.close()
-        if options.is_worker(self.config):
+        if is_worker(self.config):
             self.config.workeroutput[_POLICIES] = self._autocast_policies()  # type: ignore[attr-defined]
             return
         if not self.ran:
@@ -213,9 +314,18 @@ class CoverageRecorder:
             for op, recorded in ops.items():
                 uses[op][test] = recorded
         tests = sorted(self.ran)
-        index = indexed(tests, uses)
-        numbers = {op: _strongest(by_test.values()) for op, by_test in uses.items()}
-        self._try_unknown(numbers)
+        index, weakest = indexed(tests, uses), NUMBERS[0]
+        numbers = {op: reduce(stronger, (one for one, _ in by.values()), weakest) for op, by in uses.items()}
+        pairs = [(op, column) for op in numbers for column in self.columns]
+        self.kept.try_all((op, column.catalog.dtype, self._support(op, numbers[op], column)) for op, column in pairs)
+        found = []
+        for op, by_test in sorted(uses.items()):
+            support = {column.key: self._support(op, numbers[op], column) for column in self.columns}
+            use = OpUse(op=op, tests=index[op], numbers=numbers[op], support=support)
+            if use.is_gap:
+                lines = {source or self._line_of(test) for test, (_, source) in by_test.items()}
+                use = msgspec.structs.replace(use, sources=sorted(lines, key=_by_line))
+            found.append(use)
         return Coverage(
             tool=_tool(),
             device=first.device,
@@ -224,26 +334,13 @@ class CoverageRecorder:
             recorded_torch=importlib.metadata.version("torch"),
             dtypes=[column.key for column in self.columns],
             tests=tests,
-            ops=[self._use(op, index[op], numbers[op], by_test) for op, by_test in sorted(uses.items())],
+            ops=found,
         )
-
-    def _try_unknown(self, numbers: dict[str, Numbers]) -> None:
-        """Try a call of each op that the catalog does not know."""
-        pairs = [(op, column) for op in numbers for column in self.columns]
-        self.kept.try_all((op, column.catalog.dtype, self._support(op, numbers[op], column)) for op, column in pairs)
 
     def _support(self, op: str, numbers: Numbers, column: CoverageColumn) -> AtenSupport:
         """What the catalog says of an op, and what a call of it has shown."""
         support = column.catalog.of(op, numbers, self.policies)
         return self.kept.settled(op, column.catalog.dtype, support)
-
-    def _use(self, op: str, index: list[int], numbers: Numbers, tests: dict[str, Recorded]) -> OpUse:
-        support = {column.key: self._support(op, numbers, column) for column in self.columns}
-        use = OpUse(op=op, tests=index, numbers=numbers, support=support)
-        if not use.is_gap:
-            return use
-        sources = sorted({source or self._line_of(test) for test, (_, source) in tests.items()}, key=_by_line)
-        return OpUse(op=op, tests=index, numbers=numbers, support=support, sources=sources)
 
     def _line_of(self, test: str) -> str:
         """The line of a test's definition relative to ``root``, ``tests/test_net.py:7``."""
@@ -252,7 +349,7 @@ class CoverageRecorder:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print new gaps and the table: with ``-v`` all operators, else only those that do not run in all cases."""
-        if options.is_worker(self.config):
+        if is_worker(self.config):
             return
         terminalreporter.section("lowprec coverage")
         if self.found is None:
@@ -270,32 +367,11 @@ class CoverageRecorder:
             terminalreporter.write_line(self.not_written or f"Full report: {self.report}")
 
 
-def _strongest(recorded: Iterable[Recorded]) -> Numbers:
-    """The strongest numbers that any of the tests called an op with."""
-    numbers: Numbers = "integer"
-    for called_with, _ in recorded:
-        numbers = stronger(numbers, called_with)
-    return numbers
-
-
 def _tool() -> str:
     try:
         return f"lowprec-check {importlib.metadata.version('lowprec-check')}"
     except importlib.metadata.PackageNotFoundError:  # run from a checkout
         return "lowprec-check"
-
-
-def _plain(found: dict[str, Any]) -> Ops:
-    """What was recorded, in types that pytest-xdist can send."""
-    return {op: (recorded.numbers, recorded.source) for op, recorded in found.items()}
-
-
-def _root(config: pytest.Config) -> Path:
-    """The folder that lines of the project are relative to: on GitHub the checkout, where annotations look for them."""
-    checkout = os.environ.get("GITHUB_WORKSPACE")
-    if checkout and config.rootpath.is_relative_to(os.path.realpath(checkout)):
-        return Path(os.path.realpath(checkout))
-    return config.rootpath
 
 
 def _by_line(source: str) -> tuple[str, int]:

@@ -1,23 +1,35 @@
-"""The options of ``--lowprec-coverage``, whether gaps fail a run that passes otherwise, and what it prints."""
+"""The options of ``--lowprec-coverage``, whether gaps fail a run that passes otherwise, and what it prints and adds to JUnit files."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import importlib.metadata
 import os
 import shlex
-from collections.abc import Sequence
+import xml.etree.ElementTree as ET
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pytest
 
-from lowprec_check.analysis.suite_coverage import Coverage, CoverageDiff, coverage_of, diff_coverages, precision_of
+from lowprec_check.analysis.suite_coverage import (
+    Cell,
+    Coverage,
+    CoverageDiff,
+    cell_of,
+    coverage_of,
+    diff_coverages,
+    precision_of,
+)
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.measured import catalog_device
-from lowprec_check.catalog.names import dtype_of, why_not_covered
-from lowprec_check.errors import UsageError
-from lowprec_check.pytest_plugin import options
+from lowprec_check.catalog.names import dtype_of, overload_name, why_not_covered
+from lowprec_check.errors import UsageError, encodable
+from lowprec_check.pytest_plugin.shared import is_worker, option_path, option_value, shown_path, wrong_option
 from lowprec_check.report.blocks import Document, Say
 from lowprec_check.report.coverage import (
     LONGEST_SUMMARY,
@@ -42,10 +54,12 @@ FAIL_ON = (NEVER, "gaps", "new")
 
 def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
     """Read the coverage that gaps are compared with; raises :class:`UsageError` if it is not one of this device and precisions."""
+    names = ",".join(map(precision_of, keys))
+    command = f"pytest --lowprec-coverage {names} --lowprec-report {shlex.quote(str(path))}"
     try:
         data = path.read_bytes()
     except FileNotFoundError:
-        raise UsageError(f"The baseline {path} does not exist.", f"Save one with: {_command(path, keys)}") from None
+        raise UsageError(f"The baseline {path} does not exist.", f"Save one with: {command}") from None
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
     found = coverage_of(data, path)
@@ -59,14 +73,9 @@ def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
         has = ", ".join(map(precision_of, found.dtypes))
         raise UsageError(
             f"The baseline {path} lacks {', '.join(missing)}: it has {has or 'no precision'}.",
-            f"Save it again with: {_command(path, keys)}",
+            f"Save it again with: {command}",
         )
     return msgspec.structs.replace(found, dtypes=[*keys])  # what else it has is not compared
-
-
-def _command(path: Path, keys: Sequence[str]) -> str:
-    """The command that saves a baseline."""
-    return f"pytest --lowprec-coverage {','.join(map(precision_of, keys))} --lowprec-report {shlex.quote(str(path))}"
 
 
 class CoverageGate:
@@ -103,27 +112,22 @@ class CoverageGate:
     def verdict(self) -> str | None:
         """One sentence on what was found and whether the run fails for it; ``None`` without a gate and a baseline."""
         fails = f": the run fails (--lowprec-fail-on {self.fail_on})" if self.fails else ""
+        compared = f"{counted(len(self.new), 'new gap') if self.new else 'No new gap'}, compared with {self.shown}"
         if self.fail_on == "gaps":
             every = f"{counted(self.gaps, 'gap')}{fails}" if self.gaps else "No gap"
-            return f"{every}. {self._compared}." if self.changes else f"{every}."
-        return f"{self._compared}{fails}." if self.changes else None
-
-    @property
-    def _compared(self) -> str:
-        number = len(self.new or ())
-        return f"{counted(number, 'new gap') if number else 'No new gap'}, compared with {self.shown}"
+            return f"{every}. {compared}." if self.changes else f"{every}."
+        return f"{compared}{fails}." if self.changes else None
 
     def notes(self) -> list[str]:
         """What the comparison leaves out, and the conditions that differ."""
         if self.changes is None:
             return []
-        notes, gone = [], self.changes.gone_tests
-        if gone:
-            ran = f"{counted(self.tests, 'test')} ran, and {len(gone):,} of {self.shown} did not"
+        notes, tests, gaps = [], len(self.changes.gone_tests), len(self.changes.gone_gaps)
+        if tests:
+            ran = f"{counted(self.tests, 'test')} ran, and {tests:,} of {self.shown} did not"
             notes.append(f"{ran}: only operators of tests that ran are compared.")
-        elif self.changes.gone_gaps:
-            number = len(self.changes.gone_gaps)
-            notes.append(f"{counted(number, 'gap')} of {self.shown} {'is' if number == 1 else 'are'} gone.")
+        elif gaps:
+            notes.append(f"{counted(gaps, 'gap')} of {self.shown} {'is' if gaps == 1 else 'are'} gone.")
         if self.changes.warnings:
             notes.append(f"{self.shown} was recorded under other conditions: {'; '.join(self.changes.warnings)}.")
         return notes
@@ -175,50 +179,40 @@ class CoverageOptions(NamedTuple):
 
 def checked_options(config: pytest.Config) -> CoverageOptions | None:
     """The options; ``None`` if no coverage was asked for. Raises :class:`pytest.UsageError` if one is wrong."""
-    names = options.value(config, "coverage")
+    names = option_value(config, "coverage")
     if not names:
-        alone = [
-            f"--lowprec-{name.replace('_', '-')}" for name in _NEED_COVERAGE if config.getoption(f"lowprec_{name}")
-        ]
-        if alone:
-            raise pytest.UsageError(
-                f"Without --lowprec-coverage, {alone[0]} does nothing: add --lowprec-coverage half."
-            )
+        for name in _NEED_COVERAGE:
+            if config.getoption(f"lowprec_{name}"):
+                option = f"--lowprec-{name.replace('_', '-')}"
+                raise pytest.UsageError(
+                    f"Without --lowprec-coverage, {option} does nothing: add --lowprec-coverage half."
+                )
         return None
-    how = _one_of(config, "format", FORMATS)
-    report = _report(config)
+    how, report = _one_of(config, "format", FORMATS), option_path(config, "report")
+    if report is not None:
+        if report.is_dir():
+            raise wrong_option(config, "report", f"{report} is a folder: name a file in it.")
+        if report.suffix not in RENDERERS:
+            raise wrong_option(config, "report", f"unknown format {report.name!r}: use {choices([*RENDERERS])}.")
+        if not report.parent.is_dir():
+            raise wrong_option(config, "report", f"the folder {report.parent} does not exist.")
     wrong = "device"
     try:
-        device = _device(options.value(config, "device") or "cpu")
+        device = _device(option_value(config, "device") or "cpu")
         wrong = "coverage"
-        given = PRECISIONS.names_in(names, _known()) if any(words_in(names)) else []
-        if not given:
-            raise UsageError("No precision is given.", f"Choose from {', '.join(_known())}.")
-        columns = [_column(name, device) for name in given]
+        columns = _columns(names, device)
     except UsageError as error:
-        raise pytest.UsageError(f"{options.where(config, wrong)}: {error}") from None
+        raise wrong_option(config, wrong, error) from None
     return CoverageOptions(columns, report, how, _gate(config, columns, report))
 
 
 def _one_of(config: pytest.Config, name: str, known: tuple[str, ...]) -> str:
     """The value of an option that has a few; by default the first."""
-    given = options.value(config, name) or known[0]
+    given = option_value(config, name) or known[0]
     if given not in known:
         what = name.replace("_", "-")
-        raise pytest.UsageError(f"{options.where(config, name)}: unknown {what} {given!r}: use {choices([*known])}.")
+        raise wrong_option(config, name, f"unknown {what} {given!r}: use {choices([*known])}.")
     return str(given)
-
-
-def _report(config: pytest.Config) -> Path | None:
-    report = options.path(config, "report")
-    if report is not None and report.is_dir():
-        raise pytest.UsageError(f"{options.where(config, 'report')}: {report} is a folder: name a file in it.")
-    if report is not None and report.suffix not in RENDERERS:
-        where = options.where(config, "report")
-        raise pytest.UsageError(f"{where}: unknown format {report.name!r}: use {choices([*RENDERERS])}.")
-    if report is not None and not report.parent.is_dir():
-        raise pytest.UsageError(f"{options.where(config, 'report')}: the folder {report.parent} does not exist.")
-    return report
 
 
 def _device(device: str) -> str:
@@ -230,39 +224,40 @@ def _device(device: str) -> str:
     return kind
 
 
-def _known() -> list[str]:
-    """The precisions that the catalog has data for."""
-    return [precision.name for precision in low_precisions() if why_not_covered(precision) is None]
-
-
-def _column(name: str, device: str) -> CoverageColumn:
-    precision = PRECISIONS.get(name)
-    if name not in _known():
-        problem = "fp32 is the baseline" if precision.kind == "reference" else why_not_covered(precision)
-        raise UsageError(f"{problem}.", f"Choose from {', '.join(_known())}.")
-    dtype = dtype_of(precision.format.name)
-    installed = importlib.metadata.version("torch")
-    return CoverageColumn(precision, AtenCatalog(device, dtype, installed, autocast=precision.kind == "autocast"))
+def _columns(names: list[str], device: str) -> list[CoverageColumn]:
+    """The precisions asked for; raises :class:`UsageError` for one that the catalog has no data for."""
+    low = low_precisions()
+    known = [precision.name for precision in low if why_not_covered(precision) is None]
+    hint, columns = f"Choose from {', '.join(known)}.", []
+    for name in PRECISIONS.names_in(names, known) if any(words_in(names)) else []:
+        precision = PRECISIONS.get(name)
+        problem = why_not_covered(precision) if precision in low else "fp32 is the baseline"
+        if problem is not None:
+            raise UsageError(f"{problem}.", hint)
+        dtype, installed = dtype_of(precision.format.name), importlib.metadata.version("torch")
+        catalog = AtenCatalog(device, dtype, installed, autocast=precision.kind == "autocast")
+        columns.append(CoverageColumn(precision, catalog))
+    if not columns:
+        raise UsageError("No precision is given.", hint)
+    return columns
 
 
 def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | None) -> CoverageGate:
     """The gate, with the baseline, which is read now, since the report of this run may replace it."""
-    fail_on, path = _one_of(config, "fail_on", FAIL_ON), options.path(config, "baseline")
+    fail_on, path = _one_of(config, "fail_on", FAIL_ON), option_path(config, "baseline")
     if path is None:
         if fail_on == "new":
-            raise pytest.UsageError(
-                f"{options.where(config, 'fail_on')}: new gaps are those that a baseline does not have: add "
-                "--lowprec-baseline FILE.json."
-            )
+            problem = "new gaps are those that a baseline does not have: add --lowprec-baseline FILE.json."
+            raise wrong_option(config, "fail_on", problem)
         return CoverageGate(fail_on)
-    if options.is_worker(config):  # the process that collects the results compares them
+    if is_worker(config):  # the process that collects the results compares them
         return CoverageGate(NEVER)
     try:
         baseline = load_baseline(path, columns[0].catalog.device, [column.key for column in columns])
     except UsageError as error:
-        raise pytest.UsageError(f"{options.where(config, 'baseline')}: {error}") from None
+        raise wrong_option(config, "baseline", error) from None
     replaces = report is not None and report.resolve() == path.resolve()
-    return CoverageGate(fail_on, baseline, options.shown(config, path), replaces=replaces)
+    return CoverageGate(fail_on, baseline, shown_path(config, path), replaces=replaces)
 
 
 # -- What a run with coverage prints, and what it adds to GitHub's summary of the step
@@ -298,3 +293,81 @@ def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
     except OSError as error:
         return f"Cannot write GITHUB_STEP_SUMMARY, {path}: {error.strerror}."
     return None
+
+
+# -- What a run with coverage adds to pytest's JUnit file: properties of the suite and of its tests
+
+_COUNTS: dict[str, tuple[Cell, ...]] = {
+    "run": ("runs", "low", "fp32", "inputs"),
+    "run_in_part": ("some",),
+    "do_not_run": ("none",),
+    "not_known": ("unknown",),
+    "does_not_apply": ("inapplicable",),
+}
+"""The counts, by the end of their names."""
+
+
+class JunitProperties:
+    """Adds them at the end of the session, before pytest writes the file: only then is known what calls of the tests have shown.
+
+    ``record_property`` would be too early, so the test cases that pytest makes are kept; pytest has no public name for them.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self._config = config
+        self._cases: defaultdict[str, list[Any]] = defaultdict(list)
+        """By test. It has several if it was repeated, and if both the test and its teardown failed."""
+
+    @functools.cached_property
+    def _xml(self) -> Any:
+        """The plugin of pytest; ``None`` if no file is written, or if another process writes it."""
+        try:
+            from _pytest.junitxml import xml_key
+        except ImportError:
+            return None
+        return self._config.stash.get(xml_key, None)
+
+    @contextlib.contextmanager
+    def cases_of(self, test: str) -> Iterator[None]:
+        """Keep the cases that pytest makes for a report of a test."""
+        cases: list[Any] = getattr(self._xml, "node_reporters_ordered", [])
+        before = len(cases)
+        yield
+        if len(cases) > before:
+            self._cases[test] += cases[before:]
+
+    def add(self, found: Coverage, gate: CoverageGate) -> None:
+        """Add the counts of each precision to the suite, and to each test the operators that fail."""
+        if self._xml is None:
+            return
+        counts: dict[str, object] = {"lowprec_device": found.device, "lowprec_torch": found.torch}
+        failing: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
+        for key in found.dtypes:
+            cells = Counter(cell_of(use.support[key]) for use in found.ops)
+            for name, summed in _COUNTS.items():
+                counts[f"lowprec_{precision_of(key)}_{name}"] = sum(cells[cell] for cell in summed)
+            for use in found.ops:
+                cell = cell_of(use.support[key])
+                if cell in ("none", "some"):
+                    for test in found.tests_of(use):
+                        failing[test, key].append(overload_name(use.op) + (" (in part)" if cell == "some" else ""))
+        if gate.new is not None:
+            counts["lowprec_new_gaps"] = len(gate.new)
+        for name, value in counts.items():
+            self._xml.add_global_property(name, value)
+        for (test, key), ops in failing.items():
+            for case in self._cases[test]:
+                _add_property(case, f"lowprec_{precision_of(key)}", ", ".join(ops))
+
+
+def _add_property(case: Any, name: str, value: str) -> None:
+    """Add a property to a case; one that is finished consists of its XML element only."""
+    element = case.to_xml()
+    if element is not case.to_xml():
+        case.add_property(name, value)
+        return
+    properties = element.find("properties")
+    if properties is None:
+        properties = ET.Element("properties")
+        element.insert(0, properties)
+    properties.append(ET.Element("property", name=name, value=encodable(value)))

@@ -1,18 +1,80 @@
-"""The hooks of the pytest plugin. Imports neither torch nor other modules of this package until a test or an option needs them.
+"""The hooks of the pytest plugin. See docs/pytest.md.
 
 Defines the fixture ``lowprec``, the marker ``lowprec``, and options and ini keys that start with ``lowprec``.
-See docs/pytest.md.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.lowprec import Lowprec
+
+
+# -- Options, each with an ini key of the same name that is used if the option is not given
+
+_OPTIONS = {
+    "coverage": (
+        "NAME",
+        "Record the operators of every test; at the end, list those that do not run in this precision: half, bfloat16, "
+        "autocast-fp16 or autocast-bf16, or an alias such as fp16. Repeatable or comma-separated.",
+        "; several are separated by spaces",
+    ),
+    "device": (
+        "DEVICE",
+        "Device to look up for --lowprec-coverage, such as cuda; this machine does not need to have it. Default: cpu.",
+        "",
+    ),
+    "report": (
+        "FILE",
+        "Write the full coverage table to FILE; the suffix sets the format: .json, .md or .html.",
+        ", relative to the ini file",
+    ),
+    "format": (
+        "FORMAT",
+        "text, or github: also print a workflow command for each operator that does not run, which GitHub shows at the "
+        "line that uses it. Default: text.",
+        "",
+    ),
+    "fail_on": (
+        "WHEN",
+        "With --lowprec-coverage, fail a run whose tests pass if operators do not run in the precision: gaps, any; new, "
+        "those that are not in --lowprec-baseline; never. Default: never.",
+        "",
+    ),
+    "baseline": (
+        "FILE",
+        "Coverage that --lowprec-report saved as .json: name the gaps that it does not have.",
+        ", relative to the ini file",
+    ),
+    "manifest": (
+        "FILE",
+        "TOML file of known failures: each test in it must fail with its exception, and is then reported as xfailed.",
+        ", relative to the ini file",
+    ),
+}
+"""By name: the metavariable, the help, and what the help of the ini key adds."""
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Define the options."""
+    group = parser.getgroup("lowprec", "low precision (lowprec-check)")
+    for name, (metavar, text, of_ini) in _OPTIONS.items():
+        option, several = f"--lowprec-{name.replace('_', '-')}", name == "coverage"
+        group.addoption(option, metavar=metavar, help=text, action="append" if several else "store")
+        kind: dict[str, Any] = {"type": "args", "default": []} if several else {"default": None}
+        parser.addini(f"lowprec_{name}", f"Same as {option}{of_ini}.", **kind)
+    group.addoption(
+        "--lowprec-update-manifest",
+        action="store_true",
+        help="Update the manifest with the results of this run; reasons are kept.",
+    )
+
+
+# -- Hooks. They import neither torch nor other modules of this package until a test or an option needs them
 
 _MARKER = """lowprec(*precisions, device="cpu", backend="eager", tolerance=None): run the test once per precision \
 ({precisions}); use lowprec.cast(model), lowprec.autocast() and lowprec.allclose(y, reference) in it. device: where to \
@@ -20,10 +82,22 @@ run, one or several; those not available are skipped. backend: for lowprec.check
 passes; default: that of the precision."""
 
 
-def marker_help(config: pytest.Config) -> str:
-    """The marker's description in ``pytest --markers``; otherwise only its name, so that nothing is imported."""
-    if not config.option.markers:
-        return "lowprec"
+def pytest_configure(config: pytest.Config) -> None:
+    """Register the marker and the parts that options need."""
+    config.addinivalue_line("markers", _marker_help() if config.option.markers else "lowprec")
+    given = {name for name in (*_OPTIONS, "update_manifest") if config.getoption(f"lowprec_{name}")}
+    of_manifest = {"manifest", "update_manifest"}
+    if given & of_manifest or config.getini("lowprec_manifest"):
+        from lowprec_check.pytest_plugin import known_failures
+
+        known_failures.register(config)
+    if given - of_manifest or config.getini("lowprec_coverage"):
+        from lowprec_check.pytest_plugin import coverage
+
+        coverage.register(config)
+
+
+def _marker_help() -> str:
     from lowprec_check.errors import UsageError
     from lowprec_check.schema.axes import BACKENDS
     from lowprec_check.schema.precisions import low_names
@@ -32,81 +106,6 @@ def marker_help(config: pytest.Config) -> str:
         return _MARKER.format(precisions=", ".join(low_names()), backends=", ".join(BACKENDS.names()))
     except UsageError as error:
         raise pytest.UsageError(str(error)) from None
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Define the options. Each has an ini key of the same name, used if the option is not given."""
-    group = parser.getgroup("lowprec", "low precision (lowprec-check)")
-    group.addoption(
-        "--lowprec-coverage",
-        metavar="NAME",
-        action="append",
-        help="Record the operators of every test; at the end, list those that do not run in this precision: half, bfloat16, "
-        "autocast-fp16 or autocast-bf16, or an alias such as fp16. Repeatable or comma-separated.",
-    )
-    group.addoption(
-        "--lowprec-device",
-        metavar="DEVICE",
-        help="Device to look up for --lowprec-coverage, such as cuda; this machine does not need to have it. Default: cpu.",
-    )
-    group.addoption(
-        "--lowprec-report",
-        metavar="FILE",
-        help="Write the full coverage table to FILE; the suffix sets the format: .json, .md or .html.",
-    )
-    group.addoption(
-        "--lowprec-format",
-        metavar="FORMAT",
-        help="text, or github: also print a workflow command for each operator that does not run, which GitHub shows at the "
-        "line that uses it. Default: text.",
-    )
-    group.addoption(
-        "--lowprec-fail-on",
-        metavar="WHEN",
-        help="With --lowprec-coverage, fail a run whose tests pass if operators do not run in the precision: gaps, any; new, "
-        "those that are not in --lowprec-baseline; never. Default: never.",
-    )
-    group.addoption(
-        "--lowprec-baseline",
-        metavar="FILE",
-        help="Coverage that --lowprec-report saved as .json: name the gaps that it does not have.",
-    )
-    group.addoption(
-        "--lowprec-manifest",
-        metavar="FILE",
-        help="TOML file of known failures: each test in it must fail with its exception, and is then reported as xfailed.",
-    )
-    group.addoption(
-        "--lowprec-update-manifest",
-        action="store_true",
-        help="Update the manifest with the results of this run; reasons are kept.",
-    )
-    parser.addini(
-        "lowprec_coverage", "Same as --lowprec-coverage; several are separated by spaces.", type="args", default=[]
-    )
-    parser.addini("lowprec_device", "Same as --lowprec-device.", default=None)
-    parser.addini("lowprec_report", "Same as --lowprec-report, relative to the ini file.", default=None)
-    parser.addini("lowprec_format", "Same as --lowprec-format.", default=None)
-    parser.addini("lowprec_fail_on", "Same as --lowprec-fail-on.", default=None)
-    parser.addini("lowprec_baseline", "Same as --lowprec-baseline, relative to the ini file.", default=None)
-    parser.addini("lowprec_manifest", "Same as --lowprec-manifest, relative to the ini file.", default=None)
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Register the marker and the parts that options need."""
-    config.addinivalue_line("markers", marker_help(config))
-    option = config.option
-    if option.lowprec_manifest or option.lowprec_update_manifest or config.getini("lowprec_manifest"):
-        from lowprec_check.pytest_plugin import known_failures as known
-
-        known.register(config)
-    wanted = (option.lowprec_coverage, config.getini("lowprec_coverage"))
-    needs_it = (option.lowprec_device, option.lowprec_report, option.lowprec_format)
-    gate = (option.lowprec_fail_on, option.lowprec_baseline)
-    if any(wanted) or any(needs_it) or any(gate):
-        from lowprec_check.pytest_plugin import coverage
-
-        coverage.register(config)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -123,25 +122,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
     Not in workers of pytest-xdist: each has all tests, but runs some.
     """
-    if session.config.option.collectonly or not any(map(_asserts_support, session.items)):
+    is_worker = hasattr(session.config, "workerinput")
+    if session.config.option.collectonly or is_worker:
         return
-    from lowprec_check.pytest_plugin.options import is_worker
+    codes = (getattr(getattr(item, "function", None), "__code__", None) for item in session.items)
+    if any("assert_supported" in getattr(code, "co_names", ()) for code in codes):
+        from lowprec_check.engine.sweep.kept_sweep import start_early
 
-    if is_worker(session.config):
-        return
-    from lowprec_check.engine.sweep.kept_sweep import start_early
-
-    start_early("cpu")
-
-
-def _is_of_unittest(item: pytest.Item) -> bool:
-    unittest, owner = sys.modules.get("unittest"), getattr(item, "cls", None)
-    return unittest is not None and isinstance(owner, type) and issubclass(owner, unittest.TestCase)
-
-
-def _asserts_support(item: pytest.Item) -> bool:
-    code = getattr(getattr(item, "function", None), "__code__", None)
-    return "assert_supported" in getattr(code, "co_names", ())
+        start_early("cpu")
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -149,7 +137,8 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     is_function = isinstance(item, pytest.Function)  # not a doctest of a marked module
     if not is_function or item.get_closest_marker("lowprec") is None:
         return
-    if _is_of_unittest(item):
+    unittest, owner = sys.modules.get("unittest"), getattr(item, "cls", None)
+    if unittest is not None and isinstance(owner, type) and issubclass(owner, unittest.TestCase):
         pytest.fail(
             "The marker lowprec does not work on methods of unittest.TestCase, which cannot use fixtures. "
             "Make the test a function or a method of a plain class.",
@@ -169,11 +158,11 @@ def lowprec(request: pytest.FixtureRequest) -> Lowprec:
 
     In a test with the marker ``lowprec`` also ``cast``, ``autocast`` and ``allclose``.
     """
-    from lowprec_check.pytest_plugin import own_frames
     from lowprec_check.pytest_plugin.fixture.lowprec import Lowprec
     from lowprec_check.pytest_plugin.marker import ONE_OF_THEM, Case
+    from lowprec_check.pytest_plugin.shared import register_own_frames
 
-    own_frames.register(request.config)
+    register_own_frames(request.config)
     case = getattr(request, "param", None)
     if case is not None and not isinstance(case, Case):
         pytest.fail(f"@pytest.mark.parametrize cannot parametrize the fixture lowprec. {ONE_OF_THEM}", pytrace=False)

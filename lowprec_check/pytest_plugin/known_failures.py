@@ -10,9 +10,10 @@ from typing import Any
 import pytest
 
 from lowprec_check.errors import UsageError, encodable, type_name
-from lowprec_check.pytest_plugin import manifest, options
+from lowprec_check.pytest_plugin import manifest
 from lowprec_check.pytest_plugin.manifest import NO_REASON, KnownFailure, Manifest, Result, closest
 from lowprec_check.pytest_plugin.marker import Case, is_device_available
+from lowprec_check.pytest_plugin.shared import is_worker, option_path, shown_path, wrong_option
 from lowprec_check.schema.axes import accelerators, device_type
 from lowprec_check.schema.base import write_file
 
@@ -31,13 +32,10 @@ class EntryOfTest:
                 self._patterns.append(entry)
             else:
                 self._exact.setdefault(entry.test, []).append(entry)
-        self._found: dict[str, KnownFailure] = {}
+        self.found: dict[str, KnownFailure] = {}
+        """The entry of each test that has one."""
         self.problems: dict[str, str] = {}
         """By test."""
-
-    def of(self, nodeid: str) -> KnownFailure | None:
-        """The entry of a test."""
-        return self._found.get(nodeid)
 
     def find(self, items: Sequence[pytest.Item]) -> None:
         """Find the entry of each test; one with two entries that are equally close is a problem."""
@@ -50,7 +48,7 @@ class EntryOfTest:
                 self.problems[item.nodeid] = str(error)
                 continue
             if found is not None:
-                self._found[item.nodeid] = found
+                self.found[item.nodeid] = found
 
     def unused(self, config: pytest.Config, items: Sequence[pytest.Item]) -> list[int]:
         """Positions of the entries that name no test, although its file was collected or is missing.
@@ -112,17 +110,17 @@ _UNUSED = "lowprec_unused"
 
 def register(config: pytest.Config) -> None:
     """Read the manifest and register the plugin; raises :class:`pytest.UsageError` if it cannot be read."""
-    path, update = options.path(config, "manifest"), bool(config.getoption("lowprec_update_manifest"))
+    path, update = option_path(config, "manifest"), bool(config.getoption("lowprec_update_manifest"))
     if path is None:
         raise pytest.UsageError(
             "--lowprec-update-manifest needs a manifest: add --lowprec-manifest FILE or the ini key lowprec_manifest."
         )
     if update and not path.parent.is_dir():
-        raise pytest.UsageError(f"{options.where(config, 'manifest')}: the folder {path.parent} does not exist.")
+        raise wrong_option(config, "manifest", f"the folder {path.parent} does not exist.")
     try:
         known = [] if update and not path.exists() else manifest.read(path)
     except UsageError as error:
-        raise pytest.UsageError(f"{options.where(config, 'manifest')}: {error}") from None
+        raise wrong_option(config, "manifest", error) from None
     config.pluginmanager.register(KnownFailures(config, path, known, update), "lowprec-known")
 
 
@@ -131,6 +129,10 @@ class KnownFailures:
 
     def __init__(self, config: pytest.Config, path: Path, known: Manifest, update: bool) -> None:
         self.config, self.path, self.known, self.update = config, path, known, update
+        self.shown = shown_path(config, path)
+        self.how_to_update = (
+            f"To update the manifest, run: pytest --lowprec-manifest {self.shown} --lowprec-update-manifest"
+        )
         self.entries = EntryOfTest(known)
         self.results: dict[str, Result] = {}
         self.unexpected: dict[str, bool] = {}
@@ -148,7 +150,7 @@ class KnownFailures:
         """Find the entry of each test, and entries without a test."""
         self.entries.find(items)
         self.unused = self.entries.unused(config, items)
-        if options.is_worker(config):
+        if is_worker(config):
             config.workeroutput[_UNUSED] = self.unused  # type: ignore[attr-defined]
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -162,7 +164,7 @@ class KnownFailures:
         """Note that reports are those of subtests; fail a test with two entries."""
         problem = self.entries.problems.get(item.nodeid)
         if problem is not None:  # not at collection, where an error would break pytest-xdist
-            pytest.fail(f"{self._shown()}: {problem}", pytrace=False)
+            pytest.fail(f"{self.shown}: {problem}", pytrace=False)
         return (yield from self._phase())
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
@@ -186,10 +188,16 @@ class KnownFailures:
         is_subtest = self._in_phase
         if hasattr(report, "wasxfail") or item.nodeid in self.entries.problems:
             return report
-        known = self.entries.of(item.nodeid)
+        known = self.entries.found.get(item.nodeid)
         if report.when == "teardown" and not is_subtest:
             if report.failed and (known is not None or self.update):
-                self._explain_teardown(report, known)
+                text = (
+                    f"An error in the teardown cannot be a known failure: {self.shown} is about the test and its setup."
+                )
+                advice = "So nothing was added to the manifest for it. Fix the teardown."
+                if known is not None:
+                    advice = f"Fix the teardown. The entry {known.test} is for a test that fails itself: if it passes, remove the entry."
+                report.sections.append((f"lowprec: {self.shown}", f"{text}\n{advice}"))
             return report
         if report.failed and call.excinfo:
             self._failed(report, known, call.excinfo.value)
@@ -207,16 +215,8 @@ class KnownFailures:
             report.wasxfail = known.reason if known else "added to the manifest"
         elif known is not None:
             which = " with another message" if raised in known.exceptions else ""
-            text = f"Raised {raised}{which}, but {self._shown()} expects {_expected(known)}."
-            report.sections.append((f"lowprec: {self._shown()}", f"{text}\n{self._how_to_update()}"))
-
-    def _explain_teardown(self, report: pytest.TestReport, known: KnownFailure | None) -> None:
-        text = f"An error in the teardown cannot be a known failure: {self._shown()} is about the test and its setup."
-        if known is not None:
-            advice = f"Fix the teardown. The entry {known.test} is for a test that fails itself: if it passes, remove the entry."
-        else:
-            advice = "So nothing was added to the manifest for it. Fix the teardown."
-        report.sections.append((f"lowprec: {self._shown()}", f"{text}\n{advice}"))
+            text = f"Raised {raised}{which}, but {self.shown} expects {_expected(known)}."
+            report.sections.append((f"lowprec: {self.shown}", f"{text}\n{self.how_to_update}"))
 
     def _passed(self, report: pytest.TestReport, known: KnownFailure | None) -> None:
         """A test passed, but its subtests may have failed."""
@@ -230,7 +230,10 @@ class KnownFailures:
             return
         if known.strict:
             report.outcome = "failed"
-            report.longrepr = self._unexpected_pass(known, report.nodeid)
+            text = f"Passed, but {self.shown} expects it to fail with {_expected(known)} ({known.reason})."
+            is_exact = known.is_exact(encodable(report.nodeid))
+            pattern = f"The entry is {known.test}: let it name fewer tests, or add strict = false."
+            report.longrepr = f"{text}\n{self.how_to_update if is_exact else pattern}"
         else:
             report.wasxfail = known.reason
 
@@ -238,18 +241,6 @@ class KnownFailures:
         """Attach what pytest-xdist can send."""
         position = None if result.entry is None else self.known.index(result.entry)
         report.lowprec_known = [list(result.raised), position, result.expected, result.matched]  # type: ignore[attr-defined]
-
-    def _unexpected_pass(self, known: KnownFailure, test: str) -> str:
-        text = f"Passed, but {self._shown()} expects it to fail with {_expected(known)} ({known.reason})."
-        if known.is_exact(encodable(test)):
-            return f"{text}\n{self._how_to_update()}"
-        return f"{text}\nThe entry is {known.test}: let it name fewer tests, or add strict = false."
-
-    def _how_to_update(self) -> str:
-        return f"To update the manifest, run: pytest --lowprec-manifest {self._shown()} --lowprec-update-manifest"
-
-    def _shown(self) -> str:
-        return options.shown(self.config, self.path)
 
     # -- in the process that collects results
 
@@ -270,7 +261,7 @@ class KnownFailures:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Update the manifest if requested, unless collection failed or the run was interrupted."""
         completed = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if not self.update or options.is_worker(self.config) or not completed:
+        if not self.update or is_worker(self.config) or not completed:
             return
         self.change = manifest.updated(self.known, self.results, [self.known[n] for n in self.unused])
         text = manifest.dump(self.change.manifest, manifest.head_of(self.path))
@@ -285,7 +276,7 @@ class KnownFailures:
         """Print the changes to the manifest, or its unused entries."""
         lines = self._changes() if self.update else self._unused_lines()
         if lines:
-            terminalreporter.section(f"lowprec: {self._shown()}")
+            terminalreporter.section(f"lowprec: {self.shown}")
             for line in lines:
                 terminalreporter.write_line(line)
 
@@ -316,7 +307,7 @@ class KnownFailures:
             *tests,
             *(f"The path {file} is not as in the ids of pytest: write {as_in_ids(file)}." for file in written),
             *(["Write the ids that `pytest --collect-only -q` shows."] if any("::" not in t for t in tests) else []),
-            self._how_to_update(),
+            self.how_to_update,
         ]
 
 

@@ -25,7 +25,7 @@ from lowprec_check.schema.base import StrictStruct
 # -- One entry of a manifest: the tests that it names, where it applies, and the failures that it expects
 
 NO_REASON = "no reason given"
-_PLATFORMS = ("linux", "darwin", "win32")
+_CONDITIONS = ("torch", "device", "python", "platform")
 
 
 class KnownFailure(StrictStruct, frozen=True, kw_only=True):
@@ -58,7 +58,7 @@ class KnownFailure(StrictStruct, frozen=True, kw_only=True):
     @property
     def conditions(self) -> tuple[str | None, ...]:
         """Where it applies; two entries of the same tests must differ in this."""
-        return self.torch, self.device, self.python, self.platform
+        return tuple(getattr(self, name) for name in _CONDITIONS)
 
     def names(self, test: str) -> bool:
         """Whether the entry is about a test."""
@@ -74,7 +74,11 @@ class KnownFailure(StrictStruct, frozen=True, kw_only=True):
 
     def matches(self, error: BaseException) -> bool:
         """Whether the message, with the notes below it as in ``pytest.raises``, has a match."""
-        return self.match is None or re.search(self.match, _whole_message(error)) is not None
+        try:
+            message = "\n".join([str(error), *getattr(error, "__notes__", [])])
+        except Exception:
+            message = message_of(error)
+        return self.match is None or re.search(self.match, message) is not None
 
     @property
     def applies_here(self) -> bool:
@@ -82,39 +86,32 @@ class KnownFailure(StrictStruct, frozen=True, kw_only=True):
         return _is_installed(self.torch, self.python) and self.platform in (None, sys.platform)
 
 
-def problem_of(entry: KnownFailure) -> UsageError | None:
-    """What is wrong with the values of an entry."""
-    return _problem_of_test(entry) or _problem_of_conditions(entry)
-
-
-def _problem_of_test(entry: KnownFailure) -> UsageError | None:
+def _check(entry: KnownFailure) -> None:
+    """Raise :class:`UsageError` for a wrong value."""
     if not entry.test:
-        return UsageError("no test is given.", 'Write its id; "*" names all tests.')
+        raise UsageError("no test is given.", 'Write its id; "*" names all tests.')
     if not entry.exceptions or "" in entry.exceptions:
-        return UsageError("no exception is given.", "Name the class, such as AssertionError.")
-    dotted = next((name for name in entry.exceptions if "." in name), None)
-    if dotted is not None:
-        return UsageError(f"exception {dotted!r} has a dot.", f"Name the class alone: {dotted.rpartition('.')[2]}.")
-    return None
-
-
-def _problem_of_conditions(entry: KnownFailure) -> UsageError | None:
+        raise UsageError("no exception is given.", "Name the class, such as AssertionError.")
+    for name in entry.exceptions:
+        if "." in name:
+            raise UsageError(f"exception {name!r} has a dot.", f"Name the class alone: {name.rpartition('.')[2]}.")
     for key, versions in (("torch", entry.torch), ("python", entry.python)):
         try:
             SpecifierSet(versions or "")
         except InvalidSpecifier:
-            return UsageError(f"{key} {versions!r} is not a range of versions.", f'Write {key} = ">=2.6,<2.9".')
+            raise UsageError(
+                f"{key} {versions!r} is not a range of versions.", f'Write {key} = ">=2.6,<2.9".'
+            ) from None
     try:
         re.compile(entry.match or "")
     except re.error as error:
-        return UsageError(
-            f"match {entry.match!r} is not a regular expression: {message_of(error)}.", "Escape it with \\."
-        )
-    if entry.device is not None and entry.device not in DEVICES.names():
-        return UsageError(f"unknown device {entry.device!r}.", f"Choose from {', '.join(DEVICES.names())}.")
-    if entry.platform is not None and entry.platform not in (*_PLATFORMS, sys.platform):
-        return UsageError(f"unknown platform {entry.platform!r}.", f"Choose from {', '.join(_PLATFORMS)}.")
-    return None
+        problem = f"match {entry.match!r} is not a regular expression: {message_of(error)}."
+        raise UsageError(problem, "Escape it with \\.") from None
+    platforms, devices = ("linux", "darwin", "win32"), DEVICES.names()
+    if entry.device not in (None, *devices):
+        raise UsageError(f"unknown device {entry.device!r}.", f"Choose from {', '.join(devices)}.")
+    if entry.platform not in (None, *platforms, sys.platform):
+        raise UsageError(f"unknown platform {entry.platform!r}.", f"Choose from {', '.join(platforms)}.")
 
 
 def closest(entries: Iterable[KnownFailure], test: str) -> KnownFailure | None:
@@ -138,8 +135,7 @@ def closest(entries: Iterable[KnownFailure], test: str) -> KnownFailure | None:
 
 
 def _shown(entry: KnownFailure) -> str:
-    names = ("torch", "device", "python", "platform")
-    where = [f"{name} {value}" for name, value in zip(names, entry.conditions, strict=True) if value is not None]
+    where = [f"{name} {value}" for name, value in zip(_CONDITIONS, entry.conditions, strict=True) if value is not None]
     return f"{entry.test} ({', '.join(where)})" if where else entry.test
 
 
@@ -169,14 +165,7 @@ def _is_installed(torch: str | None, python: str | None) -> bool:
     return all(SpecifierSet(versions or "").contains(Version(version).base_version) for versions, version in here)
 
 
-def _whole_message(error: BaseException) -> str:
-    try:
-        return "\n".join([str(error), *getattr(error, "__notes__", [])])
-    except Exception:
-        return message_of(error)
-
-
-# -- Reads, writes and updates the manifest of known failures, a sorted TOML file
+# -- The file
 
 HEAD = "# Tests that are known to fail, each with its exception. Updated by pytest --lowprec-update-manifest; fill in the reasons.\n"
 
@@ -194,9 +183,10 @@ def read(path: Path) -> Manifest:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
     found: set[Any] = set()
     for entry in entries:
-        problem = problem_of(entry)
-        if problem is not None:
-            raise UsageError(f"{path}: entry {entry.test!r}: {problem.message}", problem.hint)
+        try:
+            _check(entry)
+        except UsageError as error:
+            raise UsageError(f"{path}: entry {entry.test!r}: {error.message}", error.hint) from None
         if (entry.test, entry.conditions) in found:
             raise UsageError(f"{path}: duplicate entry {entry.test!r}.", "Remove one of them.")
         found.add((entry.test, entry.conditions))
@@ -204,25 +194,22 @@ def read(path: Path) -> Manifest:
 
 
 def dump(entries: Iterable[KnownFailure], head: str = HEAD) -> str:
-    """The text of a manifest, sorted by test so that updates of two people merge."""
-    return head + "".join(map(_table, sorted(entries, key=_in_order)))
+    """The text of a manifest, sorted by test so that updates of two people merge.
 
-
-def _in_order(entry: KnownFailure) -> tuple[str, list[str]]:
-    return entry.test, [condition or "" for condition in entry.conditions]
-
-
-def _table(entry: KnownFailure) -> str:
-    """An entry; optional keys only where they are given, the reason always, so that it is filled in."""
-    values = {name: getattr(entry, name) for name in entry.__struct_fields__}
-    given = {name: value for name, value in values.items() if value is not None and (name, value) != ("strict", True)}
-    return "\n[[known]]\n" + "".join(f"{name} = {_toml(value)}\n" for name, value in given.items())
-
-
-def _toml(value: str | list[str] | bool) -> str:
-    """A TOML value; a basic string differs from a JSON string only in DEL."""
-    given = encodable(value) if isinstance(value, str) else value
-    return json.dumps(given, ensure_ascii=False).replace("\x7f", "\\u007f")
+    Optional keys are written only where they are given; the reason always, so that it is filled in.
+    """
+    tables = [head]
+    for entry in sorted(entries, key=lambda entry: (entry.test, [condition or "" for condition in entry.conditions])):
+        tables.append("\n[[known]]\n")
+        for name in entry.__struct_fields__:
+            value = getattr(entry, name)
+            if value is not None and (name, value) != ("strict", True):
+                given = encodable(value) if isinstance(value, str) else value
+                text = json.dumps(given, ensure_ascii=False).replace(
+                    "\x7f", "\\u007f"
+                )  # what else TOML has as JSON has it
+                tables.append(f"{name} = {text}\n")
+    return "".join(tables)
 
 
 def head_of(path: Path) -> str:

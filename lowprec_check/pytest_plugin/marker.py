@@ -111,15 +111,11 @@ def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     for name in kwargs:
         if name not in named:
             raise unknown_argument(where, name, named) from None
-    raise UsageError(f"{where}: {text_of(problem)}.", f"Call it as lowprec.{function.__name__}{_shown(signature)}.")
-
-
-def _shown(signature: inspect.Signature) -> str:
-    """The signature without ``self`` and types."""
-    parameters = [p.replace(annotation=inspect.Parameter.empty) for n, p in signature.parameters.items() if n != "self"]
-    required = [p for p in parameters if p.default is inspect.Parameter.empty]
-    shown = [str(p) for p in required] + (["…"] if len(required) < len(parameters) else [])
-    return f"({', '.join(shown)})"
+    empty = inspect.Parameter.empty
+    parameters = [p.replace(annotation=empty) for name, p in signature.parameters.items() if name != "self"]
+    shown = [str(p) for p in parameters if p.default is empty]
+    shown += ["…"] if len(shown) < len(parameters) else []
+    raise UsageError(f"{where}: {text_of(problem)}.", f"Call it as lowprec.{function.__name__}({', '.join(shown)}).")
 
 
 def check_passed_on(function: Any, kwargs: dict[str, Any]) -> None:
@@ -214,8 +210,15 @@ class Case(NamedTuple):
 
     @property
     def same(self) -> RunKey:
-        """Equal for cases that run the same: ``half-cpu`` and ``half-cpu:0``."""
-        return RunKey(self.key.precision, self.key.backend, _same_device(self.key.device))
+        """Equal for cases that run the same: ``half-cpu`` and ``half-cpu:0``, ``half-cuda`` and ``half-cuda:0`` if that is the default."""
+        kind, _, index = self.key.device.partition(":")
+        if kind != "cpu" and not index:
+            index = "0"
+            if is_device_available(kind):
+                from lowprec_check.engine.core.devices import default_index
+
+                index = str(default_index(kind))
+        return RunKey(self.key.precision, self.key.backend, kind if kind == "cpu" else f"{kind}:{index}")
 
 
 def is_device_available(device: str) -> bool:
@@ -228,56 +231,38 @@ def is_device_available(device: str) -> bool:
     return is_available(device)
 
 
-def _same_device(device: str) -> str:
-    """One name for the names of one device: ``cpu`` for ``cpu:0``, ``cuda:0`` for ``cuda`` if that is the default."""
-    kind, colon, index = device.partition(":")
-    if kind == "cpu":  # there is one, whatever the index
-        return kind
-    if colon or not is_device_available(kind):
-        return f"{kind}:{index or 0}"
-    from lowprec_check.engine.core.devices import default_index
-
-    return f"{kind}:{default_index(kind)}"
-
-
 ONE_OF_THEM = 'Write only @pytest.mark.lowprec("half", "bfloat16"), with the precisions to test.'
 
 
-class MarkerError(ValueError):
-    """An argument of the marker is wrong."""
-
-
-_ARGUMENTS = ("precisions", "device", "backend", "tolerance")
+_ARGUMENTS: dict[str, Any] = {"precisions": [], "device": "cpu", "backend": EAGER, "tolerance": None}
+"""The marker's arguments by their first names, with their defaults."""
 _OTHER_NAMES = {"precision": "precisions", "devices": "device"}
 
 
 def cases(mark: pytest.Mark) -> list[Case]:
     """The cases of a marker: its precisions in order, each on its devices in order.
 
-    Raises :class:`MarkerError` if an argument is wrong.
+    Raises :class:`UsageError` if an argument is wrong.
     """
-    try:
-        return _cases(mark)
-    except UsageError as error:
-        hint = f"; {error.hint[:1].lower()}{error.hint[1:].rstrip('.')}" if error.hint else ""
-        raise MarkerError(f"{error.message[:1].lower()}{error.message[1:].rstrip('.')}{hint}") from None
-
-
-def _cases(mark: pytest.Mark) -> list[Case]:
-    given = _arguments_of(mark)
+    given: dict[str, Any] = {"precisions": [v for value in mark.args for v in _several(value)]} if mark.args else {}
+    for name, value in mark.kwargs.items():
+        first = _OTHER_NAMES.get(name, name)
+        if first not in _ARGUMENTS:
+            raise unknown_argument("it", name, _ARGUMENTS)
+        if first in given:
+            raise UsageError(f"{first} is given twice.", "Give it once.")
+        given[first] = value
+    given = _ARGUMENTS | given
     names = low_names()
     precisions = [PRECISIONS.get(word, names).name for one in _several(given["precisions"]) for word in words_in(one)]
-    if not precisions:
-        raise MarkerError(f"no precision given; choose from {', '.join(names)}")
-    if not set(precisions) <= set(names):
-        raise MarkerError(f"fp32 is the baseline; choose from {', '.join(names)}")
+    if not precisions or not set(precisions) <= set(names):
+        problem = "fp32 is the baseline." if precisions else "No precision given."
+        raise UsageError(problem, f"Choose from {', '.join(names)}.")
     devices = [device_name(word) for word in _several(given["device"])]
     if not devices:
-        raise MarkerError(f"no device given; choose from {', '.join(DEVICES.names())}")
+        raise UsageError("No device given.", f"Choose from {', '.join(DEVICES.names())}.")
     if not isinstance(given["backend"], str):
-        raise MarkerError(
-            "backend is one backend, not several" if _is_several(given["backend"]) else "backend is no name"
-        )
+        raise UsageError(f"backend is {'one backend, not several' if _is_several(given['backend']) else 'no name'}.")
     backend, tolerance = BACKENDS.get(given["backend"]).name, checked_tolerance(given["tolerance"])
     found: dict[RunKey, Case] = {}
     for name in precisions:
@@ -285,20 +270,6 @@ def _cases(mark: pytest.Mark) -> list[Case]:
             case = Case(RunKey(name, backend, device), tolerance)
             found.setdefault(case.same, case)
     return list(found.values())
-
-
-def _arguments_of(mark: pytest.Mark) -> dict[str, Any]:
-    """The marker's arguments by their first names, with their defaults."""
-    positional = [value for given in mark.args for value in _several(given)]
-    found: dict[str, Any] = {"precisions": positional} if mark.args else {}
-    for name, value in mark.kwargs.items():
-        first = _OTHER_NAMES.get(name, name)
-        if first not in _ARGUMENTS:
-            raise unknown_argument("it", name, _ARGUMENTS)
-        if first in found:
-            raise MarkerError(f"{first} is given twice; give it once")
-        found[first] = value
-    return {"precisions": [], "device": "cpu", "backend": EAGER, "tolerance": None} | found
 
 
 def _is_several(value: object) -> bool:
@@ -315,7 +286,7 @@ def cases_of(node: pytest.Item) -> list[Case]:
     """The cases of the markers that are closest to a test: those of the function replace those of its class, and these those of its module.
 
     The cases of several markers of one function (or class, or module) add up, in the order in which they are written.
-    Raises :class:`MarkerError` for a wrong marker, and for a case that two markers name.
+    Raises :class:`UsageError` for a wrong marker, and for a case that two markers name.
     """
     marks = list(node.iter_markers_with_node("lowprec"))
     closest = [mark for owner, mark in marks if owner is marks[0][0]]
@@ -325,7 +296,7 @@ def cases_of(node: pytest.Item) -> list[Case]:
             if case.same in found:
                 other = found[case.same].id
                 named = case.id if other == case.id else f"{other} and {case.id}, which are the same"
-                raise MarkerError(f"two markers name {named}; remove it from one of them")
+                raise UsageError(f"Two markers name {named}.", "Remove it from one of them.")
             found[case.same] = case
     return list(found.values())
 
@@ -335,37 +306,27 @@ def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
     problem, found = None, list[Case]()
     try:
         found = cases_of(metafunc.definition)
-    except MarkerError as error:
-        text = str(error)
-        problem = f"{metafunc.definition.nodeid}: marker {mark.name}: {text}{'' if text.endswith('?') else '.'}"
-    if problem is not None:  # outside of the handler, so that pytest shows one error
-        pytest.fail(problem, pytrace=False)
-    if "lowprec" not in metafunc.fixturenames:
-        pytest.fail(
-            f"{metafunc.definition.nodeid}: the test has the marker lowprec but does not use the fixture, so every "
-            "precision would run the same code. Add the argument lowprec, and use lowprec.cast(model).",
-            pytrace=False,
-        )
+    except UsageError as error:
+        parts = [part[:1].lower() + part[1:].rstrip(".") for part in (error.message, error.hint) if part]
+        problem = f"marker {mark.name}: {'; '.join(parts)}"
+        problem += "" if problem.endswith("?") else "."
     given = [names for other in metafunc.definition.iter_markers("parametrize") for names in other.args[:1]]
-    if any("lowprec" in _argument_names(names) for names in given):
-        pytest.fail(
-            f"{metafunc.definition.nodeid}: the marker lowprec makes the cases of the fixture lowprec, and "
-            f"@pytest.mark.parametrize names it too. {ONE_OF_THEM}",
-            pytrace=False,
+    if problem is None and "lowprec" not in metafunc.fixturenames:
+        problem = (
+            "the test has the marker lowprec but does not use the fixture, so every precision would run the same code. "
+            "Add the argument lowprec, and use lowprec.cast(model)."
         )
+    elif problem is None and "lowprec" in (str(name).strip() for names in given for name in _several(names)):
+        problem = (
+            "the marker lowprec makes the cases of the fixture lowprec, and @pytest.mark.parametrize names it too. "
+            f"{ONE_OF_THEM}"
+        )
+    if problem is not None:  # outside of the handler, so that pytest shows one error
+        pytest.fail(f"{metafunc.definition.nodeid}: {problem}", pytrace=False)
     devices = dict.fromkeys(case.key.device for case in found)
     absent = {device for device in devices if not is_device_available(device)}
-    parameters = [
-        pytest.param(case, id=case.id, marks=_skipped(case) if case.key.device in absent else []) for case in found
-    ]
+    parameters = []
+    for case in found:
+        skipped = pytest.mark.skip(reason=f"device {case.key.device} is not available")
+        parameters.append(pytest.param(case, id=case.id, marks=[skipped] if case.key.device in absent else []))
     metafunc.parametrize("lowprec", parameters, indirect=True)
-
-
-def _argument_names(given: object) -> list[str]:
-    """The first argument of ``parametrize``: names in a sequence, or in a text separated by commas."""
-    names = given.split(",") if isinstance(given, str) else list(given) if isinstance(given, Iterable) else []
-    return [str(name).strip() for name in names]
-
-
-def _skipped(case: Case) -> list[pytest.MarkDecorator]:
-    return [pytest.mark.skip(reason=f"device {case.key.device} is not available")]

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from rich.console import Console
 from rich.padding import Padding
 from rich.text import Text
 
@@ -188,22 +188,22 @@ def no_support_text(found: Support) -> str:
                 "The catalog has no data for it on this device. docs/catalog.md shows how to measure it there."
             )
         for state in found.failing:
-            _print_state(console, state)
+            samples = f", {state.passed} of {state.samples} samples" if state.samples else ""
+            no_backward = state.state is None and state.mode == "backward"
+            what = f"{'no backward' if no_backward else _WORDS[state.state]}{samples}"
+            if state.not_applicable:
+                what = f"the dtype does not apply: {state.not_applicable}"
+            console.print(f"{state.op}  {state.mode}: {what}")
+            for detail in _details(state) if not state.not_applicable else ():
+                console.print(Padding(Text(detail), (0, 0, 0, 6)))
     return printed.text.rstrip("\n")
 
 
-def _print_state(console: Console, state: OpState) -> None:
-    if state.not_applicable:
-        console.print(f"{state.op}  {state.mode}: the dtype does not apply: {state.not_applicable}")
-        return
-    samples = f", {state.passed} of {state.samples} samples" if state.samples else ""
-    no_backward = state.state is None and state.mode == "backward"
-    console.print(f"{state.op}  {state.mode}: {'no backward' if no_backward else _WORDS[state.state]}{samples}")
-    parts = []
-    if state.failure is not None:
-        at = f" in {state.failure.at}" if state.failure.at else ""
-        parts.append(f"{state.failure.kind}{at}: {shorten(state.failure.message)}{in_samples(state.failure.condition)}")
+def _details(state: OpState) -> Iterator[str]:
+    """How an operator fails, and what to do."""
+    failure = state.failure
+    if failure is not None:
+        at = f" in {failure.at}" if failure.at else ""
+        yield f"{failure.kind}{at}: {shorten(failure.message)}{in_samples(failure.condition)}"
     if state.state in ("some", "none"):
-        parts.append(f"→ {HELP}" + (f"; supported since torch {state.fixed_in}" if state.fixed_in else ""))
-    for part in parts:
-        console.print(Padding(Text(part), (0, 0, 0, 6)))
+        yield f"→ {HELP}" + (f"; supported since torch {state.fixed_in}" if state.fixed_in else "")

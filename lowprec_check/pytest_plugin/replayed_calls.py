@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +17,8 @@ from lowprec_check.catalog.records import Dtype
 from lowprec_check.engine.sweep.failures import Raised, kind_of
 from lowprec_check.process.command_worker import TaskQueue
 from lowprec_check.process.interpreter import module_command
-from lowprec_check.pytest_plugin import options
 from lowprec_check.pytest_plugin.marker import is_device_available
+from lowprec_check.pytest_plugin.shared import is_worker
 from lowprec_check.schema.base import Struct
 
 if TYPE_CHECKING:
@@ -49,23 +49,18 @@ class ReplayAnswer(Struct, frozen=True, kw_only=True):
     """Why it was not tried in the dtype."""
 
 
-# -- Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process
-# of its own
+_DECODER = msgspec.json.Decoder(
+    ReplayAnswer
+)  # made at import: later, a test run inside a test may have removed this module
+
+Answers = dict[tuple[str, Dtype], ReplayAnswer]
+
+# -- Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process of its own
 #
 # While tests run, ``fixture/kept_calls.py`` keeps a call of each such op; ``fixture/cast_replay.py`` makes it again.
 
-WORKER = "lowprec_check.pytest_plugin.fixture.cast_replay"
-START_SECONDS = 120.0
-CALL_SECONDS = 10.0
-"""A call that takes longer is ended, and its op stays unknown."""
-ALL_SECONDS = 120.0
-"""Ops that were not tried after this time stay unknown."""
 _KEPT = "lowprec_kept_calls"
 _TRIED = "one call of these tests, tried here,"
-
-
-_DECODER = msgspec.json.Decoder(ReplayAnswer)
-Answers = dict[tuple[str, Dtype], ReplayAnswer]
 
 
 class KeptCalls:
@@ -103,9 +98,8 @@ class KeptCalls:
 
     def finish(self) -> None:
         """At the end of the session: a worker of pytest-xdist sends what it has kept."""
-        for op, call in (self.keeper.calls if self.keeper else {}).items():
-            self._add(op, tuple(call))
-        if options.is_worker(self.config):
+        self._add(self.keeper.calls if self.keeper else {})
+        if is_worker(self.config):
             self.config.workeroutput[_KEPT] = self.calls  # type: ignore[attr-defined]
 
     # -- in the process that collects results
@@ -113,13 +107,15 @@ class KeptCalls:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         """Take the calls of a worker of pytest-xdist."""
-        for op, call in getattr(node, "workeroutput", {}).get(_KEPT, {}).items():
-            self._add(op, tuple(call))
+        self._add(getattr(node, "workeroutput", {}).get(_KEPT, {}))
 
-    def _add(self, op: str, call: Any) -> None:
-        known = self.calls.get(op)
-        if known is None or _rank(call) < _rank(known):
-            self.calls[op] = call
+    def _add(self, calls: Mapping[str, tuple[int, bytes | None, str | None]]) -> None:
+        def rank(call: tuple[int, bytes | None, str | None]) -> tuple[bool, int]:
+            return call[1] is None, call[0]
+
+        for op, call in calls.items():
+            if op not in self.calls or rank(call) < rank(self.calls[op]):
+                self.calls[op] = (*call,)
 
     def try_all(self, found: Iterable[tuple[str, Dtype, AtenSupport]]) -> None:
         """Try each op, in each dtype, of which a call can say more than the catalog."""
@@ -137,13 +133,7 @@ class KeptCalls:
     def settled(self, op: str, dtype: Dtype, support: AtenSupport) -> AtenSupport:
         """The support of an op, with what its call has shown."""
         answer = self.answers.get((op, dtype))
-        if answer is None or not _can_learn(support):
-            return support
-        return with_answer(op, support, answer)
-
-
-def _rank(call: tuple[int, bytes | None, str | None]) -> tuple[bool, int]:
-    return call[1] is None, call[0]
+        return with_answer(op, support, answer) if answer is not None and _can_learn(support) else support
 
 
 def _can_learn(support: AtenSupport) -> bool:
@@ -168,6 +158,16 @@ def with_answer(op: str, support: AtenSupport, answer: ReplayAnswer) -> AtenSupp
         return msgspec.structs.replace(support, message=f"not known: {_TRIED} raised {raised.message}")
     message = f"{raised.message} ({_TRIED} fails)"
     return msgspec.structs.replace(support, state="none", kind=kind, message=message, tried_here=True)
+
+
+# -- The process
+
+WORKER = "lowprec_check.pytest_plugin.fixture.cast_replay"
+START_SECONDS = 120.0
+CALL_SECONDS = 10.0
+"""A call that takes longer is ended, and its op stays unknown."""
+ALL_SECONDS = 120.0
+"""Ops that were not tried after this time stay unknown."""
 
 
 def replay_calls(tasks: Iterable[ReplayTask], folder: Path) -> Answers:

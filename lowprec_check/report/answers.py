@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import re
 import textwrap
 from collections.abc import Iterable, Iterator, Sequence
@@ -158,9 +159,7 @@ def gaps_document(found: Gaps) -> Document:
     """One line per operator, with the reason and the release that fixes it."""
     dtype, is_measured = SHORT[found.dtype], found.evidence == "measured"
     title = f"{found.device} · torch {found.torch} · {dtype} · {found.evidence}"
-    summary = (
-        f"{len(found.missing)} of {found.runnable} operators that run in fp32 fail in {dtype}, at least for some inputs"
-    )
+    share = f"{len(found.missing)} of {found.runnable} operators that run in fp32"
     groups = _GROUPS if is_measured else _GROUPS[:2]
     rows = []
     for missing in found.missing:
@@ -175,14 +174,10 @@ def gaps_document(found: Gaps) -> Document:
         rows.append(Row([missing.op, *shown, missing.fixed_in, why]))
     columns = [Column("operator"), *(Column(group[0], "status") for group in groups), Column("from")]
     table = Table([*columns, Column("why", "sentence")], rows, "missing operators")
-    blocks: list[Block] = [Say(title, role="title"), Say(summary), table]
-    for ops, what in (
-        (
-            found.not_applicable,
-            f"{dtype} does not apply to {len(found.not_applicable)} more, which take complex numbers",
-        ),
-        (found.on_cpu, f"{len(found.on_cpu)} more run, but copy tensors to the CPU and back"),
-    ):
+    blocks: list[Block] = [Say(title, role="title"), Say(f"{share} fail in {dtype}, at least for some inputs"), table]
+    for_complex = f"{dtype} does not apply to {len(found.not_applicable)} more, which take complex numbers"
+    on_cpu = f"{len(found.on_cpu)} more run, but copy tensors to the CPU and back"
+    for ops, what in ((found.not_applicable, for_complex), (found.on_cpu, on_cpu)):
         blocks += [Heading(what), Say(", ".join(ops))] if ops else []
     return Document(title, blocks)
 
@@ -226,17 +221,14 @@ def list_document(rules: Iterable[Rule]) -> Document:
 def render_page(rule: Rule, width: int) -> str:
     """The page of one diagnostic in lines of ``width`` columns; code stays as it is, and commands are not divided."""
     no_break = "\0"
+    fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
     parts = [f"{rule.code} {rule.name} ({rule.severity})"]
     for block in rule.manual.split("\n\n"):
         if block.startswith("    "):
             parts.append(block)
             continue
         unbroken = re.sub(r"`[^`]+`", lambda span: re.sub(r"\s", no_break, span[0]), block)
-        lines = []
-        for item in re.split(r"\n(?=\d+\. )", unbroken):  # of a numbered list
-            indent = "   " if re.match(r"\d+\. ", item) else ""
-            lines.append(
-                textwrap.fill(item, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
-            )
+        items = re.split(r"\n(?=\d+\. )", unbroken)  # of a numbered list
+        lines = [fill(item, subsequent_indent="   " if re.match(r"\d+\. ", item) else "") for item in items]
         parts.append("\n".join(lines).replace(no_break, " "))
     return "\n\n".join(parts)

@@ -70,9 +70,8 @@ def _text(x: float, y: float, text: str, anchor: str = "middle", color: str = "d
     return _tag("text", text, x=round(x, 1), y=round(y, 1), text_anchor=anchor, fill=f"var(--{color})", **more)
 
 
-def _svg(name: str, parts: Iterable[Markup], high: int = _HIGH) -> str:
-    drawn = Markup("").join(parts)
-    return _tag("svg", drawn, viewBox=f"0 0 {_WIDE} {high}", role="img", aria_label=name)
+def _svg(name: str, parts: Iterable[Markup]) -> str:
+    return _tag("svg", Markup("").join(parts), viewBox=f"0 0 {_WIDE} {_HIGH}", role="img", aria_label=name)
 
 
 def _frame(x: _Axis, y: _Axis, x_ticks: Sequence[tuple[float, str]], y_name: str, x_name: str) -> Iterator[Markup]:

@@ -46,18 +46,13 @@ def diff_document(diff: ScanDiff) -> Document:
         if rows:
             blocks.append(Heading(f"{head} ({len(rows):,})", anchor=direction))
             blocks.append(Table(columns, rows, head, most=_SHOWN))
-    rows = [
-        Row(
-            [
-                pair.run,
-                _arrow("status", pair.old_status, pair.new_status),
-                _arrow("error", pair.old_error, pair.new_error),
-                _arrow("speed", *(speed_of(1 / time) if time else None for time in (pair.old_time, pair.new_time))),
-                _arrow("ratio", pair.old_memory, pair.new_memory),
-            ]
-        )
-        for pair in diff.runs
-    ]
+    rows = []
+    for pair in diff.runs:
+        status = _arrow("status", pair.old_status, pair.new_status)
+        error = _arrow("error", pair.old_error, pair.new_error)
+        speeds = (speed_of(1 / time) if time else None for time in (pair.old_time, pair.new_time))
+        memory = _arrow("ratio", pair.old_memory, pair.new_memory)
+        rows.append(Row([pair.run, status, error, _arrow("speed", *speeds), memory]))
     runs = Table([Column(name) for name in ("run", "status", "error", "speed", "memory")], rows, "runs")
     return Document(title, [*blocks, Heading("All runs, old → new", anchor="runs"), runs], diff.new.tool)
 

@@ -162,7 +162,6 @@ def _common_options(matrix: Matrix) -> list[str]:
 
 
 def _machine(row: MatrixRow) -> str:
-    """Where a model was scanned."""
     env = row.environment
     parts = [
         f"torch {env.get('torch', '?')}",

@@ -58,13 +58,12 @@ def page_blocks(result: ScanResult) -> Iterator[Block]:
     if len(shown) < len(runs):
         hint = f"Lines and modules are shown for {len(shown)} of {len(runs)} runs, those that fail first; operators for all."
         yield Say(hint, role="hint", detail="all")
-    code, along = source_table(result, shown), [(run, charts.error_along(run)) for run in shown]
+    code, drawn = source_table(result, shown), [(run, charts.error_along(run)) for run in shown]
+    along = [Fold(label(run), [chart], open=run is shown[0]) for run, chart in drawn if chart is not None]
     parts: dict[str, Iterable[Block]] = {
         "Code: what happens at each line": [code] if code else [],
         "Modules: errors in the order of execution": [module_table(shown)],
-        "The error along the network": [
-            Fold(label(run), [chart], open=run is shown[0]) for run, chart in along if chart is not None
-        ],
+        "The error along the network": along,
         "Operators": operator_folds(runs),
         "Value ranges": range_blocks(result, runs),
     }
@@ -105,9 +104,7 @@ def source_table(result: ScanResult, runs: Sequence[Run]) -> Table | None:
             findings.setdefault(diagnostic.source, []).append(diagnostic)
     shares = [{part.name: part.share for part in line_shares(run)} if _has_shares(run, runs) else None for run in runs]
     columns = [Column("line"), Column("code", "code"), Column("ops")]
-    columns += [
-        _column(run, "accumulated_error" if known is None else "share") for run, known in zip(runs, shares, strict=True)
-    ]
+    columns += map(_column, runs, ["accumulated_error" if known is None else "share" for known in shares])
     columns.append(Column("found", "sentence"))
     rows = []
     for file, numbers in files.items():

@@ -7,7 +7,6 @@ package (CONTRIBUTING.md).
 from __future__ import annotations
 
 import importlib
-import pkgutil
 from pathlib import Path
 from typing import ClassVar
 
@@ -18,7 +17,7 @@ from lowprec_check.report.blocks import Document
 from lowprec_check.report.diff import diff_document
 from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.base import write_file
-from lowprec_check.schema.registry import Registry
+from lowprec_check.schema.registry import Registry, modules_in
 from lowprec_check.schema.scan_result import ScanResult
 
 
@@ -64,8 +63,7 @@ def document_of(diff: ScanDiff | CoverageDiff) -> Document:
 
 def _built_in() -> list[ReportFormat]:
     package = importlib.import_module("lowprec_check.report.formats")
-    names = [f"{package.__name__}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
-    modules = [package, *map(importlib.import_module, names)]
+    modules = [package, *modules_in(package.__name__)]
     found = [value for module in modules for value in vars(module).values() if isinstance(value, ReportFormat)]
     return sorted(found, key=lambda known: known.name)
 

@@ -103,7 +103,6 @@ def shown_status(run: Run, result: ScanResult) -> str:
 
 
 def _loss(run: Run, way: TrainingWay | None, setup: TrainingSetup) -> str | None:
-    """The loss after the last step."""
     if run.is_reference:
         losses: Sequence[float | None] = setup.losses
     elif way is None or way.status not in ("ok", "inaccurate", "nonfinite") or len(way.losses) < 2:
@@ -119,9 +118,8 @@ def _why_reference(run: Run) -> str:
     timing = run.timing
     if timing is not None:
         batch = f", batch {timing.batch}" if timing.batch else ""
-        parts.append(
-            f"{timing.scenario}: {milliseconds(timing.median_ms)}, {timing.instances} × {timing.cores} cores{batch}"
-        )
+        parts.append(f"{timing.scenario}: {milliseconds(timing.median_ms)}")
+        parts.append(f"{timing.instances} × {timing.cores} cores{batch}")
     return ", ".join(parts)
 
 

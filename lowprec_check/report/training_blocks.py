@@ -8,7 +8,7 @@ from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import label, reference_of
 from lowprec_check.analysis.statements.training_findings import MATTERS, lost_kinds, tensor_name
 from lowprec_check.analysis.training_status import distance_limit, first_way, remarks, steps_of, ways_tried
-from lowprec_check.report.blocks import Block, Column, ErrorOf, Fold, Heading, Row, Say, Table
+from lowprec_check.report.blocks import Block, Column, Detail, ErrorOf, Fold, Heading, Row, Say, Table
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Statement, counted, percent, shown
@@ -68,9 +68,8 @@ def _items(said: Sequence[Statement], kind: str, first: Sequence[str]) -> Iterat
     """The sentences of one kind; those of other tones than ``first`` with more detail."""
     for found in said:
         if found.kind == kind:
-            yield Say(
-                found.text, found.tone, "item", ", ".join(found.runs), detail="first" if found.tone in first else "more"
-            )
+            detail: Detail = "first" if found.tone in first else "more"
+            yield Say(found.text, found.tone, "item", ", ".join(found.runs), detail=detail)
 
 
 # -- ways
@@ -136,10 +135,8 @@ def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
     if ways and ways[0].status == "ok":
         yield from ((way, way.status != "ok") for way in ways)
     elif ways:
-        news = [
-            (way.status, way.exception, way.divergence) != (ways[0].status, ways[0].exception, ways[0].divergence)
-            for way in ways
-        ]
+        ends = [(way.status, way.exception, way.divergence) for way in ways]
+        news = [end != ends[0] for end in ends]
         yield from zip(ways, [any(news), *news[1:]], strict=True)
 
 

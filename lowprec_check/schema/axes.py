@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
-import pkgutil
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import PRECISIONS, Precision
-from lowprec_check.schema.registry import Registry, choices
+from lowprec_check.schema.registry import Registry, choices, modules_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 
 if TYPE_CHECKING:
@@ -102,10 +100,9 @@ class Backend:
         return Code()
 
 
-def _built_in() -> Iterator[Backend]:
-    package = importlib.import_module("lowprec_check.engine.backends")
-    found = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
-    yield from sorted((module.BACKEND for module in found), key=lambda backend: (backend.name != EAGER, backend.name))
+def _built_in() -> list[Backend]:
+    found: list[Backend] = [module.BACKEND for module in modules_in("lowprec_check.engine.backends")]
+    return sorted(found, key=lambda backend: (backend.name != EAGER, backend.name))
 
 
 def _problem(backend: Backend) -> str | None:
@@ -139,7 +136,7 @@ def lowers_precision(name: str) -> bool:
 
 # -- The device types that a scan, the catalog or a test can name
 #
-# To add one, add an entry to :func:`_built_in` and its data to the catalog, or register it from another package
+# To add one, add an entry to :data:`DEVICES` and its data to the catalog, or register it from another package
 # (CONTRIBUTING.md).
 
 
@@ -155,17 +152,17 @@ class Device:
     aliases: tuple[str, ...] = ()
 
 
-def _devices() -> Sequence[Device]:
-    """The CPU, then the accelerators, in the order in which a scan prefers them."""
-    return (
+DEVICES: Registry[Device] = Registry(
+    "device",
+    Device,
+    (
         Device(name="cpu", catalog="measured"),
         Device(name="cuda", catalog="measured"),
         Device(name="xpu", catalog="declared", fallback_variable="PYTORCH_ENABLE_XPU_FALLBACK"),
         Device(name="mps", fallback_variable="PYTORCH_ENABLE_MPS_FALLBACK"),
-    )
-
-
-DEVICES: Registry[Device] = Registry("device", Device, _devices)
+    ),
+)
+"""The CPU, then the accelerators, in the order in which a scan prefers them."""
 
 
 def device_type(device: str) -> str:
@@ -208,12 +205,11 @@ class NamedFormat:
     aliases: tuple[str, ...] = ()
 
 
-def _memory_formats() -> Iterator[NamedFormat]:
-    yield NamedFormat(CONTIGUOUS, ("nchw", "contiguous_format"))
-    yield NamedFormat("channels_last", ("nhwc",))
-
-
-MEMORY_FORMATS: Registry[NamedFormat] = Registry("memory format", NamedFormat, _memory_formats)
+MEMORY_FORMATS: Registry[NamedFormat] = Registry(
+    "memory format",
+    NamedFormat,
+    (NamedFormat(CONTIGUOUS, ("nchw", "contiguous_format")), NamedFormat("channels_last", ("nhwc",))),
+)
 """All memory formats, torch's default first."""
 
 
@@ -233,21 +229,23 @@ class RunMatrix:
     aliases: tuple[str, ...] = ()
 
 
-def _run_matrices() -> Iterator[RunMatrix]:
-    yield RunMatrix(name="default", summary="every precision, eager")
-    yield RunMatrix(
-        name="full",
-        summary="every precision on every backend in every memory format",
-        backends=BACKENDS.names,
-        memory_formats=MEMORY_FORMATS.names,
-    )
-    yield RunMatrix(
-        name="ci",
-        summary="bf16 and autocast, eager and compiled",
-        precisions=lambda: ["fp32", "bfloat16", "autocast-bf16", "autocast-fp16"],
-        backends=lambda: [EAGER, "inductor"],
-    )
-
-
-RUN_MATRICES: Registry[RunMatrix] = Registry("matrix", RunMatrix, _run_matrices)
+RUN_MATRICES: Registry[RunMatrix] = Registry(
+    "matrix",
+    RunMatrix,
+    (
+        RunMatrix(name="default", summary="every precision, eager"),
+        RunMatrix(
+            name="full",
+            summary="every precision on every backend in every memory format",
+            backends=BACKENDS.names,
+            memory_formats=MEMORY_FORMATS.names,
+        ),
+        RunMatrix(
+            name="ci",
+            summary="bf16 and autocast, eager and compiled",
+            precisions=lambda: ["fp32", "bfloat16", "autocast-bf16", "autocast-fp16"],
+            backends=lambda: [EAGER, "inductor"],
+        ),
+    ),
+)
 """The sets of runs, the default first."""

@@ -35,7 +35,7 @@ def write_file(path: str | Path, data: bytes | str) -> None:
     content = encodable(data).encode() if isinstance(data, str) else data
     with _usage_errors("write", path):
         file, old = _writable_target(Path(path))
-        if old is not None and not _is_replaceable(file, old):
+        if old is not None and (not stat.S_ISREG(old.st_mode) or _is_in_proc(file)):
             _write_in_place(file, content)
             return
         try:
@@ -95,10 +95,6 @@ def _is_in_proc(path: Path) -> bool:
     return str(path.parent.resolve()).startswith("/proc/")
 
 
-def _is_replaceable(file: Path, old: os.stat_result) -> bool:
-    return stat.S_ISREG(old.st_mode) and not _is_in_proc(file)
-
-
 def _write_in_place(file: Path, content: bytes) -> None:
     """Write a file that cannot be replaced; an open file of a process continues where others have written."""
     with file.open("ab" if _is_in_proc(file) else "wb") as stream:
@@ -118,7 +114,9 @@ def _replace(file: Path, content: bytes, old: os.stat_result | None) -> None:
 
 def _write_new(new: Path, content: bytes, old: os.stat_result | None) -> None:
     """Write a new file. Where the system can, it has no name until it is complete, so that a kill leaves nothing behind."""
-    unnamed = _open_unnamed(new.parent)
+    unnamed = None
+    with contextlib.suppress(AttributeError, OSError):  # not every system and file system can
+        unnamed = os.open(new.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
     if unnamed is not None:
         with open(unnamed, "wb") as stream:
             _fill(stream, content, old)
@@ -128,12 +126,6 @@ def _write_new(new: Path, content: bytes, old: os.stat_result | None) -> None:
                 return
     with open(os.open(new, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666), "wb") as stream:
         _fill(stream, content, old)
-
-
-def _open_unnamed(folder: Path) -> int | None:
-    with contextlib.suppress(AttributeError, OSError):  # not every system and file system can
-        return os.open(folder, os.O_TMPFILE | os.O_WRONLY, 0o666)
-    return None
 
 
 def _fill(stream: IO[bytes], content: bytes, old: os.stat_result | None) -> None:

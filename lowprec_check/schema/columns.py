@@ -10,7 +10,7 @@ import msgspec
 from lowprec_check.schema.op_calls import OpCall
 
 if TYPE_CHECKING:
-    from lowprec_check.schema.scan_result import Run, ScanResult
+    from lowprec_check.schema.scan_result import ScanResult
 
 Part = Literal["runs", "op_calls", "gaps", "diagnostics"]
 Columns = dict[str, list[Any]]
@@ -32,15 +32,11 @@ def columns_of(result: ScanResult, part: Part) -> Columns:
         names = OpCall.__struct_fields__
         return keys | {name: [value for each in calls for value in getattr(each, name)] for name in names}
     if part == "gaps":
-        gaps = [_key(run) | msgspec.structs.asdict(gap) for run in result.runs for gap in run.gaps]
-        return _transposed(gaps)
+        keyed = [({name: getattr(run, name) for name in _KEY}, gap) for run in result.runs for gap in run.gaps]
+        return _transposed([key | msgspec.structs.asdict(gap) for key, gap in keyed])
     if part == "diagnostics":
         return _transposed([msgspec.structs.asdict(diagnostic) for diagnostic in result.diagnostics])
     raise ValueError(f"unknown part {part!r}; known are {', '.join(get_args(Part))}")
-
-
-def _key(run: Run) -> dict[str, Any]:
-    return {name: getattr(run, name) for name in _KEY}
 
 
 def _flat(value: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:

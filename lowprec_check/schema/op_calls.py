@@ -223,25 +223,21 @@ class _Columns(Struct, frozen=True, kw_only=True):
     """The methods of :class:`OpCalls`."""
 
     def __post_init__(self) -> None:
-        """Fill the columns that an older file lacks; raise ``ValueError`` if columns differ in length."""
-        for field in _FIELDS:
-            column = getattr(self, field.name)
-            if column is msgspec.UNSET:
-                msgspec.structs.force_setattr(self, field.name, [field.default] * len(self))
-            elif len(column) != len(self):
-                raise ValueError(f"column {field.name!r} has {len(column)} entries, {_FIRST!r} has {len(self)}")
-        self._share_equal_values()
+        """Fill the columns that an older file lacks; raise ``ValueError`` if columns differ in length.
 
-    def _share_equal_values(self) -> None:
-        """Store equal numbers once, and columns of one constant too: a scan may have 100,000 calls in each run.
-
-        Texts are shared where they are made or received.
+        Equal numbers are stored once, and columns of one constant too: a scan may have 100,000 calls in each run. Texts are
+        shared where they are made or received.
         """
         constant: dict[int | None, list[Any]] = {}
         numbers: dict[float, float] = {}
         reads: dict[tuple[int, ...], tuple[int, ...]] = {}
         for field in _FIELDS:
             column = getattr(self, field.name)
+            if column is msgspec.UNSET:
+                column = [field.default] * len(self)
+                msgspec.structs.force_setattr(self, field.name, column)
+            elif len(column) != len(self):
+                raise ValueError(f"column {field.name!r} has {len(column)} entries, {_FIRST!r} has {len(self)}")
             if field.name in _FLOATS:
                 column[:] = _with_shared_numbers(column, numbers)
             elif field.name == "reads":

@@ -5,19 +5,16 @@ the documentation all derive from :class:`ScanOptions` and :class:`PlanOptions`.
 from __future__ import annotations
 
 import dataclasses
-import functools
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, ParamSpec, Protocol, TypeVar, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS, DEVICES, MEMORY_FORMATS, RUN_MATRICES, catalogued, replaced
 from lowprec_check.schema.findings import Prefer
 from lowprec_check.schema.measures import Errors, Reference, Scenario
-from lowprec_check.schema.precisions import PRECISIONS, bases_called, formats, low_precisions, plan_bases
+from lowprec_check.schema.precisions import PRECISIONS, bases_called, formats, low_names, plan_bases
 from lowprec_check.schema.registry import Registry, choices, words_in
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS
@@ -29,6 +26,13 @@ Names = str | Sequence[str] | None
 """One name, several, or ``None`` for the default."""
 Words = str | Sequence[str]
 """One text, several, or several in one, separated by commas."""
+if TYPE_CHECKING:
+    import torch
+
+    DeviceName = str | torch.device | None
+    Dtypes = str | torch.dtype | Sequence[str | torch.dtype] | None
+else:  # the command line does not import torch
+    DeviceName, Dtypes = str | None, Names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,94 +87,55 @@ def declared_in(options: type[DeclaredOptions]) -> Iterator[tuple[str, Any, Any,
 class DeclaredOptions:
     """Options whose values are checked and put into one form when they are given; raises :class:`UsageError` for a wrong value."""
 
+    device: DeviceName
+
     def __post_init__(self) -> None:
         """Names become those registered, each once; texts that hold several words become these words."""
-        for name, kind, _, declared in declared_in(type(self)):
+        for name, kind, default, declared in declared_in(type(self)):
             given = getattr(self, name)
-            if declared.registry is not None:
-                given = None if given is None else tuple(declared.registry.names_in(given))
-            elif declared.repeatable:
-                given = None if given is None else tuple(words_in(given))
-            elif name == "device" and given is not None:
-                given = str(given)
-            else:
+            if declared.takes_several:
+                words = words_in if declared.registry is None else declared.registry.names_in
+                given = default if given is None else tuple(words(given))
+            elif name != "device":
                 _check_value(name, kind, given, declared)
             object.__setattr__(self, name, given)
+
+    @property
+    def device_name(self) -> str | None:
+        """The name of the device, if one is given."""
+        return None if self.device is None else str(self.device)
 
 
 def _check_value(name: str, kind: Any, given: Any, declared: Declared) -> None:
     allowed = [value for part in (kind, *get_args(kind)) for value in get_args(part) if isinstance(value, str)]
-    optional = type(None) in get_args(kind)
-    if allowed and given not in allowed and not (optional and given is None):
+    if given is None and type(None) in get_args(kind):
+        return
+    if allowed and given not in allowed:
         raise UsageError(f"Unknown {name} {given!r}.", f"Choose from {', '.join(allowed)}.")
-    if declared.least is not None or declared.above is not None:
-        check_number(
-            name, given, least=declared.least, above=declared.above, whole=float not in (kind, *get_args(kind))
-        )
+    least, above, whole = declared.least, declared.above, float not in (kind, *get_args(kind))
+    if least is not None or above is not None:
+        fits = isinstance(given, int if whole else (int, float))
+        if not fits or (above is not None and not given > above) or (least is not None and not given >= least):
+            limit = f"above {above:g}" if above is not None else f"of at least {least:g}"
+            raise UsageError(f"{name} is {given!r}.", f"Give {'an integer' if whole else 'a number'} {limit}.")
     elif kind is int and not isinstance(given, int):
         raise UsageError(f"{name} is {given!r}.", "Give an integer.")
-
-
-def check_number(
-    name: str, given: Any, *, above: float | None = None, least: float | None = None, whole: bool = False
-) -> None:
-    """Raise :class:`UsageError` if ``given`` is neither ``None`` nor a (``whole``) number ``above`` one, or of ``least`` the other."""
-    fits = isinstance(given, int if whole else (int, float))
-    fits = fits and (above is None or given > above) and (least is None or given >= least)
-    if given is not None and not fits:
-        limit = f"above {above:g}" if above is not None else f"of at least {least:g}"
-        raise UsageError(f"{name} is {given!r}.", f"Give {'an integer' if whole else 'a number'} {limit}.")
-
-
-P = ParamSpec("P")
-Given = TypeVar("Given", bound=DeclaredOptions)
-Found = TypeVar("Found")
-Found_co = TypeVar("Found_co", covariant=True)
-
-
-class OfModel(Protocol[P, Found_co]):
-    """A function of a model and its inputs with the options ``P``."""
-
-    def __call__(self, model: Any, inputs: Any, *args: P.args, **given: P.kwargs) -> Found_co:
-        """Call it; ``inputs`` as for :func:`lowprec_check.scan`."""
-
-
-def called_with(arguments: Callable[P, Given]) -> Callable[[Callable[[Any, Any, Given], Found]], OfModel[P, Found]]:
-    """Makes ``f(model, inputs, given)`` a function of the Python API, ``f(model, inputs, *, option=…)``, with the fields of
-    ``arguments`` as keyword arguments, also in its signature and documentation.
-    """
-
-    def decorated(function: Callable[[Any, Any, Given], Found]) -> OfModel[P, Found]:
-        @functools.wraps(function)
-        def called(model: Any, inputs: Any, *args: P.args, **given: P.kwargs) -> Found:
-            signature.bind(model, inputs, *args, **given)
-            return function(model, inputs, arguments(*args, **given))
-
-        positional = list(inspect.signature(function).parameters.values())[:2]
-        signature = inspect.Signature([*positional, *inspect.signature(arguments).parameters.values()])
-        texts = [
-            textwrap.fill(f"{name}: {declared.sentence()}", 120, initial_indent=" " * 8, subsequent_indent=" " * 12)
-            for name, _, _, declared in declared_in(arguments)  # type: ignore[arg-type]
-        ]
-        head, returns, tail = (function.__doc__ or "").partition("\n\n    Returns:")
-        called.__doc__ = "\n".join([head, *texts]) + returns + tail
-        called.__signature__ = signature  # type: ignore[attr-defined]
-        return called
-
-    return decorated
+    elif str in (kind, *get_args(kind)) and not isinstance(given, str):
+        raise UsageError(f"{name} is {given!r}.", "Give a string.")
 
 
 # -- Options that a scan and a search have in common
 
 _DEVICES = choices(DEVICES.names())
 _TOLERANCES = ", ".join(f"{f.tolerance:g} for {f.short}" for f in formats() if f.name != "float32")
+_BASES = list(dict.fromkeys(base.kind for base in plan_bases()))
 _BACKENDS = ", ".join(f"{backend.name} ({backend.summary})" for backend in BACKENDS)
 PREDICTED = f"{choices([name for name in catalogued() if name != 'cpu'])} that is not here is predicted"
 
 
 def _device(text: str = "") -> Any:
     unset = "an accelerator if there is one, else cpu"
-    return option(None, f"Device: {_DEVICES}{text}.", unset=unset, kind=str | None, names=DEVICES.names, saved=False)
+    return option(None, f"Device: {_DEVICES}{text}.", unset=unset, names=DEVICES.names, saved=False)
 
 
 def _tolerance() -> Any:
@@ -191,10 +156,10 @@ class ScanOptions(DeclaredOptions):
 
     precisions: Names = option(
         None,
-        f"Precisions to run: {', '.join(p.name for p in low_precisions())}, or an alias such as fp16 (half).",
+        f"Precisions to run: {', '.join(low_names())}, or an alias such as fp16 (half).",
         unset="all",
         flags=("--precision", "-p"),
-        names=lambda: [precision.name for precision in low_precisions()],
+        names=low_names,
         registry=PRECISIONS,
     )
     backends: Names = option(
@@ -215,10 +180,10 @@ class ScanOptions(DeclaredOptions):
         names=RUN_MATRICES.names,
         saved=False,
     )
-    device: Any = _device(f"; {PREDICTED}")
+    device: DeviceName = _device(f"; {PREDICTED}")
     torch_version: str | None = option(
         None,
-        "Release of torch to predict for, with a device.",
+        "Release of torch to predict for; needs a device.",
         unset="the installed one",
         flags=("--torch",),
         metavar="X.Y",
@@ -234,7 +199,7 @@ class ScanOptions(DeclaredOptions):
     budget_error: Literal["auto", "on", "off"] = option(
         "auto",
         "Find out which ops the error of the output comes from; takes time, and memory for all activations. Needs both errors. "
-        "auto: within 2.2 times the memory of fp32, or 4 GiB.",
+        "auto: within 2.2 times the memory of fp32, or 4 GiB; on: within the memory that is free.",
     )
     reference: Reference = option("fp32", "Precision of the reference for the errors of each op.")
     tolerance: float | None = _tolerance()
@@ -277,7 +242,7 @@ class ScanOptions(DeclaredOptions):
     )
     steps: int | None = option(
         None,
-        "Of training: steps of each run, compared with fp32 and with the spread of fp32 runs from other seeds.",
+        "Training steps of each run, compared with fp32 and with the spread of fp32 runs from other seeds.",
         unset="1",
         metavar="K",
         least=1,
@@ -331,7 +296,7 @@ class ScanOptions(DeclaredOptions):
 class PlanOptions(DeclaredOptions):
     """What to search for and how; the fields are arguments of :func:`lowprec_check.find_plan` and options of ``lowprec-check plan``."""
 
-    dtype: Any = option(
+    dtype: Dtypes = option(
         None,
         f"{choices(list(dict.fromkeys(base.format.short for base in plan_bases())))}, or a precision such as autocast-fp16.",
         unset="try all, keep the best",
@@ -341,11 +306,11 @@ class PlanOptions(DeclaredOptions):
     )
     base: str | None = option(
         None,
-        f"How the other modules run: {choices(list(dict.fromkeys(base.kind for base in plan_bases())))}.",
+        f"How the other modules run: {choices(_BASES)}.",
         unset="try all, keep the best",
     )
-    backend: str = option(EAGER, f"How to execute the model: {_BACKENDS}.", metavar="NAME")
-    device: Any = _device()
+    backend: str = option(EAGER, f"How to execute the model: {_BACKENDS}.", metavar="NAME", names=BACKENDS.names)
+    device: DeviceName = _device()
     tolerance: float | None = _tolerance()
     use_metric: bool = option(
         False, "Judge by metric(model) from the file (higher is better) instead of the tolerance.", flags=("--metric",)
@@ -355,7 +320,7 @@ class PlanOptions(DeclaredOptions):
     )
     batches: int = option(
         1,
-        "Number of batches that must pass: inputs(0), inputs(1), ….",
+        "Number of batches that must pass: inputs(0), inputs(1), …",
         flags=("--inputs-from",),
         metavar="N",
         least=1,
@@ -371,11 +336,10 @@ class PlanOptions(DeclaredOptions):
         """Raise :class:`UsageError` for options that do not go together, too."""
         super().__post_init__()
         BACKENDS.get(self.backend)
-        kinds = list(dict.fromkeys(base.kind for base in plan_bases()))
-        if self.base is not None and self.base not in kinds:
-            raise UsageError(f"Unknown base {self.base!r}.", f"Choose from {', '.join(kinds)}.")
+        if self.base not in (None, *_BASES):
+            raise UsageError(f"Unknown base {self.base!r}.", f"Choose from {', '.join(_BASES)}.")
         if not self.bases():
-            asked = " or ".join(self.dtype or ())
+            asked = " or ".join(words_in(self.dtype))
             raise UsageError(
                 f"No precision is both {asked} and {self.base}.", "Leave out --base, or give another --dtype."
             )

@@ -129,14 +129,10 @@ class Plan(Struct, frozen=True, kw_only=True):
         """Read a file that :meth:`save` wrote; raises :class:`UsageError` naming the key that is wrong."""
         try:
             plan = decode(Path(path).read_bytes(), cls, SCHEMA)
-        except OSError as error:
-            raise UsageError(
-                f"Cannot read {path}: {error.strerror}.", "Save a plan with: lowprec-check plan TARGET --save FILE"
-            ) from None
-        except ValueError as error:
-            raise UsageError(
-                f"{path} is not a plan: {error}.", "Save a plan with: lowprec-check plan TARGET --save FILE"
-            ) from None
+        except (OSError, ValueError) as error:
+            not_a_plan = f"{path} is not a plan: {error}."
+            problem = f"Cannot read {path}: {error.strerror}." if isinstance(error, OSError) else not_a_plan
+            raise UsageError(problem, "Save a plan with: lowprec-check plan TARGET --save FILE") from None
         bases = [base.name for base in plan_bases()]
         for field, value, known in (("base", plan.base, bases), ("backend", plan.backend, BACKENDS.names())):
             if value not in known:
@@ -168,10 +164,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         ]
         if differences:
             more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
-            raise UsageError(
-                f"The plan is for another model: {'; '.join(differences[:3])}{more}.",
-                _SEARCH_AGAIN,
-            )
+            raise UsageError(f"The plan is for another model: {'; '.join(differences[:3])}{more}.", _SEARCH_AGAIN)
 
 
 class Attempt(Struct, frozen=True, kw_only=True):

@@ -1,6 +1,6 @@
 """The precisions: each a named way to run a model.
 
-To add one, add an entry to :func:`_built_in`, or register it from another package (CONTRIBUTING.md).
+To add one, add an entry to :data:`PRECISIONS`, or register it from another package (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -153,49 +153,24 @@ def _of_autocast(format: FloatFormat) -> tuple[str, ...]:
     return tuple(f"{kind}-{spelling}" for kind in ("autocast", "amp", "ac") for spelling in format.spellings)
 
 
-def _built_in() -> Sequence[Precision]:
-    """In the order in which a scan shows them."""
-    return (
-        Precision(name="fp32", kind="reference", format=FP32, aliases=_of_dtype(FP32)),
-        Precision(
-            name="bfloat16",
-            kind="cast",
-            format=BF16,
-            short="bf16",
-            aliases=_of_dtype(BF16),
-            method="bfloat16",
-        ),
-        Precision(
-            name="autocast-bf16",
-            kind="autocast",
-            format=BF16,
-            short="ac-bf16",
-            aliases=_of_autocast(BF16),
-        ),
-        Precision(
-            name="half",
-            kind="cast",
-            format=FP16,
-            aliases=_of_dtype(FP16),
-            method="half",
-        ),
-        Precision(
-            name="autocast-fp16",
-            kind="autocast",
-            format=FP16,
-            short="ac-fp16",
-            aliases=_of_autocast(FP16),
-        ),
-    )
-
-
 def _problem(precision: Precision) -> str | None:
     if precision.kind not in ("cast", "autocast", "custom"):
         return f"its kind {precision.kind!r} is not cast, autocast or custom"
     return f"{PLAN!r} is the name of runs with modules in fp32" if precision.name.lower() == PLAN else None
 
 
-PRECISIONS: Registry[Precision] = Registry("precision", Precision, _built_in, _problem)
+PRECISIONS: Registry[Precision] = Registry(
+    "precision",
+    Precision,
+    (
+        Precision(name="fp32", kind="reference", format=FP32, aliases=_of_dtype(FP32)),
+        Precision(name="bfloat16", kind="cast", format=BF16, short="bf16", aliases=_of_dtype(BF16), method="bfloat16"),
+        Precision(name="autocast-bf16", kind="autocast", format=BF16, short="ac-bf16", aliases=_of_autocast(BF16)),
+        Precision(name="half", kind="cast", format=FP16, aliases=_of_dtype(FP16), method="half"),
+        Precision(name="autocast-fp16", kind="autocast", format=FP16, short="ac-fp16", aliases=_of_autocast(FP16)),
+    ),
+    _problem,
+)
 """All precisions, in the order in which a scan shows them."""
 
 
@@ -223,20 +198,14 @@ def bases_called(given: object) -> list[Precision]:
     Raises :class:`UsageError` with a suggestion for an unknown name.
     """
     words = [] if given is None else words_in(given)
-    asked = [base for word in words for base in _bases_called(word)]
-    return [base for base in plan_bases() if base in asked or not words]
-
-
-def _bases_called(name: str) -> list[Precision]:
-    bases = plan_bases()
-    of_format = [base for base in bases if base.format.is_called(name)]
-    if of_format:
-        return of_format
-    found = PRECISIONS.get(name)
-    if found not in bases:
-        choices = ", ".join(dict.fromkeys([*(base.format.short for base in bases), *(base.name for base in bases)]))
-        raise UsageError(f"No plan can start from {found.name}.", f"Choose from {choices}.")
-    return [found]
+    bases, asked = plan_bases(), list[Precision]()
+    for word in words:
+        of_format = [base for base in bases if base.format.is_called(word)]
+        asked += of_format or [PRECISIONS.get(word)]
+        if asked[-1] not in bases:
+            choices = ", ".join(dict.fromkeys([*(base.format.short for base in bases), *(base.name for base in bases)]))
+            raise UsageError(f"No plan can start from {asked[-1].name}.", f"Choose from {choices}.")
+    return [base for base in bases if base in asked or not words]
 
 
 def formats() -> list[FloatFormat]:

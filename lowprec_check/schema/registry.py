@@ -10,10 +10,13 @@ from __future__ import annotations
 
 import difflib
 import functools
+import importlib
 import importlib.metadata
+import pkgutil
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, Generic, NamedTuple, Protocol, TypeVar
+from types import ModuleType
+from typing import Any, Generic, Protocol, TypeVar
 
 from lowprec_check.errors import UsageError, message_of, type_name
 
@@ -37,16 +40,15 @@ class Named(Protocol):
 Item = TypeVar("Item", bound=Named)
 
 
-class Added(NamedTuple):
-    """An object that an installed package registers."""
-
-    package: str
-    item: Any
+def modules_in(package: str) -> list[ModuleType]:
+    """Import and return every module of a package, by name."""
+    path = importlib.import_module(package).__path__
+    return [importlib.import_module(f"{package}.{module.name}") for module in pkgutil.iter_modules(path)]
 
 
 @functools.cache
-def added_by_packages() -> tuple[Added, ...]:
-    """What installed packages register; raises :class:`UsageError` naming the package that registers something wrong."""
+def added_by_packages() -> tuple[tuple[str, Any], ...]:
+    """The objects that installed packages register, each with the name of its package; raises :class:`UsageError` naming the package that registers something wrong."""
     found = []
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         package = entry.dist.name if entry.dist else entry.value
@@ -59,20 +61,16 @@ def added_by_packages() -> tuple[Added, ...]:
                 f"Upgrade or uninstall {package}.",
             ) from error
         kinds = {base.__name__ for base in type(item).__mro__}
-        if isinstance(item, type) or not isinstance(getattr(item, "name", None), str) or kinds.isdisjoint(_KINDS):
+        is_named = isinstance(getattr(item, "name", None), str)
+        if isinstance(item, type) or not is_named or kinds.isdisjoint(_KINDS):
+            instance = f"a {type(item).__name__}{'' if is_named else ' without a name'}"
+            found_kind = f"the class {item.__name__}" if isinstance(item, type) else instance
             raise UsageError(
-                f"{package} registers {entry.name!r} with lowprec-check, which is {_kind_of(item)}.",
+                f"{package} registers {entry.name!r} with lowprec-check, which is {found_kind}.",
                 "Register a Precision, a Backend, a Device, a ReportFormat, a WhatIfFormat or a WayToTrain: an object, not its class.",
             )
-        found.append(Added(package, item))
+        found.append((package, item))
     return tuple(found)
-
-
-def _kind_of(item: object) -> str:
-    if isinstance(item, type):
-        return f"the class {item.__name__}"
-    without_name = "" if isinstance(getattr(item, "name", None), str) else " without a name"
-    return f"a {type(item).__name__}{without_name}"
 
 
 class Registry(Generic[Item]):
@@ -82,11 +80,11 @@ class Registry(Generic[Item]):
         self,
         noun: str,
         kind: type[Item],
-        built_in: Callable[[], Iterable[Item]],
+        built_in: Iterable[Item] | Callable[[], Iterable[Item]],
         problem: Callable[[Item], str | None] = lambda _: None,
     ) -> None:
-        """``noun`` names one value in messages; ``built_in`` makes the values of this package; ``problem`` describes what is
-        wrong with a value of another package.
+        """``noun`` names one value in messages; ``built_in`` are the values of this package, or loads them on first use; ``problem``
+        describes what is wrong with a value of another package.
         """
         self._noun, self._kind, self._built_in, self._problem = noun, kind, built_in, problem
 
@@ -94,28 +92,26 @@ class Registry(Generic[Item]):
     def _items(self) -> dict[str, Item]:
         items: dict[str, Item] = {}
         owners: dict[str, str] = {}
-        for item in self._built_in():
+        for item in self._built_in() if callable(self._built_in) else self._built_in:
             items[item.name] = item
             owners |= dict.fromkeys(_spellings(item), "lowprec-check")
         for package, item in added_by_packages():
-            if isinstance(item, self._kind):
-                self._check(item, package, owners)
-                items[item.name] = item
-                owners |= dict.fromkeys(_spellings(item), package)
+            if not isinstance(item, self._kind):
+                continue
+            taken = next((spelling for spelling in _spellings(item) if spelling in owners), None)
+            problem = self._problem(item)
+            if taken is not None:
+                problem = f"the name {taken!r} belongs to {owners[taken]}"
+            elif not re.fullmatch(r"[\w.+-]+", item.name):
+                problem = "a name has letters, digits and . + - _ only"
+            if problem is not None:
+                raise UsageError(
+                    f"{package} registers the {self._noun} {item.name!r} with lowprec-check, but {problem}.",
+                    f"Upgrade or uninstall {package}.",
+                )
+            items[item.name] = item
+            owners |= dict.fromkeys(_spellings(item), package)
         return items
-
-    def _check(self, item: Item, package: str, owners: dict[str, str]) -> None:
-        taken = next((spelling for spelling in _spellings(item) if spelling in owners), None)
-        problem = self._problem(item)
-        if taken is not None:
-            problem = f"the name {taken!r} belongs to {owners[taken]}"
-        elif not re.fullmatch(r"[\w.+-]+", item.name):
-            problem = "a name has letters, digits and . + - _ only"
-        if problem is not None:
-            raise UsageError(
-                f"{package} registers the {self._noun} {item.name!r} with lowprec-check, but {problem}.",
-                f"Upgrade or uninstall {package}.",
-            )
 
     def __iter__(self) -> Iterator[Item]:
         return iter(self._items.values())

@@ -388,12 +388,9 @@ class ScanResult(Struct, frozen=True, kw_only=True):
         return cls.from_json(Path(path).read_bytes())
 
 
-_NOTEBOOK = "lowprec_check.report.scan_document"
-"""The module that shows a result at a prompt; loaded by name on use, since reports are above this package."""
-
-
 def _shown_by(function: str, result: ScanResult) -> Any:
-    return getattr(importlib.import_module(_NOTEBOOK), function)(result)
+    """Loads the report by name on use, since reports are above this package."""
+    return getattr(importlib.import_module("lowprec_check.report.scan_document"), function)(result)
 
 
 class ResultError(ValueError):

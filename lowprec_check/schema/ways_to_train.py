@@ -8,15 +8,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
-import importlib
 import inspect
-import pkgutil
 import textwrap
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, Literal, Protocol
 
 from lowprec_check.schema.precisions import Kind, Precision
-from lowprec_check.schema.registry import Registry
+from lowprec_check.schema.registry import Registry, modules_in
 
 DEFAULT_SCALE = 2.0**16
 """The initial scale of ``torch.amp.GradScaler``."""
@@ -114,10 +112,9 @@ class WayToTrain:
         return []
 
 
-def _built_in() -> Iterable[WayToTrain]:
-    package = importlib.import_module("lowprec_check.engine.train.ways")
-    found = [importlib.import_module(f"{package.__name__}.{m.name}") for m in pkgutil.iter_modules(package.__path__)]
-    return sorted((way for module in found for way in module.WAYS), key=lambda way: way.order)
+def _built_in() -> list[WayToTrain]:
+    found: list[WayToTrain] = [way for module in modules_in("lowprec_check.engine.train.ways") for way in module.WAYS]
+    return sorted(found, key=lambda way: way.order)
 
 
 WAYS: Registry[WayToTrain] = Registry("way to train", WayToTrain, _built_in)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -13,7 +12,7 @@ from lowprec_check.schema.registry import Registry
 
 # -- The formats of ``scan --what-if``: how hardware computes a matrix product in each
 #
-# To add one, add an entry to :func:`_built_in`, or register it from another package (CONTRIBUTING.md).
+# To add one, add an entry to :data:`WHAT_IF_FORMATS`, or register it from another package (CONTRIBUTING.md).
 
 Scale = Literal["none", "tensor", "channel"]
 """What shares a factor that maps its largest magnitude to the largest number: nothing (no factor), a tensor, or an output channel."""
@@ -48,67 +47,6 @@ class WhatIfFormat:
     """Whether it applies to layers only, which have weights, and not to products of two activations."""
 
 
-def _built_in() -> Iterator[WhatIfFormat]:
-    """The formats of this package, each with the source of what it models.
-
-    * ``fp8-e4m3``: torchao's ``Float8DynamicActivationFloat8WeightConfig`` with its default granularity, one scale per
-      tensor, amax / 448, found from the values of the call; ``torch._scaled_mm`` multiplies, adds up in fp32 and returns
-      bf16. Like there, and in Transformer Engine's recipes, layers are in fp8, and products of two activations are not.
-    * ``fp8-e5m2``: the same with activations in e5m2, amax / 57344. Weights stay in e4m3: ``torch._scaled_mm`` and cuBLASLt
-      multiply no two e5m2 matrices.
-    * ``tf32``: ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.backends.cudnn.allow_tf32``. Both operands are rounded to
-      10 bits of mantissa, to nearest, halves away from zero, as PTX's ``cvt.rna.tf32.f32`` does; sums and result are fp32.
-    * ``int8-weights``: torchao's ``Int8WeightOnlyConfig``: symmetric int8 with a scale per output channel, amax / 127.
-      Activations and results stay in fp32 here, so that the error is that of the weights alone.
-    * ``bf16-accumulate``: operands in bf16 and a running sum that is rounded to bf16 after every 32 products, the depth of one
-      tile instruction (AMX's ``TDPBF16PS``). ``allow_bf16_reduced_precision_reduction`` permits sums in bf16 on CUDA; this is
-      a pessimistic model of it, since its kernels round the sums of larger parts.
-    """
-    e4m3, e5m2 = OperandFormat("float8_e4m3fn", "tensor"), OperandFormat("float8_e5m2", "tensor")
-    tf32, bf16 = OperandFormat("tf32"), OperandFormat("bfloat16")
-    yield WhatIfFormat(
-        name="fp8-e4m3",
-        summary="layers in 8 bits, e4m3",
-        aliases=("fp8", "e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"),
-        activations=e4m3,
-        weights=e4m3,
-        result="bfloat16",
-        weights_only=True,
-    )
-    yield WhatIfFormat(
-        name="fp8-e5m2",
-        summary="layers in 8 bits, activations e5m2",
-        aliases=("e5m2", "float8_e5m2", "torch.float8_e5m2"),
-        activations=e5m2,
-        weights=e4m3,
-        result="bfloat16",
-        weights_only=True,
-    )
-    yield WhatIfFormat(
-        name="tf32",
-        summary="matrix products and convolutions in TF32",
-        aliases=("tensorfloat32", "tensor-float-32"),
-        activations=tf32,
-        weights=tf32,
-    )
-    yield WhatIfFormat(
-        name="int8-weights",
-        summary="weights of layers in int8",
-        aliases=("int8-weight-only", "w8", "w8a16"),
-        weights=OperandFormat("int8", "channel"),
-        weights_only=True,
-    )
-    yield WhatIfFormat(
-        name="bf16-accumulate",
-        summary="bf16 with sums in bf16",
-        aliases=("bf16-accumulation", "bfloat16-accumulate"),
-        activations=bf16,
-        weights=bf16,
-        block=32,
-        result="bfloat16",
-    )
-
-
 def _problem(format: WhatIfFormat) -> str | None:
     """What is wrong with a format of another package."""
     operands = [operand.dtype for operand in (format.activations, format.weights) if operand is not None]
@@ -120,8 +58,71 @@ def _problem(format: WhatIfFormat) -> str | None:
     return None
 
 
-WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry("what-if format", WhatIfFormat, _built_in, _problem)
-"""All formats, in the order of reports."""
+_E4M3, _E5M2 = OperandFormat("float8_e4m3fn", "tensor"), OperandFormat("float8_e5m2", "tensor")
+_TF32, _BF16 = OperandFormat("tf32"), OperandFormat("bfloat16")
+WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry(
+    "what-if format",
+    WhatIfFormat,
+    (
+        WhatIfFormat(
+            name="fp8-e4m3",
+            summary="layers in 8 bits, e4m3",
+            aliases=("fp8", "e4m3", "float8_e4m3fn", "torch.float8_e4m3fn"),
+            activations=_E4M3,
+            weights=_E4M3,
+            result="bfloat16",
+            weights_only=True,
+        ),
+        WhatIfFormat(
+            name="fp8-e5m2",
+            summary="layers in 8 bits, activations e5m2",
+            aliases=("e5m2", "float8_e5m2", "torch.float8_e5m2"),
+            activations=_E5M2,
+            weights=_E4M3,
+            result="bfloat16",
+            weights_only=True,
+        ),
+        WhatIfFormat(
+            name="tf32",
+            summary="matrix products and convolutions in TF32",
+            aliases=("tensorfloat32", "tensor-float-32"),
+            activations=_TF32,
+            weights=_TF32,
+        ),
+        WhatIfFormat(
+            name="int8-weights",
+            summary="weights of layers in int8",
+            aliases=("int8-weight-only", "w8", "w8a16"),
+            weights=OperandFormat("int8", "channel"),
+            weights_only=True,
+        ),
+        WhatIfFormat(
+            name="bf16-accumulate",
+            summary="bf16 with sums in bf16",
+            aliases=("bf16-accumulation", "bfloat16-accumulate"),
+            activations=_BF16,
+            weights=_BF16,
+            block=32,
+            result="bfloat16",
+        ),
+    ),
+    _problem,
+)
+"""All formats, in the order of reports: those of this package, each with the source of what it models.
+
+* ``fp8-e4m3``: torchao's ``Float8DynamicActivationFloat8WeightConfig`` with its default granularity, one scale per
+  tensor, amax / 448, found from the values of the call; ``torch._scaled_mm`` multiplies, adds up in fp32 and returns
+  bf16. Like there, and in Transformer Engine's recipes, layers are in fp8, and products of two activations are not.
+* ``fp8-e5m2``: the same with activations in e5m2, amax / 57344. Weights stay in e4m3: ``torch._scaled_mm`` and cuBLASLt
+  multiply no two e5m2 matrices.
+* ``tf32``: ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.backends.cudnn.allow_tf32``. Both operands are rounded to
+  10 bits of mantissa, to nearest, halves away from zero, as PTX's ``cvt.rna.tf32.f32`` does; sums and result are fp32.
+* ``int8-weights``: torchao's ``Int8WeightOnlyConfig``: symmetric int8 with a scale per output channel, amax / 127.
+  Activations and results stay in fp32 here, so that the error is that of the weights alone.
+* ``bf16-accumulate``: operands in bf16 and a running sum that is rounded to bf16 after every 32 products, the depth of one
+  tile instruction (AMX's ``TDPBF16PS``). ``allow_bf16_reduced_precision_reduction`` permits sums in bf16 on CUDA; this is
+  a pessimistic model of it, since its kernels round the sums of larger parts.
+"""
 
 
 # -- Output errors that were predicted, for formats in which nothing was run

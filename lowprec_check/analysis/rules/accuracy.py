@@ -66,10 +66,7 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
             y = model(x)
     """
     for run in low_runs(result):
-        if run.training is None and run.status in (
-            "nonfinite",
-            "inaccurate",
-        ):  # that of training is about all steps: LP507
+        if run.training is None and run.status in ("nonfinite", "inaccurate"):  # a training has LP507
             when, odd = on_which_call(run), degenerate_output(run, result)
             message = chained(say("{when:text}", when=when) if when else None, _mismatch(run), between="")
             eager = run.lockstep_error.rel_l2 if run.lockstep_error and run.complete and not run.gaps else None
@@ -98,7 +95,6 @@ def _mismatch(run: Run) -> Sentence:
 
 
 def _instead(run: Run, result: ScanResult) -> str:
-    """What to do about a wrong output: what the scan recommends, if it is something else than a search."""
     best = recommended_instead(run, result)
     if run.failed_call or (run.compiler is not None and run.compiler.verdict == "worse"):
         return "try what the model keeps between calls in fp32" if run.failed_call else "see LP306 of this run"
@@ -109,10 +105,8 @@ def _instead(run: Run, result: ScanResult) -> str:
         return "use eager mode, and report this to the project of the backend"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
-    command = (
-        "lowprec-check plan" if result.prediction is None else "lowprec-check scan --plan"
-    )  # plan needs the device
-    search = f"find the modules to keep in fp32: {command}"
+    command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
+    search = f"find the modules to keep in fp32: lowprec-check {command}"
     return f"use {best.label}, or {search}" if best is not None and not best.keep_fp32 else search
 
 

@@ -112,15 +112,14 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
         wrong, way = [found for found in training.gradients if found.overflow > 0], training.way("plain")
         if not wrong or way is None or way.losses[:1] in ([], [None]):  # the loss of these gradients is not finite
             continue
-        words = (
-            "the gradients of {parameters:names} have NaN or Inf where those of fp32 are finite, in {values:of element}"
-        )
         elements = sum(max(1, round(found.overflow * found.elements)) for found in wrong)
-        values = [elements, sum(found.elements for found in wrong)]
-        message = say(words, parameters=[found.parameter for found in wrong], values=values)
-        advice = chained(
-            say("try the forward op in fp32, on x.float()"), passing_elsewhere(run, result), between=", or "
+        message = say(
+            "the gradients of {parameters:names} have NaN or Inf where those of fp32 are finite, in {values:of element}",
+            parameters=[found.parameter for found in wrong],
+            values=[elements, sum(found.elements for found in wrong)],
         )
+        forward = say("try the forward op in fp32, on x.float()")
+        advice = chained(forward, passing_elsewhere(run, result), between=", or ")
         severity: Severity | None = "warning" if run.status == "ok" else None
         backward = (row for row in run.op_calls.rows() if row.phase == "backward")
         first = next((row for row in backward if row.introduced_nan or row.introduced_inf), None)

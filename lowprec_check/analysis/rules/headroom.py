@@ -10,7 +10,7 @@ from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import wider_range
 from lowprec_check.analysis.run_summary import ranges_by_place
 from lowprec_check.schema.precisions import FP32, FloatFormat
-from lowprec_check.schema.scan_result import Run, ScanResult, Severity
+from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, say
 
 LITTLE_ROOM = 4.0
@@ -63,29 +63,19 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
         y = (x / 64).square().mean(-1).sqrt() * 64
     """
     for run in low_runs(result):
-        if run.status == "ok":
-            yield from _findings(run, result)
-
-
-def _findings(run: Run, result: ScanResult) -> Iterator[Finding]:
-    """A warning about what grows beyond the range from batch to batch, and a note about the rest."""
-
-    def finding(place: _Place, message: Sentence, help: Sentence | str, severity: Severity) -> Finding:
-        source = place.source or result.model.source
-        return Finding(message, run, place.module, place.op, source, help=help, severity=severity)
-
-    places = list(_places(run))
-    growing = [(place, *growth) for place in places if (growth := place.growth()) is not None]
-    if growing:
-        worst, _, grows = min(growing, key=lambda found: found[1])
-        message = chained(_with_others(grows, growing), say("the output passes"))
-        yield finding(worst, message, wider_range(run, result, worst.module), "warning")
-    said, tightest = _summary([place for place in places if place.growth() is None])
-    if tightest is not None:
-        tried = len(tightest.largest)
-        on_all = say("the worst of {batches:count batch}", batches=tried) if tried > 1 else None
-        advice = "try the module in fp32 if it fails" if tried > 1 else "check it on more inputs: --batches 8"
-        yield finding(tightest, chained(*said, on_all), advice, "note")
+        places = list(_places(run, result)) if run.status == "ok" else []
+        growing = [(place, *growth) for place in places if (growth := place.growth()) is not None]
+        if growing:
+            worst, _, grows = min(growing, key=lambda found: found[1])
+            message = chained(_with_others(grows, growing), say("the output passes"))
+            advice = wider_range(run, result, worst.module)
+            yield Finding(message, run, worst.module, worst.op, worst.source, help=advice, severity="warning")
+        said, tightest = _summary([place for place in places if place.growth() is None])
+        if tightest is not None:
+            tried = len(tightest.largest)
+            on_all = say("the worst of {batches:count batch}", batches=tried) if tried > 1 else None
+            check = "try the module in fp32 if it fails" if tried > 1 else "check it on more inputs: --batches 8"
+            yield Finding(chained(*said, on_all), run, tightest.module, tightest.op, tightest.source, help=check)
 
 
 class _Place(NamedTuple):
@@ -130,27 +120,26 @@ class _Place(NamedTuple):
         return None
 
 
-def _places(run: Run) -> Iterator[_Place]:
-    """The places whose output is in 16 bits, without weights."""
+def _places(run: Run, result: ScanResult) -> Iterator[_Place]:
+    """The places whose output is in 16 bits, without weights; one without a line is at the model's."""
     for found in run.batches.places if run.batches and run.batches.places else ranges_by_place([run.op_calls]):
         written = narrowest(found.dtypes.rpartition("→")[2])
         if written is None or written.precision_bits >= FP32.precision_bits or found.op.startswith("cast "):
             continue
-        largest, flushed, subnormal = (
-            [value or 0.0 for value in values] for values in (found.largest, found.flushed, found.subnormal)
-        )
+        columns = found.largest, found.flushed, found.subnormal
+        largest, flushed, subnormal = ([value or 0.0 for value in values] for values in columns)
         overflows = found.overflows
         # A value at the very limit is meant so: finfo.min in a mask. A larger one is of another output, in a wider dtype.
         if any(value >= written.largest for value in largest):
             largest, overflows = [0.0] * len(largest), [0] * len(largest)
-        yield _Place(found.module, found.op, found.source, written, largest, overflows, flushed, subnormal)
+        source = found.source or result.model.source
+        yield _Place(found.module, found.op, source, written, largest, overflows, flushed, subnormal)
 
 
 def _summary(places: Sequence[_Place]) -> tuple[list[Sentence], _Place | None]:
     """What is near the top and the bottom, and the first op that this is about."""
-    near = sorted(
-        (place for place in places if place.room < LITTLE_ROOM and not place.overflows[0]), key=lambda p: p.room
-    )
+    tight = (place for place in places if place.room < LITTLE_ROOM and not place.overflows[0])
+    near = sorted(tight, key=lambda place: place.room)
     small = sorted((place for place in places if place.small >= MANY_SUBNORMAL), key=lambda p: -p.small)
     said: list[Sentence] = []
     if near:

@@ -170,10 +170,8 @@ def silent_fallback(result: ScanResult) -> Iterator[Finding]:
 def _fallback_cost(calls: int, sizes: list[int]) -> Sentence:
     """What ``calls`` cost that copy inputs of these ``sizes``; 0 calls: their number is not known."""
     most, alike = max(sizes), min(sizes) == max(sizes)
-    size = "{most:bytes}" if alike else "up to {most:bytes}"
-    waits = (
-        f"runs on the CPU: each call waits for the device, copies its inputs ({size}) to the CPU, and its result back"
-    )
+    copies = f"copies its inputs ({'' if alike else 'up to '}{{most:bytes}}) to the CPU, and its result back"
+    waits = f"runs on the CPU: each call waits for the device, {copies}"
     total = say(", {total:bytes} in all", total=calls * most) if alike else None
     count = chained(say("{calls:count call}", calls=calls), total, between="") if calls > 1 else None
     return chained(say(waits, most=most), count)

@@ -64,7 +64,6 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
 
 
 def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
-    """What to do about values out of range."""
     return "ignore this, or try the module in fp32" if run.status == "ok" else wider_range(run, result, row.module)
 
 

@@ -7,9 +7,7 @@ what was observed, usual causes and what to do.
 from __future__ import annotations
 
 import functools
-import importlib
 import inspect
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
@@ -17,6 +15,7 @@ from lowprec_check.catalog.answers import find_fix
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
 from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.registry import modules_in
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, plain, say
@@ -117,9 +116,7 @@ _RULES: dict[str, Rule] = {}
 @functools.cache
 def rules() -> Mapping[str, Rule]:
     """Every rule by code, sorted. Each module in this package that registers one is loaded first."""
-    package = __name__.rpartition(".")[0]
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        importlib.import_module(f"{package}.{module.name}")
+    modules_in(__name__.rpartition(".")[0])
     return dict(sorted(_RULES.items()))
 
 

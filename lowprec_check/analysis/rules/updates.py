@@ -62,18 +62,12 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
             decay, which = found.decay or 0.0, {"group": group} if several else {}
             of = " of parameter group {group:number}" if several else ""
             if found.share >= LOST:
-                message = chained(
-                    say(
-                        f"{{lost:percent}} of the updates of weights{of} are lost to rounding",
-                        lost=found.share,
-                        **which,
-                    ),
-                    say("by weight decay alone: {decay:percent}", decay=decay) if decay >= LOST else None,
-                    found.most(),
-                )
+                words = f"{{lost:percent}} of the updates of weights{of} are lost to rounding"
+                alone = say("by weight decay alone: {decay:percent}", decay=decay) if decay >= LOST else None
+                message = chained(say(words, lost=found.share, **which), alone, found.most())
             elif decay >= LOST:
-                alone = f"{{decay:percent}} of the updates of weights{of} by weight decay alone are lost to rounding, {{lost:percent}} of those with gradients"
-                message = say(alone, decay=decay, lost=found.share, **which)
+                words = f"{{decay:percent}} of the updates of weights{of} by weight decay alone are lost to rounding, {{lost:percent}} of those with gradients"
+                message = say(words, decay=decay, lost=found.share, **which)
             else:
                 continue
             yield Finding(message, run, found.module, help=what_recovers(run, result))
@@ -133,10 +127,9 @@ def stalled_state(result: ScanResult) -> Iterator[Finding]:
         for (values, key), stalled in kinds.items():
             loss = _Loss(stalled)
             of: dict[str, Figure] = {"tensors": len(stalled)} if len(stalled) > 1 else {}
-            lost = "{values:text}: {lost:percent} of the updates of {name:text}" + (
-                " of {tensors:count tensor}" if of else ""
-            )
-            message = say(f"{lost} are lost to rounding", values=values, lost=loss.share, name=key, **of)
+            tensors = " of {tensors:count tensor}" if of else ""
+            lost = f"{{values:text}}: {{lost:percent}} of the updates of {{name:text}}{tensors} are lost to rounding"
+            message = say(lost, values=values, lost=loss.share, name=key, **of)
             advice = "try the module in fp32, or autocast" if values == "buffer" else what_recovers(run, result)
             yield Finding(chained(message, loss.most()), run, loss.module, help=advice)
 

@@ -199,9 +199,8 @@ def _speed(found: Speed, run: Run) -> Sentence:
         return plain("it is about as fast as fp32")
     if found.told == "noisy":
         is_short = found.ratio is not None and math.isinf(found.high)
-        return plain(
-            f"its {'calls are too short' if is_short else 'times varied too much'} to compare its speed with fp32"
-        )
+        what = "calls are too short" if is_short else "times varied too much"
+        return plain(f"its {what} to compare its speed with fp32")
     return plain("it was not timed")
 
 

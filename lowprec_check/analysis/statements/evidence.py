@@ -169,13 +169,13 @@ def scope(result: ScanResult) -> Iterator[Made]:
         yield plain("only the forward pass was run")
         return
     default = {True: " (default)", False: ""}
-    batches = [] if setup.steps == 1 else ["a new batch each step" if setup.new_batches else "the same batch each step"]
+    batches = "" if setup.steps == 1 else f", {'a new' if setup.new_batches else 'the same'} batch each step"
     yield say(
         "{steps:count step} of {optimizer:text}, loss: {loss:text}{batches:text}",
         steps=setup.steps,
         optimizer=setup.optimizer + default[setup.default_optimizer],
         loss=setup.loss + default[setup.default_loss],
-        batches=f", {batches[0]}" if batches else "",
+        batches=batches,
     )
 
 

@@ -8,12 +8,11 @@ which the same words are true, or ``@per_scan("inputs", "inputs", …)`` for wha
 from __future__ import annotations
 
 import functools
-import importlib
-import pkgutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from lowprec_check.analysis.run_summary import label
+from lowprec_check.schema.registry import modules_in
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import About, Evidence, Sentence, Statement, Tone, join, joined
 
@@ -75,9 +74,7 @@ def _registered(
 @functools.cache
 def kinds() -> Mapping[str, Kind]:
     """Every kind by its name, in the order in which they are said; each module of this package that registers some is loaded first."""
-    package = __name__.rpartition(".")[0]
-    for module in pkgutil.iter_modules(importlib.import_module(package).__path__):
-        importlib.import_module(f"{package}.{module.name}")
+    modules_in(__name__.rpartition(".")[0])
     return dict(_KINDS)
 
 

@@ -42,7 +42,7 @@ class Int8(Backend):
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The quantized model, calibrated on ``example.calibration()``; the first call compiles it."""
-        from lowprec_check.engine.core.seed import kept_generators
+        from lowprec_check.engine.core.devices import kept_generators
         from lowprec_check.engine.quantize.library import quantize
 
         with kept_generators():

@@ -43,8 +43,8 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
     """
     import torch
 
+    from lowprec_check.engine.core.devices import kept_generators
     from lowprec_check.engine.core.pytree import map_tensors
-    from lowprec_check.engine.core.seed import kept_generators
 
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)

@@ -34,6 +34,7 @@ class _FirstOp(DispatchMode):
 def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtype]:
     """By the name of the function, those that autocast to ``dtype`` casts the inputs of on a type of device.
 
+    ``fp32`` if 16-bit inputs are cast to it, ``low`` if fp32 inputs are; ``inputs`` if only mixed ones are cast.
     Empty if this build of torch or this machine does not have the device.
     """
     key = "AutocastCPU" if device == "cpu" else f"Autocast{device.upper()}"
@@ -42,9 +43,15 @@ def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtyp
         torch.zeros(1, device=device)
         for registered in torch._C._dispatch_get_registrations_for_dispatch_key(key):
             func = aten_overload(registered)
-            policy = func and _policy(func, device, dtype)
-            if func is not None and policy:
-                found.setdefault(func._schema.name.partition("::")[2], policy)
+            if func is None:
+                continue
+            name = func._schema.name.partition("::")[2]
+            if _cast(func, device, dtype, [dtype]) == torch.float32:
+                found.setdefault(name, "fp32")
+            elif _cast(func, device, dtype, [torch.float32]) == dtype:
+                found.setdefault(name, "low")
+            elif _cast(func, device, dtype, [dtype, torch.float32]):
+                found.setdefault(name, "inputs")
     return found
 
 
@@ -56,21 +63,10 @@ def aten_overload(registered: str) -> OpOverload | None:
     return getattr(packet, overload or "default", None)
 
 
-def _policy(func: OpOverload, device: str, low: torch.dtype) -> AutocastDtype | None:
-    """``fp32`` if 16-bit inputs are cast to it, ``low`` if fp32 inputs are; ``inputs`` if only mixed ones are cast."""
-    if _cast(func, device, low, [low]) == torch.float32:
-        return "fp32"
-    if _cast(func, device, low, [torch.float32]) == low:
-        return "low"
-    return "inputs" if _cast(func, device, low, [low, torch.float32]) else None
-
-
 def _cast(func: OpOverload, device: str, low: torch.dtype, dtypes: Sequence[torch.dtype]) -> torch.dtype | None:
     """The dtype that the first input is cast to when the tensors have ``dtypes`` in turn."""
-    mode, tensors = (
-        _FirstOp(),
-        (torch.zeros(2, 2, 2, 2, dtype=dtype, device=device) for dtype in itertools.cycle(dtypes)),
-    )
+    mode = _FirstOp()
+    tensors = (torch.zeros(2, 2, 2, 2, dtype=dtype, device=device) for dtype in itertools.cycle(dtypes))
     required = [a for a in func._schema.arguments if not a.has_default_value()]
     args = [_example(argument.type, tensors) for argument in required if not argument.kwarg_only]
     kwargs = {argument.name: _example(argument.type, tensors) for argument in required if argument.kwarg_only}

@@ -81,9 +81,8 @@ class DispatchMode(TorchDispatchMode):
                     return func(*args, **kwargs)
                 return run_inside(func, args, kwargs, lambda: self)
             keys = autocast_keys(func, self._called)
-            if not is_composite(func) or not are_plain(types):
-                return self.handle(func, args, kwargs, keys)
-            if has_kernel_for(func, _pytree.arg_tree_leaves(*args, **kwargs)):
+            is_made_of_ops = is_composite(func) and are_plain(types)
+            if not is_made_of_ops or has_kernel_for(func, _pytree.arg_tree_leaves(*args, **kwargs)):
                 return self.handle(func, args, kwargs, keys)
             with self:
                 return run_op(composite_kernel(func), args, kwargs, keys + in_place_keys(func))

@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -20,58 +20,50 @@ def leaves(value: Any, *, numbers: bool = False, shared: bool = False) -> Iterat
     With ``numbers``, Python and NumPy numbers and arrays (NumPy's, and objects that NumPy can read as one) are yielded too, as
     tensors: copies, or with ``shared`` tensors on the memory of the array where that is possible.
     """
-    yield from _leaves(value, "", frozenset(), _Arrays(shared) if numbers else None)
+    yield from _leaves(value, "", frozenset(), shared if numbers else None)
 
 
-def _leaves(value: Any, path: str, above: frozenset[int], arrays: _Arrays | None) -> Iterator[tuple[str, torch.Tensor]]:
+def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -> Iterator[tuple[str, torch.Tensor]]:
+    """Those of ``value`` at ``path``, inside the objects ``above``; with ``shared`` ``None``, without numbers and arrays."""
     if isinstance(value, torch.Tensor):
         yield path, value
     elif isinstance(value, (int, float, complex)):
-        if arrays is not None:
+        if shared is not None:
             yield path, torch.tensor(value)
     elif type(value).__module__ == "numpy":
-        if arrays is not None:
-            yield from arrays.leaves(value, path, above)
+        if shared is not None:
+            yield from _leaves_of_array(value, path, above, shared)
     elif id(value) not in above:
-        array = _read_by_numpy(value) if arrays is not None else None
-        if arrays is not None and array is not None:
-            yield from arrays.leaves(array, path, above | {id(value)})
+        if shared is not None and (array := _read_by_numpy(value)) is not None:
+            yield from _leaves_of_array(array, path, above | {id(value)}, shared)
             return
         for key, child in _children(value):
-            yield from _leaves(child, f"{path}.{key}" if path else str(key), above | {id(value)}, arrays)
-
-
-class _Arrays(NamedTuple):
-    """How NumPy arrays become tensors."""
-
-    shared: bool
-    """Whether the tensor is on the memory of the array, if possible."""
-
-    def leaves(self, array: Any, path: str, above: frozenset[int]) -> Iterator[tuple[str, torch.Tensor]]:
-        """The tensor of an array or a NumPy number; of an array of objects, those in its elements; of records, one per field."""
-        dtype = getattr(array, "dtype", None)
-        if dtype is None:
-            return
-        prefix = f"{path}." if path else ""
-        if dtype.kind in "biufc":
-            yield path, self._tensor(array)
-        elif dtype.names:
-            for name in dtype.names:
-                yield from self.leaves(array[name], f"{prefix}{name}", above)
-        elif dtype.kind == "O" and id(array) not in above:
-            for index, item in enumerate(array.ravel().tolist()):
-                yield from _leaves(item, f"{prefix}{index}", above | {id(array)}, self)
-
-    def _tensor(self, array: Any) -> torch.Tensor:
-        try:
-            with warnings.catch_warnings():
-                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
-                return torch.as_tensor(array if self.shared else array.copy())
-        except (TypeError, ValueError):  # a dtype or byte order that torch lacks, or negative strides
-            return torch.as_tensor(array.astype(_WIDEST[array.dtype.kind], order="C"))
+            yield from _leaves(child, f"{path}.{key}" if path else str(key), above | {id(value)}, shared)
 
 
 _WIDEST = {"b": "?", "i": "i8", "u": "u8", "f": "f8", "c": "c16"}
+
+
+def _leaves_of_array(array: Any, path: str, above: frozenset[int], shared: bool) -> Iterator[tuple[str, torch.Tensor]]:
+    """The tensor of an array or a NumPy number; of an array of objects, those in its elements; of records, one per field."""
+    dtype = getattr(array, "dtype", None)
+    if dtype is None:
+        return
+    prefix = f"{path}." if path else ""
+    if dtype.kind in "biufc":
+        try:
+            with warnings.catch_warnings():
+                warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
+                tensor = torch.as_tensor(array if shared else array.copy())
+        except (TypeError, ValueError):  # a dtype or byte order that torch lacks, or negative strides
+            tensor = torch.as_tensor(array.astype(_WIDEST[dtype.kind], order="C"))
+        yield path, tensor
+    elif dtype.names:
+        for name in dtype.names:
+            yield from _leaves_of_array(array[name], f"{prefix}{name}", above, shared)
+    elif dtype.kind == "O" and id(array) not in above:
+        for index, item in enumerate(array.ravel().tolist()):
+            yield from _leaves(item, f"{prefix}{index}", above | {id(array)}, shared)
 
 
 def _read_by_numpy(value: Any) -> Any:
@@ -142,9 +134,7 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         clone = copy.copy(value)
         for name, _ in _children(value):
             item = getattr(value, name)
-            if dataclasses.is_dataclass(item) or not _is_user_object(
-                item
-            ):  # a user's object may refer back to this one
+            if dataclasses.is_dataclass(item) or not _is_user_object(item):  # which may refer back to this one
                 object.__setattr__(clone, name, map_tensors(item, function))
         return clone
     return value

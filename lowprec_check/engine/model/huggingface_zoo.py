@@ -6,7 +6,6 @@ import inspect
 import json
 import os
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +54,8 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
             )
         # the first of several; if there is only one, AutoModel finds it
         model_class = model_class[0] if isinstance(model_class, (list, tuple)) else None
-    if model_class is None:
-        make, code = transformers.AutoModel.from_config, f"transformers.AutoModel.from_config({config_code})"
-    else:
-        make, code = model_class, f"transformers.{model_class.__name__}({config_code})"
-    model = _random_model(make, config, f"transformers:{name}")
-    return _target(f"transformers:{text}", model, config, inputs, code)
+    model, call = _random_model(transformers, model_class, config, f"transformers:{name}")
+    return _target(f"transformers:{text}", model, config, inputs, f"{call}({config_code})")
 
 
 def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
@@ -76,17 +71,15 @@ def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
         ) from None
     architecture = next(iter(content.get("architectures") or ()), None)
     model_class = _attribute(transformers, architecture) if architecture else None
-    maker: Any = model_class if model_class is not None else transformers.AutoModel
     has_weights = any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("pytorch_model*.bin"))
     if has_weights:
+        maker: Any = transformers.AutoModel if model_class is None else model_class
         model, notes = _saved_model(maker, folder)
         code = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)"
     else:
-        make = maker if model_class is not None else maker.from_config
-        model = _random_model(make, config, f"hf:{folder}")
-        config_code = f"transformers.AutoConfig.from_pretrained({folder!r})"
-        call = maker.__name__ if model_class is not None else f"{maker.__name__}.from_config"
-        code, notes = f"transformers.{call}({config_code})", [f"{folder} has no weights: they are random"]
+        model, call = _random_model(transformers, model_class, config, f"hf:{folder}")
+        code = f"{call}(transformers.AutoConfig.from_pretrained({folder!r}))"
+        notes = [f"{folder} has no weights: they are random"]
     target = _target(f"hf:{folder}", model, config, inputs, code)
     return target._replace(notes=(*target.notes, *notes), weights="loaded" if has_weights else "random")
 
@@ -183,8 +176,10 @@ def _make_config(config_class: Any, values: dict[str, Any]) -> Any:
         ) from None
 
 
-def _random_model(make: Callable[[Any], nn.Module], config: Any, what: str) -> nn.Module:
-    """A model with random weights, after its size was checked on the meta device."""
+def _random_model(transformers: Any, model_class: Any, config: Any, what: str) -> tuple[nn.Module, str]:
+    """A model with random weights, after its size was checked on the meta device, and what makes it of ``config``, as code."""
+    make = transformers.AutoModel.from_config if model_class is None else model_class
+    name = "AutoModel.from_config" if model_class is None else model_class.__name__
     try:
         with torch.device("meta"):
             parameters = sum(parameter.numel() for parameter in make(config).parameters())
@@ -192,7 +187,7 @@ def _random_model(make: Callable[[Any], nn.Module], config: Any, what: str) -> n
         parameters = 0
     check_memory(what, parameters, _SMALLER)
     torch.manual_seed(0)
-    return call_user_code(f"Making {what}", lambda: make(config)).eval()
+    return call_user_code(f"Making {what}", lambda: make(config)).eval(), f"transformers.{name}"
 
 
 # -- inputs
@@ -224,9 +219,8 @@ def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) ->
             shape = (1, min(TOKENS, positions) if positions > 0 else TOKENS)  # -1: any number
             vocabulary = int(getattr(text, "vocab_size", None) or 100)
             found[name] = torch.randint(0, vocabulary, shape, generator=generator)
-        elif name in _SHAPES:
-            config_of_part = vision if name == "pixel_values" else config
-            found[name] = torch.randn(_SHAPES[name](config_of_part), generator=generator)
+        elif sizes := _shape(name, vision if name == "pixel_values" else config):
+            found[name] = torch.randn(sizes, generator=generator)
     if main not in found:
         raise UsageError(
             f"{type(model).__name__} takes {main!r}, for which there are no default inputs.",
@@ -235,32 +229,21 @@ def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) ->
     return found
 
 
-def _image_shape(config: Any) -> tuple[int, ...]:
-    """An image, or a clip if the configuration has a number of frames."""
-    size = getattr(config, "image_size", 224)
-    height, width = size if isinstance(size, (list, tuple)) else (size, size)
-    frames = getattr(config, "num_frames", None)
-    return (1, *((frames,) if frames else ()), getattr(config, "num_channels", 3), height, width)
-
-
-def _features_shape(config: Any) -> tuple[int, ...]:
-    """Features of a sound by time, or time by features if a configuration has their number by another name."""
-    for name in ("input_feat_per_channel", "feature_projection_input_dim"):
-        if hasattr(config, name):
-            return (1, 4 * TOKENS, getattr(config, name))
-    return (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500))
-
-
-def _sound_shape(config: Any) -> tuple[int, ...]:
-    """A waveform, with channels if the configuration has their number; or a spectrogram, if it has bins."""
-    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):
+def _shape(name: str, config: Any) -> tuple[int, ...]:
+    """The shape of an input of real numbers, from the configuration of the part that takes it; empty for an unknown name."""
+    if name == "pixel_values":  # an image, or a clip if the configuration has a number of frames
+        size = getattr(config, "image_size", 224)
+        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        frames = getattr(config, "num_frames", None)
+        return (1, *((frames,) if frames else ()), getattr(config, "num_channels", 3), height, width)
+    if name == "input_features":  # of a sound by time, or time by features if their number has another name
+        for features in ("input_feat_per_channel", "feature_projection_input_dim"):
+            if hasattr(config, features):
+                return (1, 4 * TOKENS, getattr(config, features))
+        return (1, getattr(config, "num_mel_bins", 80), 2 * getattr(config, "max_source_positions", 1500))
+    if name != "input_values":
+        return ()
+    if hasattr(config, "num_mel_bins") and hasattr(config, "max_length"):  # a spectrogram
         return (1, config.max_length, config.num_mel_bins)
-    channels = getattr(config, "audio_channels", None)
+    channels = getattr(config, "audio_channels", None)  # a waveform
     return (1, *((channels,) if channels else ()), SAMPLES)
-
-
-_SHAPES: dict[str, Callable[[Any], tuple[int, ...]]] = {
-    "pixel_values": _image_shape,
-    "input_features": _features_shape,
-    "input_values": _sound_shape,
-}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.model.user_code import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, first_line, message_of
 
 PASTE_INPUTS = """Add to the file (a tensor, a tuple, a dict of keyword arguments, or a function that returns one):
@@ -205,17 +205,12 @@ def _items(given: DataLoader[Any] | Dataset[Any] | Iterator[Any]) -> Iterator[An
 
 def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Batch:
     """What ``forward`` needs of the batch ``first``, which ``code`` makes."""
-    try:
-        parameters = list(inspect.signature(forward).parameters.values())
-    except (TypeError, ValueError):
-        parameters = []
-    kinds = {parameter.kind for parameter in parameters}
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    required = sum(parameter.kind in positional and parameter.default is parameter.empty for parameter in parameters)
-    if inspect.Parameter.VAR_POSITIONAL in kinds:  # any number
-        required = 0
+    parameters = parameters_of(forward)
+    kinds = {parameter.kind for parameter in parameters.values()}
+    takes_any_number = inspect.Parameter.VAR_POSITIONAL in kinds
+    required = 0 if takes_any_number else required_arguments(forward)
     if isinstance(first, Mapping):
-        known = first if inspect.Parameter.VAR_KEYWORD in kinds else {parameter.name for parameter in parameters}
+        known = first if inspect.Parameter.VAR_KEYWORD in kinds else parameters
         names, others = [name for name in first if name in known], [name for name in first if name not in known]
         if not others:
             return Batch(first, (note,), (f"inputs = {code}",))
@@ -350,26 +345,20 @@ def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
 
 def inputs_code(value: Any) -> str:
     """Code that makes random inputs like ``value``: tensors, and lists, tuples and mappings of them; other values as they are."""
-    if isinstance(value, Tensor):
-        return _tensor_code(value)
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {inputs_code(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         listed = ", ".join(map(inputs_code, value))
         return f"[{listed}]" if isinstance(value, list) else f"({listed}{',' * (len(value) == 1)})"
-    return repr(value)
-
-
-def _tensor_code(tensor: Tensor) -> str:
-    sizes = ", ".join(map(str, tensor.shape))
-    shape = f"({sizes},)" if tensor.dim() == 1 else f"({sizes})"
-    if tensor.dtype == torch.bool:
-        return f"torch.ones({shape}, dtype=torch.bool)"
-    if tensor.is_floating_point() or tensor.is_complex():
-        dtype = "" if tensor.dtype == torch.float32 else f", dtype={tensor.dtype}"
+    if not isinstance(value, Tensor):
+        return repr(value)
+    sizes = ", ".join(map(str, value.shape))
+    shape = f"({sizes},)" if value.dim() == 1 else f"({sizes})"
+    if value.is_floating_point() or value.is_complex():
+        dtype = "" if value.dtype == torch.float32 else f", dtype={value.dtype}"
         return f"torch.randn({sizes or shape}{dtype})"
-    highest = int(tensor.max()) if tensor.numel() else 0
+    highest = int(value.max()) if value.dtype != torch.bool and value.numel() else 0
     if highest <= 1:
-        return f"torch.ones({shape}, dtype={tensor.dtype})"
-    dtype = "" if tensor.dtype == torch.int64 else f", dtype={tensor.dtype}"
+        return f"torch.ones({shape}, dtype={value.dtype})"
+    dtype = "" if value.dtype == torch.int64 else f", dtype={value.dtype}"
     return f"torch.randint(0, {highest + 1}, {shape}{dtype})"

@@ -7,7 +7,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,20 +60,14 @@ def load_target(spec: str, inputs: tuple[str, ...] = (), weights: str | None = N
     zoo, _, name = spec.partition(":")
     if zoo in ZOOS and not name:
         raise UsageError(f"{spec!r} does not name a model.", f"Pass {FORMS}.")
-    with contextlib.redirect_stdout(sys.stderr), _without_our_arguments(spec), torchvision_works():
-        target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs)
-        if weights is not None:
-            setup = (*target.setup, *load_weights(target.model, weights))
-            target = target._replace(setup=setup, weights="loaded")
-        return call_user_code(f"Reading {type(target.model).__name__}", lambda: check(target))
-
-
-@contextlib.contextmanager
-def _without_our_arguments(spec: str) -> Iterator[None]:
-    """Hide the options of this tool from a file that parses ``sys.argv``."""
-    kept, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec]
+    kept, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec]  # without our options, for a file that parses it
     try:
-        yield
+        with contextlib.redirect_stdout(sys.stderr), torchvision_works():
+            target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs)
+            if weights is not None:
+                setup = (*target.setup, *load_weights(target.model, weights))
+                target = target._replace(setup=setup, weights="loaded")
+            return call_user_code(f"Reading {type(target.model).__name__}", lambda: check(target))
     finally:
         sys.argv = kept
 

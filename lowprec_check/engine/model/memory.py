@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.prepared import Prepared
 

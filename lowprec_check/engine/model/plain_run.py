@@ -19,10 +19,10 @@ from torch.nn.modules.module import register_module_forward_hook
 
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames
+from lowprec_check.engine.core.devices import generator_states, seed_everything
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
 from lowprec_check.engine.core.output_comparison import NOTHING, OutputComparison, compare_outputs, is_zero
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.seed import generator_states, seed_everything
 from lowprec_check.engine.core.source_location import call_model, module_names, traceback_lines
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.core.seed import kept_generators
+from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.quantize import library

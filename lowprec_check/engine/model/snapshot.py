@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowprec_check.engine.core.devices import generator_restorers
 from lowprec_check.engine.core.pytree import slots_of
-from lowprec_check.engine.core.seed import generator_restorers
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.seed import kept_generators
 from lowprec_check.engine.core.source_location import own_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, is_function, take_batch
@@ -89,14 +89,36 @@ class Target(NamedTuple):
         """Everything that is given to the model."""
         return self.args, self.kwargs
 
-    def calibration(self) -> Iterable[Call]:
-        """Inputs to calibrate a quantized model on: those of the file's ``calibration()``, else the inputs.
+    def calibration(self) -> Iterator[Call]:
+        """Yield inputs to calibrate a quantized model on: those of the file's ``calibration()``, else the inputs.
 
-        Raises :class:`UsageError` while they are read, if they are empty or not like the inputs.
+        Raises :class:`UsageError` if a batch is not like the inputs, or if there is none.
         """
         if self.calibrate is None:
-            return [self.calibration_inputs or self.inputs]
-        return _calibration_calls(self)
+            yield self.calibration_inputs or self.inputs
+            return
+        number = 0
+        batches: Any = call_function("calibration", self.calibrate) if is_function(self.calibrate) else self.calibrate
+        if not _are_batches(batches):
+            raise UsageError(
+                f"`calibration` returned an object of type {type_name(batches)}, not a list of batches.",
+                _PASTE_CALIBRATION,
+            )
+        source, end = iter(batches), object()
+        while (batch := call_user_code("Reading `calibration`", lambda: next(source, end))) is not end:
+            number += 1
+            args, kwargs, form = as_call(batch, forward_of(self.model))
+            expected, places = (sorted(path for path, _ in leaves(call)) for call in (self.inputs, (args, kwargs)))
+            if form != self.form or places != expected:
+                found, wanted = (f"{len(each)} tensor{'' if len(each) == 1 else 's'}" for each in (places, expected))
+                raise UsageError(
+                    f"Batch {number} of `calibration` has type {type_name(batch)} with {found}; "
+                    f"the inputs are {wanted}, given by {self.form}.",
+                    "Yield batches in the form of `inputs`, without targets.",
+                )
+            yield args, kwargs
+        if not number:
+            raise UsageError("`calibration` is empty: it has no batch.", _PASTE_CALIBRATION)
 
     @property
     def calibration_code(self) -> str:
@@ -329,28 +351,3 @@ def check_calibration(given: Any, name: str) -> Any:
 
 def _are_batches(given: Any) -> bool:
     return isinstance(given, Iterable) and not isinstance(given, (Tensor, Mapping, str, bytes))
-
-
-def _calibration_calls(target: Target) -> Iterator[Call]:
-    """Yield a call for each batch; raises :class:`UsageError` for one that is not like the inputs, or if there is none."""
-    given, number = target.calibrate, 0
-    batches: Any = call_function("calibration", given) if is_function(given) else given
-    if not _are_batches(batches):
-        raise UsageError(
-            f"`calibration` returned an object of type {type_name(batches)}, not a list of batches.", _PASTE_CALIBRATION
-        )
-    source, end = iter(batches), object()
-    while (batch := call_user_code("Reading `calibration`", lambda: next(source, end))) is not end:
-        number += 1
-        args, kwargs, form = as_call(batch, forward_of(target.model))
-        expected, places = (sorted(path for path, _ in leaves(call)) for call in (target.inputs, (args, kwargs)))
-        if form != target.form or places != expected:
-            found, wanted = (f"{len(each)} tensor{'' if len(each) == 1 else 's'}" for each in (places, expected))
-            raise UsageError(
-                f"Batch {number} of `calibration` has type {type_name(batch)} with {found}; "
-                f"the inputs are {wanted}, given by {target.form}.",
-                "Yield batches in the form of `inputs`, without targets.",
-            )
-        yield args, kwargs
-    if not number:
-        raise UsageError("`calibration` is empty: it has no batch.", _PASTE_CALIBRATION)

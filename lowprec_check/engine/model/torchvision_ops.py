@@ -27,6 +27,8 @@ NOTE = (
 )
 
 _NAMES = {torch.float16: "Half", torch.bfloat16: "BFloat16"}
+_ROWS, _REGIONS = 256, 64
+"""Boxes and regions that are computed at a time, to save memory."""
 _libraries: list[Any] = []
 
 
@@ -122,28 +124,22 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
     boxes = dets[order]
     kept = torch.ones(len(order), dtype=torch.bool)
     for start in range(0, len(order), _ROWS):
-        overlaps = _overlaps(boxes[start : start + _ROWS], boxes) > iou_threshold
-        for row, overlapping in enumerate(overlaps, start):
+        some = boxes[start : start + _ROWS]
+        sides = torch.minimum(some[:, None, 2:], boxes[:, 2:]) - torch.maximum(some[:, None, :2], boxes[:, :2])
+        common = sides.clamp(min=0).prod(2)
+        areas = [(each[:, 2:] - each[:, :2]).prod(1) for each in (some, boxes)]
+        union = areas[0][:, None] + areas[1] - common
+        overlaps = (common / union).nan_to_num(0.0)  # of an empty union: 0
+        for row, overlapping in enumerate(overlaps > iou_threshold, start):
             if kept[row]:
                 kept[row + 1 :].logical_and_(overlapping[row + 1 :].logical_not())
     return order[kept]
 
 
-_ROWS = 256
-
-
-def _overlaps(some: Tensor, others: Tensor) -> Tensor:
-    """Intersection over union of boxes (M, 4) with others (N, 4), as (M, N); 0 if the union is empty."""
-    sides = torch.minimum(some[:, None, 2:], others[:, 2:]) - torch.maximum(some[:, None, :2], others[:, :2])
-    common = sides.clamp(min=0).prod(2)
-    areas = [(boxes[:, 2:] - boxes[:, :2]).prod(1) for boxes in (some, others)]
-    return (common / (areas[0][:, None] + areas[1] - common)).nan_to_num(0.0)
-
-
 def roi_align(input: Tensor, rois: Tensor, *options: Any) -> Tensor:
     """Features (K, C, height, width) of regions ``rois`` (K, 5) of ``input`` (N, C, H, W); fp32, fp64 or fp16.
 
-    Runs torchvision's own Python implementation, for a few regions at a time to save memory.
+    Runs torchvision's own Python implementation.
     """
     if input.dtype != rois.dtype:
         raise RuntimeError("input should have the same type as rois")
@@ -153,27 +149,21 @@ def roi_align(input: Tensor, rois: Tensor, *options: Any) -> Tensor:
     return torch.cat(parts).to(input.dtype)
 
 
-_REGIONS = 64
-
-
 def _raise_if_unsupported(tensor: Tensor, kernel: str, *dtypes: torch.dtype) -> None:
     if tensor.dtype in dtypes:
         raise NotImplementedError(f"\"{kernel}\" not implemented for '{_NAMES[tensor.dtype]}'")
 
 
-@contextlib.contextmanager
-def _without_autocast() -> Iterator[None]:
-    with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
-        yield
+_AUTOCAST = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)
 
 
 def _nms_in_fp32(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    with _without_autocast():
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         kept: Tensor = torch.ops.torchvision.nms(dets.float(), scores.float(), iou_threshold)
     return kept
 
 
 def _roi_align_in_fp32(input: Tensor, rois: Tensor, *options: Any) -> Tensor:
-    with _without_autocast():
+    with torch._C._ExcludeDispatchKeyGuard(_AUTOCAST):
         aligned: Tensor = torch.ops.torchvision.roi_align(input.float(), rois.float(), *options)
     return aligned.to(input.dtype)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.model.user_code import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, message_of, type_name
 
 MakeOptimizer = Callable[[Iterable[nn.Parameter]], torch.optim.Optimizer]
@@ -36,7 +36,7 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> 
     """
     if loss is None:
         return _default_loss(output)
-    if _required(loss) <= 1:
+    if required_arguments(loss) <= 1:
         found = loss(output)
     else:
         args, kwargs = (given.targets, {}) if given.targets else (given.args, given.kwargs)
@@ -56,16 +56,6 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> 
             "Return a scalar tensor, for example torch.nn.functional.cross_entropy(output, labels).",
         )
     return found
-
-
-def _required(loss: Callable[..., Any]) -> int:
-    """The number of positional arguments that ``loss``, a function or a module, must get; 1 if that is unknown."""
-    try:
-        parameters = inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).parameters.values()
-    except (TypeError, ValueError):
-        return 1
-    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return sum(found.kind in positional and found.default is found.empty for found in parameters)
 
 
 class _OwnLoss(NamedTuple):
@@ -131,7 +121,7 @@ def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targe
     """The loss for an ``output`` of the model, which is called as ``form``: ``model(*inputs)``."""
     if loss is not None:
         words = f"{getattr(loss, '__name__', type(loss).__name__)} of the file"
-        if _required(loss) <= 1:
+        if required_arguments(loss) <= 1:
             return DescribedLoss(words)
         if targets_code:
             return DescribedLoss(words, "loss(output, *targets)", (f"targets = {targets_code}",))
@@ -198,10 +188,7 @@ def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     """Make the optimizer for copies of ``parameters``, as some ways to train do; raises :class:`UsageError` if that is not possible."""
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     made = call_user_code("Calling optimizer(parameters)", lambda: make_optimizer(optimizer, copies))
-    try:
-        needs = inspect.signature(made.step).parameters.values()
-    except (TypeError, ValueError):
-        return
+    needs = parameters_of(made.step).values()
     if any(need.default is need.empty and need.kind is need.POSITIONAL_OR_KEYWORD for need in needs):
         raise UsageError(
             f"{type(made).__name__}.step() needs a closure, and a scan of training calls step() without one.",
@@ -261,11 +248,7 @@ def optimizer_like(parameters):  # as `optimizer`, which a scheduler may have ch
 
 def describe_optimizer(made: torch.optim.Optimizer) -> str:
     """``SGD(lr=0.1, momentum=0.9)``: the learning rate, weight decay, and settings that differ from the defaults of the class."""
-    try:
-        parameters = dict(inspect.signature(type(made)).parameters)
-    except (TypeError, ValueError):
-        parameters = {}
-    usual = {name: found.default for name, found in parameters.items()}
+    usual = {name: found.default for name, found in parameters_of(type(made)).items()}
     settings = []
     for name in made.defaults:
         values = list(dict.fromkeys(_number(group.get(name)) for group in made.param_groups))

@@ -84,6 +84,21 @@ def call_function(name: str, work: Callable[[], T]) -> T:
     return call_user_code(f"Calling {name}()", work, f"Make sure that {name}() needs no arguments.")
 
 
+def parameters_of(function: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters of a function, a class or a module's ``forward``; empty if they are unknown."""
+    try:
+        return dict(inspect.signature(function.forward if isinstance(function, nn.Module) else function).parameters)
+    except (TypeError, ValueError):
+        return {}
+
+
+def required_arguments(function: Callable[..., Any]) -> int:
+    """The number of positional arguments that ``function`` must get; 0 if that is unknown."""
+    positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    known = parameters_of(function).values()
+    return sum(found.kind in positional and found.default is found.empty for found in known)
+
+
 def attribute_of(module: types.ModuleType, name: str, default: Any = None) -> Any:
     """``getattr(module, name, default)``; raises :class:`UsageError` if the module's own ``__getattr__`` fails."""
     return call_user_code(f"Reading {module.__name__}.{name}", lambda: getattr(module, name, default))

@@ -41,8 +41,13 @@ def import_file(path: Path) -> types.ModuleType:
     if (root / "__init__.py").exists():
         while (root / "__init__.py").exists():
             parent, root = f"{root.name}.{parent}" if parent else root.name, root.parent
-    elif _RELATIVE_IMPORT.search(content.decode("utf-8", "replace")) or _is_taken(path):
-        # treat the folder as a package, so that `from .helper import x` works
+    elif (
+        _RELATIVE_IMPORT.search(content.decode("utf-8", "replace"))
+        or path.stem in sys.modules
+        or _is_taken(path.stem, str(path), None)
+    ):
+        # treat the folder as a package, so that `from .helper import x` works; a file whose name is not that of another module keeps
+        # its name, by which processes that it spawns import it
         parent = f"_lowprec_target_{root.name}"
         sys.modules[parent] = types.ModuleType(parent)
         sys.modules[parent].__path__ = [str(root)]
@@ -62,14 +67,10 @@ def import_file(path: Path) -> types.ModuleType:
     return call_user_code(f"The import of {path.name}", execute)
 
 
-def _is_taken(path: Path) -> bool:
-    """Whether the name of the file is that of another module. If not, it keeps its name, by which processes it spawns import it."""
-    installed = PathFinder.find_spec(path.stem)
-    return (
-        path.stem in sys.stdlib_module_names
-        or path.stem in sys.modules
-        or (installed is not None and installed.origin != str(path))
-    )
+def _is_taken(name: str, file: str | None, folders: list[str] | None) -> bool:
+    """Whether ``name`` is that of a module of Python, or of one in ``folders`` (by default the module path) other than ``file``."""
+    found = PathFinder.find_spec(name, folders)
+    return name in sys.stdlib_module_names or (found is not None and found.origin != file)
 
 
 def import_name(name: str) -> types.ModuleType:
@@ -163,8 +164,9 @@ class UserImports:
         """Restore the module path to ``path``, and remove modules not in ``known`` that stand for installed ones."""
         self._path, sys.path[:] = list(sys.path), path
         added = {os.path.abspath(folder) for folder in self._path if isinstance(folder, str) and folder not in path}
-        new = sys.modules.keys() - known
-        replaced = {name for name in new if "." not in name and _folder(name) in added and _is_installed(name, path)}
+        new, folders = sys.modules.keys() - known, [folder for folder in path if isinstance(folder, str)]
+        top = [name for name in new if "." not in name and _folder(name) in added]
+        replaced = {name for name in top if _is_taken(name, sys.modules[name].__file__, folders)}
         for name in new:
             if name.partition(".")[0] in replaced:
                 self._modules[name] = sys.modules.pop(name)
@@ -187,8 +189,3 @@ def _folder(name: str) -> str | None:
         return None
     folder, base = os.path.split(os.path.abspath(file))
     return os.path.dirname(folder) if base == "__init__.py" else folder
-
-
-def _is_installed(name: str, path: list[str]) -> bool:
-    found = PathFinder.find_spec(name, [folder for folder in path if isinstance(folder, str)])
-    return name in sys.stdlib_module_names or (found is not None and found.origin != sys.modules[name].__file__)

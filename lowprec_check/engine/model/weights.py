@@ -126,28 +126,17 @@ class _Roles(NamedTuple):
 
 
 _PRODUCTS = {
-    "mm": _Roles((0, 1)),
-    "bmm": _Roles((0, 1)),
-    "mv": _Roles((0, 1)),
-    "dot": _Roles((0, 1)),
-    "addmm": _Roles((1, 2), 0),
-    "addmv": _Roles((1, 2), 0),
-    "baddbmm": _Roles((1, 2), 0),
-    "linear": _Roles((1,), 2),
-    "convolution": _Roles((1,), 2),
-    "_convolution": _Roles((1,), 2),
-    "_grouped_mm": _Roles((0, 1)),
+    **dict.fromkeys(("mm", "bmm", "mv", "dot", "_grouped_mm"), _Roles((0, 1))),
+    **dict.fromkeys(("addmm", "addmv", "baddbmm"), _Roles((1, 2), 0)),
+    **dict.fromkeys(("linear", "convolution", "_convolution"), _Roles((1,), 2)),
     "embedding": _Roles((0,)),
 }
 """Ops that sum over products with a weight, by the name of the aten op."""
 
+_BATCH_NORMS = ("native_batch_norm", "_native_batch_norm_legit", "_native_batch_norm_legit_no_training")
 _FACTORS = {
-    "mul": _Roles((0, 1)),
-    "mul_": _Roles((0, 1)),
-    "native_batch_norm": _Roles((1,), 2),
-    "_native_batch_norm_legit": _Roles((1,), 2),
-    "_native_batch_norm_legit_no_training": _Roles((1,), 2),
-    "native_group_norm": _Roles((1,), 2),
+    **dict.fromkeys(("mul", "mul_"), _Roles((0, 1))),
+    **dict.fromkeys((*_BATCH_NORMS, "native_group_norm"), _Roles((1,), 2)),
     "native_layer_norm": _Roles((2,), 3),
     "_fused_rms_norm": _Roles((2,)),
 }

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import Tensor, nn
 
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.suspects import blame
-from lowprec_check.engine.core.seed import kept_generators
+from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.machine import Machine, environment, prepared_runs, version
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.apply import describe_modules
@@ -25,7 +25,8 @@ from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced
-from lowprec_check.schema.options import PlanOptions, called_with, option
+from lowprec_check.schema.called_with import called_with
+from lowprec_check.schema.options import PlanOptions, option
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.scan_result import Run
@@ -38,6 +39,8 @@ QUICK = Limits(max_trials=60, seconds=120.0)
 class PlanArguments(PlanOptions):
     """The keyword arguments of :func:`find_plan`."""
 
+    use_metric: bool = field(default=False, init=False)
+    predict: bool = field(default=True, init=False)
     loss: Callable[[Any], Tensor] | None = option(None, "loss(output) -> tensor, run as part of the model.")
     metric: Callable[[nn.Module], float] | None = option(
         None, "metric(model) -> float, higher is better; used instead of the tolerance."
@@ -99,7 +102,7 @@ def growing_planning(
         )
     parse_withheld(options.without_kernel)
     machine, isolation = prepared_runs(
-        source, isolation, options.device, lambda: Machine(environment=environment(options.device))
+        source, isolation, options.device_name, lambda: Machine(environment=environment(options.device_name))
     )
     settings = RunOptions(
         device=machine.runs_on,

@@ -1,1 +1,1 @@
-"""Runs of a model in worker processes: jobs, messages, supervision."""
+"""Runs of a model in worker processes: tasks, messages, what happens to a worker, and the saved run."""

@@ -11,7 +11,7 @@ import msgspec
 
 from lowprec_check.analysis.error_shares import blamed_modules
 from lowprec_check.analysis.run_summary import error_of, ranges_by_place
-from lowprec_check.engine.core.seed import kept_generators
+from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
@@ -53,62 +53,58 @@ def with_ablation(runs: TargetRuns, run: Run) -> Run:
     return msgspec.structs.replace(run, ablation=ablation)
 
 
-class FurtherBatches:
-    """The target with the inputs of batch 1, 2, …; the scan runs batch 0 itself."""
+def run_references(batches: Sequence[TargetRuns], first: Run) -> None:
+    """Run fp32 on each batch after ``first``, that of batch 0. Raises :class:`UsageError` naming a batch on which it fails."""
+    for number, batch in enumerate(batches, start=1):
+        try:
+            batch.reference(timed_as=first)
+        except UsageError as error:
+            raise UsageError(f"On batch {number} of `inputs`: {error.message}", error.hint) from None
 
-    def __init__(self, batches: Sequence[TargetRuns]) -> None:
-        self.batches = batches
 
-    def references(self, first: Run) -> None:
-        """Run fp32 on each batch; ``first`` is that of batch 0. Raises :class:`UsageError` naming a batch on which it fails."""
-        for number, batch in enumerate(self.batches, start=1):
-            try:
-                batch.reference(timed_as=first)
-            except UsageError as error:
-                raise UsageError(f"On batch {number} of `inputs`: {error.message}", error.hint) from None
+def checked_on(batches: Sequence[TargetRuns], run: Run) -> Run:
+    """``run``, if it passes on batch 0, with what the other ``batches`` show.
 
-    def check(self, run: Run) -> Run:
-        """``run``, if it passes on batch 0, with what the others show.
+    If it fails on one of them, its status and explanation are of that batch, and those after it are not run. The op-by-op
+    analysis leaves out local errors, unless the batch fails.
+    """
+    if run.status != "ok" or not batches:
+        return run
+    runs = [run]
+    for number, batch in enumerate(batches, start=1):
+        found = _run_on(batch, run)
+        runs.append(found)
+        if found.status not in _PASSING:
+            return msgspec.structs.replace(
+                found,
+                failed_batch=number,
+                batches=_ranges_of(runs),
+                explained_by=found.explained_by or run.explained_by,
+                notes=list(dict.fromkeys([*run.notes, *found.notes])),
+                **{name: getattr(run, name) for name in _OF_FIRST_BATCH},
+            )
+    worst = max((known for known in runs if known.status == "ok"), key=error_of)
+    notes = [
+        f"batch {number}: {found.status}; {note}"
+        for number, found in enumerate(runs)
+        if found.status != "ok"
+        for note in found.notes or [found.reason or "its output holds nothing to compare with fp32's"]
+    ]
+    return msgspec.structs.replace(
+        run, output_error=worst.output_error, notes=[*run.notes, *notes], batches=_ranges_of(runs)
+    )
 
-        If it fails on one of them, its status and explanation are of that batch, and those after it are not run. The op-by-op
-        analysis leaves out local errors, unless the batch fails.
-        """
-        if run.status != "ok" or not self.batches:
-            return run
-        runs = [run]
-        for number, batch in enumerate(self.batches, start=1):
-            found = self._run(batch, run)
-            runs.append(found)
-            if found.status not in _PASSING:
-                return msgspec.structs.replace(
-                    found,
-                    failed_batch=number,
-                    batches=_ranges_of(runs),
-                    explained_by=found.explained_by or run.explained_by,
-                    notes=list(dict.fromkeys([*run.notes, *found.notes])),
-                    **{name: getattr(run, name) for name in _OF_FIRST_BATCH},
-                )
-        worst = max((known for known in runs if known.status == "ok"), key=error_of)
-        notes = [
-            f"batch {number}: {found.status}; {note}"
-            for number, found in enumerate(runs)
-            if found.status != "ok"
-            for note in found.notes or [found.reason or "its output holds nothing to compare with fp32's"]
-        ]
-        return msgspec.structs.replace(
-            run, output_error=worst.output_error, notes=[*run.notes, *notes], batches=_ranges_of(runs)
-        )
 
-    def _run(self, batch: TargetRuns, run: Run) -> Run:
-        key, analyzed = (run.precision, run.backend, run.memory_format), bool(run.op_calls)
-        if not analyzed:
-            return batch.run(*key, measured=False, instrumented=False)
-        light = "accumulated" if batch.options.errors == "both" else batch.options.errors
-        found = batch.run(*key, measured=False, errors=light)
-        if found.status in _PASSING or light == batch.options.errors:
-            return found
-        again = batch.run(*key, measured=False)
-        return again if again.status == found.status else found
+def _run_on(batch: TargetRuns, run: Run) -> Run:
+    key, analyzed = (run.precision, run.backend, run.memory_format), bool(run.op_calls)
+    if not analyzed:
+        return batch.run(*key, measured=False, instrumented=False)
+    light = "accumulated" if batch.options.errors == "both" else batch.options.errors
+    found = batch.run(*key, measured=False, errors=light)
+    if found.status in _PASSING or light == batch.options.errors:
+        return found
+    again = batch.run(*key, measured=False)
+    return again if again.status == found.status else found
 
 
 def _ranges_of(runs: Sequence[Run]) -> BatchRanges:
@@ -123,7 +119,7 @@ def _ranges_of(runs: Sequence[Run]) -> BatchRanges:
 @contextlib.contextmanager
 def open_batches(
     source: TargetSource, number: int, options: RunOptions, isolation: Isolation, on_progress: OnProgress | None = None
-) -> Iterator[FurtherBatches]:
+) -> Iterator[list[TargetRuns]]:
     """Yield the batches after the first of ``number``; raises :class:`UsageError` if `inputs` has fewer.
 
     Nothing is timed in a scenario on them.
@@ -135,7 +131,7 @@ def open_batches(
             report = None if on_progress is None else functools.partial(_report_batch, on_progress, index)
             opened = open_runs(source.batch(index, options.seed), options, isolation, report)
             batches.append(stack.enter_context(opened))
-        yield FurtherBatches(batches)
+        yield batches
 
 
 def _report_batch(on_progress: OnProgress, number: int, run: str, doing: str) -> None:

@@ -27,6 +27,9 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> Model
     notes += fp32.notes
     if fp32.output_is_zero:
         notes.append("the fp32 output is all zeros (a zero-initialized head?)")
+    # Pasted code can cast the inputs if torch's pytree finds every tensor of them.
+    reached = tree_flatten((target.args, target.kwargs))[0]
+    castable = sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))
     return ModelInfo(
         name=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -37,7 +40,7 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> Model
         call=target.form,
         calibration=target.calibration_code,
         setup=_training_setup(target) if trains else list(target.setup),
-        castable=_is_castable(target),
+        castable=castable,
         layout=_layout(target),
         source=target.source,
         caller=target.caller,
@@ -73,12 +76,6 @@ def _training_setup(target: Target) -> list[str]:
         else:
             lines.append(line)
     return [*lines, *([] if target.model.training else ["model.train()"])]
-
-
-def _is_castable(target: Target) -> bool:
-    """Whether torch's pytree finds every tensor of the inputs, so that pasted code can cast them."""
-    reached = tree_flatten((target.args, target.kwargs))[0]
-    return sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))
 
 
 def _layout(target: Target) -> InputLayout:

@@ -100,8 +100,24 @@ class OnBackend:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the backend prepared, and the loss if there is one."""
         if self._call is None:
-            self.prepared = self._prepare(args, kwargs)
-            self._call = self._target.call(self.prepared)
+            ready, backend = self._ready, self._backend
+
+            def calibration() -> Iterable[Call]:
+                return (ready.inputs(*call) for call in self._target.calibration())
+
+            self._example = Example(
+                args=args,
+                kwargs=kwargs,
+                precision=ready.precision,
+                device=ready.device.type,
+                calibration=calibration,
+            )
+            prepared: Any = backend.prepare(ready.model, self._example)
+            if not callable(prepared):
+                kind = type(prepared).__name__
+                raise TypeError(f"prepare of the backend {backend.name} returned {kind}, which cannot be called")
+            self.prepared = prepared
+            self._call = self._target.call(prepared)
         return self._call(*args, **kwargs)
 
     def layer_errors(self) -> list[LayerError]:
@@ -109,26 +125,6 @@ class OnBackend:
         if self._example is None:
             return []
         return self._backend.layer_errors(self.prepared, self._ready.model, self._example)
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[..., Any]:
-        ready = self._ready
-
-        def calibration() -> Iterable[Call]:
-            return (ready.inputs(*call) for call in self._target.calibration())
-
-        self._example = Example(
-            args=args,
-            kwargs=kwargs,
-            precision=ready.precision,
-            device=ready.device.type,
-            calibration=calibration,
-        )
-        prepared: Any = self._backend.prepare(ready.model, self._example)
-        if not callable(prepared):
-            kind = type(prepared).__name__
-            raise TypeError(f"prepare of the backend {self._backend.name} returned {kind}, which cannot be called")
-        called: Callable[..., Any] = prepared
-        return called
 
 
 # -- For the user's metric: a module of its own, which accepts fp32 inputs on the CPU

@@ -22,8 +22,18 @@ _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't a
 def check_reference(task: RunTask, outcome: Outcome, target: Target) -> PlainResult:
     """What the fp32 run found; raises :class:`UsageError` if it took too long, crashed, failed, or gave NaN or Inf."""
     plain = outcome.plain
+    if plain is None and outcome.ended == "timeout":
+        where = f"; it was at {outcome.line}" if outcome.line else ""
+        raise UsageError(
+            f"The model did not finish in fp32 within {task.budget:g} s{where}.",
+            "Increase --budget, or use smaller inputs.",
+        )
     if plain is None:
-        raise UsageError(*_missing_reference(outcome, task.budget))
+        is_killed = signal_name(outcome.exit_code) == "SIGKILL"
+        first = "Run the model without this tool first: a scan needs a model that works in fp32."
+        raise UsageError(
+            f"The model crashed in fp32: {outcome.reason}.", f"If memory ran out: {_SMALLER}." if is_killed else first
+        )
     if plain.exception is not None:
         raise UsageError(*failed_reference(plain, target, task.shown_device, predicted=task.predicted is not None))
     if plain.status == "nonfinite" and task.steps:
@@ -45,22 +55,6 @@ def check_reference(task: RunTask, outcome: Outcome, target: Target) -> PlainRes
             f"The model's fp32 output has NaN or Inf, first produced by {op}{place}{line}.", "Fix it in fp32 first."
         )
     return plain
-
-
-def _missing_reference(outcome: Outcome, budget: float) -> tuple[str, str]:
-    """The fp32 run took too long or crashed."""
-    if outcome.ended == "timeout":
-        where = f"; it was at {outcome.line}" if outcome.line else ""
-        return (
-            f"The model did not finish in fp32 within {budget:g} s{where}.",
-            "Increase --budget, or use smaller inputs.",
-        )
-    if signal_name(outcome.exit_code) == "SIGKILL":
-        return f"The model crashed in fp32: {outcome.reason}.", f"If memory ran out: {_SMALLER}."
-    return (
-        f"The model crashed in fp32: {outcome.reason}.",
-        "Run the model without this tool first: a scan needs a model that works in fp32.",
-    )
 
 
 def failed_reference(plain: PlainResult, target: Target, device: str, *, predicted: bool = False) -> tuple[str, str]:

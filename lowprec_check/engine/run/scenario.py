@@ -9,9 +9,9 @@ import statistics
 import torch
 
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.run.launcher import TaskWorker, start_worker
 from lowprec_check.engine.run.messages import InstanceTimed, Loaded, Ready, TaskMessage
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.task_process import TaskWorker, start_worker
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask
 from lowprec_check.engine.run.turns import INSTANCE_SECONDS
 from lowprec_check.engine.run.worker import work

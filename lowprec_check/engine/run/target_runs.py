@@ -307,13 +307,12 @@ class TargetRuns:
                 f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"
             )
         precision = PRECISIONS.get(key.precision)
-        if self.options.predicted is not None and precision.kind in ("cast", "autocast"):
-            problem = why_not_covered(precision)
-            if problem is not None:
-                return f"nothing can be predicted: {problem}"
         reason = backend.skip_reason(precision, key.device, key.memory_format)
         if self.options.predicted is None:  # torch disables the autocast of a device that is not here
             reason = reason or autocast_problem(precision, device_type(key.device))
+        elif precision.kind in ("cast", "autocast"):
+            problem = why_not_covered(precision)
+            reason = f"nothing can be predicted: {problem}" if problem is not None else reason
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
         return reason or why_too_large(target.model, self.options.device, self.isolation, peak, self._files)

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import cloudpickle
 import torch
 
-from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork
-from lowprec_check.engine.core.seed import seed_everything
+from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.target import Target
@@ -60,7 +59,7 @@ class TargetSource:
         self.reload = reload
         self.best: Isolation = best or best_isolation(can_spawn=reload is not None)
         self.kept = kept or KeptWorker()
-        """The worker that all jobs share, with ``isolation="shared"``."""
+        """The worker that all tasks share, with ``isolation="shared"``."""
         self._imports = imports
         self._fork_fails = False
         self._pickled: int | None = None
@@ -116,7 +115,17 @@ class TargetSource:
         if self.reload is not None:
             return FreshLoad(self.reload)
         if self._pickled is None:
-            self._pickled = _pickle(self.target)
+            descriptor = shared_file()
+            try:
+                with os.fdopen(os.dup(descriptor), "wb") as file:
+                    cloudpickle.dump(self.target, file)  # with what the main script defines, which need not run again
+            except Exception as error:
+                os.close(descriptor)
+                raise UsageError(
+                    f"The model cannot be sent to a fresh interpreter: {type_name(error)}: {first_line(message_of(error))}",
+                    "Scan its file with: lowprec-check scan FILE.",
+                ) from None
+            self._pickled = descriptor
         return FreshLoad(functools.partial(_unpickle, self._pickled), (self._pickled,))
 
     def batch(self, number: int, seed: int) -> TargetSource:
@@ -126,7 +135,7 @@ class TargetSource:
         return TargetSource(self.target.batch(number), reload, self._imports, self.best, self.kept)
 
     def close(self) -> None:
-        """End the worker that jobs share, and free the pickled target."""
+        """End the worker that tasks share, and free the pickled target."""
         self.kept.end()
         if self._pickled is not None:
             os.close(self._pickled)
@@ -137,21 +146,6 @@ def _load_batch(load: Load, number: int, seed: int) -> Target:
     target = load()
     seed_everything(seed + number)
     return target.batch(number)
-
-
-def _pickle(target: Target) -> int:
-    """Pickle by value what the main script defines, so that the fresh interpreter need not run the script."""
-    descriptor = shared_file()
-    try:
-        with os.fdopen(os.dup(descriptor), "wb") as file:
-            cloudpickle.dump(target, file)
-    except Exception as error:
-        os.close(descriptor)
-        raise UsageError(
-            f"The model cannot be sent to a fresh interpreter: {type_name(error)}: {first_line(message_of(error))}",
-            "Scan its file with: lowprec-check scan FILE.",
-        ) from None
-    return descriptor
 
 
 def _unpickle(descriptor: int) -> Target:

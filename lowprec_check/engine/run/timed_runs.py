@@ -15,10 +15,10 @@ import torch
 
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, latency_outside_rounds
 from lowprec_check.engine.core.devices import free_memory
+from lowprec_check.engine.run.launcher import TaskWorker, start_worker
 from lowprec_check.engine.run.messages import Loaded, NextTurn, Ready, TaskMessage, TurnTimed
 from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.task_process import TaskWorker, start_worker
 from lowprec_check.engine.run.tasks import ModelTask, TimeTask, TurnsTask
 from lowprec_check.engine.run.turns import RoundSchedule
 from lowprec_check.process.function_worker import Ended

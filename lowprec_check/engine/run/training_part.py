@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import NARROW, underflows
 from lowprec_check.engine.core.output_comparison import compare_outputs
-from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error
 from lowprec_check.engine.model.prepared import Prepared

@@ -218,7 +218,7 @@ ROUNDS_SECONDS = 1.5
 
 
 class RoundSchedule:
-    """Iterates over the rows to time, the first of which is fp32; :meth:`add` takes what was measured."""
+    """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was measured."""
 
     def __init__(self, rows: int, seconds: float | None = None) -> None:
         """``seconds``: how long rounds are repeated, after the first :data:`FEW`; by default :data:`ROUNDS_SECONDS`."""

@@ -1,30 +1,43 @@
-"""What a worker process does: gets the target, works on a task, sends what it finds, and at last how the task ended.
-
-A shared worker does one task after another. After the results of each are sent, it checks itself, so that what fails then
-costs no row.
-"""
+"""What a worker does: gets the target, runs the model as its task says, sends what it finds, and at last how the task ended."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import faulthandler
 import functools
 import pickle
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
+import msgspec
 import torch
+from torch import Tensor
 
-from lowprec_check.engine.core.compiled import own_compiled_code
+from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import check_accelerators
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error
+from lowprec_check.engine.model.plain_run import PlainResult, describe_error, reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.leftovers import Leftovers
-from lowprec_check.engine.run.messages import CallStarted, Checked, Loaded, PartFailed, Send, TaskMessage, encode
+from lowprec_check.engine.run.memory_limits import allowance
+from lowprec_check.engine.run.messages import (
+    CallStarted,
+    Checked,
+    GapFound,
+    Loaded,
+    OpCallsFound,
+    PartFailed,
+    Predicted,
+    Send,
+    StandInOps,
+    TaskMessage,
+    encode,
+)
 from lowprec_check.engine.run.place_log import note_model, packages_of
-from lowprec_check.engine.run.preparation import on_device
-from lowprec_check.engine.run.run_model import predict_formats, run_model, train_with_extension
+from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart, judge_with_same_draws
+from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_backend, on_device, prepared_for
 from lowprec_check.engine.run.tasks import (
+    AnalysisTask,
     ExplainTask,
     ExtensionTask,
     InstanceTask,
@@ -34,15 +47,30 @@ from lowprec_check.engine.run.tasks import (
     TurnsTask,
     WhatIfTask,
 )
+from lowprec_check.engine.run.training_part import TrainingPart
+from lowprec_check.engine.run.training_reference import ReferenceTraining
 from lowprec_check.engine.run.turns import Receive, time_in_place, time_instance, time_turns
-from lowprec_check.engine.stand_in.stand_in_process import become_stand_in, check_process
-from lowprec_check.errors import UsageError, first_line, message_of
+from lowprec_check.engine.stand_in.stand_in_process import (
+    assumed_ops,
+    become_stand_in,
+    check_process,
+    known_ops,
+    standing_in,
+)
+from lowprec_check.engine.trace.execution import Emulation
+from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
+from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.places import CallSite
+from lowprec_check.engine.trace.plain_modes import withholding
+from lowprec_check.engine.trace.what_if import predict
+from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
-
-QUESTION = b""
-"""Asks a worker that has finished a task what that left behind. It sends nothing between the two, so that no message is lost."""
+from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
+from lowprec_check.schema.ways_to_train import ways_of
 
 
 def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
@@ -69,6 +97,146 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
                 time_turns(task, target, send, receive)
             case InstanceTask():
                 time_instance(task, target, send, receive)
+
+
+# -- The model: the plain part, then the instrumented part that explains it. Independent of processes
+
+
+def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
+    """Run the plain part, the instrumented part, or both, and send each result as soon as it is known."""
+    outputs, slow, crashed = None, dict[str, str](), dict[CallSite, str]()
+    if isinstance(task, RunTask):
+        outputs, too_slow = (_train if task.steps else _run_plain)(task, target, send)
+    else:
+        slow, crashed, too_slow = dict(task.slow), dict(task.crashed), task.measure_once
+    if not isinstance(task, RunTask) or task.instrumented:
+        measure_once = too_slow and task.predicted is None  # the times of emulated kernels mean nothing
+        with _report_faults("instrumenting", send):
+            send(_instrument(task, target, outputs, send, Emulation(slow, crashed, measure_once=measure_once)))
+    if task.predicted is not None:
+        send(StandInOps(known_ops(), assumed_ops()))
+
+
+def predict_formats(task: WhatIfTask, target: Target, send: Send) -> None:
+    """Send the output errors of formats that are not run, from one instrumented run of the model in fp32."""
+    with _report_faults("predicting", send), prepared_for(task, target) as ready, _kernels(task):
+        eager, breadcrumb = in_eager_mode(ready, target), Breadcrumb(task.files.breadcrumb)
+        found = predict(eager, target.args, target.kwargs, task.formats, seed=task.seed, breadcrumb=breadcrumb)
+        send(Predicted(found))
+
+
+def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> None:
+    """Send how the model trains in the ways of Intel's extension."""
+    with _report_faults("training with Intel's extension", send), in_training(task, target) as ready:
+        TrainingPart(task, target, ready, send, batches_of(target, task.steps)).compare_extension()
+
+
+def _run_plain(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
+    """The first output, if the instrumented part must give the same one; and whether the model is too slow to be called again."""
+    with prepared_for(task, target) as ready, _kernels(task):
+        part = PlainPart(task, target, on_backend(task, target, ready), send)
+        part.run()
+        for what, measure in (
+            ("measuring", part.measure),
+            ("the metric", part.compute_metric),
+            ("checking the compiler", part.check_compiler),
+            ("comparing the layers", part.add_layer_errors),
+        ):
+            with _report_faults(what, send):
+                measure()
+    if part.draws:
+        what = "comparing with the same random numbers"
+        with _report_faults(what, send), prepared_for(_in_fp32(task), target) as ready:
+            judge_with_same_draws(in_eager_mode(ready, target), part, send)
+    return part.comparable_output(), part.too_slow
+
+
+def _train(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
+    """Like :func:`_run_plain`, for a task that trains."""
+    frames = compiled_frames()
+    with in_training(task, target) as ready, _kernels(task):
+        kind = ReferenceTraining if task.saves_reference else TrainingPart
+        part = kind(task, target, ready, send, batches_of(target, task.steps))
+        part.run()
+        with _report_faults("measuring", send):
+            part.measure(memory=task.measured)
+        with _report_faults("comparing the ways to train", send):
+            part.compare_ways()
+    return part.outputs if compiled_frames() == frames else None, part.too_slow  # compiled code rounds differently
+
+
+def _instrument(
+    task: AnalysisTask, target: Target, outputs: list[Tensor] | None, send: Send, emulation: Emulation
+) -> Instrumented:
+    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued."""
+    allowed = allowance(task, target.model)
+    if allowed.errors is None:
+        return Instrumented.not_run(allowed.note or "")
+    budget = task.budget_error and allowed.errors == "both"
+    saved = Fp32Outputs.load(task.files) if budget else None
+    options = Options(
+        errors=allowed.errors,
+        wide=torch.float64 if task.reference == "fp64" else torch.float32,
+        emulation=emulation,
+        breadcrumb=Breadcrumb(task.files.breadcrumb),
+        on_gap=lambda gap: send(GapFound(gap)),
+        on_op_calls=lambda op_calls: send(OpCallsFound(op_calls)),
+        seed=task.seed,
+        count_memory=emulation.measure_once,
+        changes_parameters=task.changes_parameters,
+        budget=budget,
+        budget_limit=allowed.tape,
+        autocast=task.uses_autocast,
+        fp32_outputs=None if saved is None else saved.probe.tensors if saved.probe else saved.outputs[0],
+        probe=saved.probe if saved is not None else None,
+    )
+    is_quick = (task.fp32_ms or 0.0) / 1e3 <= task.explain_budget / 20
+    if emulation.measure_once and is_quick and not task.is_reference:
+        # What a first call imports must not count against the time limit of an op.
+        with prepared_for(_in_fp32(task), target) as ready, contextlib.suppress(Exception):
+            run_once(in_eager_mode(ready, target), target.args, target.kwargs, task.seed)
+    fp32 = fp32_state(target.model)
+    with (in_training if task.steps else prepared_for)(task, target) as ready, _kernels(task):
+        if task.steps:
+            step = TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0], target.model)
+            options, called = options._replace(step=step), with_step(ready, step)
+        else:
+            called = in_eager_mode(ready, target)
+        found = run_instrumented(called, target.args, target.kwargs, fp32, options, outputs)
+    return msgspec.structs.replace(found, notes=() if allowed.note is None else (allowed.note,))
+
+
+@contextlib.contextmanager
+def _kernels(task: ModelTask) -> Iterator[None]:
+    """The kernels that the model runs with: without those that are withheld, and those of the device that is predicted.
+
+    A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
+    """
+    eager = compiled_code_in_eager() if task.predicted is not None else contextlib.nullcontext()
+    with eager, withholding(task.without_kernel), standing_in(task.predicted):
+        yield
+
+
+@contextlib.contextmanager
+def _report_faults(what: str, send: Send) -> Iterator[None]:
+    """Send an exception as a fault and continue: the verdict has already been sent."""
+    try:
+        yield
+    except BaseException as error:  # the user's metric may exit
+        reraise_interrupt(error)
+        send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
+
+
+def _in_fp32(task: ModelTask) -> ModelTask:
+    return dataclasses.replace(task, precision=REFERENCE, memory_format=CONTIGUOUS, keep_fp32=())
+
+
+# -- The process, for one task or for one after another
+#
+# A shared worker checks itself after the results of each task are sent, so that what fails then costs no row.
+
+QUESTION = b""
+"""Asks a worker that has finished a task what that left behind. It sends nothing between the two, so that no message is lost."""
 
 
 def do_task(task: ModelTask, load: Callable[[], Target], channel: Channel) -> None:

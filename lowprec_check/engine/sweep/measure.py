@@ -44,7 +44,16 @@ class OperatorMeasurement:
             return OpRecord(op=self.name, samples=(0, 0), note=reason)
         for dtype in DTYPES:
             for mode in self.modes(dtype):
-                self.outcomes[dtype, mode] = self._outcomes(dtype, mode)
+                cell, found = f"{dtype}/{mode}", list[Raised | bool]()
+                for index, sample in enumerate(self.samples):
+                    if cell in self.lost:
+                        found.append(self.lost[cell])
+                        continue
+                    self.enter(cell, str(index))
+                    trial = self.caller.attempt(sample, getattr(torch, dtype), mode)
+                    found.append(trial.outcome)
+                    self.compare(index, dtype, mode, trial)
+                self.outcomes[dtype, mode] = found
         return self.record()
 
     def draw(self) -> str | None:
@@ -66,18 +75,6 @@ class OperatorMeasurement:
             self.enter("larger", "")
             self.samples += larger(self.samples, self.caller.size_of_result)
         return None
-
-    def _outcomes(self, dtype: Dtype, mode: Mode) -> list[Raised | bool]:
-        """The outcome of each sample."""
-        cell, found = f"{dtype}/{mode}", []
-        if cell in self.lost:
-            return [self.lost[cell]] * len(self.samples)
-        for index, sample in enumerate(self.samples):
-            self.enter(cell, str(index))
-            trial = self.caller.attempt(sample, getattr(torch, dtype), mode)
-            found.append(trial.outcome)
-            self.compare(index, dtype, mode, trial)
-        return found
 
     def compare(self, index: int, dtype: Dtype, mode: Mode, trial: Trial) -> None:
         """Look at the result of a sample."""

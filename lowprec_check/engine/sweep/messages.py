@@ -51,12 +51,8 @@ class OperatorFault(Struct, frozen=True, tag="fault"):
 
 
 FromWorker = Hello | CannotMeasure | Answer | OperatorFault
-_DECODER: msgspec.json.Decoder[FromWorker] = msgspec.json.Decoder(FromWorker)
-
-
-def decode(line: bytes) -> FromWorker:
-    """Decode a line from a worker; raises ``msgspec.DecodeError`` if it is not a message."""
-    return _DECODER.decode(line)
+decode: Callable[[bytes], FromWorker] = msgspec.json.Decoder(FromWorker).decode
+"""Decodes a line from a worker; raises ``msgspec.DecodeError`` if it is not a message."""
 
 
 def open_channel() -> Callable[[Struct], None]:

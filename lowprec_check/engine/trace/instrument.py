@@ -13,11 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
-from lowprec_check.engine.core.devices import MemoryLimit, free_memory
+from lowprec_check.engine.core.devices import MemoryLimit, free_memory, seed_everything
 from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.model.plain_run import (

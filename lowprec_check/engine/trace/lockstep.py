@@ -15,10 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.devices import MemoryLimit
+from lowprec_check.engine.core.devices import MemoryLimit, default_generator
 from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widened_dtype
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.seed import default_generator
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_differentiable, run_wide
 from lowprec_check.engine.trace.error_tape import ErrorTape, Leaf

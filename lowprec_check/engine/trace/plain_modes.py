@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.floating_dtypes import is_float, torch_dtype, widen
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import ModuleStack, call_model, source_line
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall

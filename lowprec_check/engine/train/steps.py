@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core import devices
+from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import as_real, is_float
-from lowprec_check.engine.core.seed import seed_everything
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.inputs import NoBatchError
 from lowprec_check.engine.model.plain_run import reraise_interrupt
@@ -100,15 +100,12 @@ class TrainingStep:
         """The output and the loss, in the precision."""
         self.phase = "forward"
         targets, _ = self._ready.inputs(self.targets, {})
-        with self._context(around=False):
+        with self.context(around=False):
             output = self._call(*args, **kwargs)
             return output, loss_of(self.target.loss, output, LossInputs(args, kwargs, targets))
 
-    def around(self) -> contextlib.AbstractContextManager[Any]:
-        """What is entered once around all steps."""
-        return self._context(around=True)
-
-    def _context(self, *, around: bool) -> contextlib.AbstractContextManager[Any]:
+    def context(self, *, around: bool) -> contextlib.AbstractContextManager[Any]:
+        """The context of the precision, if it is entered there: once ``around`` all steps, or in each for the forward pass."""
         if around != self.way.one_context:
             return contextlib.nullcontext()
         return self._ready.application.context(self._ready.device.type)
@@ -258,7 +255,7 @@ class Loop:
         """
         found = self.trajectory
         self._keep()
-        with self._step.around():
+        with self._step.context(around=True):
             while found.steps < steps and (not found.steps or may_continue(sum(found.seconds))):
                 self._do(found.steps)
                 if found.skipped > MAX_SKIPPED or not all(map(math.isfinite, found.losses[-1:])):

@@ -249,9 +249,8 @@ def _cell(row: Row, index: int, block: Table, cards: bool) -> Markup:
     align = "n" if column.type in FIGURES else "wide" if column.type in WIDE else ""
     if classes := " ".join(filter(None, (align, shown.classes))):
         attributes += Markup(' class="{}"').format(classes)
-    return Markup("<{0}{1}>{2}</{0}>").format(
-        "th" if index < block.headings else "td", attributes + shown.more, content
-    )
+    tag = "th" if index < block.headings else "td"
+    return Markup("<{0}{1}>{2}</{0}>").format(tag, attributes + shown.more, content)
 
 
 class _Shown(NamedTuple):

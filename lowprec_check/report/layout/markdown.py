@@ -146,7 +146,6 @@ def code(text: str, most: int = LONGEST_NAME) -> str:
 
 
 def _fence(block: CodeBlock) -> str:
-    """Code, truncated if it is very long."""
     shown = "\n".join(visible_lines(without_folders(block.text), 2000))
     if len(shown) > _LONGEST_CODE:
         shown = shown[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … truncated: the saved JSON has the full code"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import Literal
 
 from rich.console import Console
 from rich.padding import Padding
@@ -50,10 +51,8 @@ class Screen:
 def screen(width: int, color: bool) -> Iterator[tuple[Console, Screen]]:
     """A console ``width`` columns wide, and its text, from which trailing spaces are removed."""
     out, printed = io.StringIO(), Screen()
-    yield (
-        Console(file=out, width=width, force_terminal=color, color_system="auto" if color else None, highlight=False),
-        printed,
-    )
+    colors: Literal["auto"] | None = "auto" if color else None
+    yield Console(file=out, width=width, force_terminal=color, color_system=colors, highlight=False), printed
     printed.text = "".join(f"{line.rstrip()}\n" for line in out.getvalue().splitlines())
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import operator
 from typing import Any
 
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WayToTrain
@@ -45,10 +46,6 @@ def master_weights() -> Any:
     return MasterWeights
 
 
-def _copies(updates: Any) -> list[Any]:
-    return list(updates.masters)
-
-
 WAYS = (
     WayToTrain(
         name="master-weights",
@@ -57,7 +54,7 @@ WAYS = (
         order=50,
         kinds=("cast",),
         updater=master_weights,
-        weights=_copies,
+        weights=operator.attrgetter("masters"),
     ),
     WayToTrain(
         name="master-weights-scaled",
@@ -67,6 +64,6 @@ WAYS = (
         kinds=("cast",),
         scale=DEFAULT_SCALE,
         updater=master_weights,
-        weights=_copies,
+        weights=operator.attrgetter("masters"),
     ),
 )

@@ -1,0 +1,144 @@
+"""What the parts of the plugin share: values of options, and tracebacks without the plugin's frames."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from types import CodeType, TracebackType
+from typing import Any
+
+import pytest
+
+from lowprec_check.errors import UsageError
+
+
+def _option(name: str) -> str:
+    return f"--lowprec-{name.replace('_', '-')}"
+
+
+def option_value(config: pytest.Config, name: str) -> Any:
+    """The value of ``--lowprec-NAME``, else of the ini key ``lowprec_NAME``; ``None`` or empty if neither is given."""
+    return config.getoption(f"lowprec_{name}") or config.getini(f"lowprec_{name}")
+
+
+def option_path(config: pytest.Config, name: str) -> Path | None:
+    """A path: in an option relative to the directory pytest was started in, in an ini key to the ini file."""
+    given = config.getoption(f"lowprec_{name}")
+    if given:
+        return config.invocation_params.dir / str(given)
+    from_ini = config.getini(f"lowprec_{name}")
+    return (config.inipath.parent if config.inipath else config.rootpath) / str(from_ini) if from_ini else None
+
+
+def wrong_option(config: pytest.Config, name: str, problem: object) -> pytest.UsageError:
+    """The error about a value, which names the option or the ini key that it comes from."""
+    given = config.getoption(f"lowprec_{name}")
+    return pytest.UsageError(f"{_option(name) if given else f'lowprec_{name} in {config.inipath}'}: {problem}")
+
+
+def shown_path(config: pytest.Config, path: Path) -> str:
+    """A path as messages show it: relative to the directory pytest was started in, if it is below."""
+    folder = config.invocation_params.dir
+    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+
+
+def is_worker(config: pytest.Config) -> bool:
+    """Whether this process is a worker of pytest-xdist; another process reports its results."""
+    return hasattr(config, "workerinput")
+
+
+# -- Tracebacks of failures without the frames of this package, in every style of traceback
+#
+# Under coverage a dispatch mode and hooks written in Python are on the stack of every operator, and so in the traceback of one that
+# raises.
+
+_PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
+_NAME = "lowprec-frames"
+_CALL_OF_OP = os.path.join("torch", "_ops.py")
+_CALL_OF_HOOK = "_multicall"
+"""The function of pluggy that calls a hook which wraps others."""
+_RUN_OPS = (
+    os.path.join("fixture", "watch.py"),
+    os.path.join("core", "dispatch_mode.py"),
+    os.path.join("core", "op_kernels.py"),
+)
+"""What is raised in them is raised by an op."""
+
+
+def register_own_frames(config: pytest.Config) -> None:
+    """Remove the frames from the failures of this session."""
+    if not config.pluginmanager.has_plugin(_NAME):
+        config.pluginmanager.register(OwnFrames(), _NAME)
+
+
+class OwnFrames:
+    """Removes the frames from each failure before it is reported."""
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_makereport(
+        self, item: pytest.Item, call: pytest.CallInfo[None]
+    ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+        """Remove them from the exception of the test, and from those that ``unittest`` keeps."""
+        for found in (call.excinfo, *(getattr(item, "_excinfo", None) or ())):
+            if found is not None and without_own_frames(found.value):
+                found.traceback = type(found.traceback)(found.tb)  # it was built from all frames
+        return (yield)
+
+
+def without_own_frames(error: BaseException) -> bool:
+    """Remove the frames from the tracebacks of an exception and of those that it was raised from; returns whether there were any."""
+    seen: dict[int, BaseException] = {}
+    left: list[BaseException | None] = [error]
+    while left:
+        each = left.pop()
+        if each is not None and id(each) not in seen:
+            seen[id(each)] = each
+            left += [each.__cause__, each.__context__, *getattr(each, "exceptions", ()), *_of_doctest(each)]
+    cut = [_cut(each) for each in seen.values()]
+    return any(cut)
+
+
+def _of_doctest(error: BaseException) -> Iterator[BaseException]:
+    """The exceptions of the failed lines of a doctest."""
+    several = getattr(error, "failures", None)  # with --doctest-continue-on-failure
+    failures: list[Any] = several if isinstance(several, list) else [error]
+    for failure in failures:
+        if type(failure).__name__ == "UnexpectedException":  # of doctest, which is not imported for it
+            yield failure.exc_info[1]
+
+
+def _cut(error: BaseException) -> bool:
+    """Remove the frames from the traceback of one exception, unless they explain a bug of this package."""
+    frames, frame = list[TracebackType](), error.__traceback__
+    while frame is not None:
+        frames.append(frame)
+        frame = frame.tb_next
+    own = _are_own([each.tb_frame.f_code for each in frames])
+    raised_in = frames[-1].tb_frame.f_code.co_filename if frames else ""
+    of_user = isinstance(error, (AssertionError, UsageError)) or raised_in.endswith((*_RUN_OPS, _CALL_OF_OP))
+    if own[-1:] == [True] and not of_user:
+        return False
+    kept = [each for each, is_own in zip(frames, own, strict=True) if not is_own]
+    if len(kept) == len(frames) or not kept:
+        return False
+    for each, following in zip(kept, [*kept[1:], None], strict=True):
+        each.tb_next = following
+    error.__traceback__ = kept[0]
+    return True
+
+
+def _are_own(codes: list[CodeType]) -> list[bool]:
+    """For each frame, whether it is of this package, or a call that only one of these makes.
+
+    ``dispatch`` gives a higher-order op to a mode, or to its kernel: a mode of this package lets the same function do it again.
+    """
+    found: list[bool] = []
+    for code, following in zip(codes, [*codes[1:], None], strict=True):
+        of_op = code.co_filename.endswith(_CALL_OF_OP)
+        if of_op and code.co_name == "dispatch":
+            found.append(following is not None and following.co_filename.startswith(_PACKAGE))
+        else:
+            called = found[-1:] == [True] and (of_op or code.co_name == _CALL_OF_HOOK)
+            found.append(called or code.co_filename.startswith(_PACKAGE))
+    return found
