@@ -109,7 +109,14 @@ def conv_net_output() -> list[Tensor]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("file", EXAMPLES, ids=lambda file: file.stem)
-def test_traced_rows_equal_the_printed_code_on_every_example(file: Path, call: Call, tmp_path: Any) -> None:
+def test_traced_rows_equal_the_printed_code_on_every_example(file: Path, call: Call, tmp_path: Path) -> None:
+    if (
+        file.stem == "spade_decoder"
+    ):  # where a CPU has no bf16 arithmetic, its convolutions take a minute on the whole feature map
+        text, size = file.read_text(encoding="utf-8"), "torch.randn(1, 64, 16, 16,"
+        assert text.count(size) == 1
+        file = tmp_path / file.name
+        file.write_text(text.replace(size, "torch.randn(1, 64, 4, 4,"), encoding="utf-8")
     saved = tmp_path / "scan.json"
     done = call(
         "scan",
