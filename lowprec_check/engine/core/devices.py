@@ -158,17 +158,16 @@ class MemoryLimit(NamedTuple):
 
 def free_memory(device: torch.device) -> int:
     """Bytes that this process can still allocate on ``device``; of a CPU also within the limit of its container."""
-    available = psutil.virtual_memory().available
-    if device.type == "cpu":
-        for limit, used in _GROUP_FILES:
-            with contextlib.suppress(OSError, ValueError):  # no limit is "max"
-                available = min(available, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
-        return available
-    module = module_of(device)
-    with contextlib.suppress(AttributeError, RuntimeError):
-        free, _ = module.mem_get_info()
-        return int(free) + int(module.memory_reserved()) - int(module.memory_allocated())
-    return available  # mps shares the memory of the CPU
+    if device.type != "cpu":
+        module = module_of(device)
+        with contextlib.suppress(AttributeError, RuntimeError):
+            free, _ = module.mem_get_info()
+            return int(free) + int(module.memory_reserved()) - int(module.memory_allocated())
+    available = psutil.virtual_memory().available  # mps shares the memory of the CPU
+    for limit, used in _GROUP_FILES:
+        with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+            available = min(available, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
+    return available
 
 
 def release_memory() -> int:
