@@ -19,7 +19,7 @@ from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.errors import UsageError, message_of, type_name
-from lowprec_check.schema.precisions import Precision
+from lowprec_check.schema.precisions import BF16, FP16, Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, MemoryFormat
 
 IMAGE_DIMENSIONS = 4
@@ -244,7 +244,7 @@ class Autocast(Application):
 
 def autocast_problem(precision: Precision, device_type: str) -> str | None:
     """Why autocast would compute in fp32, where torch only warns: it does not support the dtype; ``None`` if it does."""
-    if precision.kind != "autocast":
+    if precision.kind != "autocast" or precision.format in (BF16, FP16):  # asking for bf16 would initialize a GPU here
         return None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
