@@ -10,9 +10,11 @@ from conftest import ROOT
 
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.model.plain_run import PlainResult
+from lowprec_check.engine.model.prepared import autocast_problem
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run.reference_errors import failed_reference
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.verdict import ExceptionInfo
 
 FILES = ("engine/core/devices.py", "engine/machine.py")
@@ -113,3 +115,16 @@ def test_a_prediction_needs_a_cpu_kernel_of_each_custom_op() -> None:
     target = make_target(torch.nn.Linear(2, 2), torch.ones(1, 2))
     _, hint = failed_reference(PlainResult(status="error", exception=error), target, "cuda", predicted=True)
     assert hint == "A prediction runs on the CPU: register a CPU kernel of only_on_cuda::double."
+
+
+def test_what_runs_is_known_without_a_gpu_being_initialized(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the process that forks workers: asking torch for autocast to bf16 on CUDA would initialize it."""
+
+    def fail(*args: object, **options: object) -> None:
+        raise AssertionError("autocast was entered")
+
+    monkeypatch.setattr(torch, "autocast", fail)
+    monkeypatch.setattr(torch.amp, "autocast", fail)
+    names = [precision for precision in PRECISIONS if precision.kind == "autocast"]
+    assert len(names) >= 2
+    assert [autocast_problem(precision, "cuda") for precision in names] == [None] * len(names)
