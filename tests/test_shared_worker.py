@@ -213,6 +213,16 @@ class FakeAccelerator:
         if os.environ.get("BROKEN_IN") == str(os.getpid()):
             raise RuntimeError("CUDA error: device-side assert triggered")
 
+    @staticmethod
+    def manual_seed_all(seed: int) -> None: ...
+
+    @staticmethod
+    def get_rng_state_all() -> list[torch.Tensor]:
+        return []
+
+    @staticmethod
+    def set_rng_state_all(states: list[torch.Tensor]) -> None: ...
+
 
 class Breaks(nn.Module):
     """In half, breaks the device; everything that follows fails, as the restoring of the model would."""
