@@ -83,6 +83,8 @@ def test_every_way_keeps_the_accuracy(example: dict[str, Any], trained: Any, bf1
 @pytest.mark.skipif(extension_problem() is not None, reason="needs Intel's extension")
 @pytest.mark.parametrize("bf16", [False, True])
 def test_the_extension_trains_as_well(example: dict[str, Any], bf16: bool) -> None:
+    if bf16 and not torch.backends.cpu.get_cpu_capability().startswith("AVX512"):
+        pytest.skip("the extension prepacks bf16 weights with AVX-512 only")
     assert example["metric"](example["train"](bf16=bf16, extension=True)[0]) > 0.8
 
 
