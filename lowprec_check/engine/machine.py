@@ -41,7 +41,7 @@ class Machine(Struct, frozen=True, kw_only=True):
 def prepared_runs(
     source: TargetSource, isolation: Isolation | None, device: str | None, find: Callable[[], Machine]
 ) -> tuple[Machine, Isolation]:
-    """What ``find`` tells of the machine, asked in a process that may initialize ``device``, and how runs are isolated there."""
+    """What ``find`` returns for the machine, from a process that may initialize ``device``, and how runs are isolated there."""
     machine = isolated(find, source.isolation_of_functions(isolation, device), Machine)
     isolation = isolation or isolation_on(machine.runs_on, source.best_on(machine.runs_on))
     if machine.predicted is not None and isolation not in ("fork", "spawn"):
