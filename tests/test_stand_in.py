@@ -20,6 +20,7 @@ from torch.nn import functional
 
 from lowprec_check import Run, ScanResult, UsageError, scan
 from lowprec_check.catalog.predictable import predicted_device
+from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.machine import machine_for
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
@@ -302,6 +303,8 @@ def test_a_transform_in_half_runs_where_cuda_runs_it(inference: bool) -> None:
             several = torch.fft.ihfft2(x).abs().sum() + torch.fft.hfft2(torch.fft.fft2(x), (8, 16)).sum()
             return torch.fft.irfft(rfft(x, dim=-1) * 2, dim=-1).abs() + torch.fft.fft2(x).real + several
 
+    with DispatchMode(), torch.inference_mode():  # looks kernels up in the process that is forked
+        transform(X)
     run = predicted(Calls(transform), X, precisions="half").run("half")
     assert status(run) == ("ok", None)
     assert run.gaps == []

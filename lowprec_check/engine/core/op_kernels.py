@@ -136,6 +136,13 @@ _REPLACED: dict[str, frozenset[str]] = {}
 def replace_autocast_kernels(key: str, ops: frozenset[str]) -> None:
     """From now on, autocast by this dispatch key has kernels for these ops (``aten::pow.Scalar``) alone; others fall through."""
     _REPLACED[key] = ops
+    forget_kernels()
+
+
+def forget_kernels() -> None:
+    """Look kernels up again: some have been registered since they were first looked up, perhaps before this process was forked."""
+    for cached in (is_composite, has_autograd_kernel, is_explicit, shared_kernel, tracks_writes):
+        cached.cache_clear()
     for cached in (names_with_kernel, names_with_any_kernel, has_autocast_kernel):
         cached.cache_clear()
 

@@ -14,7 +14,7 @@ from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
-from lowprec_check.engine.core.op_kernels import shared_kernel
+from lowprec_check.engine.core.op_kernels import forget_kernels, shared_kernel
 from lowprec_check.engine.stand_in.kernel_support import DTYPES, KernelSupport
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.execution import Retry
@@ -176,6 +176,7 @@ def allow_fft_in_half() -> None:
             function = getattr(torch.ops.aten, name.replace(" ", ""), None)
             if function is not None:
                 library.impl(function.default.name().removeprefix("aten::"), _taking_half(function.default))
+    forget_kernels()
 
 
 def _taking_half(func: OpOverload) -> Callable[..., Any]:
