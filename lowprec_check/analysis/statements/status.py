@@ -94,7 +94,7 @@ def shares(run: Run) -> Sentence | None:
     budget = run.budget
     if budget is None or not is_over_tolerance(run) or is_disproved(run):
         return None
-    parts = main_causes(module_shares(run), 2) if trusted_budget(run) else []
+    parts = main_causes(run, 2) if trusted_budget(run) else []
     found = [say("{share:share} from {module:module}", share=part.share, module=part.name) for part in parts]
     if budget.decisions >= MATTERS:
         found.append(say("{decisions:share} from choices that differ from fp32", decisions=budget.decisions))

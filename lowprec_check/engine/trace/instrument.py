@@ -155,13 +155,14 @@ def _pass(
         outputs = returned(output_parts(output), lockstep.twins)
         recorder.finish([its.tensor for its in outputs])
     held = outputs if options.probe is None else returned(probed, lockstep.twins)
+    called = [name for name, _ in ready.model.named_modules() if name and stack.calls[name]]
     found = Instrumented(
         gaps=journal.gaps,
-        budget=_budget(held, error, recorder, options) if options.budget else None,
+        budget=_budget(held, error, recorder, options, called) if options.budget else None,
         op_calls=journal.op_calls(),
         magnitudes=recorder.magnitudes.result(),
         uncalled_modules=uncalled_modules(ready.model, stack, recorder.input_storages),
-        called_modules=[name for name, _ in ready.model.named_modules() if name and stack.calls[name]],
+        called_modules=called,
         function_mode=failures is not None,
         complete=error is None,
         emulated=options.emulation.reasons(),
@@ -178,14 +179,17 @@ def _pass(
     return _with_output(found, outputs, comparable, lockstep, options), False
 
 
-def _budget(held: list[Returned], error: BaseException | None, recorder: Recorder, options: Options) -> ErrorBudget:
-    """The error budget of the tensors in the output."""
+def _budget(
+    held: list[Returned], error: BaseException | None, recorder: Recorder, options: Options, called: list[str]
+) -> ErrorBudget:
+    """The error budget of the tensors in the output; ``called`` are the modules that were called."""
     if error is not None:
         budget = ErrorBudget(reason="the model raised an exception before its end")
     else:
         fp32 = None if recorder.drew else options.fp32_outputs
         try:
-            budget = error_budget(recorder.lockstep, held, fp32, autocast=options.autocast, seed=options.seed)
+            how = {"autocast": options.autocast, "seed": options.seed}
+            budget = error_budget(recorder.lockstep, held, fp32, modules=called, **how)
         except Exception as failure:  # the explanation op by op must not be lost
             why = f"computing it failed: {type_name(failure)}: {first_line(message_of(failure))}"
             budget = ErrorBudget(reason=why)
