@@ -139,7 +139,8 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
     for part in module_shares(run)[:most] if budget is not None else ():
         if part.share < MATTERS or any(is_inside(part.name, other.name) for other in chosen):
             continue
-        if part.name not in run.called_modules:  # no submodule in fp32 avoids it
+        is_module = part.name in run.called_modules if run.called_modules else part.name not in ("", BETWEEN)
+        if not is_module:  # no submodule in fp32 avoids it
             chosen.append(part)
             continue
         known = tried.get(part.name)

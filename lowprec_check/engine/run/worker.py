@@ -203,7 +203,7 @@ def _instrument(
         else:
             called = in_eager_mode(ready, target)
         found = run_instrumented(called, target.args, target.kwargs, fp32, options, outputs)
-    return msgspec.structs.replace(found, notes=() if allowed.note is None else (allowed.note,))
+    return found if allowed.note is None else msgspec.structs.replace(found, notes=(*found.notes, allowed.note))
 
 
 @contextlib.contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -43,6 +44,9 @@ from lowprec_check.schema.measures import ErrorBudget, Errors
 from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
+
+
+_UNKNOWN = "{} fails in the fp32 reference ({}): its errors and those before it are not known, later ones count from its result"
 
 
 class Options(NamedTuple):
@@ -168,6 +172,7 @@ def _pass(
         emulated=options.emulation.reasons(),
         peak_memory_bytes=counter.peak if counter is not None and error is None else None,
         faults=tuple(recorder.faults),
+        notes=tuple(itertools.starmap(_UNKNOWN.format, lockstep.failures.items())),
     )
     if error is not None:
         above = error is not recorder.execution.raised and isinstance(error, Exception)
