@@ -222,7 +222,9 @@ class Chain(nn.Sequential):
             nn.Sequential(Lossy(draw, width, bias=bias), *([activation(draw)] if draw.random() < 0.7 else []), *tail)
             for tail in ([draw.choice((nn.Identity(), Swap(), Doubled(width), nn.Dropout()))] for _ in range(3))
         ]
-        super().__init__(*body, norm(draw, width) if draw.random() < 0.4 else nn.Identity(), nn.Linear(width, width, bias=bias))
+        super().__init__(
+            *body, norm(draw, width) if draw.random() < 0.4 else nn.Identity(), nn.Linear(width, width, bias=bias)
+        )
 
 
 class Swap(nn.Module):
@@ -298,7 +300,9 @@ def inputs_of(family: str, draw: random.Random, width: int) -> Any:
         return torch.randint(0, 64, (batch, 12))
     if family == "images":
         return torch.randn(batch, 3, 12, 12)
-    return torch.randn(batch, 8, width) if family == "recurrent" or draw.random() < 0.4 else torch.randn(8 * batch, width)
+    return (
+        torch.randn(batch, 8, width) if family == "recurrent" or draw.random() < 0.4 else torch.randn(8 * batch, width)
+    )
 
 
 def generated(number: int, seed: int) -> list[Case]:

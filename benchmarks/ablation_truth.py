@@ -48,7 +48,6 @@ from verdict_breadth import (
     tensors_in,
 )
 
-from lowprec_check import UsageError
 from lowprec_check.analysis.error_shares import main_causes, trusted_budget
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
@@ -202,7 +201,9 @@ def compared(run: Run, truth: Truth, model: nn.Module) -> dict[str, Any]:
         best = max(others, key=others.__getitem__, default=name)
         row |= {"cause": [name, round(causes[0].share, 4), round(truth.share(name), 4)]}
         row |= {"best": [best, round(others.get(best, truth.share(name)), 4)]}
-        row["named"] = [[part.name, round(part.by_itself or part.share, 4), round(truth.share(part.name), 4)] for part in causes]
+        row["named"] = [
+            [part.name, round(part.by_itself or part.share, 4), round(truth.share(part.name), 4)] for part in causes
+        ]
     return row
 
 
@@ -276,7 +277,9 @@ def render(data: Mapping[str, Any]) -> str:
         for row in rows
         if "cause" in row and row["cause"][2] < row["best"][1] - NEAR
     ]
-    lines.append(tabulate(worse, ["model", "precision", "cause", "share", "ablation", "best", "its ablation"], tablefmt="github"))
+    lines.append(
+        tabulate(worse, ["model", "precision", "cause", "share", "ablation", "best", "its ablation"], tablefmt="github")
+    )
     lines += ["", "## Runs without shares to compare", ""]
     lines += [f"- {row['model']}, {row['precision']}: {row['status']}, {row['why']}" for row in skipped]
     lines += [f"- {problem}" for problem in data["problems"]]
@@ -301,7 +304,9 @@ def main() -> None:
         problems += [f"{case.name}: {problem}"] if problem else []
         found[case.name] = rows or []
         far = sum(abs(s - t) > FAR for row in rows or [] for _, s, t in row.get("shares", []))
-        print(f"[{index}/{len(chosen)}] {time.monotonic() - started:.0f} s {case.name} {problem or far}", file=sys.stderr)
+        print(
+            f"[{index}/{len(chosen)}] {time.monotonic() - started:.0f} s {case.name} {problem or far}", file=sys.stderr
+        )
     rows = [row for case in chosen for row in found[case.name]]
     save(options.output, {"made": made(), "problems": problems, "rows": rows}, render)
     raise SystemExit(0 if all(summary(rows, kind).passes for kind in ("cast", "autocast")) else 1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, Share
@@ -134,9 +134,9 @@ def _parts(named: Iterable[tuple[str, Share]]) -> list[PartShare]:
 
 def main_causes(run: Run, most: int) -> list[PartShare]:
     """At most ``most`` modules that matter, none inside another, each with all inside: what goes if it is kept in fp32."""
-    budget, chosen = run.budget, list[PartShare]()
-    tried = {its.module: its for its in budget.modules} if budget is not None else {}
-    for part in module_shares(run)[:most] if budget is not None else ():
+    budget, chosen = run.budget or ErrorBudget(), list[PartShare]()
+    tried = {its.module: its for its in budget.modules}
+    for part in module_shares(run)[:most]:
         if part.share < MATTERS or any(is_inside(part.name, other.name) for other in chosen):
             continue
         is_module = part.name in run.called_modules if run.called_modules else part.name not in ("", BETWEEN)
@@ -153,12 +153,11 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
                 chosen.append(part._replace(name=f"the rest of {part.name}", share=rest))
             continue
         whole = inside if known is None else known.share if known.measured is None else known.measured
+        found = part._replace(share=whole, is_measured=known is not None and known.measured is not None)
         if known is not None and known.share > inside + MATTERS and chosen:
-            part = part._replace(share=whole * inside / known.share, by_itself=whole)
-        else:
-            part = part._replace(share=whole)
-        if part.share >= MATTERS:
-            chosen.append(part._replace(is_measured=known is not None and known.measured is not None))
+            found = found._replace(share=whole * inside / known.share, by_itself=whole)
+        if found.share >= MATTERS:
+            chosen.append(found)
     return sorted(chosen, key=lambda part: -part.share)
 
 

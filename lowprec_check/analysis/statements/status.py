@@ -6,7 +6,6 @@ from lowprec_check.analysis.error_shares import (
     is_disproved,
     is_over_tolerance,
     main_causes,
-    module_shares,
     trusted_budget,
 )
 from lowprec_check.analysis.run_summary import degenerate_output, missing_kernels, on_which_call, reference_of, shorten

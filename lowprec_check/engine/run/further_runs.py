@@ -63,7 +63,7 @@ def _with_measured_shares(
     Not if another tensor of the output has nearly as large an error: it would decide then.
     """
     budget, before = run.budget, run.rel_l2
-    if budget is None or not before or (budget.next_error or math.inf) > before / 2 and budget.next_error != 0:
+    if budget is None or not before or (math.inf if budget.next_error is None else budget.next_error) > before / 2:
         return run
     found = {}
     for module in modules:

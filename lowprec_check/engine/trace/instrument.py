@@ -45,7 +45,6 @@ from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
 
-
 _UNKNOWN = "{} fails in the fp32 reference ({}): its errors and those before it are not known, later ones count from its result"
 
 
@@ -129,11 +128,7 @@ def _pass(
         step.on_loss = (failures or BackwardFailures()).watch
     journal = Journal(options.on_gap, options.on_op_calls)
     figures = PendingFigures(deferred=options.deferred or ready.device.type != "cpu", everywhere=options.deferred)
-    limit = None
-    if options.budget:
-        half = MemoryLimit.half_of(free_memory(ready.device))
-        limit = min(half, options.budget_limit or half, key=lambda limit: limit.size)
-    lockstep = Lockstep(options.wide, limit, figures)
+    lockstep = Lockstep(options.wide, _tape_limit(options, ready.device) if options.budget else None, figures)
     inputs, named = ready.inputs(args, kwargs)
     journal.rows += seed_state(lockstep, ready.model, fp32)
     seed_inputs(lockstep, (inputs, named), (args, kwargs), ready.device)
@@ -184,6 +179,12 @@ def _pass(
     return _with_output(found, outputs, comparable, lockstep, options), False
 
 
+def _tape_limit(options: Options, device: torch.device) -> MemoryLimit:
+    """The memory that an error tape may hold."""
+    half = MemoryLimit.half_of(free_memory(device))
+    return min(half, options.budget_limit or half, key=lambda limit: limit.size)
+
+
 def _budget(
     held: list[Returned], error: BaseException | None, recorder: Recorder, options: Options, called: list[str]
 ) -> ErrorBudget:
@@ -193,8 +194,9 @@ def _budget(
     else:
         fp32 = None if recorder.drew else options.fp32_outputs
         try:
-            how = {"autocast": options.autocast, "seed": options.seed}
-            budget = error_budget(recorder.lockstep, held, fp32, modules=called, **how)
+            budget = error_budget(
+                recorder.lockstep, held, fp32, modules=called, autocast=options.autocast, seed=options.seed
+            )
         except Exception as failure:  # the explanation op by op must not be lost
             why = f"computing it failed: {type_name(failure)}: {first_line(message_of(failure))}"
             budget = ErrorBudget(reason=why)

@@ -65,7 +65,9 @@ class KeptModules:
             op = self._ops[index]
             if not op.narrow:
                 continue
-            edges = [(self._staying(reader, wide, through), self._energy(read)) for reader, read in self._readers[index]]
+            edges = [
+                (self._staying(reader, wide, through), self._energy(read)) for reader, read in self._readers[index]
+            ]
             edges += [(0.0 if self._autocast else 1.0, self._energy(read)) for read in op.returned]
             total = math.fsum(energy for _, energy in edges)
             stays = math.fsum(part * energy for part, energy in edges)
@@ -86,7 +88,9 @@ class KeptModules:
             index = heapq.heappop(waiting)
             if index in wide or self._holds[index]:
                 continue
-            if any(read.widens and read.writer in wide and self._ops[read.writer].narrow for read in self._ops[index].reads):
+            if any(
+                read.widens and read.writer in wide and self._ops[read.writer].narrow for read in self._ops[index].reads
+            ):
                 wide.add(index)
                 for reader, _ in self._reading(index):
                     if reader not in known:

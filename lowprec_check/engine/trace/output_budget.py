@@ -224,6 +224,7 @@ class _Places:
                 if part != done:
                     yield (path, row.op, row.source, bool(kind) and path != first.get(index, "")), share * (part - done)
                 done = part
+
     def _of(self, kept: Kept) -> Iterator[tuple[tuple[int, int], float]]:
         for index in kept.ops:
             for kind in (0, 1):
