@@ -184,15 +184,15 @@ class Relevance:
         trial = self.trials.get((by_trial, *row.exact_place))
         if trial is None:
             return None
-        alone = "in an fp32 run with only these values changed, "
+        alone = "changing these values alone in an fp32 run gives "
         if trial.status == "nonfinite":
-            found = finding.adding(say(f"{alone}the output has NaN or Inf"))
+            found = finding.adding(say(f"{alone}NaN or Inf in the output"))
         elif trial.rel_l2 is None:
             return None
         elif trial.status == "inaccurate":
-            found = finding.adding(say(f"{alone}the output error is {{error:error}}", error=trial.rel_l2))
+            found = finding.adding(say(f"{alone}an output error of {{error:error}}", error=trial.rel_l2))
         elif self.known == "nonfinite" or (trial.rel_l2**2 < MATTERS * (self.run.rel_l2 or 0.0) ** 2):
-            return as_harmless(finding, say(f"{alone}the output passes, error {{error:error}}", error=trial.rel_l2))
+            return as_harmless(finding, say(f"{alone}an output that passes, error {{error:error}}", error=trial.rel_l2))
         else:
             return None
         return found.adding(_disproof(self.run, row.module))._replace(severity="error", matters=True)

@@ -48,8 +48,20 @@ class DispatchedCall:
     """The op, its arguments, where it was called, and its outcome."""
 
     __slots__ = (
-        *("args", "autocast_keys", "before", "exact_arguments", "func", "held", "input_errors", "inputs", "involved"),
-        *("kwargs", "lines", "module", "outcome", "phase", "seconds", "traits", "wide_seconds", "widened_outputs"),
+        *("args", "autocast_keys", "before", "exact_arguments", "func", "held", "input_errors", "inputs"),
+        *(
+            "instruction",
+            "involved",
+            "kwargs",
+            "lines",
+            "module",
+            "outcome",
+            "phase",
+            "seconds",
+            "traits",
+            "wide_seconds",
+            "widened_outputs",
+        ),
     )
 
     def __init__(
@@ -68,6 +80,8 @@ class DispatchedCall:
         """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""
         self.lines = SourceLines(None)
+        self.instruction = -1
+        """In the code of its line, see :func:`instruction_of`."""
         self.phase: Phase | None = None
         self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
@@ -139,7 +153,7 @@ class DispatchedCall:
     def nth_on_line(self, known: dict[CallSite, dict[int, int]]) -> int:
         """Which op of its name on its line it is, from 0; ``known`` has the instructions of each line seen so far."""
         instructions = known.setdefault(self.site, {})
-        return instructions.setdefault(self.lines.instruction, len(instructions))
+        return instructions.setdefault(self.instruction, len(instructions))
 
     def row(self, outputs: list[Tensor]) -> OpCall:
         """The row of this call, without measurements."""

@@ -16,7 +16,7 @@ from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.pytree import leaves, map_tensors
-from lowprec_check.engine.core.source_location import ModuleStack, source_lines
+from lowprec_check.engine.core.source_location import ModuleStack, instruction_of, source_lines
 from lowprec_check.engine.model.plain_run import output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -163,7 +163,8 @@ class _Changing(DispatchMode):
         module, op, source, nth = self._place
         if call.traits.view or call.traits.name != op or self._stack.current != module:
             return out
-        call.module, call.lines = module, source_lines(sys._getframe(1))
+        frame = sys._getframe(1)
+        call.module, call.lines, call.instruction = module, source_lines(frame), instruction_of(frame)
         if call.lines.source == source and call.nth_on_line(self._on_line) == nth:
             for tensor in call.results(out):
                 if is_float(tensor):

@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, underflows
+from lowprec_check.engine.core.source_location import instruction_of
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
 from lowprec_check.engine.trace.execution import Emulation, Execution
@@ -133,6 +134,7 @@ class Recorder(DispatchMode):
     def _begin(self, call: DispatchedCall, frame: FrameType) -> None:
         """Find out where ``call`` is and whether low-precision values reach it, and note the storages that it reads."""
         call.module, call.lines = self.places.of(frame)
+        call.instruction = instruction_of(frame)
         call.phase = self.places.phase
         twins = self.lockstep.twins
         involved = twins.wide == torch.float64 or has_narrow_dtype(call.args, call.kwargs) or call.narrows_inside
