@@ -30,6 +30,8 @@ class SourceLines(NamedTuple):
     """The innermost line that is not torch's; ``None`` if there is none."""
     caller: str | None = None
     """The innermost line of the user's own files, if ``source`` is in an installed package; empty if there is none."""
+    instruction: int = -1
+    """The instruction in the code of ``source``: ops on one line are told apart by it."""
 
 
 @functools.cache
@@ -99,18 +101,19 @@ def source_lines(frame: FrameType | None = None) -> SourceLines:
     """Where the op that ``frame`` calls comes from, as far as :func:`call_model`."""
     at: FrameType | None = frame or sys._getframe(1)
     source: str | None = None
+    instruction = -1
     while at is not None:
         code = at.f_code
         kind = _KINDS[code.co_filename]
         if kind == _OWN:
             line = show_line(code.co_filename, at.f_lineno)
-            return SourceLines(line) if source is None else SourceLines(source, line)
-        if kind == _FOREIGN:
-            source = source or show_line(code.co_filename, at.f_lineno)
+            return SourceLines(line, None, at.f_lasti) if source is None else SourceLines(source, line, instruction)
+        if kind == _FOREIGN and source is None:
+            source, instruction = show_line(code.co_filename, at.f_lineno), at.f_lasti
         elif kind == _OURS and code.co_name == "call_model":
             break
         at = at.f_back
-    return SourceLines(source, None if source is None else "")
+    return SourceLines(source, None if source is None else "", instruction)
 
 
 def source_line(frame: FrameType | None = None) -> str | None:
