@@ -214,8 +214,8 @@ from pathlib import Path
 here = Path(__file__).parent
 if "scan" in sys.argv:
     (here / "arguments.json").write_text(json.dumps(sys.argv[1:]))
-    result = Path(sys.argv[sys.argv.index("--json") + 1])
-    if (here / "writes").exists():
+    if "--json" in sys.argv and (here / "writes").exists():
+        result = Path(sys.argv[sys.argv.index("--json") + 1])
         result.write_text("{{}}")
         result.with_name("scan.md").write_text("a summary")
     sys.exit(int((here / "code").read_text()))
@@ -446,6 +446,27 @@ def test_the_commands_in_the_document_have_existing_options(call: Call) -> None:
         name, *words = [word for word in command.split()[1:] if word != "--no-settings"]
         shown = call(name, "--help").stdout
         assert all(word in shown for word in words if word.startswith("--")), command
+
+
+@pytest.mark.parametrize("of_base", ["of the target branch", None])
+def test_other_systems_take_the_baseline_of_the_target_branch(
+    project: Project, noting: Noting, of_base: str | None
+) -> None:
+    """GitLab stops a job at the first command that fails."""
+    [commands] = re.findall(r"(?:^    .*\n)*^    git show .*\n(?:^    .*\n)*", CI, re.MULTILINE)
+    on_base(project, **{BASELINE: of_base} if of_base else {})
+    project.commit(**{BASELINE: "of the merge request"})
+    project.git("branch", "-f", "main", "refs/remotes/origin/main")
+    project.git("remote", "set-url", "origin", str(project.folder))
+    noting.path.rename(noting.path.with_name("lowprec-check"))
+    step = {"run": re.sub(r"^    ", "", commands, flags=re.MULTILINE), "shell": "bash"}
+    variables = {"CI_MERGE_REQUEST_TARGET_BRANCH_NAME": "main", "PATH": f"{noting.path.parent}:{os.environ['PATH']}"}
+    done = project.run(step, {}, {}, **variables)
+    words = noting.arguments
+    assert (words is None) is (of_base is None), done
+    if words is not None:
+        assert words[:2] == ["--no-settings", "scan"]
+        assert (project.folder / words[words.index("--baseline") + 1]).read_text() == of_base
 
 
 # -- The gaps of a test suite
