@@ -189,10 +189,10 @@ def test_without_times_nothing_is_concluded_from_times() -> None:
     model = nn.Sequential(nn.Linear(8, 8), Scaled(), nn.Linear(8, 8)).eval()
     result = scan(model, torch.randn(4, 8), precisions=["half"], times="off", plan=True, isolation="none")
     assert "plan" in {run.precision for run in result.runs}
-    for run in result.runs:
-        assert (run.latency_ms, run.latency) == (None, None), run.precision
-        assert run.op_calls.op
-        assert not run.op_calls.are_timed
+    for its in result.runs:
+        assert (its.latency_ms, its.latency) == (None, None), its.precision
+        assert its.op_calls.op
+        assert not its.op_calls.are_timed
 
 
 class Scaled(nn.Module):
