@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import pytest
 import yaml
 from conftest import ROOT, Call, Done
+from packaging.requirements import Requirement
 
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text(encoding="utf-8"))
 CI = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
@@ -49,7 +50,7 @@ torch.manual_seed(0)
 model, inputs = Net(), torch.eye(4)
 """
 NO_KERNEL = HEALTHY.replace("self.body(x)\n", "torch.linalg.inv(self.body(x) + 4 * x)\n")
-ARGUMENTS = "--precision half,autocast-fp16"
+ARGUMENTS = "--device cpu --precision half,autocast-fp16"
 OF_PULL_REQUEST = {"pull_request": {"base": {"ref": "main"}}, "repository": {"default_branch": "main"}}
 
 
@@ -437,6 +438,13 @@ def test_the_documents_name_the_inputs_and_files_of_the_action() -> None:
     assert re.findall(r"^\| `([\w-]+)` \| ", CI, re.MULTILINE) == [*ACTION["inputs"]]
     upload = SCAN["jobs"]["code-scanning"]["steps"][-1]
     assert upload["with"]["sarif_file"].endswith("/lowprec-check/scan.sarif")
+
+
+def test_the_package_is_installed_from_a_repository_in_a_form_that_pip_reads() -> None:
+    found = re.findall(r'"(lowprec-check @ [^"]+)"', CI)
+    assert len(found) == 2
+    assert {Requirement(text).url for text in found} == {"git+https://github.com/OWNER/lowprec-check@COMMIT"}
+    assert "pip install lowprec-check" not in CI, "it is in no index"
 
 
 def test_the_commands_in_the_document_have_existing_options(call: Call) -> None:
