@@ -22,6 +22,7 @@ from lowprec_check.schema.measures import (
     CompilerCheck,
     ErrorBudget,
     InputLayout,
+    InputsTried,
     Latency,
     LayerError,
     ModuleMagnitudes,
@@ -92,6 +93,8 @@ class Run(Struct, frozen=True, kw_only=True):
     if it did not fail, or on the first."""
     batches: BatchRanges | None = None
     """The status and the range of each op on every batch, if the scan was asked for more than one and the first passed."""
+    further_inputs: InputsTried | None = None
+    """How it does on further inputs; ``None`` if it does not pass, or they were not asked for."""
     output_error: ErrorStats | None = None
     """The largest of the calls compared."""
     compared_module: str | None = None
