@@ -190,6 +190,8 @@ class RunTask(AnalysisTask):
     """The number of further inputs to try, if it is measured; ``None``: as many as a small part of the time allows."""
     batches: int = 1
     """Number of batches that runs of their own try: further inputs are those after them."""
+    timed: bool = True
+    """Whether the times of its ops are kept."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
