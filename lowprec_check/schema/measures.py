@@ -289,6 +289,32 @@ class Ablation(Struct, frozen=True, kw_only=True):
     """``rel_l2`` that the shares predict to first order; ``None`` if the modules are not blamed for their shares."""
 
 
+class RangeTrial(Struct, frozen=True, kw_only=True):
+    """A run of the fp32 model in which the values of one place that a run's format cannot hold became Inf or zero, and nothing else."""
+
+    module: str
+    """Dotted path, ``""`` for the model itself."""
+    op: str
+    """As op calls name it; ``cast input`` and ``cast weight`` for the casts before the run."""
+    source: str | None = None
+    """``file.py:line``."""
+    nth: int = 0
+    """Which op of this name on its line it is, from 0."""
+    becomes: Literal["Inf", "zero"]
+    """What the values became."""
+    values: int
+    """How many."""
+    status: Status
+    """``ok``, ``inaccurate`` or ``nonfinite``, with the tolerance of the run."""
+    rel_l2: float | None = None
+    """Error of the output; ``None`` if it is not finite."""
+
+    @property
+    def place(self) -> tuple[str, str, str | None, int]:
+        """Module, op, line, and which op of this name on the line."""
+        return self.module, self.op, self.source, self.nth
+
+
 # -- A device that is not here, for which a scan predicts
 
 

@@ -26,6 +26,7 @@ from lowprec_check.schema.measures import (
     LayerError,
     ModuleMagnitudes,
     PredictedDevice,
+    RangeTrial,
     Timing,
     TimingConditions,
 )
@@ -100,6 +101,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Where the output error comes from; ``None`` if the run was not analyzed op by op."""
     ablation: Ablation | None = None
     """What keeping the modules blamed for its error in fp32 changed; ``None`` if it passes, or no module is blamed."""
+    range_trials: list[RangeTrial] = []
+    """What single places with values out of range do to the output of fp32; of a run that fails."""
     lockstep_error: ErrorStats | None = None
     """Error of the instrumented part's output against its reference, which takes the decisions of the run."""
     latency_ms: float | None = None

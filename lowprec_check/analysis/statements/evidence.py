@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.error_shares import (
@@ -25,7 +26,7 @@ from lowprec_check.analysis.run_summary import (
 from lowprec_check.analysis.speed import CHANGED, cores_were_used, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
 from lowprec_check.catalog.versions import release_of
-from lowprec_check.schema.measures import MATTERS, Latency
+from lowprec_check.schema.measures import MATTERS, Latency, RangeTrial
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 
@@ -93,6 +94,8 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     budget = run.budget
     if budget is None or not is_told(run, result) or trusted_budget(run) is not None or is_confirmed(run):
         return None
+    if not budget.known and harmful_trials(run):
+        return None
     if not budget.known:
         reason = budget.reason or "it was not computed"
         return say("where the error comes from is not known: {reason:text}", reason=reason)
@@ -105,6 +108,32 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
         ratio = (budget.predicted or 0.0) / (budget.measured or 1.0)
         told = say("first order predicts {ratio:times} the error of the run", ratio=ratio)
     return chained(told, decisions, between="; ")
+
+
+@per_run("out-of-range", "error", disproof="the same run of fp32, with nothing but these values changed")
+def out_of_range(run: Run, result: ScanResult) -> Made:
+    """The place with values out of range that makes the output wrong, alone: each was tried in an fp32 run."""
+    trials = harmful_trials(run)
+    if not trials or not is_told(run, result):
+        return None
+    worst = trials[0]
+    gives = "NaN or Inf in the output" if worst.rel_l2 is None else "an error of {error:error}"
+    told = say(
+        f"{{what:text}} in {{op:op}} of {{module:module}}{{source:text}} alone gives {gives}",
+        what="Inf" if worst.becomes == "Inf" else "zeros",
+        op=worst.op,
+        module=worst.module,
+        source=f" ({worst.source})" if worst.source else "",
+        **({} if worst.rel_l2 is None else {"error": worst.rel_l2}),
+    )
+    more = say("{more:count other place} too", more=len(trials) - 1) if len(trials) > 1 else None
+    return chained(told, more, between=", ")
+
+
+def harmful_trials(run: Run) -> list[RangeTrial]:
+    """The places whose values out of range make the output of fp32 wrong, alone; the worst first."""
+    harmful = [trial for trial in run.range_trials if trial.status != "ok"]
+    return sorted(harmful, key=lambda trial: -(math.inf if trial.rel_l2 is None else trial.rel_l2))
 
 
 @per_run("ablation", "error", disproof="the same plain run again")

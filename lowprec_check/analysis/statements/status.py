@@ -104,7 +104,7 @@ def shares(run: Run) -> Sentence | None:
 def _nonfinite(run: Run) -> Sentence:
     way = first_way(run)
     what = nonfinite(way) if way is not None else plain("NaN or Inf in the output")
-    first = next((row for row in run.op_calls.rows() if row.gives_nonfinite), None)
+    first = next((row for row in run.op_calls.rows() if row.spoils_output), None)
     if first is None:
         return what
     place = {"op": first.op, "phase": in_phase(first.phase), "module": first.module}

@@ -203,6 +203,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
     if task.predicted is not None:
         fields |= dict.fromkeys(("latency_ms", "setup_seconds", "compiler", "peak_memory_bytes"))
+    if task.predicted is not None or not task.timed:
         fields["op_calls"] = without_times(calls)
     called = set(calls.op)
     for name in (

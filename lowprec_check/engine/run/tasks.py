@@ -183,6 +183,8 @@ class RunTask(AnalysisTask):
     """Whether to measure time and memory; a metric is always measured."""
     instrumented: bool = True
     """Whether the instrumented part follows."""
+    timed: bool = True
+    """Whether the times of its ops are kept."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
