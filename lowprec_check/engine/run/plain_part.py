@@ -32,7 +32,8 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.compiler_check import CompilerChecker
-from lowprec_check.engine.run.messages import CallStarted, Measures, Send
+from lowprec_check.engine.run.margin_part import FurtherCalls
+from lowprec_check.engine.run.messages import CallStarted, InputStarted, Measures, Send
 from lowprec_check.engine.run.preparation import OnBackend, as_standalone
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
@@ -144,6 +145,20 @@ class PlainPart:
             if result.status == "nonfinite":
                 self._snapshot.rewind()
                 self._add(nonfinite_at=first_nonfinite(*self._call, task.seed))
+
+    def try_further_inputs(self) -> None:
+        """Keep further inputs, if this is the fp32 run; else try the model on them and send how it does, if it passes."""
+        task, result = self.task, self.result
+        if task.further_inputs == 0 or not task.measured or result.status != "ok":
+            return
+        probe = self.probed
+        if task.saves_reference:
+            probe = Fp32Outputs.load(task.files).probe
+        calls = FurtherCalls(task, self.target, self.ready, self._snapshot.rewind, result, probe)
+        if task.saves_reference:
+            calls.keep()
+        else:
+            self._add(further_inputs=calls.tried(lambda so_far: self._send(InputStarted(so_far))))
 
     def compute_metric(self) -> None:
         """Send the value of the user's metric, if there is one and the model ran."""
