@@ -213,6 +213,8 @@ def run_options(options: ScanOptions, device: str, predicted: PredictedDevice | 
         seed=options.seed,
         without_kernel=tuple(options.without_kernel),
         scenario=options.scenario,
+        further_inputs=0 if options.train else options.further_inputs,
+        batches=options.batches,
         timed=options.times == "on",
         steps=options.training_steps,
     )

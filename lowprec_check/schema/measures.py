@@ -190,6 +190,42 @@ class BatchRanges(Struct, frozen=True, kw_only=True):
     """In the order in which they were called first; empty if the run was not analyzed op by op."""
 
 
+# -- Further inputs that a run was tried on: how many fail, and how near the others are to the tolerance
+
+InputKind = Literal["drawn", "batches", "resampled"]
+"""``drawn``: made anew, by the function ``inputs`` or by this tool; ``batches``: the next ones of a loader; ``resampled``: the values
+of the inputs, drawn with replacement from their own.
+"""
+
+
+class InputsTried(Struct, frozen=True, kw_only=True):
+    """A run that passes, on further inputs: each is compared with fp32 on the same input."""
+
+    kind: InputKind
+    """Where they are from."""
+    tried: int = 0
+    """Number of further inputs."""
+    failed: int = 0
+    """Those on which the run does not pass."""
+    statuses: dict[str, int] = {}
+    """How often it ended in each status: ``{"ok": 15, "inaccurate": 1}``."""
+    worst: float | None = None
+    """The largest error of an output, rel_l2 or the share of integers that differ; ``None`` if one is not finite, or none was tried."""
+    low: float = 0.0
+    """The lower end of the interval."""
+    high: float = 1.0
+    """``low`` to ``high`` contains the share of such inputs that fail with a probability of at least 95 % (Clopper-Pearson)."""
+    first_failed: int | None = None
+    """The number of the first batch that fails, ``inputs(17)``; of resampled values, the number added to the seed."""
+    left_out: int = 0
+    """Inputs that were not tried: fp32 fails on them or has NaN or Inf, or they have other shapes, or their outputs hold nothing to
+    compare."""
+    seed: int = 0
+    """The seed that they were drawn with."""
+    reason: str | None = None
+    """Why none was tried."""
+
+
 # -- Whether a compiler made the output of a run worse
 
 FACTOR = 2.0

@@ -18,6 +18,7 @@ from lowprec_check.analysis.error_shares import (
     trusted_budget,
 )
 from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, low_runs
+from lowprec_check.analysis.run_summary import passes_all
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.module_paths import is_inside
@@ -285,7 +286,7 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence:
 
 def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
     """``use autocast-bf16, which passes``: a format with more range that passes in this scan, autocast first."""
-    passing = [other for known in _wider(run) for other in _runs_in(known, result) if other.status == "ok"]
+    passing = [other for known in _wider(run) for other in _runs_in(known, result) if passes_all(other)]
     best = min(passing, key=lambda other: not other.is_autocast, default=None)
     return say("use {run:text}, which passes", run=best.key.label) if best is not None else None
 
@@ -334,7 +335,7 @@ def recommended_instead(run: Run, result: ScanResult) -> Recommendation | None:
         return None
     same = (best.precision, best.backend, best.memory_format) == (run.precision, run.backend, run.memory_format)
     is_itself = same and not best.keep_fp32 and best.way in (None, "plain")
-    return None if is_itself or not any(other.status == "ok" for other in result.runs if other.is_low) else best
+    return None if is_itself or not any(passes_all(other) for other in result.runs if other.is_low) else best
 
 
 def _runs_in(wanted: FloatFormat, result: ScanResult) -> list[Run]:

@@ -20,11 +20,13 @@ from lowprec_check.analysis.run_summary import (
     candidates,
     degenerate_output,
     is_plan_of,
+    passes_all,
     reference_of,
     tiny_output,
 )
 from lowprec_check.analysis.speed import CHANGED, cores_were_used, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
+from lowprec_check.analysis.statements.status import further_in
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.schema.measures import MATTERS, Latency, RangeTrial
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -160,7 +162,7 @@ def ablation(run: Run, result: ScanResult) -> Made:
 @per_run("plan-passes", "error", disproof="the plan's plain run again")
 def plan_passes(run: Run, result: ScanResult) -> Made:
     """The modules that a plan keeps in fp32, with which this run passes."""
-    plans = (plan for plan in result.runs if is_plan_of(plan, run) and plan.status == "ok" and plan.keep_fp32)
+    plans = (plan for plan in result.runs if is_plan_of(plan, run) and passes_all(plan) and plan.keep_fp32)
     plan = next(plans, None)
     if plan is None:
         return None
@@ -226,7 +228,8 @@ def inputs(result: ScanResult) -> Iterator[Made]:
     passing = [run for run in candidates(result.runs) if run.status == "ok"]
     batches = min((len(run.batches.statuses) if run.batches else 1 for run in passing), default=1)
     if result.training is None:
-        yield say("{batches:count batch} of inputs", batches=batches)
+        further = further_in(passing)
+        yield chained(say("{batches:count batch} of inputs", batches=batches), further, between=", and ")
     reference = reference_of(result.runs)
     if reference is not None and reference.nondeterministic:
         yield Said(plain("two fp32 runs differ, so the tolerances are wider"), "warn")

@@ -71,6 +71,10 @@ class RunOptions:
     seed: int = 0
     without_kernel: tuple[str, ...] = ()
     scenario: Scenario | None = None
+    further_inputs: int | None = 0
+    """The number of further inputs that a run that passes is tried on; ``None``: as many as a small part of the time allows."""
+    batches: int = 1
+    """Number of batches that have runs of their own."""
     steps: int = 0
     """Steps of training; 0 if only the forward pass is run."""
     timed: bool = True

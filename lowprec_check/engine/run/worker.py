@@ -142,6 +142,7 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] 
         part.run()
         for what, measure in (
             ("measuring", part.measure),
+            ("trying further inputs", part.try_further_inputs),
             ("the metric", part.compute_metric),
             ("checking the compiler", part.check_compiler),
             ("comparing the layers", part.add_layer_errors),
