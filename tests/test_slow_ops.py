@@ -184,3 +184,20 @@ def test_a_kernel_that_does_not_end_is_found_and_the_rest_is_analyzed() -> None:
     slow = [d for d in result.diagnostics if d.code == "LP106"]
     assert [d.op for d in slow] == ["slow_ops.waits.default"]
     assert slow[0].message.endswith("the time of all of fp32")
+
+
+def test_without_times_nothing_is_concluded_from_times() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(), nn.Linear(8, 8)).eval()
+    result = scan(model, torch.randn(4, 8), precisions=["half"], times="off", plan=True, isolation="none")
+    assert "plan" in {run.precision for run in result.runs}
+    for its in result.runs:
+        assert (its.latency_ms, its.latency) == (None, None), its.precision
+        assert its.op_calls.op
+        assert not its.op_calls.are_timed
+
+
+class Scaled(nn.Module):
+    """Overflows in fp16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1e6 * 1e-6

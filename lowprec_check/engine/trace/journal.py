@@ -9,7 +9,7 @@ import msgspec
 from lowprec_check.errors import first_line
 from lowprec_check.process import system
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.measures import ErrorBudget, ModuleMagnitudes
+from lowprec_check.schema.measures import ErrorBudget, ModuleMagnitudes, RangeTrial
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.scan_result import Gap, GapKind
@@ -30,6 +30,8 @@ class Instrumented(Struct, frozen=True, kw_only=True, tag="explained"):
     perturbed: bool | None = None
     budget: ErrorBudget | None = None
     """Where the error of the output comes from, if requested."""
+    range_trials: list[RangeTrial] = []
+    """What single places with values out of range do to the output of fp32."""
     lockstep_error: ErrorStats | None = None
     """Error of the output against the lockstep reference, which uses the random values and decisions of the run."""
     emulated: dict[str, str] = {}
