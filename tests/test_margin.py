@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -270,6 +270,22 @@ def test_a_model_that_draws_random_numbers_is_not_tried() -> None:
     assert (found.tried, found.reason) == (0, margin_part.RANDOM)
 
 
+class Drifts(nn.Module):
+    """Its state is in an iterator, which cannot be rewound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.numbers = nn.Linear(4, 4), count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 + next(self.numbers) / 200)
+
+
+def test_a_model_with_state_that_cannot_be_rewound_is_not_tried() -> None:
+    found = further(Drifts(), batches)
+    assert (found.tried, found.reason) == (0, margin_part.STATEFUL)
+
+
 # -- what else runs
 
 
@@ -295,6 +311,7 @@ def test_an_input_on_which_the_process_dies_fails_and_the_status_stays() -> None
     assert found.further_inputs is not None
     assert (found.further_inputs.tried, found.further_inputs.failed) == (first, 1)
     assert found.further_inputs.statuses.get("crashed") == 1
+    assert found.further_inputs.first_failed == first
 
 
 def test_an_exception_on_a_further_input_fails() -> None:
