@@ -16,6 +16,7 @@ from user_files import NET
 
 from lowprec_check import ScanResult, UsageError
 from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.user_script import parked_threads
 
 Write = Callable[..., Path]
 
@@ -157,25 +158,41 @@ def test_an_import_that_calls_a_model(files: Path, write: Write) -> None:
     assert helper_of_script.net is target.model
 
 
-def test_settings_of_the_thread_of_a_file_remain(files: Path, write: Write) -> None:
-    threads = torch.get_num_threads()
-    try:
-        load_target(
-            str(
-                write(
-                    NET
-                    + "torch.set_num_threads(3)\ntorch.set_grad_enabled(False)\nmodel = Net()\ninputs = torch.ones(1, 3)"
-                )
-            )
-        )
-        assert (torch.get_num_threads(), torch.is_grad_enabled()) == (3, False)
-    finally:
-        torch.set_num_threads(threads)
-        torch.set_grad_enabled(True)
+CONTEXTS: dict[str, Callable[[], object]] = {
+    "torch.no_grad()": torch.is_grad_enabled,
+    "torch.inference_mode()": torch.is_inference_mode_enabled,
+    "torch.autocast('cpu')": lambda: torch.is_autocast_enabled("cpu"),
+    "torch.device('meta')": lambda: torch.ones(1).device,
+    "FlopCounterMode(display=False)": torch._C._len_torch_dispatch_stack,
+    "contextlib.redirect_stderr(open('new.txt', 'w'))": lambda: sys.stderr,
+    "contextlib.redirect_stdout(open('new.txt', 'w'))": lambda: sys.stdout,
+}
+
+
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+@pytest.mark.parametrize("context", CONTEXTS)
+def test_contexts_around_the_call_are_left(files: Path, write: Write, context: str) -> None:
+    before = CONTEXTS[context]()
+    imports = "import contextlib\nfrom torch.utils.flop_counter import FlopCounterMode\n"
+    text = (
+        f"{imports}net, x = Net(), torch.ones(4, 3)\nwith {context}:\n    with torch.autocast('cpu'):\n        net(x)"
+    )
+    load_target(str(write(NET + text, "train.py")))
+    assert CONTEXTS[context]() == before
+    assert torch.autocast_increment_nesting() == 1
+    torch.autocast_decrement_nesting()
+
+
+def test_a_thread_that_is_not_waited_for(files: Path, write: Write) -> None:
+    text = "import threading, time\nnet, x = Net(), torch.ones(4, 3)\nt = threading.Thread(target=net, args=(x,))\nt.start()\n"
+    write(NET + f"{text}while t.is_alive():\n    time.sleep(0.01)\n{SAVE}", "train.py")
+    assert load_target("train.py").args[0].shape == (4, 3)
+    assert threading.active_count() - len(parked_threads()) == 1
 
 
 @pytest.mark.slow
-def test_a_scan_of_a_script_changes_nothing(files: Path, write: Write, call: Call) -> None:
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_a_scan_of_a_script_changes_nothing(files: Path, write: Write, call: Call, isolation: str) -> None:
     text = (
         "import argparse, atexit, signal\np = argparse.ArgumentParser()\np.add_argument('--rows', type=int)\n"
         "net, x = Net(), torch.ones(p.parse_args().rows, 3)\n"
@@ -184,7 +201,17 @@ def test_a_scan_of_a_script_changes_nothing(files: Path, write: Write, call: Cal
         "try:\n    net(x)\nfinally:\n    save()\n"
     )
     done = call(
-        "scan", str(write(NET + text, "train.py")), "-p", "half,autocast-bf16", "--json", "-", "--", "--rows", "6"
+        "scan",
+        str(write(NET + text, "train.py")),
+        "-p",
+        "half,autocast-bf16",
+        "--json",
+        "-",
+        "--isolation",
+        isolation,
+        "--",
+        "--rows",
+        "6",
     )
     assert done.returncode == 0, done.stderr
     result = ScanResult.from_json(done.stdout.encode())

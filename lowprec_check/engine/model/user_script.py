@@ -1,11 +1,12 @@
-"""Runs the user's code up to its first call of a model, in a thread that goes no further: neither handlers nor later lines run."""
+"""Runs the user's code up to its first call of a model and leaves it there: neither handlers around the call nor later lines run."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import ctypes
+import itertools
 import os
-import queue
 import signal
 import sys
 import threading
@@ -13,15 +14,14 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
+import greenlet  # type: ignore[import-untyped]
 import torch
 from torch import nn
+from torch.utils import _python_dispatch as dispatch_modes
 
 from lowprec_check.engine.core.source_location import is_own_file, own_line, source_line
 from lowprec_check.engine.model.kept_files import KeptFiles, replaced
 from lowprec_check.process.function_worker import end_if_forked
-
-_STACK_BYTES = 64 * 2**20
-"""Of the thread: deep models need as much as in the main thread."""
 
 
 class ModelCall(NamedTuple):
@@ -43,90 +43,72 @@ class Ran(NamedTuple):
     """What was done to keep the user's files as they are."""
 
 
-class _Settings(NamedTuple):
-    """Settings of torch that each thread has for itself."""
-
-    gradients: bool
-    threads: int
-    device: torch.device
-
-    @classmethod
-    def read(cls) -> _Settings:
-        return cls(torch.is_grad_enabled(), torch.get_num_threads(), torch.get_default_device())
-
-    def apply(self, before: _Settings) -> None:
-        """Set those that the thread changed since ``before``."""
-        if self.gradients != before.gradients:
-            torch.set_grad_enabled(self.gradients)
-        if self.threads != before.threads:
-            torch.set_num_threads(self.threads)
-        if self.device != before.device:
-            torch.set_default_device(self.device)
-
-
-class _End(NamedTuple):
-    call: ModelCall | None
-    error: BaseException | None
-    settings: _Settings
-
-
-_parked: list[threading.Thread] = []
-
-
-def parked_threads() -> list[threading.Thread]:
-    """The threads that wait forever in the user's code. They hold no pool of threads, so a fork loses nothing with them."""
-    return list(_parked)
-
-
 def run_to_first_call(work: Callable[[], object]) -> Ran:
     """Run ``work`` up to the first call of a module that has parameters; raises what it raises before.
 
-    A call in another thread counts; one in another process, or while a module is constructed, does not. The thread of the call waits
-    forever, so that no ``finally``, ``except`` or ``with`` around it runs; exit handlers of the user's files are removed.
-    Files that exist are kept as they are (:class:`KeptFiles`).
+    A call in another thread counts; one in another process, or while a module is constructed, does not. The code runs in a greenlet of
+    this thread, which is never resumed after the call, so that no ``finally``, ``except`` or ``with`` around it runs; exit and signal
+    handlers of the user's files are removed. Files that exist are kept as they are (:class:`KeptFiles`).
     """
-    ends: queue.SimpleQueue[_End] = queue.SimpleQueue()
-    kept_call, process, running = nn.Module.__call__, os.getpid(), True
+    caller, thread, process = greenlet.getcurrent(), threading.get_ident(), os.getpid()
+    kept_call, running = nn.Module.__call__, True
+    left, anywhere = threading.Event(), threading.Event()
+    calls: list[ModelCall] = []
+    errors: list[BaseException] = []
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         # `torch.compile` keeps this function as that of the module inside: it does nothing once the code has ended
-        frame = sys._getframe(1)
-        if not running or os.getpid() != process or not _counts(self, frame):
+        frame, is_here = sys._getframe(1), threading.get_ident() == thread
+        if not running or os.getpid() != process or not (is_here or interrupt is not None) or not _counts(self, frame):
             return kept_call(self, *args, **kwargs)
-        found = ModelCall(self, args, kwargs, own_line(frame) or source_line(frame))
-        _park(lambda: ends.put(_End(found, None, _Settings.read())))
+        calls.append(ModelCall(self, args, kwargs, own_line(frame) or source_line(frame)))
+        if is_here or interrupt is None:
+            leave()
+        interrupt()
+        for number in itertools.count():
+            if left.wait(0.01):
+                break
+            if number == _TRIES:
+                anywhere.set()
+            interrupt()
+        _park()
+
+    def leave_if_possible(_number: int, frame: FrameType | None) -> None:
+        if calls and (anywhere.is_set() or not _holds_locks(frame)):
+            leave()
+
+    def leave() -> NoReturn:
+        left.set()
+        while True:
+            caller.switch()
 
     def run() -> None:
-        error = None
         try:
             work()
         except BaseException as caught:
             end_if_forked(caught)
-            error = caught
-        if os.getpid() != process:  # a fork that the code made, and that has reached its end
-            os._exit(0 if error is None else 1)
-        ends.put(_End(None, error, _Settings.read()))
+            if not calls:
+                errors.append(caught)
 
-    before, errors = _Settings.read(), sys.stderr
-    with _exit_handlers_of_the_user() as handlers, KeptFiles() as files, _in_a_thread():
-        nn.Module.__call__ = call  # type: ignore[method-assign]
-        try:
-            _Thread(run).start()
-            end = ends.get()
-        finally:
-            running = False
-            nn.Module.__call__ = kept_call  # type: ignore[method-assign]
-    if end.call is None:
-        end.settings.apply(before)
-    else:
-        end.settings._replace(gradients=before.gradients).apply(before)  # `with torch.no_grad()` ends at the call
-        sys.stderr = errors
+    script = greenlet.greenlet(run)
+    script.gr_context = caller.gr_context
+    before = _Surroundings()
+    with (
+        _exit_handlers_of_the_user() as handlers,
+        KeptFiles() as files,
+        _interrupted_by(leave_if_possible) as interrupt,
+    ):
+        with _threads_that_do_not_last(), replaced(nn.Module, "__call__", call):
+            script.switch()
+        running = False
+    if errors:
+        raise errors[0]
+    if calls:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(script))  # else it would be unwound when it is freed, also at exit
+        before.restore()
         for handler in handlers:
             atexit.unregister(handler)
-        _release_imports()
-    if end.error is not None:
-        raise end.error
-    return Ran(end.call, files.notes)
+    return Ran(calls[0] if calls else None, files.notes)
 
 
 def _counts(module: nn.Module, frame: FrameType | None) -> bool:
@@ -142,65 +124,115 @@ def _counts(module: nn.Module, frame: FrameType | None) -> bool:
     return True
 
 
-def _park(report: Callable[[], None] = lambda: None) -> NoReturn:
-    """Call ``report`` and wait forever; the interpreter ends without this thread."""
+# -- The thread in which a model was called
+
+_parked: list[threading.Thread] = []
+
+
+def parked_threads() -> list[threading.Thread]:
+    """Threads of the user's code that wait forever, in a call of a model."""
+    return list(_parked)
+
+
+def _park() -> NoReturn:
+    """Wait forever; the interpreter ends without this thread."""
     thread = threading.current_thread()
     _parked.append(thread)
-
-    def join(timeout: float | None = None) -> None:  # noqa: ARG001
-        if threading.current_thread() is not threading.main_thread():  # which waits for pools of threads at exit
-            _park()
-
-    thread.join = join  # type: ignore[method-assign]
-    report()
+    thread.join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005  # pools of threads do at exit
     lock = threading.Lock()
     while True:
         lock.acquire()
 
 
-class _Thread(threading.Thread):
-    """The thread of the user's code. Once its code is stopped it is among the parked ones, also if it waits for another thread."""
-
-    def __init__(self, work: Callable[[], None]) -> None:
-        super().__init__(daemon=True)
-        self._work = work
-
-    def start(self) -> None:
-        _parked.append(self)
-        kept = threading.stack_size(_STACK_BYTES)
-        try:
-            super().start()
-        finally:
-            threading.stack_size(kept)
-
-    def run(self) -> None:
-        run_users_code(self._work)
-        _parked.remove(self)
+_TRIES = 100
+"""Of an interrupt, 10 ms apart, until it no longer matters where the thread is."""
 
 
-def run_users_code(work: Callable[[], None]) -> None:
-    """Call ``work``. Tracebacks of a process that is ended are searched for this function: the user's lines are inside."""
-    work()
+_WAITS = ("wait", "join", "_wait_for_tstate_lock", "result", "get", "__exit__", "shutdown")
+"""Functions of the standard library in which a thread waits without holding locks."""
+
+
+def _holds_locks(frame: FrameType | None) -> bool:
+    """Whether the thread may hold a lock of the interpreter or of a library: unless it runs a line of the user's, or waits in one."""
+    while frame is not None and frame.f_code.co_name in _WAITS:
+        frame = frame.f_back
+    return frame is not None and not is_own_file(frame.f_code.co_filename)
 
 
 @contextlib.contextmanager
-def _in_a_thread() -> Iterator[None]:
-    """Make code run that is written for the main thread, and the interpreter end while threads that it starts wait.
+def _interrupted_by(handler: Callable[..., None]) -> Iterator[Callable[[], None] | None]:
+    """What makes this thread call ``handler``, wherever it waits, from another one; ``None`` if only the main thread could."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
+        yield None
+        return
+    thread, kept = threading.get_ident(), signal.signal(signal.SIGURG, handler)
+    try:
+        yield lambda: signal.pthread_kill(thread, signal.SIGURG)
+    finally:
+        signal.signal(signal.SIGURG, kept)
 
-    Signal handlers are not installed: they would run later than the call.
-    """
+
+@contextlib.contextmanager
+def _threads_that_do_not_last() -> Iterator[None]:
+    """The interpreter does not wait for threads that are started inside."""
     start = threading.Thread.start
 
     def as_daemon(self: threading.Thread) -> None:
-        if not self.daemon:
-            self.daemon = True
+        self.daemon = True
         start(self)
 
-    def keep_handler(number: int, _handler: object) -> object:
-        return signal.getsignal(number)
-
-    with replaced(threading.Thread, "start", as_daemon), replaced(signal, "signal", keep_handler):
+    with replaced(threading.Thread, "start", as_daemon):
         yield
+
+
+# -- What code that is stopped leaves behind
+
+
+class _Surroundings:
+    """What contexts that are never left would change for good: those of torch, a stream, signal handlers, unfinished imports."""
+
+    def __init__(self) -> None:
+        self._stream, self._gradients = sys.stderr, torch.is_grad_enabled()
+        self._functions, self._dispatched = _function_modes(), torch._C._len_torch_dispatch_stack()
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    def restore(self) -> None:
+        """Make them as they were."""
+        sys.stderr = self._stream
+        torch.set_grad_enabled(self._gradients)
+        if torch.is_inference_mode_enabled():
+            _never_left.append(torch.inference_mode(False))
+            _never_left[-1].__enter__()
+        for kind in ("cpu", "cuda", "xpu", "mps"):
+            with contextlib.suppress(RuntimeError):  # not known to this torch
+                torch.set_autocast_enabled(kind, False)
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() > 0:
+            pass
+        torch.clear_autocast_cache()
+        while torch._C._len_torch_dispatch_stack() > self._dispatched:
+            dispatch_modes._pop_mode()
+        device_of_the_file = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        kept = [mode for mode in _function_modes() if mode in self._functions or mode is device_of_the_file]
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+        for mode in kept:
+            torch._C._push_on_torch_function_stack(mode)
+        for number, handler in self._handlers.items():
+            if self._in_main_thread and handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+        for module in list(sys.modules.values()):  # other threads would wait for the end of their import
+            spec: Any = getattr(module, "__spec__", None)
+            if getattr(spec, "_initializing", False):
+                spec._initializing = False
+
+
+_never_left: list[Any] = []
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
 
 
 @contextlib.contextmanager
@@ -216,11 +248,3 @@ def _exit_handlers_of_the_user() -> Iterator[list[Callable[..., Any]]]:
 
     with replaced(atexit, "register", register):
         yield found
-
-
-def _release_imports() -> None:
-    """Let other threads import the modules whose import was stopped; they would wait for it forever."""
-    for module in list(sys.modules.values()):
-        spec = getattr(module, "__spec__", None)
-        if getattr(spec, "_initializing", False):
-            spec._initializing = False  # type: ignore[union-attr]

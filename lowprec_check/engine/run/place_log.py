@@ -11,7 +11,6 @@ from typing import NamedTuple
 from torch import nn
 
 from lowprec_check.engine.core.source_location import PACKAGE, call_model, is_installed, is_own_file, show_line
-from lowprec_check.engine.model.user_script import run_users_code
 
 _NOTE = "Model in thread "
 _TITLE = re.compile(r"(Current thread|Thread) (0x[0-9a-f]+).*\(most recent call first\):$")
@@ -48,8 +47,7 @@ def model_line(log: bytes) -> str | None:
             thread, *names = line.removeprefix(_NOTE).split()
             packages, found, crashed = frozenset(names), None, None
         elif title is not None and title[1] == "Thread":
-            stack = _Stack.of(lines[number + 1 :])
-            found = stack if title[2] == thread or (found is None and stack.runs_the_file) else found
+            found = _Stack.of(lines[number + 1 :]) if title[2] == thread else found
         elif title is not None or line == _ALONE:
             crashed = _Stack.of(lines[number + 1 :])
             if title is None or title[2] == thread:
@@ -84,11 +82,6 @@ class _Stack(NamedTuple):
                 return cls(frames, is_cut=line == _CUT)
             frames.append(_Frame(frame[1], int(frame[2]), frame[3] or ""))
         return cls(frames, is_cut=False)
-
-    @property
-    def runs_the_file(self) -> bool:
-        """Whether the thread was started to run the user's file."""
-        return any(its.is_ours and its.function == run_users_code.__name__ for its in self.frames)
 
     def line(self, packages: frozenset[str]) -> str | None:
         for frame in self._of_the_model():
