@@ -51,6 +51,12 @@ def _first_bad(c: Case) -> bool:
     return (first.get("module"), first.get("op")) == (c.d["module"], c.d["op"])
 
 
+def _tried(c: Case, status: str, error: float | None = None) -> bool:
+    """Whether the values at the place of the finding were tried alone, with this result."""
+    tried = (its for its in c.run["range_trials"] if (its["module"], its["op"]) == (c.d["module"], c.d["op"]))
+    return any(its["status"] == status and error in (None, its["rel_l2"]) for its in tried)
+
+
 def _all(c: Case) -> Sequence[Raw]:
     calls = c.run["op_calls"]
     return [{name: column[index] for name, column in calls.items()} for index in range(len(calls["op"]))]
@@ -232,6 +238,12 @@ _COMMON: dict[str, Claim] = {
     "the output passes": lambda c: c.run["status"] == "ok",
     "the output error is within the tolerance": lambda c: (c.budget["measured"] or 0.0) <= (c.run["tolerance"] or 0.0),
     "the first op with Inf or NaN": _first_bad,
+    "this {what} reaches the output": lambda c, what: any(row.get("reaches_output") for row in c.rows()),
+    "this {what} does not reach the output": lambda c, what: any(row.get("reaches_output") is False for row in c.rows()),
+    "changing these values alone in an fp32 run gives NaN or Inf in the output": lambda c: _tried(c, "nonfinite"),
+    "changing these values alone in an fp32 run gives an output error of {error}": lambda c, error: _tried(c, "inaccurate", error),
+    "changing these values alone in an fp32 run gives an output that passes": lambda c: _tried(c, "ok"),
+    "error {error}": lambda c, error: _tried(c, "ok", error),
     "its share of the output error is {share}": lambda c, share: _share(c, share) and share >= 0.03,
     "{share} of the output error is the rounding of its result": lambda c, share: _share(c, share, "leaving"),
     "its share of the output error is {share}, that of the rounding of its result {leaving}": lambda c, share, leaving: _share(c, share) or _share(c, share + leaving),

@@ -136,7 +136,10 @@ ENDINGS = [
         "scan odd.py",
         2,
         "KeyboardInterrupt at odd.py:2",
-        file("import os, signal\nos.kill(os.getpid(), signal.SIGINT)"),
+        file(
+            "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background\n"
+            "os.kill(os.getpid(), signal.SIGINT)"
+        ),
     ),
     OddCall(
         f"scan odd.py --isolation none {HALF}",

@@ -16,6 +16,7 @@ from conftest import EXAMPLES, ROOT, Call, SharedScan, call_process
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.cli.progress import Progress, progress
+from lowprec_check.process import system
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 
@@ -340,7 +341,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_progress_names_the_run_of_how_many_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(system, "monotonic", lambda: now)
     lines: list[str] = []
     shown = Progress(lines.append)
     shown.step("model.py", "loading")
@@ -368,7 +369,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(system, "monotonic", lambda: now)
     with progress(quiet=False) as shown:
         for _ in range(100):
             now += 1.0

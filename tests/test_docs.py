@@ -9,6 +9,11 @@ from types import ModuleType
 
 import pytest
 from conftest import ROOT
+from predicted_result import predicted_result
+
+from lowprec_check.analysis.speed import Speed
+from lowprec_check.analysis.statements.kinds import said
+from lowprec_check.report.blocks import speed_text
 
 PAGES = ("*.md", "docs/*.md", "catalog/*.md", "reports/*.md", "reports/*/*.md")
 DOCUMENTS = sorted(path for pattern in PAGES for path in ROOT.glob(pattern))
@@ -97,3 +102,14 @@ def test_ci_runs_the_commands_in_the_documents(document: str, marker: str, comma
     assert re.search(rf"^<!-- {marker} -->\n    {command}", text, re.MULTILINE)
     script = (ROOT / ".ci" / "run").read_text(encoding="utf-8")
     assert re.search(rf"\$\(documented {document} '?{marker}'?\)", script)
+
+
+def test_the_guide_writes_speeds_and_sentences_as_reports_do() -> None:
+    guide = (ROOT / "docs" / "scan.md").read_text(encoding="utf-8")
+    for told in (Speed("faster", 1.4, 1.3, 1.5), Speed("slower", 1 / 134, 1 / 140, 1 / 130), Speed("same", 1.0)):
+        assert f"| {speed_text(told)} | {told.text()} |" in guide
+    words = re.sub(r"\d+", "0", (ROOT / "docs" / "prediction.md").read_text(encoding="utf-8"))
+    for part in said(predicted_result(), "prediction").partition("; the catalog ")[2].split(", ")[:2]:
+        assert re.sub(r"\d+", "0", part.partition(":")[0]) in words
+    shares = "half: shares of the error: 46 % lm_head (addmm, model.py:41), 12 % ln_f, 9 % h.0.attn, 5 % not explained"
+    assert shares in guide  # the same words: tests/test_error_shares.py

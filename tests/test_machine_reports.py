@@ -1,16 +1,13 @@
-"""Reports that programs read: SARIF, annotations, the CI document; and no folders of the machine in what is published."""
+"""Reports that programs read: SARIF and annotations; and no folders of the machine in what is published."""
 
 from __future__ import annotations
 
-import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
-from conftest import ROOT, Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import run, shared_result
@@ -18,7 +15,7 @@ from shared_result import run, shared_result
 from lowprec_check.report.foreign_text import without_folders
 from lowprec_check.report.formats import sarif
 from lowprec_check.report.places import FileLine, places
-from lowprec_check.report.registry import format_of, render
+from lowprec_check.report.registry import render
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 
 RESULT = shared_result()
@@ -260,40 +257,3 @@ def test_published_reports_show_no_folders(format: str) -> None:
     assert SECRET not in render(hidden, format)
     assert "w.pt" in render(hidden, format)
     assert SECRET in render(hidden, "json")
-
-
-# -- the CI document
-
-
-def workflow() -> dict[Any, Any]:
-    yaml = pytest.importorskip("yaml")
-    text = (ROOT / "docs" / "ci.md").read_text(encoding="utf-8")
-    return dict(yaml.safe_load(re.search(r"(?s)```yaml\n(.*?)```", text)[1]))  # type: ignore[index]
-
-
-def test_the_ci_snippet_uses_existing_options(call: Call) -> None:
-    steps = workflow()["jobs"]["scan"]["steps"]
-    commands = [line for step in steps if "lowprec-check " in (line := step.get("run", "")) and "pip" not in line]
-    assert len(commands) == 3
-    helps = {name: call(name, "--help").stdout for name in ("scan", "report")}
-    for command in commands:
-        program, name, *words = command.split()
-        assert program == "lowprec-check"
-        assert all(word in helps[name] for word in words if word.startswith("--"))
-    [scan] = [step["run"].split() for step in steps if step.get("name") == "Scan"]
-    written = {word for before, word in itertools.pairwise(scan) if before in ("--report", "--json")}
-    assert {format_of(Path(name)).name for name in written} == {"json", "sarif", "html", "md"}
-    upload = next(step for step in steps if "upload-sarif" in step.get("uses", ""))
-    assert upload["with"]["sarif_file"] in written
-    assert workflow()["permissions"]["security-events"] == "write"
-
-
-def test_the_ci_snippet_uploads_nothing_from_forks() -> None:
-    job = workflow()["jobs"]["scan"]
-    steps = {step.get("name") or step["uses"]: step for step in job["steps"]}
-    assert "head.repo.full_name != github.repository" in job["env"]["FROM_FORK"]
-    assert "env.FROM_FORK == 'false'" in steps["Code scanning"]["if"]
-    assert "env.FROM_FORK == 'true'" in steps["Annotations, where SARIF cannot be uploaded"]["if"]
-    assert "pull_request_target" not in workflow()[True], "`on`, which YAML 1.1 reads as true"
-    names = list(steps)
-    assert names.index("Accept what is there, if there is no baseline yet") < names.index("Scan")

@@ -279,10 +279,55 @@ def test_a_wrong_call_is_shown_at_its_line(project: pytest.Pytester, call: str) 
     assert "/plugin/" not in text
 
 
-@pytest.mark.parametrize("call", ["check(net, x", "assert_no_gaps(net, x", "record(torch.half"])
-def test_without_the_device_a_test_is_skipped(project: pytest.Pytester, call: str) -> None:
-    project.makepyfile(test_one=MODEL + f'\ndef test_it(lowprec):\n    lowprec.{call}, device="xpu")\n')
-    assert "SKIPPED [1] test_one.py:19: device xpu is not available" in project.runpytest("-rs").stdout.str()
+@pytest.mark.parametrize(
+    ("call", "device"),
+    [("check(net, x", "mps"), ("assert_no_gaps(net, x", "xpu"), ("record(torch.half", "xpu")],
+)
+def test_without_the_device_a_test_is_skipped(project: pytest.Pytester, call: str, device: str) -> None:
+    project.makepyfile(test_one=MODEL + f'\ndef test_it(lowprec):\n    lowprec.{call}, device="{device}")\n')
+    text = project.runpytest("-rs").stdout.str()
+    assert f"SKIPPED [1] test_one.py:19: device {device} is not available" in text
+    assert re.search(rf"=+ lowprec =+\n+1 test was skipped: device {device} is not available\n", text)
+
+
+def test_a_check_predicts_a_device_that_is_not_available(project: pytest.Pytester) -> None:
+    tests = """
+def test_runs(lowprec):
+    runs = [lowprec.check(torch.relu, x, name, device="xpu") for name in ("half", "bfloat16")]
+    assert {run.evidence for run in runs} == {"predicted"}
+
+def test_gap(lowprec):
+    lowprec.check(torch.linalg.inv, torch.eye(4), device="xpu")
+
+@pytest.mark.lowprec("half", device=["cpu", "xpu", "mps"])
+def test_marked(lowprec): pass
+
+@pytest.mark.skip(reason="device tpu is not available")
+def test_other(): pass
+
+def test_in_a_fixture(device): pass
+
+@pytest.fixture
+def device(lowprec): lowprec.record(device="mps")
+"""
+    project.makepyfile(test_one=MODEL + tests)
+    result = project.runpytest()
+    result.assert_outcomes(passed=2, failed=1, skipped=4)
+    text = result.stdout.str()
+    assert re.search(r"linalg_inv does not pass in half · predicted on xpu, torch [\d.]+: 1 gap", text)
+    assert re.search(
+        r"=+ lowprec =+\n+"
+        r"2 tests were predicted from the catalog, not measured: device xpu is not available\n"
+        r"2 tests were skipped: device mps is not available\n"
+        r"1 test was skipped: device xpu is not available\n=",
+        text,
+    )
+
+
+@pytest.mark.slow
+def test_workers_send_what_was_not_measured(project: pytest.Pytester) -> None:
+    project.makepyfile(test_one=MODEL + '\ndef test_it(lowprec): lowprec.check(net, x, device="mps")\n')
+    assert "1 test was skipped: device mps is not available" in project.runpytest("-n2").stdout.str()
 
 
 def test_all_operators_of_a_name_run_at_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,7 @@ from lowprec_check.engine.run.launcher import MAX_SUSPECTS, Attempts
 from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.run.tasks import ExplainTask
 from lowprec_check.engine.trace import lockstep
+from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import IN_OP, Position
 from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.op_calls import OpCall, killed_reason, seconds_killed, to_columns
@@ -138,7 +139,7 @@ def test_the_time_in_fp32_is_that_of_the_op_alone(budget: bool, monkeypatch: pyt
         return recorded(*given)
 
     monkeypatch.setattr(lockstep, "map_args", slowly)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(system, "perf_counter", lambda: clock[0])
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     calls = helpers.run(model, (torch.randn(2, 8),), "half", budget=budget)[1].op_calls
     assert clock[0] >= 2.0
@@ -183,3 +184,20 @@ def test_a_kernel_that_does_not_end_is_found_and_the_rest_is_analyzed() -> None:
     slow = [d for d in result.diagnostics if d.code == "LP106"]
     assert [d.op for d in slow] == ["slow_ops.waits.default"]
     assert slow[0].message.endswith("the time of all of fp32")
+
+
+def test_without_times_nothing_is_concluded_from_times() -> None:
+    model = nn.Sequential(nn.Linear(8, 8), Scaled(), nn.Linear(8, 8)).eval()
+    result = scan(model, torch.randn(4, 8), precisions=["half"], times="off", plan=True, isolation="none")
+    assert "plan" in {run.precision for run in result.runs}
+    for its in result.runs:
+        assert (its.latency_ms, its.latency) == (None, None), its.precision
+        assert its.op_calls.op
+        assert not its.op_calls.are_timed
+
+
+class Scaled(nn.Module):
+    """Overflows in fp16."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * 1e6 * 1e-6

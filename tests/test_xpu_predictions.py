@@ -210,6 +210,7 @@ def test_a_plan_of_a_prediction(tmp_path: Path, call: Call) -> None:
         ("--device xpu --predict --scenario realtime", "A prediction has no times, so no scenario."),
         ("--torch 2.13", "No device is named to predict."),
         ("--device xpu --torch foo", "'foo' is not a version of torch."),
+        ("--device xpu --torch 2.13,2.15", "'2.13,2.15' is not a version of torch."),
         ("--device cpu --torch 2.6", "Add --predict to predict for torch 2.6."),
         ("--device xpu --predict --isolation none", "A prediction needs a new process for each run"),
     ],

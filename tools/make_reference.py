@@ -20,7 +20,7 @@ else:
     import tomli as tomllib
 
 from lowprec_check.analysis.rules.registry import rules
-from lowprec_check.analysis.suite_coverage import Coverage
+from lowprec_check.analysis.saved_coverage import Coverage
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import ScanResult

@@ -179,7 +179,7 @@ def origin(run: Run) -> Origin | None:
         return largest
     over = None
     for index, row in enumerate(run.op_calls.rows()):
-        if row.gives_nonfinite:
+        if row.spoils_output:
             return Origin(index, row, "nonfinite")
         if over is None and run.tolerance and (row.accumulated_error or 0.0) > run.tolerance:
             over = Origin(index, row, "tolerance")
@@ -237,7 +237,7 @@ def blamed_modules(run: Run) -> BlamedModules | None:
         share = math.fsum(part.share for part in budget.shares if any(is_inside(part.module, name) for name in modules))
         if share >= LEAST_SHARE:
             return BlamedModules(modules, "share", run.rel_l2 * math.sqrt(max(0.0, 1.0 - share)))
-    faulty = _outermost(row.module for row in run.op_calls.rows() if row.gives_nonfinite)
+    faulty = _outermost(row.module for row in run.op_calls.rows() if row.spoils_output)
     known = tuple(path for path in faulty if path in run.called_modules)
     if known:
         return BlamedModules(known, "nonfinite", None)

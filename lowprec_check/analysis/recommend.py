@@ -7,12 +7,15 @@ from types import MappingProxyType
 from typing import Any
 
 from lowprec_check.analysis.run_summary import (
+    CLOSE,
     candidates,
     degenerate_output,
     error_of,
     is_cast,
     memory_ratio,
     missing_kernels,
+    part_of_tolerance,
+    passes_all,
 )
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.speed import CLEAR, is_faster, speed
@@ -34,14 +37,15 @@ def recommend(
     environment: Mapping[str, Any] = MappingProxyType({}),
     prefer: Prefer = "speed",
 ) -> Recommendation | None:
-    """The best run that passed; ``None`` if none passed.
+    """The best run that passed on every input that it was tried on; ``None`` if none did.
 
     A time decides only where it can be told, and by a wide margin, so that a busy machine gets the advice of a quiet one:
 
     1. With ``prefer="memory"``, those with the smallest peak; with ``"accuracy"``, the one with the smallest error.
     2. Of these, none that is clearly slower than another (:data:`~lowprec_check.analysis.speed.CLEAR`); and none that is slower
        than fp32, if one is faster.
-    3. Among the rest, by what does not depend on times as far as possible: the least set-up (eager, contiguous), less memory
+    3. Among the rest, one that stays below :data:`~lowprec_check.analysis.run_summary.CLOSE` of its tolerance on every input.
+    4. Then by what does not depend on times as far as possible: the least set-up (eager, contiguous), less memory
        than fp32, a dtype that the device accelerates, not slower than fp32, the smallest error, the order of the scan.
 
     If only fp32 was run, on other backends, the best of those. If the output of no run could be compared, the best that
@@ -54,7 +58,7 @@ def recommend(
     :func:`lowprec_check.analysis.statements.advice.basis`, of the whole result.
     """
     low = candidates(runs)
-    passed = [run for run in low if run.status == "ok"] or [run for run in low if run.status == "unjudged"]
+    passed = [run for run in low if passes_all(run)] or [run for run in low if run.status == "unjudged"]
     if not passed:
         return None
     best = best_of(passed, runs, environment, prefer)
@@ -124,6 +128,7 @@ def best_of(
 
     def preference(run: Run) -> tuple[object, ...]:
         return (
+            part_of_tolerance(run) >= CLOSE,
             run.backend != EAGER,
             run.memory_format != CONTIGUOUS,
             not _is_smaller(run, runs),
@@ -168,8 +173,8 @@ def passes(result: ScanResult) -> bool:
     if best is None or (run is not None and degenerate_output(run, result) is not None):
         return False
     if run is None:
-        return bool(best.keep_fp32) or any(other.status == "ok" for other in candidates(result.runs))
-    return run.status == "ok" or bool(passing_ways(run)) or bool(best.keep_fp32)
+        return bool(best.keep_fp32) or any(map(passes_all, candidates(result.runs)))
+    return passes_all(run) or bool(passing_ways(run)) or bool(best.keep_fp32)
 
 
 def is_gain(result: ScanResult) -> bool:

@@ -46,6 +46,27 @@ def error_of(run: Run) -> float:
     return run.distance if run.distance is not None else float("inf")
 
 
+CLOSE = 0.8
+"""The part of the tolerance from which on another input may well exceed it."""
+
+
+def passes_all(run: Run) -> bool:
+    """Whether the run passes, on the further inputs that it was tried on too."""
+    return run.status == "ok" and not fails_elsewhere(run)
+
+
+def fails_elsewhere(run: Run) -> bool:
+    """Whether the run passes on the inputs of the scan, and fails on further ones."""
+    return run.status == "ok" and run.further_inputs is not None and run.further_inputs.failed > 0
+
+
+def part_of_tolerance(run: Run) -> float:
+    """The largest error of the run, over all inputs that it was tried on, as a part of its tolerance; 0 if it is unknown."""
+    found = run.further_inputs
+    worst = max(run.distance or 0.0, (found.worst if found is not None else None) or 0.0)
+    return worst / run.tolerance if run.tolerance else 0.0
+
+
 def on_which_call(run: Run) -> str:
     """``on call 2: `` or ``on batch 3: `` for a run that did not fail in its first call on the first batch.
 
@@ -120,11 +141,13 @@ def output_rms(run: Run) -> float | None:
 
 
 def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
-    """The ranges in the forward passes of one run on one or more batches, in the order of the first calls."""
+    """The ranges in the forward passes of one run on one or more batches, without casts of weights, in the order of the first calls."""
     found: dict[tuple[str, str, str | None, str], list[list[OpCall]]] = {}
     for number, op_calls in enumerate(batches):
+        flows = any(op_calls.reads)
         for row in op_calls.rows():
-            if row.absmax is not None and row.is_forward:
+            of_weight = flows and not row.reads and row.op == "aten._to_copy.default"  # autocast casts them
+            if row.absmax is not None and row.is_forward and not of_weight:
                 found.setdefault((*row.place, row.dtypes), [[] for _ in batches])[number].append(row)
 
     def largest(calls: list[OpCall], field: str) -> float | None:

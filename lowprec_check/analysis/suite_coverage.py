@@ -1,125 +1,33 @@
-"""The operators that a test suite uses and their support in low precision: what is saved, how it is read, and two compared."""
+"""The operators that a test suite uses and their support in low precision: how saved ones are read, and two compared."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Literal
 
 import msgspec
 
-from lowprec_check.analysis.run_summary import shorten
+from lowprec_check.analysis.saved_coverage import (
+    SCHEMA,
+    Cell,
+    Coverage,
+    OpUse,
+    cell_of,
+    indexed,
+    precision_of,
+    reason_of,
+    shown_name,
+)
 from lowprec_check.catalog.answers import find_fix
-from lowprec_check.catalog.aten import FROM_WORST, AtenSupport, AutocastDtype
-from lowprec_check.catalog.records import Numbers, in_samples
+from lowprec_check.catalog.aten import AtenSupport
+from lowprec_check.catalog.records import Numbers
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.base import Struct, decode, encoded
+from lowprec_check.schema.base import Struct, decode
 from lowprec_check.schema.precisions import PRECISIONS
-
-SCHEMA = 2
-"""2: ``tests`` of the file are the ids, and ``tests`` of an operator indices into them. 1: the number of tests, and ids."""
+from lowprec_check.schema.run_key import Phase
 
 HINT = "Save one with: pytest --lowprec-coverage half --lowprec-report FILE.json"
-
-Cell = Literal["runs", "low", "fp32", "inputs", "some", "none", "unknown", "inapplicable"]
-"""What a precision does to an operator; the first four run, the last three of them under autocast."""
-_BY_POLICY: dict[AutocastDtype | None, Cell] = {"low": "low", "inputs": "inputs", "fp32": "fp32", None: "runs"}
-
-
-def cell_of(support: AtenSupport) -> Cell:
-    """What a precision does to an operator."""
-    if not support.applies:
-        return "inapplicable"
-    if support.state == "all":
-        return _BY_POLICY[support.autocast]
-    return support.state or "unknown"
-
-
-def precision_of(key: str) -> str:
-    """The precision that a key of the saved coverage stands for: ``half`` for ``float16``."""
-    precision = PRECISIONS.find(key)
-    return precision.name if precision else key
-
-
-class OpUse(Struct, frozen=True, kw_only=True):
-    """One operator that tests dispatched."""
-
-    op: str
-    """The overload name, ``aten.mm.default``."""
-    tests: list[int]
-    """The tests that dispatched it: indices into :attr:`Coverage.tests`, in ascending order."""
-    numbers: Numbers = "floating"
-    """The strongest numbers that any test called it with; see :mod:`lowprec_check.catalog.records`."""
-    support: dict[str, AtenSupport]
-    """By the names in :attr:`Coverage.dtypes`."""
-    sources: list[str] = []
-    """Only of gaps: the lines of the project that call it, ``src/net.py:41``; else those of the tests."""
-
-    @property
-    def worst(self) -> int:
-        """0 if it does not run in one of the dtypes, 3 if it runs in all, 4 if none applies."""
-        states = [FROM_WORST.index(support.state) for support in self.support.values() if support.applies]
-        return min(states, default=len(FROM_WORST))
-
-    @property
-    def is_gap(self) -> bool:
-        """Whether it fails always or sometimes in one of the dtypes."""
-        return self.worst < FROM_WORST.index(None)
-
-    @property
-    def failing(self) -> list[str]:
-        """The keys of the precisions in which it fails always or sometimes."""
-        return [key for key, support in self.support.items() if support.state in ("none", "some")]
-
-
-class Coverage(Struct, frozen=True, kw_only=True):
-    """The operators that a run of a test suite used."""
-
-    schema: int = SCHEMA
-    """The version of the format."""
-    tool: str = ""
-    """The version of lowprec-check that wrote it."""
-    device: str
-    """The device that support is told for."""
-    torch: str
-    """The torch release whose support is shown."""
-    evidence: str
-    """``measured`` or ``declared``."""
-    recorded_torch: str
-    """The torch version that the tests ran with."""
-    dtypes: list[str]
-    """What was asked for: the dtype of a cast (``float16``, ``bfloat16``), or autocast (``autocast-fp16``, ``autocast-bf16``)."""
-    tests: list[str]
-    """The ids of the tests that ran, sorted. Skipped tests are left out."""
-    ops: list[OpUse]
-    """Every operator that a test dispatched."""
-
-    @property
-    def gaps(self) -> list[OpUse]:
-        """Operators that fail always or sometimes, the worst first."""
-        return sorted((use for use in self.ops if use.is_gap), key=lambda use: (use.worst, use.op))
-
-    @property
-    def unknown(self) -> list[OpUse]:
-        """Operators without data in the catalog."""
-        return [use for use in self.ops if use.worst == FROM_WORST.index(None)]
-
-    def tests_of(self, use: OpUse) -> list[str]:
-        """The ids of the tests that dispatched an operator."""
-        return [self.tests[index] for index in use.tests]
-
-    def to_json(self) -> bytes:
-        """Encode as JSON with one test and one operator per line: short, and diffs show what changed."""
-
-        def line(value: object) -> bytes:
-            return encoded(value, msgspec.json.encode)
-
-        heads = (name for name in self.__struct_fields__ if name not in ("tests", "ops"))
-        lines = [b"%s: %s" % (line(name), line(getattr(self, name))) for name in heads]
-        for name in ("tests", "ops"):
-            values = b",\n  ".join(map(line, getattr(self, name)))
-            lines.append(b'"%s": %s' % (name.encode(), b"[\n  " + values + b"\n ]" if values else b"[]"))
-        return b"{\n " + b",\n ".join(lines) + b"\n}\n"
 
 
 class _OldUse(Struct, frozen=True, kw_only=True):
@@ -141,12 +49,6 @@ class _OldCoverage(Struct, frozen=True, kw_only=True):
     recorded_torch: str
     dtypes: list[str]
     ops: list[_OldUse]
-
-
-def indexed(tests: list[str], uses: Mapping[str, Iterable[str]]) -> dict[str, list[int]]:
-    """The tests of each operator as indices into the sorted ``tests``."""
-    index = {test: at for at, test in enumerate(tests)}
-    return {op: sorted(index[test] for test in found) for op, found in uses.items()}
 
 
 class _Kind(msgspec.Struct):
@@ -229,6 +131,8 @@ class GapChange(Struct, frozen=True, kw_only=True):
 
     op: str
     """The overload name."""
+    phase: Phase = "forward"
+    """``backward``: the formula of its derivative."""
     precisions: dict[str, CellChange]
     """Only those that changed."""
     tests: list[str]
@@ -239,6 +143,11 @@ class GapChange(Struct, frozen=True, kw_only=True):
     """How it fails, or failed."""
     fix: str | None = None
     """What to do; only of new gaps."""
+
+    @property
+    def name(self) -> str:
+        """As reports name it."""
+        return shown_name(self.op, self.phase)
 
 
 class CoverageSide(Struct, frozen=True, kw_only=True):
@@ -265,11 +174,20 @@ class CoverageDiff(Struct, frozen=True, kw_only=True):
     """The precisions that both have."""
     new_gaps: list[GapChange] = []
     gone_gaps: list[GapChange] = []
+    """The new coverage has complete runs of all tests that used them."""
+    first_gaps: list[GapChange] = []
+    """Gaps of the new coverage that only tests use of which the old one has no complete run, so they may not be new."""
+    unchecked_gaps: list[GapChange] = []
+    """Gaps of the old coverage that the new one lacks, but that a test used of which it has no complete run."""
     new_ops: list[str] = []
     gone_ops: list[str] = []
     new_tests: list[str] = []
     gone_tests: list[str] = []
     """Tests of the old coverage that did not run for the new one."""
+    old_incomplete: dict[str, str] = {}
+    """Tests that the run of the old coverage did not complete, and why."""
+    new_incomplete: dict[str, str] = {}
+    """The same of the new one."""
 
     @property
     def regressions(self) -> int:
@@ -285,33 +203,45 @@ def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
         raise UsageError(
             f"The old coverage has {sides}: no precision to compare.", "Save both for the same precisions."
         )
-    before, after = ({use.op: use for use in side.ops} for side in (old, new))
+    before, after = ({use.key: use for use in side.ops} for side in (old, new))
     tests_before, tests_after = set(old.tests), set(new.tests)
     if min(old.schema, new.schema) == 1:  # that lists only the tests that use an operator
         tests_before, tests_after = ({side.tests[n] for use in side.ops for n in use.tests} for side in (old, new))
-    stable: dict[str, list[str]] = {}
-    if tests_before - tests_after:  # a cell that rests on one call of the tests may now rest on that of another test
+    whole = tests_after - new.never_complete
+    stable: dict[tuple[str, Phase], list[str]] = {}
+    if tests_before - whole:  # a cell that rests on one call of the tests may now rest on that of another test
         stable = {
-            use.op: [key for key in both if not (use.support[key].tried_here or was.support[key].tried_here)]
+            use.key: [key for key in both if not (use.support[key].tried_here or was.support[key].tried_here)]
             for use in new.ops
-            if (was := before.get(use.op)) and {*new.tests_of(use)} <= {*old.tests_of(was)}
+            if (was := before.get(use.key)) and {*new.tests_of(use)} <= {*old.tests_of(was)}
         }
-    worse = [_change(before.get(use.op), use, stable.get(use.op, both), new, 1) for use in new.ops]
-    better = [_change(use, after.get(use.op), stable.get(use.op, both), old, -1) for use in old.ops]
+    worse = [_change(before.get(use.key), use, stable.get(use.key, both), new, 1) for use in new.ops]
+    better = [_change(use, after.get(use.key), stable.get(use.key, both), old, -1) for use in old.ops]
+    first = [
+        change
+        for use, change in zip(new.ops, worse, strict=True)
+        if change and _may_be_old(change, use, before.get(use.key), old.never_complete)
+    ]
+    not_run = [change for change in better if change and _rests_on_calls(change) and not whole.issuperset(change.tests)]
+    ops_before, ops_after = ({use.op for use in side.ops} for side in (old, new))
     return CoverageDiff(
         old=_side(old),
         new=_side(new),
         warnings=list(_warnings(old, new)),
         dtypes=both,
         new_gaps=sorted(
-            filter(None, worse),
+            (change for change in worse if change and change not in first),
             key=lambda change: (-max(_RANKS[cell.new] for cell in change.precisions.values()), change.op),
         ),
-        gone_gaps=[change for change in better if change],
-        new_ops=sorted(after.keys() - before.keys()),
-        gone_ops=sorted(before.keys() - after.keys()),
+        gone_gaps=[change for change in better if change and change not in not_run],
+        first_gaps=first,
+        unchecked_gaps=not_run,
+        new_ops=sorted(ops_after - ops_before),
+        gone_ops=sorted(ops_before - ops_after),
         new_tests=sorted(tests_after - tests_before),
         gone_tests=sorted(tests_before - tests_after),
+        old_incomplete=old.incomplete,
+        new_incomplete=new.incomplete,
     )
 
 
@@ -330,12 +260,26 @@ def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Cov
     key = next(iter(changed))
     return GapChange(
         op=use.op,
+        phase=use.phase,
         precisions=changed,
         tests=side.tests_of(use),
         sources=use.sources,
         reason=reason_of(use.support[key]),
-        fix=fix_of(use.op, key, side) if sign > 0 else None,
+        fix=fix_of(use, key, side) if sign > 0 else None,
     )
+
+
+def _may_be_old(change: GapChange, use: OpUse, was: OpUse | None, never_complete: set[str]) -> bool:
+    """Whether a gap was found by a test of which the old coverage has no complete run: by its use of the op, or its call of it."""
+    shows = was is not None and all(
+        use.support[key].tried_here or not was.support[key].applies for key in change.precisions
+    )
+    return never_complete.issuperset(change.tests) or (shows and not never_complete.isdisjoint(change.tests))
+
+
+def _rests_on_calls(change: GapChange) -> bool:
+    """Whether a gap may only seem to be gone: no test that ran called it, or with the numbers or arguments that fail."""
+    return all(cell.new in ("unused", "inapplicable", "unknown") for cell in change.precisions.values())
 
 
 def _side(found: Coverage) -> CoverageSide:
@@ -366,22 +310,19 @@ def _warnings(old: Coverage, new: Coverage) -> Iterator[str]:
             yield f"only the {which} one has {', '.join(alone)}"
 
 
-def reason_of(support: AtenSupport) -> str:
-    """How an operator fails: the kind, the message and on which arguments it depends."""
-    failure = f"{support.kind}: {shorten(support.message or '')}{in_samples(support.condition)}"
-    return failure if support.kind else support.message or ""
-
-
-def fix_of(op: str, key: str, found: Coverage) -> str:
+def fix_of(use: OpUse, key: str, found: Coverage) -> str:
     """What to do about a gap, and the release of torch that fixes it, if the catalog knows that."""
     precision = PRECISIONS.find(key)
     autocast = precision is not None and precision.kind == "autocast"
     advice = "give it fp32 inputs" if autocast else "compute it in fp32 and cast back, or try autocast"
+    op, phases = use.op, ["forward", "backward"]
+    if use.phase == "backward":  # the formula fails, not an operator: the catalog has it by the function
+        op, phases = f"torch.{next(iter(use.support[key].shown_by), use.op)}", ["backward"]
     try:
         dtype = precision.format.name if precision else key
         fixes = (
             find_fix(op, device=found.device, dtype=dtype, torch=found.torch, phase=phase, autocast=autocast)
-            for phase in ("forward", "backward")
+            for phase in phases
         )
         fix = next(filter(None, fixes), None)
     except UsageError:  # a release or a dtype that this catalog does not have

@@ -40,7 +40,7 @@ class Suspects(NamedTuple):
     """Modules that may have to stay in fp32, by path."""
 
     certain: list[str]
-    """Contain an op that has no kernel, raises, or turns finite values into NaN or Inf."""
+    """Contain an op that has no kernel, raises, or turns finite values into NaN or Inf that reach the output."""
     likely: list[str]
     """All with ops of their own: the largest shares of the output's error first, then those that add the most error."""
     root: bool
@@ -54,7 +54,7 @@ class Suspects(NamedTuple):
 def suspects(run: Run) -> Suspects:
     """The suspects in ``run``."""
     failing = [gap.module for gap in run.gaps]
-    failing += [row.module for row in run.op_calls.rows() if row.gives_nonfinite]
+    failing += [row.module for row in run.op_calls.rows() if row.spoils_output]
     if run.exception is not None and run.exception.module is not None:
         failing.append(run.exception.module)
     added: dict[str, float] = {}
@@ -192,7 +192,7 @@ def _first_fault(run: Run, module: str, gaps: Iterable[Gap], rows: Iterable[OpCa
     if raised is not None and raised.module is not None and is_inside(raised.module, module):
         return Blame(module=module, why=f"raises {shorten(raised.text)}", source=raised.source)
     for row in rows:
-        if row.gives_nonfinite:
+        if row.spoils_output:
             what = "overflows to Inf" if row.introduced_inf else "gives NaN"
             return Blame(module=module, why=what, op=row.op, source=row.source)
     return None

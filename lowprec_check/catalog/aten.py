@@ -31,11 +31,12 @@ from lowprec_check.catalog.records import (
     State,
     why_not_applicable,
 )
-from lowprec_check.catalog.support import fixed_since
+from lowprec_check.catalog.support import TorchRelease, fixed_since
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.run_key import Phase
 
 _NO_KERNEL = ("missing-kernel", "no-backend-kernel", "crash")
 """Failures of the op itself; other failures depend on the arguments of a sample."""
@@ -101,7 +102,9 @@ class AtenCatalog:
             )
         self._dispatching: dict[str, list[_Use]] = defaultdict(list)  # by overload, in any mode
         self._failing: dict[str, list[_Use]] = defaultdict(list)
+        self._records_named: dict[str, list[str]] = defaultdict(list)  # by the aten name of the function
         for record in self.sweep.records.values():
+            self._records_named[function_name(record.op)].append(record.op)
             for mode, names in zip(self._modes, (record.aten, record.backward_aten), strict=True):
                 if record.op in COMPLEX_OPERATORS and why_not_applicable("complex", dtype, mode):
                     continue  # what it dispatches runs in complex64
@@ -125,15 +128,18 @@ class AtenCatalog:
         """The release that the answers apply to."""
         return self.declared.torch if self.declared else self.sweep.release
 
-    def of(self, op: str, numbers: Numbers = "floating", policies: Policies | None = None) -> AtenSupport:
+    def of(
+        self, op: str, numbers: Numbers = "floating", policies: Policies | None = None, phase: Phase = "forward"
+    ) -> AtenSupport:
         """The support of an op in any usual spelling, ``aten.linalg_inv_ex.default``, if it computes with ``numbers``.
 
-        ``policies`` of autocast tell which dtype it runs in.
+        ``policies`` of autocast tell which dtype it runs in. In the phase ``backward``, the support of the formula of its
+        derivative; the ops that this dispatches count by themselves.
         """
         reason = why_not_applicable(numbers, self.dtype, self._modes[0])
         if reason is not None:
             return AtenSupport(state=None, applies=False, message=reason)
-        found = self._alone(op)
+        found = self._derivative(op) if phase == "backward" else self._alone(op)
         missing = found.kind == "no-backend-kernel" or (found.state is None and self.declared is None)
         if missing and only_device(op) not in (None, self.device) and not dispatched_elsewhere(op):
             found = self._of_counterparts(op)  # functions dispatch other ops on this device
@@ -164,6 +170,30 @@ class AtenCatalog:
         if found.message or state is None:
             message += f": {found.message or 'not known to the catalog'}"
         return msgspec.structs.replace(found, state=state, message=message)
+
+    def _derivative(self, op: str) -> AtenSupport:
+        """The support of the formula of a derivative: it fails if the operator that the op belongs to runs forward, and its backward
+        fails before it dispatches an op.
+        """
+        release: TorchRelease = self.declared or self.sweep
+        for name in self._records_named[function_name(overload_name(op))]:
+            forward, backward = (release.support(name, self.dtype, mode) for mode in self._modes)
+            if (
+                forward
+                and backward
+                and backward.rank < forward.rank
+                and (failure := backward.failure)
+                and not failure.at
+            ):
+                return AtenSupport(
+                    state=backward.state,
+                    kind=failure.kind,
+                    message=failure.message,
+                    condition=failure.condition if backward.state == "some" else None,
+                    fixed_in=fixed_since(release, [name], self.dtype, self._modes[1]),
+                    shown_by=[name],
+                )
+        return AtenSupport(state="all")
 
     def _autocast_dtype(self, op: str, policies: Policies) -> AutocastDtype:
         """The policy of the op; else of the functions it belongs to (``cdist`` for ``_cdist_forward``); else, if it is part of

@@ -18,9 +18,9 @@ def version_key(version: str) -> tuple[int, ...]:
 
 def release_of(version: str) -> str:
     """`2.13` for `2.13.0+cpu` and `v2.13`; raises :class:`UsageError` if it is not a version."""
-    found = re.match(r"v?(\d+)\.(\d+)", version)
+    found = re.fullmatch(r"v?(\d+)\.(\d+)([.+a-z-][\w.+-]*)?", version)
     if found is None:
-        raise UsageError(f"{version!r} is not a version of torch.", "Examples: 2.13, 2.13.0.")
+        raise UsageError(f"{version!r} is not a version of torch.", "Give one version: 2.13 or 2.13.0.")
     return f"{found[1]}.{found[2]}"
 
 

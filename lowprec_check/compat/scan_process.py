@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 from lowprec_check.analysis.run_summary import degenerate_output, label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import speed
 from lowprec_check.errors import UsageError, encodable
+from lowprec_check.process import system
 from lowprec_check.process.command_worker import CommandWorker
 from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
@@ -217,7 +217,7 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
     Raises:
         UsageError: no temporary file can be created.
     """
-    started = time.monotonic()
+    started = system.monotonic()
     device = ["--device", request.device] if request.device else []
     options = ("--json", "-", "--quiet", "--fail-on", "never", *device, *request.options)
     command = module_command("lowprec_check", "--no-settings", "scan", request.target, *options)
@@ -227,7 +227,7 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
         worker.set_timeout(limits.seconds)
         reason = _reason(_watch(worker), errors, limits)
         json = _read(output) if reason is None else b""
-    return ScanOutcome(request, json, reason, time.monotonic() - started)
+    return ScanOutcome(request, json, reason, system.monotonic() - started)
 
 
 def temporary_file() -> IO[bytes]:

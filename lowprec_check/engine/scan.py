@@ -26,7 +26,6 @@ from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.timed_runs import untimed
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import Isolation
@@ -166,7 +165,7 @@ def growing_scan(
                 source_lines=result.source_lines | texts_of_lines(_lines_named_by(run), name),
             )
             yield result
-        runs, conditions = target_runs.time(result.runs[1:]) if options.times == "on" else untimed(result.runs)
+        runs, conditions = target_runs.time(result.runs[1:])
         result = msgspec.structs.replace(result, runs=runs, timing_conditions=conditions)
         yield result
         if options.what_if:
@@ -214,6 +213,9 @@ def run_options(options: ScanOptions, device: str, predicted: PredictedDevice | 
         seed=options.seed,
         without_kernel=tuple(options.without_kernel),
         scenario=options.scenario,
+        further_inputs=0 if options.train else options.further_inputs,
+        batches=options.batches,
+        timed=options.times == "on",
         steps=options.training_steps,
     )
 

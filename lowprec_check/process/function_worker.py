@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import getpass
 import math
 import os
 import pickle
+import re
+import shutil
 import sys
-import time
+import tempfile
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from multiprocessing import process
@@ -20,6 +23,7 @@ import msgspec
 import psutil
 
 from lowprec_check.errors import UsageError, traceback_of
+from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.interpreter import open_descriptors, python_command
 from lowprec_check.process.process_group import GUARDIAN, fork, start_command
@@ -87,11 +91,13 @@ class Channel:
 
     def __call__(self, message: bytes) -> None:
         """Send a message."""
+        system.restore_builtins()
         _end_copies()
         self._connection.send_bytes(message)
 
     def receive(self) -> bytes | None:
         """Wait for what :meth:`FunctionWorker.send` sends; ``None`` if nothing more will come."""
+        system.restore_builtins()
         _end_copies()
         try:
             return self._connection.recv_bytes()
@@ -125,14 +131,17 @@ class FunctionWorker(Worker[Message]):
         self._at_end = False
         open_descriptors()
         self._connection, theirs = Pipe()
+        self._folder: str | None = None
+        with contextlib.suppress(OSError):  # else it uses that of its parent
+            self._folder = GUARDIAN.temporary_folder()
         _flush()
         with theirs:
             if method == "fork":
-                self._group = fork(partial(_run, task, theirs, log))
+                self._group = fork(partial(_run, task, theirs, log, self._folder))
             else:
                 inherited = [theirs.fileno(), *descriptors, *([log] if log is not None else [])]
-                folder, path = GUARDIAN.temporary_folder(), [entry for entry in sys.path if isinstance(entry, str)]
-                start = f"run_fresh({theirs.fileno()}, {log}, {folder!r})"
+                path = [entry for entry in sys.path if isinstance(entry, str)]
+                start = f"run_fresh({theirs.fileno()}, {log}, {self._folder!r})"
                 code = f"sys.path[:] = {path!r}\nfrom {__name__} import run_fresh\n{start}"
                 self._group = start_command(python_command(code), descriptors=inherited)
                 self.send(pickle.dumps(task))
@@ -158,7 +167,7 @@ class FunctionWorker(Worker[Message]):
         """Return the messages that have arrived."""
         received: list[Message] = []
         try:
-            while len(received) < BATCH and not self._at_end and self._connection.poll():
+            while len(received) < BATCH and not self._at_end and system.wait_for([self._connection], 0):
                 received.append(self._decode(self._connection.recv_bytes()))
         except (EOFError, OSError):
             self._at_end = True
@@ -171,13 +180,15 @@ class FunctionWorker(Worker[Message]):
 
     def idle_seconds(self) -> float:
         """Seconds since the process or one that it started was last seen to use the processor."""
-        return self._activity.idle_seconds(time.monotonic())
+        return self._activity.idle_seconds(system.monotonic())
 
     def end(self) -> None:
         """Kill the process if it still runs, with all that it started, and wait until it has ended."""
         self._group.end()
         self._connection.close()
         self._at_end = True
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 # -- inside the worker
@@ -233,19 +244,19 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
 
 
 def run_fresh(descriptor: int, log: int | None, folder: str | None) -> None:
-    """In a fresh interpreter: receive the task and run it; ``folder`` is for sockets of multiprocessing."""
-    if folder is not None:
-        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+    """In a fresh interpreter: receive the task and run it."""
     connection: Connection = Connection(descriptor)
     os.set_inheritable(descriptor, False)
     task: Task = pickle.loads(connection.recv_bytes())
-    _run(task, connection, log)
-    os._exit(0)  # like a fork: without exit handlers
+    _run(task, connection, log, folder)
+    system.end_now(0)  # like a fork: without exit handlers
 
 
-def _run(task: Task, connection: Connection, log: int | None) -> None:
+def _run(task: Task, connection: Connection, log: int | None, folder: str | None) -> None:
     global _worker_pid  # noqa: PLW0603
     _worker_pid = os.getpid()
+    if folder is not None:
+        _use_folder(folder)
     os.dup2(2, 1)  # what the model prints must not end up in a report on stdout
     if log is not None:
         faulthandler.enable(log)
@@ -253,6 +264,23 @@ def _run(task: Task, connection: Connection, log: int | None) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     task(Channel(connection))
     _flush()
+
+
+def _use_folder(folder: str) -> None:
+    """Make ``folder`` that for temporary files, also of what this process starts: it is removed after the process was ended.
+
+    What inductor has compiled stays for other workers of the parent; where the user has a cache of it, that is used.
+    """
+    user = ""
+    with contextlib.suppress(Exception):  # no name is known for the number of the user
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", cache if os.path.isdir(cache) else os.path.join(os.path.dirname(folder), "inductor")
+    )
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+    GUARDIAN.use_folder(folder)
 
 
 def _end_copies() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import os
 from collections import defaultdict
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Generator
 from functools import reduce
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,124 +13,23 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import pytest
 
-from lowprec_check.analysis.suite_coverage import Coverage, OpUse, indexed
+from lowprec_check.analysis.saved_coverage import Coverage, OpUse, indexed, updated
 from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
 from lowprec_check.catalog.records import NUMBERS, Numbers, stronger
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import coverage_gate
+from lowprec_check.pytest_plugin.completed_tests import CompletedTests
 from lowprec_check.pytest_plugin.coverage_gate import CoverageColumn, CoverageOptions, JunitProperties, checked_options
+from lowprec_check.pytest_plugin.fixture_ops import Ops, Recorded, SharedFixtures, merge
 from lowprec_check.pytest_plugin.replayed_calls import KeptCalls
 from lowprec_check.pytest_plugin.shared import is_worker, register_own_frames
 from lowprec_check.report.coverage import RENDERERS
 from lowprec_check.schema.base import write_file
+from lowprec_check.schema.run_key import Phase
+from lowprec_check.schema.statements import counted
 
 if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.watch import Watch
-
-
-# -- The operators of fixtures that several tests share: those of a class, module, package or session
-#
-# Such a fixture is set up while the first of its tests runs and torn down while the last one does. Its operators belong to all
-# of them. So each gets an id, each report names the ids of the fixtures that the test uses, and what was recorded for an id is
-# sent once; the process that collects the results joins them.
-
-Recorded = tuple[Numbers, str | None]
-"""The strongest numbers an op was called with, and the line of the project that called it first."""
-Ops = dict[str, Recorded]
-"""By the name of the overload."""
-
-
-def merge(into: Ops, ops: Mapping[str, Recorded]) -> None:
-    """Add ``ops``, which were recorded later."""
-    for op, (numbers, source) in ops.items():
-        known = into.get(op)
-        into[op] = (stronger(numbers, known[0]), known[1] or source) if known else (numbers, source)
-
-
-class SharedFixtures:
-    """Separates the ops of shared fixtures from those of the test that happens to run."""
-
-    def __init__(self, take: Callable[[], Mapping[str, Recorded]], prefix: str) -> None:
-        """``take`` returns what was recorded since it was called last; ``prefix`` is unique to this process."""
-        self._take, self._prefix = take, prefix
-        self._ids: dict[Any, str] = {}
-        """Of fixtures that are set up."""
-        self._uses: dict[str, set[str]] = {}
-        """Ids of the fixtures that a fixture asked for while it was set up, by name or by ``getfixturevalue``."""
-        self._setting_up: list[str] = []
-        self._set_up: set[str] = set()
-        """Ids of the fixtures that were set up since the last report, also if that failed."""
-        self._found: dict[str, Ops] = {}
-        """Of fixtures, since the last report."""
-        self._own: Ops = {}
-        """Of the test, since the last report."""
-
-    def _assign(self, owner: str | None) -> None:
-        """Assign what was recorded until now to a fixture, or to the test."""
-        ops = self._take()
-        if owner is None:
-            merge(self._own, ops)
-        elif ops:
-            merge(self._found.setdefault(owner, {}), ops)
-
-    @property
-    def _owner(self) -> str | None:
-        return self._setting_up[-1] if self._setting_up else None
-
-    def begin(self, fixture: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> set[Any]:
-        """A fixture is about to be set up; returns the fixtures that the test uses now, for :meth:`end`."""
-        self._assign(self._owner)
-        key = f"{self._prefix}{len(self._uses)}"
-        active = _fixtures_of(request)
-        # A fixture that overrides another and asks for it by the same name hides it from the test.
-        self._uses[key] = {
-            self._ids[other] for other in active if other in self._ids and other.argname == fixture.argname
-        }
-        self._ids[fixture] = key
-        self._setting_up.append(key)
-        self._set_up.add(key)
-        return set(active)
-
-    def end(self, request: pytest.FixtureRequest, before: set[Any]) -> None:
-        """The fixture is set up, or that failed."""
-        key = self._setting_up.pop()
-        self._assign(key)
-        asked_for = (other for other in _fixtures_of(request) if other not in before)
-        self._uses[key] |= {self._ids[other] for other in asked_for if other in self._ids}
-
-    def finished(self, fixture: pytest.FixtureDef[Any]) -> None:
-        """Any fixture was torn down: what was recorded since the last one was, is its."""
-        if self._ids:
-            key = self._ids.pop(fixture, None)
-            self._assign(key or self._owner)
-
-    def ids(self, item: pytest.Item) -> list[str]:
-        """Ids of the shared fixtures that a test uses, sorted; directly, through others, or by setting them up."""
-        if not self._ids and not self._set_up:
-            return []
-        pending = {self._ids[other] for other in _fixtures_of(item) if other in self._ids} | self._set_up
-        found: set[str] = set()
-        while pending:
-            found |= pending
-            pending = set().union(*(self._uses.get(key, ()) for key in pending)) - found
-        return sorted(found)
-
-    def take_all(self) -> tuple[Ops, dict[str, Ops]]:
-        """The ops of the test and those of fixtures, since the last report."""
-        self._assign(self._owner)
-        own, found = self._own, self._found
-        self._own, self._found = {}, {}
-        self._set_up.clear()
-        return own, found
-
-
-def _fixtures_of(holder: Any) -> Iterable[Any]:
-    """The definitions of the fixtures that a test, or the test of a request, has asked for until now.
-
-    pytest has no public name for them; without it, fixtures count for the test that set them up.
-    """
-    request = getattr(holder, "_request", holder)
-    return list(getattr(request, "_fixture_defs", {}).values())
 
 
 # -- ``--lowprec-coverage``: the operators that a project's tests use, and which of them do not support a low
@@ -140,8 +39,10 @@ def _fixtures_of(holder: Any) -> Iterable[Any]:
 # one process, which looks the operators up in the catalog. Only processes that run tests import torch.
 
 _POLICIES = "lowprec_autocast_policies"
-_ATTACHED = ("lowprec_ops", "lowprec_fixtures", "lowprec_uses")
-"""What is attached to a report: the operators of the test, those of shared fixtures by their ids, the ids of those that the test uses."""
+_ATTACHED = ("lowprec_ops", "lowprec_fixtures", "lowprec_torn_down", "lowprec_uses")
+"""What is attached to a report: the operators of the test, those of shared fixtures by their ids, the ids of those that were torn down,
+and of those that the test uses.
+"""
 
 
 def register(config: pytest.Config) -> None:
@@ -151,6 +52,7 @@ def register(config: pytest.Config) -> None:
         recorder = CoverageRecorder(config, found)
         config.pluginmanager.register(recorder, "lowprec-coverage")
         config.pluginmanager.register(recorder.kept, "lowprec-kept-calls")
+        config.pluginmanager.register(recorder.completed, "lowprec-completed-tests")
         register_own_frames(config)
 
 
@@ -177,11 +79,16 @@ class CoverageRecorder:
         self.stopped_early = False
         self.not_written: str | None = None
         """Why the report was not written."""
+        self.kept_tests = 0
+        """The number of tests in the report whose operators are those of an earlier run."""
         self.no_summary: str | None = None
         """Why the summary of GitHub's step was not written."""
         self.kept = KeptCalls(config, [column.catalog for column in self.columns])
+        self.completed = CompletedTests(config)
         self._watch: Watch | None = None
         self._shared: SharedFixtures | None = None
+        self._last: pytest.TestReport | None = None
+        """The report that was made last."""
         self.junit = JunitProperties(config)
 
     # -- in processes that run tests
@@ -194,7 +101,9 @@ class CoverageRecorder:
             from lowprec_check.pytest_plugin.fixture.watch import Watch
 
             self.kept.keeper = CallKeeper(self.kept.position)
-            self._watch = watch = Watch(str(self.root), self._wants_line, self.kept.wants, self.kept.keeper)
+            self._watch = watch = Watch(
+                str(self.root), self._wants_line, self.kept.wants, self.kept.keeper, self._wants_backward
+            )
             process = getattr(self.config, "workerinput", {}).get("workerid", "")
             self._shared = SharedFixtures(watch.take, f"{process}:")
         self._watch.start()
@@ -208,7 +117,11 @@ class CoverageRecorder:
     def _wants_line(self, op: str) -> bool:
         """Whether the op may be a gap."""
         known = any(column.catalog.of(op).state in ("some", "none") for column in self.columns)
-        return known or self.kept.wants(op)
+        return known or self.kept.wants(op) or self._wants_backward(op)
+
+    def _wants_backward(self, op: str) -> bool:
+        """Whether the formula of its derivative is a gap; what others dispatch is recorded in any case."""
+        return any(column.catalog.of(op, phase="backward").state in ("some", "none") for column in self.columns)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
@@ -230,13 +143,18 @@ class CoverageRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Attach the operators to the report."""
+        """Attach the operators to the report, and those of fixtures from the one before, if a plugin that runs tests again drops it."""
         report = yield
         if self._shared is None:
             return report
         ids = self._shared.ids(item)
-        own, fixtures = self._shared.take_all()
-        report.__dict__ |= zip(_ATTACHED, (own, fixtures, ids), strict=True)
+        own, fixtures, torn_down = self._shared.take_all()
+        before, self._last = self._last, report
+        for key, ops in getattr(before, "lowprec_fixtures", {}).items():  # it was not logged until now
+            merge(fixtures.setdefault(key, {}), ops)
+        if before is not None and before.outcome != "failed":
+            torn_down += getattr(before, "lowprec_torn_down", [])
+        report.__dict__ |= zip(_ATTACHED, (own, fixtures, torn_down, ids), strict=True)
         return report
 
     def _autocast_policies(self) -> dict[str, AutocastDtype]:
@@ -257,7 +175,8 @@ class CoverageRecorder:
         skipped = report.skipped and not hasattr(report, "wasxfail")
         if report.failed or (report.when == "call" and not skipped):
             self.ran.add(test)
-        own, fixtures, ids = (getattr(report, name, None) for name in _ATTACHED)
+        own, fixtures, torn_down, ids = (getattr(report, name, None) for name in _ATTACHED)
+        self.completed.note(test, report, ids or (), torn_down or ())
         if own:
             merge(self.ops[test], own)
         if ids:
@@ -279,6 +198,7 @@ class CoverageRecorder:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Look up the operators, write the report, and fail the run if that was asked for."""
         self.kept.finish()
+        self.completed.finish()
         if self._watch is not None:
             self._watch.close()
         if is_worker(self.config):
@@ -300,7 +220,7 @@ class CoverageRecorder:
         self.not_written = self.gate.why_kept()
         if self.report is not None and self.not_written is None:
             try:
-                write_file(self.report, RENDERERS[self.report.suffix](self.found))
+                write_file(self.report, RENDERERS[self.report.suffix](self._to_save(self.found)))
             except UsageError as error:
                 self.not_written = error.message
 
@@ -316,12 +236,14 @@ class CoverageRecorder:
         tests = sorted(self.ran)
         index, weakest = indexed(tests, uses), NUMBERS[0]
         numbers = {op: reduce(stronger, (one for one, _ in by.values()), weakest) for op, by in uses.items()}
-        pairs = [(op, column) for op in numbers for column in self.columns]
+        pairs = [(op, column) for op in numbers for column in self.columns if " " not in op]
         self.kept.try_all((op, column.catalog.dtype, self._support(op, numbers[op], column)) for op, column in pairs)
         found = []
-        for op, by_test in sorted(uses.items()):
-            support = {column.key: self._support(op, numbers[op], column) for column in self.columns}
-            use = OpUse(op=op, tests=index[op], numbers=numbers[op], support=support)
+        for name, by_test in sorted(uses.items()):
+            op, _, backward = name.partition(" ")
+            phase: Phase = "backward" if backward else "forward"
+            support = {column.key: self._support(op, numbers[name], column, phase) for column in self.columns}
+            use = OpUse(op=op, phase=phase, tests=index[name], numbers=numbers[name], support=support)
             if use.is_gap:
                 lines = {source or self._line_of(test) for test, (_, source) in by_test.items()}
                 use = msgspec.structs.replace(use, sources=sorted(lines, key=_by_line))
@@ -334,13 +256,28 @@ class CoverageRecorder:
             recorded_torch=importlib.metadata.version("torch"),
             dtypes=[column.key for column in self.columns],
             tests=tests,
+            incomplete=self.completed.incomplete(),
             ops=found,
         )
 
-    def _support(self, op: str, numbers: Numbers, column: CoverageColumn) -> AtenSupport:
+    def _to_save(self, found: Coverage) -> Coverage:
+        """In JSON, with what was known of the tests that this run did not complete."""
+        saved, columns = self.gate.saved, {column.key: column for column in self.columns}
+        if saved is None:
+            return found
+
+        def look_up(use: OpUse, key: str) -> AtenSupport:
+            return self._support(use.op, use.numbers, columns[key], use.phase)
+
+        both = updated(saved, found, self.completed.removed({*saved.tests, *saved.incomplete}), look_up)
+        completed = {*found.tests} - found.incomplete.keys()
+        self.kept_tests = len({*saved.tests} & {*both.tests} - completed)
+        return both
+
+    def _support(self, op: str, numbers: Numbers, column: CoverageColumn, phase: Phase = "forward") -> AtenSupport:
         """What the catalog says of an op, and what a call of it has shown."""
-        support = column.catalog.of(op, numbers, self.policies)
-        return self.kept.settled(op, column.catalog.dtype, support)
+        support = column.catalog.of(op, numbers, self.policies, phase)
+        return support if phase == "backward" else self.kept.settled(op, column.catalog.dtype, support)
 
     def _line_of(self, test: str) -> str:
         """The line of a test's definition relative to ``root``, ``tests/test_net.py:7``."""
@@ -364,7 +301,8 @@ class CoverageRecorder:
         if self.no_summary is not None:
             terminalreporter.write_line(self.no_summary)
         if self.report is not None:
-            terminalreporter.write_line(self.not_written or f"Full report: {self.report}")
+            kept = f"; it has earlier runs of {counted(self.kept_tests, 'test')}" if self.kept_tests else ""
+            terminalreporter.write_line(self.not_written or f"Full report: {self.report}{kept}")
 
 
 def _tool() -> str:

@@ -16,18 +16,11 @@ from typing import Any, NamedTuple
 import msgspec
 import pytest
 
-from lowprec_check.analysis.suite_coverage import (
-    Cell,
-    Coverage,
-    CoverageDiff,
-    cell_of,
-    coverage_of,
-    diff_coverages,
-    precision_of,
-)
+from lowprec_check.analysis.saved_coverage import Cell, Coverage, cell_of, precision_of
+from lowprec_check.analysis.suite_coverage import CoverageDiff, coverage_of, diff_coverages
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.measured import catalog_device
-from lowprec_check.catalog.names import dtype_of, overload_name, why_not_covered
+from lowprec_check.catalog.names import dtype_of, why_not_covered
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin.shared import is_worker, option_path, option_value, shown_path, wrong_option
 from lowprec_check.report.blocks import Document, Say
@@ -43,7 +36,7 @@ from lowprec_check.report.coverage import (
 from lowprec_check.report.layout.text import text
 from lowprec_check.schema.precisions import PRECISIONS, Precision, low_precisions
 from lowprec_check.schema.registry import choices, words_in
-from lowprec_check.schema.statements import counted
+from lowprec_check.schema.statements import counted, some
 
 # -- ``--lowprec-fail-on`` and ``--lowprec-baseline``: whether gaps fail a run that passes otherwise
 
@@ -75,17 +68,25 @@ def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
             f"The baseline {path} lacks {', '.join(missing)}: it has {has or 'no precision'}.",
             f"Save it again with: {command}",
         )
-    return msgspec.structs.replace(found, dtypes=[*keys])  # what else it has is not compared
+    return found
 
 
 class CoverageGate:
     """Compares the coverage of a run with the baseline and decides whether it fails."""
 
     def __init__(
-        self, fail_on: str, baseline: Coverage | None = None, shown: str = "", *, replaces: bool = False
+        self,
+        fail_on: str,
+        baseline: Coverage | None = None,
+        shown: str = "",
+        *,
+        saved: Coverage | None = None,
+        replaces: bool = False,
     ) -> None:
-        """``shown`` names the baseline in messages; ``replaces``: the report of the run is written to the same file."""
-        self.fail_on, self.baseline, self.shown, self.replaces = fail_on, baseline, shown, replaces
+        """``shown`` names the baseline in messages; ``saved``: the coverage that the JSON report of the run updates; ``replaces``: it
+        is written to the file of the baseline.
+        """
+        self.fail_on, self.baseline, self.shown, self.saved, self.replaces = fail_on, baseline, shown, saved, replaces
         self.changes: CoverageDiff | None = None
         self.gaps = 0
         self.tests = 0
@@ -94,7 +95,8 @@ class CoverageGate:
         """Compare the coverage of the run."""
         self.gaps, self.tests = len(found.gaps), len(found.tests)
         if self.baseline is not None:
-            self.changes = diff_coverages(self.baseline, found)
+            compared = msgspec.structs.replace(self.baseline, dtypes=found.dtypes)  # what else it has is not
+            self.changes = diff_coverages(compared, found)
 
     @property
     def fails(self) -> bool:
@@ -105,8 +107,8 @@ class CoverageGate:
 
     @property
     def new(self) -> list[str] | None:
-        """The ops that are new gaps; ``None`` without a baseline."""
-        return None if self.changes is None else [change.op for change in self.changes.new_gaps]
+        """The names of the ops that are new gaps; ``None`` without a baseline."""
+        return None if self.changes is None else [change.name for change in self.changes.new_gaps]
 
     @property
     def verdict(self) -> str | None:
@@ -122,30 +124,39 @@ class CoverageGate:
         """What the comparison leaves out, and the conditions that differ."""
         if self.changes is None:
             return []
-        notes, tests, gaps = [], len(self.changes.gone_tests), len(self.changes.gone_gaps)
-        if tests:
-            ran = f"{counted(self.tests, 'test')} ran, and {tests:,} of {self.shown} did not"
+        changes, notes, shown = self.changes, list[str](), self.shown
+        if changes.gone_tests:
+            ran = f"{counted(self.tests, 'test')} ran, and {len(changes.gone_tests):,} of {shown} did not"
             notes.append(f"{ran}: only operators of tests that ran are compared.")
-        elif gaps:
-            notes.append(f"{counted(gaps, 'gap')} of {self.shown} {'is' if gaps == 1 else 'are'} gone.")
-        if self.changes.warnings:
-            notes.append(f"{self.shown} was recorded under other conditions: {'; '.join(self.changes.warnings)}.")
+        if changes.gone_gaps:
+            gone = len(changes.gone_gaps)
+            notes.append(f"{counted(gone, 'gap')} of {shown} {'is' if gone == 1 else 'are'} gone.")
+        for gaps, why in (
+            (changes.first_gaps, f"{shown} has no complete run of the tests"),
+            ([] if changes.gone_tests else changes.unchecked_gaps, "this run did not complete the tests"),
+        ):
+            if gaps:
+                names = some([change.name for change in gaps])
+                notes.append(f"Not compared, since {why}: {counted(len(gaps), 'gap')} ({names}).")
+        if changes.warnings:
+            notes.append(f"{shown} was recorded under other conditions: {'; '.join(changes.warnings)}.")
         return notes
 
     def why_kept(self) -> str | None:
         """Why the report must not replace the baseline, if it is the same file; ``None`` if it may.
 
-        A new gap that it accepted would pass the next run, and what tests that did not run use would be new in the next.
+        A new gap that it accepted would pass the next run, and a run in a precision that it lost would be an error.
         """
-        if not self.replaces or self.changes is None:
+        if not self.replaces or self.changes is None or self.baseline is None:
             return None
+        lost = [precision_of(key) for key in self.baseline.dtypes if key not in self.changes.new.dtypes]
         if self.changes.new_gaps:
-            what = "it would accept the new gaps. To accept them"
-        elif self.changes.gone_tests:
-            what = f"{counted(len(self.changes.gone_tests), 'test')} of it did not run. If they no longer exist"
+            what = "it would accept the new gaps. To accept them, run without --lowprec-baseline"
+        elif lost:
+            what = f"it would lose {', '.join(lost)}. Add --lowprec-coverage {','.join(lost)}"
         else:
             return None
-        return f"{self.shown} was not replaced, since {what}, run without --lowprec-baseline."
+        return f"{self.shown} was not replaced, since {what}."
 
 
 # -- The options of ``--lowprec-coverage``: checked before any test is collected
@@ -245,11 +256,12 @@ def _columns(names: list[str], device: str) -> list[CoverageColumn]:
 def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | None) -> CoverageGate:
     """The gate, with the baseline, which is read now, since the report of this run may replace it."""
     fail_on, path = _one_of(config, "fail_on", FAIL_ON), option_path(config, "baseline")
+    is_json = report is not None and report.suffix == ".json"
     if path is None:
         if fail_on == "new":
             problem = "new gaps are those that a baseline does not have: add --lowprec-baseline FILE.json."
             raise wrong_option(config, "fail_on", problem)
-        return CoverageGate(fail_on)
+        return CoverageGate(fail_on, saved=_saved(report, columns[0].catalog.device) if report and is_json else None)
     if is_worker(config):  # the process that collects the results compares them
         return CoverageGate(NEVER)
     try:
@@ -257,7 +269,18 @@ def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | N
     except UsageError as error:
         raise wrong_option(config, "baseline", error) from None
     replaces = report is not None and report.resolve() == path.resolve()
-    return CoverageGate(fail_on, baseline, shown_path(config, path), replaces=replaces)
+    return CoverageGate(
+        fail_on, baseline, shown_path(config, path), saved=baseline if is_json else None, replaces=replaces
+    )
+
+
+def _saved(report: Path, device: str) -> Coverage | None:
+    """The coverage in the file of the report, which the run updates; ``None`` if it has none, or one of another device."""
+    try:
+        found = coverage_of(report.read_bytes(), report)
+    except (OSError, UsageError):
+        return None
+    return found if found.device == device else None
 
 
 # -- What a run with coverage prints, and what it adds to GitHub's summary of the step
@@ -350,7 +373,7 @@ class JunitProperties:
                 cell = cell_of(use.support[key])
                 if cell in ("none", "some"):
                     for test in found.tests_of(use):
-                        failing[test, key].append(overload_name(use.op) + (" (in part)" if cell == "some" else ""))
+                        failing[test, key].append(use.name + (" (in part)" if cell == "some" else ""))
         if gate.new is not None:
             counts["lowprec_new_gaps"] = len(gate.new)
         for name, value in counts.items():

@@ -5,7 +5,9 @@ Defines the fixture ``lowprec``, the marker ``lowprec``, and options and ini key
 
 from __future__ import annotations
 
+import re
 import sys
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -166,4 +168,32 @@ def lowprec(request: pytest.FixtureRequest) -> Lowprec:
     case = getattr(request, "param", None)
     if case is not None and not isinstance(case, Case):
         pytest.fail(f"@pytest.mark.parametrize cannot parametrize the fixture lowprec. {ONE_OF_THEM}", pytrace=False)
-    return Lowprec(case)
+    return Lowprec(case, request.node.user_properties)
+
+
+# -- What was not checked on the device that was asked for
+
+_NOT_MEASURED = {
+    "lowprec_predicted": "predicted from the catalog, not measured",
+    "lowprec_skipped": "skipped",
+}
+"""By the name of a test's property, whose value is the device that is not available, what is said of the test."""
+
+
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """Count the tests that were skipped since their device is not available, and those that predicted what it does."""
+    found: set[tuple[str, str, str]] = set()
+    reports = [report for reports in terminalreporter.stats.values() for report in reports]
+    for report in (report for report in reports if isinstance(report, pytest.TestReport)):
+        found.update((name, str(value), report.nodeid) for name, value in report.user_properties)
+        if (
+            report.skipped and "lowprec" in report.keywords and isinstance(report.longrepr, tuple)
+        ):  # a case of the marker
+            devices = re.findall(r"device (\S+) is not available$", report.longrepr[2])
+            found.update(("lowprec_skipped", device, report.nodeid) for device in devices)
+    counts = Counter((name, device) for name, device, _ in found if name in _NOT_MEASURED)
+    if counts:
+        terminalreporter.section("lowprec")
+    for (name, device), count in sorted(counts.items()):
+        tests = "1 test was" if count == 1 else f"{count:,} tests were"
+        terminalreporter.write_line(f"{tests} {_NOT_MEASURED[name]}: device {device} is not available")

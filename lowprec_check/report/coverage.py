@@ -7,18 +7,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 
-from lowprec_check.analysis.suite_coverage import (
-    Cell,
-    CellBefore,
-    CellChange,
-    Coverage,
-    CoverageDiff,
-    GapChange,
-    OpUse,
-    cell_of,
-    precision_of,
-    reason_of,
-)
+from lowprec_check.analysis.saved_coverage import Cell, Coverage, OpUse, cell_of, precision_of, reason_of
+from lowprec_check.analysis.suite_coverage import CellBefore, CellChange, CoverageDiff, GapChange
 from lowprec_check.catalog.names import overload_name
 from lowprec_check.report.blocks import Block, Column, Document, Fold, Heading, Row, Say, Table
 from lowprec_check.report.diff import compared
@@ -69,11 +59,12 @@ def coverage_document(found: Coverage) -> Document:
     blocks.append(Heading("Tests that use them"))
     for use in found.gaps:
         tests = [Row([test]) for test in found.tests_of(use)]
-        listed = Table([Column("test")], tests, f"tests that use {overload_name(use.op)}", most=_SHOWN_TESTS)
-        blocks.append(Fold(f"{overload_name(use.op)}: used by {counted(len(tests), 'test')}", [listed]))
+        listed = Table([Column("test")], tests, f"tests that use {use.name}", most=_SHOWN_TESTS)
+        blocks.append(Fold(f"{use.name}: used by {counted(len(tests), 'test')}", [listed]))
     blocks.append(Heading("What was left out"))
+    blocks += _incomplete(found)
     if found.unknown:
-        blocks.append(Say(f"Not known to the catalog: {some([overload_name(use.op) for use in found.unknown], 8)}"))
+        blocks.append(Say(f"Not known to the catalog: {some([use.name for use in found.unknown], 8)}"))
     without: dict[tuple[str, str], list[str]] = {}
     for use in found.ops:
         reasons: dict[str, list[str]] = {}
@@ -81,7 +72,7 @@ def coverage_document(found: Coverage) -> Document:
             if not support.applies:
                 reasons.setdefault(support.message or "", []).append(precision_of(key))
         for reason, names in reasons.items():
-            without.setdefault((", ".join(names), reason), []).append(overload_name(use.op))
+            without.setdefault((", ".join(names), reason), []).append(use.name)
     for (precisions, reason), ops in without.items():
         verb = "do" if "," in precisions else "does"
         blocks.append(Say(f"{precisions} {verb} not apply to {some(ops, _SHOWN_NAMES)}: {reason}"))
@@ -101,6 +92,18 @@ def _head(found: Coverage) -> Iterator[Block]:
     yield Table(columns, rows, "operators by precision")
 
 
+def _incomplete(found: Coverage) -> Iterator[Block]:
+    """The tests that the run did not complete, by reason."""
+    reasons: dict[str, list[str]] = {}
+    for test, why in found.incomplete.items():
+        reasons.setdefault(why, []).append(test)
+    if reasons:
+        said = f"{counted(len(found.incomplete), 'test')} {'is' if len(found.incomplete) == 1 else 'are'} incomplete"
+        yield Say(f"{said}, and may use more operators:")
+    for why, tests in reasons.items():
+        yield Say(f"{why}: {some(tests, _SHOWN_NAMES)}", role="item")
+
+
 def _uses(found: Coverage, uses: Sequence[OpUse], name: str, most: int = 0) -> Table:
     """A row per operator; at least ``most`` of them are shown."""
     columns = [
@@ -114,7 +117,7 @@ def _uses(found: Coverage, uses: Sequence[OpUse], name: str, most: int = 0) -> T
     for use in uses:
         words = [_words(use, key) for key in found.dtypes]
         line = next(iter(use.sources), None)
-        rows.append(Row([overload_name(use.op), *words, len(use.tests), line, why(use)]))
+        rows.append(Row([use.name, *words, len(use.tests), line, why(use)]))
     return Table(columns, rows, name, searchable=True, most=most, detail="first" if most else "more")
 
 
@@ -148,12 +151,18 @@ def coverage_diff_document(found: CoverageDiff) -> Document:
     head = verdict(found)
     blocks = list(compared(head, bool(found.regressions), sides, found.warnings, "coverages were recorded"))
     for title, changes in (("New gaps", found.new_gaps), ("Gaps that are gone", found.gone_gaps)):
-        blocks += [Heading(title), *change_blocks(changes)]
+        blocks += [Heading(title), *change_blocks(changes)] if changes else []
+    incomplete = (
+        [f"{test} ({why})" for test, why in tests.items()] for tests in (found.old_incomplete, found.new_incomplete)
+    )
     for title, names in (
+        ("Gaps of tests without a complete run in the old one", [change.name for change in found.first_gaps]),
+        ("Gaps of tests without a complete run in the new one", [change.name for change in found.unchecked_gaps]),
         ("Operators only in the new one", [*map(overload_name, found.new_ops)]),
         ("Operators only in the old one", [*map(overload_name, found.gone_ops)]),
         ("Tests only in the new one", found.new_tests),
         ("Tests only in the old one", found.gone_tests),
+        *zip(("Tests incomplete in the old one", "Tests incomplete in the new one"), incomplete, strict=True),
     ):
         listed = Table([Column("name")], [Row([name]) for name in names], title, most=_SHOWN_NAMES)
         blocks += [Fold(f"{title} ({len(names):,})", [listed])] if names else []
@@ -172,7 +181,7 @@ def change_blocks(changes: Sequence[GapChange]) -> list[Block]:
             now = _CHANGES.get(cell.new, ("runs in {}",))[0].format(", ".join(names))
             before = _CHANGES.get(cell.old, ("", "ran before"))[1]
             parts.append(now if cell.new == "unused" else f"{now} ({before})")
-        title = f"{overload_name(change.op)}: {'; '.join(parts)}"
+        title = f"{change.name}: {'; '.join(parts)}"
         if change.fix is None:
             blocks.append(Say(title, role="item"))
             continue
@@ -198,13 +207,13 @@ def coverage_github(found: Coverage, new: Collection[str] | None = None) -> str:
     GitHub shows 10 errors and 10 warnings of a step, so the message names further lines. With ``new``, the ops that are new
     gaps, these come first and say so, and others are notices, which have 10 of their own.
     """
-    gaps = found.gaps if new is None else sorted(found.gaps, key=lambda use: use.op not in new)
+    gaps = found.gaps if new is None else sorted(found.gaps, key=lambda use: use.name not in new)
     commands = []
     for use in gaps:
         path, _, line = use.sources[0].rpartition(":")
-        never, is_new = use.worst == 0, new is not None and use.op in new
+        never, is_new = use.worst == 0, new is not None and use.name in new
         level = "notice" if new is not None and not is_new else "error" if never else "warning"
-        what = f"{overload_name(use.op)} {'does not run' if never else 'does not always run'}"
+        what = f"{use.name} {'does not run' if never else 'does not always run'}"
         title = f"lowprec: {'new: ' * is_new}{what} in {', '.join(map(precision_of, use.failing))} on {found.device}"
         message = f"{why(use)} ({found.evidence}, torch {found.torch}). Used by {counted(len(use.tests), 'test')}"
         message += f"; also at {some(use.sources[1:])}" if len(use.sources) > 1 else ""
@@ -222,6 +231,7 @@ def step_summary(
     blocks: list[Block] = [Heading(_TITLE), *([Say(head, role="note")] if head else []), *_head(found)]
     if changes is not None:
         blocks += change_blocks(changes.new_gaps) or [Say(verdict(changes))]
+    blocks += _incomplete(found)
     if found.gaps:
         gaps = _uses(found, found.gaps, "gaps", most=len(found.gaps))
         blocks.append(Fold(f"All {counted(len(found.gaps), 'gap')}", [gaps]))

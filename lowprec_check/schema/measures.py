@@ -190,6 +190,42 @@ class BatchRanges(Struct, frozen=True, kw_only=True):
     """In the order in which they were called first; empty if the run was not analyzed op by op."""
 
 
+# -- Further inputs that a run was tried on: how many fail, and how near the others are to the tolerance
+
+InputKind = Literal["drawn", "batches", "resampled"]
+"""``drawn``: made anew, by the function ``inputs`` or by this tool; ``batches``: the next ones of a loader; ``resampled``: the values
+of the inputs, drawn with replacement from their own.
+"""
+
+
+class InputsTried(Struct, frozen=True, kw_only=True):
+    """A run that passes, on further inputs: each is compared with fp32 on the same input."""
+
+    kind: InputKind
+    """Where they are from."""
+    tried: int = 0
+    """Number of further inputs."""
+    failed: int = 0
+    """Those on which the run does not pass."""
+    statuses: dict[str, int] = {}
+    """How often it ended in each status: ``{"ok": 15, "inaccurate": 1}``."""
+    worst: float | None = None
+    """The largest error of an output, rel_l2 or the share of integers that differ; ``None`` if one is not finite, or none was tried."""
+    low: float = 0.0
+    """The lower end of the interval."""
+    high: float = 1.0
+    """``low`` to ``high`` contains the share of such inputs that fail with a probability of at least 95 % (Clopper-Pearson)."""
+    first_failed: int | None = None
+    """The number of the first batch that fails, ``inputs(17)``; of resampled values, the number added to the seed."""
+    left_out: int = 0
+    """Inputs that were not tried: fp32 fails on them or has NaN or Inf, or they have other shapes, or their outputs hold nothing to
+    compare."""
+    seed: int = 0
+    """The seed that they were drawn with."""
+    reason: str | None = None
+    """Why none was tried."""
+
+
 # -- Whether a compiler made the output of a run worse
 
 FACTOR = 2.0
@@ -287,6 +323,32 @@ class Ablation(Struct, frozen=True, kw_only=True):
     """Error of the output; ``None`` if it is not finite, or the run gave no output."""
     predicted: float | None = None
     """``rel_l2`` that the shares predict to first order; ``None`` if the modules are not blamed for their shares."""
+
+
+class RangeTrial(Struct, frozen=True, kw_only=True):
+    """A run of the fp32 model in which the values of one place that a run's format cannot hold became Inf or zero, and nothing else."""
+
+    module: str
+    """Dotted path, ``""`` for the model itself."""
+    op: str
+    """As op calls name it; ``cast input`` and ``cast weight`` for the casts before the run."""
+    source: str | None = None
+    """``file.py:line``."""
+    nth: int = 0
+    """Which op of this name on its line it is, from 0."""
+    becomes: Literal["Inf", "zero"]
+    """What the values became."""
+    values: int
+    """How many."""
+    status: Status
+    """``ok``, ``inaccurate`` or ``nonfinite``, with the tolerance of the run."""
+    rel_l2: float | None = None
+    """Error of the output; ``None`` if it is not finite."""
+
+    @property
+    def place(self) -> tuple[str, str, str | None, int]:
+        """Module, op, line, and which op of this name on the line."""
+        return self.module, self.op, self.source, self.nth
 
 
 # -- A device that is not here, for which a scan predicts

@@ -171,6 +171,11 @@ class OpCall(msgspec.Struct, gc=False):
     leaving: float | None = None
     """The part of ``share`` that is the rounding of the result where it leaves the module: it stays if the module is kept in fp32."""
 
+    nth: int = 0
+    """Which op of this name on its line it is, from 0: ``x * 2 * 3`` has two."""
+    reaches_output: bool | None = None
+    """Whether its Inf or NaN lead to one in the output; ``None`` if it gives none, or that is not known."""
+
     @property
     def is_forward(self) -> bool:
         """Whether it ran in the forward pass, as every call of a scan without training."""
@@ -182,9 +187,24 @@ class OpCall(msgspec.Struct, gc=False):
         return bool(self.introduced_inf or self.introduced_nan)
 
     @property
+    def flushes(self) -> bool:
+        """Whether values become zero in this op, and not in those before it."""
+        return bool(self.flushed) and (self.flushed or 0.0) >= 2 * (self.input_flushed or 0.0)
+
+    @property
+    def spoils_output(self) -> bool:
+        """Whether it turns finite values into Inf or NaN, and these reach the output, as far as that is known."""
+        return self.gives_nonfinite and self.reaches_output is not False
+
+    @property
     def place(self) -> tuple[str, str, str | None]:
         """Module, op and line."""
         return self.module, self.op, self.source
+
+    @property
+    def exact_place(self) -> tuple[str, str, str | None, int]:
+        """Module, op, line, and which op of this name on the line."""
+        return self.module, self.op, self.source, self.nth
 
 
 _ZERO = 0.0

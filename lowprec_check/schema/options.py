@@ -212,6 +212,13 @@ class ScanOptions(DeclaredOptions):
         metavar="N",
         least=1,
     )
+    further_inputs: int | None = option(
+        None,
+        "Try each run that passes on so many further inputs, drawn anew or resampled. 0: on none.",
+        unset="16, or 64 near the tolerance, as far as a small part of the time allows",
+        metavar="N",
+        least=0,
+    )
     plan: bool | None = option(
         None,
         "For each precision that fails, search for modules to keep in fp32.",

@@ -21,11 +21,12 @@ from lowprec_check.schema.measures import (
     BatchRanges,
     CompilerCheck,
     ErrorBudget,
-    InputLayout,
+    InputsTried,
     Latency,
     LayerError,
     ModuleMagnitudes,
     PredictedDevice,
+    RangeTrial,
     Timing,
     TimingConditions,
 )
@@ -33,6 +34,7 @@ from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import PRECISIONS, FloatFormat, Precision
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, RunKey, qualified
+from lowprec_check.schema.scanned_model import ModelInfo, WeightsOrigin
 from lowprec_check.schema.statements import Statement
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
@@ -51,6 +53,7 @@ __all__ = [
     "ScanResult",
     "Severity",
     "Status",
+    "WeightsOrigin",
     "skipped",
 ]
 
@@ -92,6 +95,8 @@ class Run(Struct, frozen=True, kw_only=True):
     if it did not fail, or on the first."""
     batches: BatchRanges | None = None
     """The status and the range of each op on every batch, if the scan was asked for more than one and the first passed."""
+    further_inputs: InputsTried | None = None
+    """How it does on further inputs; ``None`` if it does not pass, or they were not asked for."""
     output_error: ErrorStats | None = None
     """The largest of the calls compared."""
     compared_module: str | None = None
@@ -100,6 +105,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Where the output error comes from; ``None`` if the run was not analyzed op by op."""
     ablation: Ablation | None = None
     """What keeping the modules blamed for its error in fp32 changed; ``None`` if it passes, or no module is blamed."""
+    range_trials: list[RangeTrial] = []
+    """What single places with values out of range do to the output of fp32; of a run that fails."""
     lockstep_error: ErrorStats | None = None
     """Error of the instrumented part's output against its reference, which takes the decisions of the run."""
     latency_ms: float | None = None
@@ -243,44 +250,6 @@ def skipped(key: RunKey, reason: str, evidence: Evidence = "measured") -> Run:
         status="skipped",
         reason=reason,
     )
-
-
-WeightsOrigin = Literal["unknown", "random", "scaled", "loaded"]
-"""``scaled``: random, then scaled where outputs of layers vanish or explode; ``unknown``: the user's file made them."""
-
-
-class ModelInfo(Struct, frozen=True, kw_only=True):
-    """The scanned model, for the head of a report."""
-
-    name: str
-    """The class of the model."""
-    parameters: int
-    """Number of elements of all parameters."""
-    inputs: list[str]
-    """The inputs, in words: shapes, and dtypes that are not floating."""
-    modules: int
-    """Number of modules, the model included."""
-    training: bool
-    """Whether it is in training mode."""
-    weights: WeightsOrigin = "unknown"
-    """Where the values of the weights come from."""
-    call: str = "model(*inputs)"
-    """How the model is called, as code."""
-    calibration: str = ""
-    """The file's calibration batches, as code; empty if a quantized model is calibrated on the inputs."""
-    setup: list[str] = []
-    """Code that makes ``model`` and ``inputs`` from the file's definitions."""
-    castable: bool = True
-    """Whether ``tree_map`` reaches every tensor of the inputs."""
-    layout: InputLayout = InputLayout(kind="nested")
-    """The tensors in the inputs."""
-    source: str | None = None
-    """The line that makes the model, or defines its class: ``file.py:line``."""
-    caller: str | None = None
-    """The line of the user's own code that makes the model, or scans it, if ``source`` is in an installed package or unknown;
-    empty if there is none."""
-    notes: list[str] = []
-    """What to know of the model and its inputs, in words."""
 
 
 class ScanResult(Struct, frozen=True, kw_only=True):

@@ -96,7 +96,8 @@ def times(ratio: float) -> str:
 def short_op(op: str) -> str:
     """``linalg_cholesky_ex`` of ``aten.linalg_cholesky_ex.default``; ``torch.quantile``, a function above dispatch, as it is."""
     parts = op.split(".")
-    return parts[1].removeprefix("_") if parts[0] != "torch" and len(parts) == 3 else op
+    is_overload = len(parts) == 3 and parts[0] != "torch" and " " not in op
+    return parts[1].removeprefix("_") if is_overload else op
 
 
 def module_name(path: str) -> str:

@@ -256,7 +256,7 @@ def _slow_total(calls: list[tuple[float, float]], most: float, shortest: float) 
 def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]:
     """The same for ops with a call that was ended because it took too long, if what it took in fp32 was measured."""
     answers = {}
-    for op, reason in run.emulated.items():
+    for op, reason in run.emulated.items() if result.options.get("times") != "off" else ():
         here = 1e3 * (seconds_killed(reason) or 0.0)
         rows = [row for other in result.runs for row in other.op_calls.rows() if row.op == op]
         longest = max((row.reference_ms for row in rows if row.reference_ms is not None), default=None)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from lowprec_check.analysis.error_shares import CAST_INPUT
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import (
     from_gaps,
     gives_inf,
     keep_in_fp32,
+    passing_elsewhere,
     place_finding,
     weighed_places,
     wider_range,
@@ -33,15 +35,16 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     """Values that are finite in fp32 overflow to Inf.
 
     Observed: the fp32 reference, which the scan computes alongside each op, is finite, and so are the op's
-    inputs, but the output has infinities: the values are larger than the dtype can hold (65504 in fp16).
+    inputs, but the output has infinities: the values are larger than the dtype can hold (65504 in fp16). The op
+    `cast input` is the cast of the model's inputs, `cast weight` that of a parameter.
 
-    It is a note in a run that passes: an infinite mask, for example, does what it should. If the output is not
-    finite, only the first op with Inf or NaN is an error; the others may follow from it. If the output is finite,
-    but too far from fp32's, it is a note unless the share of this op in the output error is at least 3 %.
+    In a run that fails, the scan tries what these values do alone: it runs the fp32 model with nothing changed but the
+    values at this place that become Inf. It is an error if the output then has NaN or Inf, or an error over the
+    tolerance. Where that was not tried, it is an error if the Inf reaches the output: the scan follows each Inf and NaN
+    through later ops. Else it is a note, as in a run that passes: an infinite mask, or 1 / Inf, does what it should.
 
-    Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; weights that do not
-    fit (the finding then names `cast weight` as the op); a division by a value that is zero or tiny. Logarithms
-    of zero are LP207.
+    Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; inputs and weights that do
+    not fit; a division by a value that is zero or tiny. Logarithms of zero are LP207.
 
     What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale before the op:
 
@@ -60,11 +63,18 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
             what = "{values:of value} became Inf where fp32 is finite: too large for the dtype, or divided by 0"
         return say(what, values=[row.introduced_inf, row.compared_values]), _advice(run, result, row)
 
-    yield from weighed_places(result, overflows, lambda row: row.introduced_inf, describe)
+    yield from weighed_places(result, overflows, lambda row: row.introduced_inf, describe, by_trial="Inf")
 
 
 def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
-    return "ignore this, or try the module in fp32" if run.status == "ok" else wider_range(run, result, row.module)
+    if run.status == "ok":
+        return "ignore this, or try the module in fp32"
+    if row.op.startswith(CAST_INPUT):
+        return chained(_KEEP_INPUT, passing_elsewhere(run, result), between=", or ")
+    return wider_range(run, result, row.module)
+
+
+_KEEP_INPUT = say("keep this input in fp32, or scale it before the cast")
 
 
 @rule("LP202", "underflow", "warning")
@@ -73,9 +83,11 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
 
     Observed: at least 10 % of the values that are non-zero in the fp32 reference are zero in the op's output, and
     at least twice the share that was already zero in its inputs. In fp16, magnitudes below 3e-8 round to zero.
+    The op `cast input` is the cast of the model's inputs, `cast weight` that of a parameter.
 
     It is a warning if the run fails and the share of this op in the output error is at least 3 %, else a note:
-    most values that become zero are too small to matter.
+    most values that become zero are too small to matter. It is an error if these zeros alone make the run fail: the
+    scan runs the model in fp32 with nothing but them changed.
 
     Usual causes: small probabilities, gradients or learning rates; squares of small values.
 
@@ -87,18 +99,25 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
         # after
         y = (x * 1e3).square().mean().float() * 1e-6
     """
+    harmful = {
+        run.key: {its.place for its in run.range_trials if its.becomes == "zero" and its.status != "ok"}
+        for run in low_runs(result)
+    }
 
-    def underflows(_: Run, row: OpCall) -> bool:
+    def underflows(run: Run, row: OpCall) -> bool:
         if row.flushed is None or row.phase == "backward":  # those are LP501
             return False
-        return row.flushed >= max(FLUSHED_SHARE, 2 * (row.input_flushed or 0.0))
+        return row.flushes and (row.flushed >= FLUSHED_SHARE or row.exact_place in harmful[run.key])
 
     def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
+        keep: Sentence | None
         scale, keep = say("scale the values up before this op"), keep_in_fp32(run, result, row.module)
+        if row.op.startswith(CAST_INPUT):
+            scale, keep = _KEEP_INPUT, passing_elsewhere(run, result)
         message = say("{share:percent} of the values that are non-zero in fp32 became zero", share=row.flushed)
         return message, chained(scale, keep, between=", or ")
 
-    yield from weighed_places(result, underflows, lambda row: row.flushed or 0.0, describe)
+    yield from weighed_places(result, underflows, lambda row: row.flushed or 0.0, describe, by_trial="zero")
 
 
 @rule("LP203", "introduced-nan", "error")
@@ -108,8 +127,8 @@ def introduced_nan(result: ScanResult) -> Iterator[Finding]:
     Observed: the output has NaNs that the fp32 reference does not have, and every input is finite wherever the
     reference is.
 
-    It is a note in a run that passes. If the output is not finite, only the first op with Inf or NaN is an error.
-    If the output is finite, but too far from fp32's, it is a note unless the share of this op in the output error
+    It is a note in a run that passes, and if the NaN does not reach the output: the scan follows each NaN through later
+    ops. If the output is finite, but too far from fp32's, it is a note unless the share of this op in the output error
     is at least 3 %.
 
     Usual causes: an intermediate value inside the op overflows, as in the variance of a normalization; 0 / 0,
@@ -225,7 +244,7 @@ def division_by_zero(result: ScanResult) -> Iterator[Finding]:
     computes alongside each op, it is finite. IEEE 754 calls this a division by zero: nothing is too large for the
     dtype.
 
-    It is a note in a run that passes. If the output is not finite, only the first op with Inf or NaN is an error.
+    It is a note in a run that passes, and if the Inf does not reach the output, as for LP201.
 
     Usual causes: an epsilon for fp32 that is zero in fp16, as in `log(x + 1e-8)` (LP206); values that are too
     small for the dtype and become zero in an earlier op (LP202).
@@ -251,4 +270,4 @@ def division_by_zero(result: ScanResult) -> Iterator[Finding]:
         clamp = say("clamp its input with a number that the dtype holds")
         return message, chained(clamp, wider_range(run, result, row.module), between=", or ")
 
-    yield from weighed_places(result, divides, lambda row: row.introduced_inf, describe)
+    yield from weighed_places(result, divides, lambda row: row.introduced_inf, describe, by_trial="Inf")

@@ -18,6 +18,7 @@ from lowprec_check.analysis.error_shares import (
     trusted_budget,
 )
 from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, low_runs
+from lowprec_check.analysis.run_summary import passes_all
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.module_paths import is_inside
@@ -69,27 +70,34 @@ def weighed_places(
     keep: Callable[[Run, OpCall], bool],
     worst: Callable[[OpCall], float],
     describe: Callable[[Run, OpCall], tuple[Sentence, Sentence | str]],
+    *,
+    by_trial: Literal["Inf", "zero"] | None = None,
 ) -> Iterator[Finding]:
     """A finding for the worst of the calls at each place that ``keep`` chooses, with what it does to the output, the largest share
-    first; ``describe`` gives the message and what to do.
+    first; ``describe`` gives the message and what to do. ``by_trial``: what values out of range become, if it is about
+    these, which the scan has tried alone.
     """
     for run in low_runs(result):
+        if run.status == "timeout":  # the model may never return what it had computed
+            continue
         places = by_place(run, partial(keep, run), worst)
         if places:
             relevance = Relevance(run)
             found = [
-                relevance.weigh(place_finding(result, run, row, count, *describe(run, row)), row)
+                relevance.weigh(place_finding(result, run, row, count, *describe(run, row)), row, by_trial=by_trial)
                 for row, count in places
             ]
             yield from sorted(found, key=lambda finding: -(finding.share or 0.0) if finding.matters else 0.0)
 
 
 def by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall], Any]) -> list[tuple[OpCall, int]]:
-    """The worst call at each (module, op, line, part of a training step), with the number of calls kept there."""
-    found: dict[tuple[str | None, ...], tuple[OpCall, int]] = {}
+    """The worst call at each (module, op, line, op on the line, part of a training step), with the number of calls kept there; those whose Inf or
+    NaN reach the output apart from the others.
+    """
+    found: dict[tuple[str | int | None, ...], tuple[OpCall, int]] = {}
     for row in run.op_calls.rows():
         if keep(row):
-            key = (*row.place, row.phase)
+            key = (*row.exact_place, row.phase, row.reaches_output)
             known, count = found.get(key, (row, 0))
             found[key] = (row if worst(row) > worst(known) else known, count + 1)
     return list(found.values())
@@ -142,18 +150,23 @@ class Relevance:
         self.rounding = leaving_shares(run) if self.known == "explained" else {}
         self.is_complete = any(share is not None for share in run.op_calls.share)
         """Whether every place with a share is known, not the largest only."""
-        rows = run.op_calls.rows() if self.known == "nonfinite" else ()
-        self.first = next((row.place for row in rows if _gives_nonfinite(row)), None)
+        rows = list(run.op_calls.rows()) if self.known == "nonfinite" else []
+        self.trials = {(trial.becomes, *trial.place): trial for trial in run.range_trials}
+        self.first: Place | None = None
+        """In a result that does not say what reaches the output: the place of the first Inf or NaN."""
+        if all(row.reaches_output is None for row in rows):
+            self.first = next((row.place for row in rows if _gives_nonfinite(row)), None)
 
-    def weigh(self, finding: Finding, row: OpCall) -> Finding:
-        """``finding`` about the place of ``row``, with what it does to the output."""
+    def weigh(self, finding: Finding, row: OpCall, *, by_trial: Literal["Inf", "zero"] | None = None) -> Finding:
+        """``finding`` about the place of ``row``, with what it does to the output; ``by_trial`` as in :func:`weighed_places`."""
         if self.known in ("passes", "within tolerance"):
             what = "the output passes" if self.known == "passes" else "the output error is within the tolerance"
             return as_harmless(finding, say(what))
+        tried = self._by_trial(finding, row, by_trial) if by_trial else None
+        if tried is not None:
+            return tried
         if self.known == "nonfinite":
-            if not _gives_nonfinite(row) or row.place != self.first:
-                return finding._replace(severity="note")
-            return finding.adding(say("the first op with Inf or NaN"), _disproof(self.run, row.module))
+            return self._weigh_nonfinite(finding, row)
         share, leaving = self._share_at(row.place), self.rounding.get(row.place, 0.0)
         if share is None:
             return finding
@@ -166,6 +179,38 @@ class Relevance:
             advice = "fp32 for this module alone does not help, since its result is rounded after it: scale the values"
             found = found._replace(help=advice)
         return found.adding(share_sentence(share - leaving, leaving), disproved)
+
+    def _by_trial(self, finding: Finding, row: OpCall, by_trial: Literal["Inf", "zero"]) -> Finding | None:
+        """:meth:`weigh` by what these values alone did to the output of fp32; ``None`` if that was not tried, or decides nothing."""
+        trial = self.trials.get((by_trial, *row.exact_place))
+        if trial is None:
+            return None
+        alone = "changing these values alone in an fp32 run gives "
+        if trial.status == "nonfinite":
+            found = finding.adding(say(f"{alone}NaN or Inf in the output"))
+        elif trial.rel_l2 is None:
+            return None
+        elif trial.status == "inaccurate":
+            found = finding.adding(say(f"{alone}an output error of {{error:error}}", error=trial.rel_l2))
+        elif self.known == "nonfinite" or (trial.rel_l2**2 < MATTERS * (self.run.rel_l2 or 0.0) ** 2):
+            return as_harmless(finding, say(f"{alone}an output that passes, error {{error:error}}", error=trial.rel_l2))
+        else:
+            return None
+        return found.adding(_disproof(self.run, row.module))._replace(severity="error", matters=True)
+
+    def _weigh_nonfinite(self, finding: Finding, row: OpCall) -> Finding:
+        """:meth:`weigh` in a run whose output is not finite."""
+        what = "NaN" if row.introduced_nan else "Inf"
+        if not _gives_nonfinite(row):
+            return finding._replace(severity="note")
+        if row.reaches_output is False:
+            return as_harmless(finding, say("this {what:text} does not reach the output", what=what))
+        if row.reaches_output:
+            reaches = say("this {what:text} reaches the output", what=what)
+            return finding.adding(reaches, _disproof(self.run, row.module))._replace(matters=True)
+        if row.place != self.first:
+            return finding._replace(severity="note")
+        return finding.adding(say("the first op with Inf or NaN"), _disproof(self.run, row.module))
 
     def _share_at(self, place: Place) -> float | None:
         """The share of the op at ``place``, with all rounding of its results; ``None`` if it is not known."""
@@ -241,7 +286,7 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence:
 
 def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
     """``use autocast-bf16, which passes``: a format with more range that passes in this scan, autocast first."""
-    passing = [other for known in _wider(run) for other in _runs_in(known, result) if other.status == "ok"]
+    passing = [other for known in _wider(run) for other in _runs_in(known, result) if passes_all(other)]
     best = min(passing, key=lambda other: not other.is_autocast, default=None)
     return say("use {run:text}, which passes", run=best.key.label) if best is not None else None
 
@@ -290,7 +335,7 @@ def recommended_instead(run: Run, result: ScanResult) -> Recommendation | None:
         return None
     same = (best.precision, best.backend, best.memory_format) == (run.precision, run.backend, run.memory_format)
     is_itself = same and not best.keep_fp32 and best.way in (None, "plain")
-    return None if is_itself or not any(other.status == "ok" for other in result.runs if other.is_low) else best
+    return None if is_itself or not any(passes_all(other) for other in result.runs if other.is_low) else best
 
 
 def _runs_in(wanted: FloatFormat, result: ScanResult) -> list[Run]:

@@ -7,16 +7,20 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from lowprec_check.analysis.recommend import SAME_MEMORY, is_gain, passes, recommended_run
 from lowprec_check.analysis.run_summary import (
+    CLOSE,
     candidates,
     degenerate_output,
+    fails_elsewhere,
     is_cast,
     label,
     memory_ratio,
     missing_kernels,
+    part_of_tolerance,
+    passes_all,
 )
 from lowprec_check.analysis.speed import Speed, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said
-from lowprec_check.analysis.statements.status import NEAR, why
+from lowprec_check.analysis.statements.status import NEAR, fails_on_further, on_further, why
 from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
 from lowprec_check.analysis.training_status import first_way, remedies, way_text
 from lowprec_check.schema.precisions import low_precisions
@@ -27,9 +31,6 @@ from lowprec_check.schema.statements import Figure, Sentence, Statement, chained
 
 LONG_SETUP = 1.0
 """Seconds of set-up that are named."""
-
-CLOSE = 0.8
-"""The part of the tolerance from which on a verdict is no longer green: another input may exceed it."""
 
 
 def verdict(result: ScanResult) -> str:
@@ -53,8 +54,8 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
         part = 0.0
         if run is not None and result.training is not None:
             part = part_of_limit(run, result)
-        elif run is not None and run.tolerance:
-            part = (run.distance or 0.0) / run.tolerance
+        elif run is not None:
+            part = part_of_tolerance(run)
         predicted = " (predicted)" if result.prediction is not None else ""
         words = say("Use {name:text}{kept:text}{predicted:text}", **named, predicted=predicted)
         yield Said(words, "warn" if part >= CLOSE else "good" if is_gain(result) else "none")
@@ -76,7 +77,8 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
 
 def _no_pass(result: ScanResult) -> Sentence:
     tried = [run for run in candidates(result.runs) if run.base is None and run.status != "skipped"]
-    here = "passed here" if result.prediction is None else "is predicted to pass"
+    where = " on every input" if any(map(fails_elsewhere, tried)) else ""
+    here = f"passed{where} here" if result.prediction is None else f"is predicted to pass{where}"
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
         return say("Stay in fp32: no low precision {here:text}", here=here)
     if not tried:
@@ -85,7 +87,7 @@ def _no_pass(result: ScanResult) -> Sentence:
     if len(tried) > 1:
         none = f"neither {names}" if len(tried) == 2 else f"none of {names}"
         return say("Stay in fp32: {none:text} {here:text}", none=none, here=here)
-    fails = "did not pass here" if result.prediction is None else "is predicted not to pass"
+    fails = f"did not pass{where} here" if result.prediction is None else f"is predicted not to pass{where}"
     return say("Stay in fp32: {name:text} {fails:text}", name=names, fails=fails)
 
 
@@ -128,15 +130,17 @@ def judged(run: Run, result: ScanResult) -> Made:
         return plain(passes_)
     what = f" of the output of {run.compared_module}" if run.compared_module else ""
     batches = len(run.batches.statuses) if run.batches else 1
+    further = on_further(run)
     on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
     if run.rel_l2 is None and not run.distance:
-        return say(f"{passes_}: all integers are equal{{what:text}}, on {on}", what=what, batches=batches)
-    part = run.distance / run.tolerance
-    more = "; other inputs can exceed it: try --batches 8" if part >= NEAR and batches == 1 else ""
+        equal = say(f"{passes_}: all integers are equal{{what:text}}, on {on}", what=what, batches=batches)
+        return chained(equal, further)
+    part, tried = run.distance / run.tolerance, run.further_inputs is not None and run.further_inputs.tried
+    more = "; other inputs can exceed it: try --batches 8" if part >= NEAR and batches == 1 and not tried else ""
     kind = "{error:percent} of the integers differ" if run.rel_l2 is None else "error {error:error}"
     words = f"{passes_}: {kind}{{what:text}}, {{part:percent}} of the tolerance {{limit:limit}}, on {on}{more}"
     judged = say(words, batches=batches, error=run.distance, what=what, part=part, limit=run.tolerance)
-    return Said(judged, "warn" if part >= NEAR else "none")
+    return Said(chained(judged, further), "warn" if part_of_tolerance(run) >= NEAR else "none")
 
 
 @per_run("gain", "advice", disproof="another scan on a quiet machine")
@@ -223,9 +227,12 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
     best = recommended_run(result)
     if result.recommendation is not None and (best is None or run is best):
         return None
-    like_best = best is not None and run.status == best.status
-    if run not in candidates(result.runs) or run.precision == PLAN or run.status in ("ok", "skipped") or like_best:
+    fails = fails_elsewhere(run)
+    like_best = best is not None and run.status == best.status and not fails
+    if run not in candidates(result.runs) or run.precision == PLAN or run.status == "skipped" or like_best:
         return None
+    if run.status == "ok":
+        return Said(fails_on_further(run), "bad") if fails else None
     odd = degenerate_output(run, result)
     reason = say("it cannot be judged: {odd:text}", odd=odd) if odd else why(run)
     passing = remedies(run)
@@ -238,7 +245,7 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
 def also_faster(run: Run, result: ScanResult) -> Made:
     """A run that passes, and is faster than fp32 and than the recommended one by more than noise."""
     best, found = recommended_run(result), speed(run, result.runs)
-    if best is None or run is best or run.status != "ok" or run.is_reference or found.told != "faster":
+    if best is None or run is best or not passes_all(run) or run.is_reference or found.told != "faster":
         return None
     trained, advised = first_way(best), result.recommendation.way if result.recommendation else None
     if trained is not None and trained.name != advised:  # times are those of the first way

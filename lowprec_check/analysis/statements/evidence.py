@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.error_shares import (
@@ -19,13 +20,15 @@ from lowprec_check.analysis.run_summary import (
     candidates,
     degenerate_output,
     is_plan_of,
+    passes_all,
     reference_of,
     tiny_output,
 )
 from lowprec_check.analysis.speed import CHANGED, cores_were_used, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
+from lowprec_check.analysis.statements.status import further_in
 from lowprec_check.catalog.versions import release_of
-from lowprec_check.schema.measures import MATTERS, Latency
+from lowprec_check.schema.measures import MATTERS, Latency, RangeTrial
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 
@@ -93,6 +96,8 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     budget = run.budget
     if budget is None or not is_told(run, result) or trusted_budget(run) is not None or is_confirmed(run):
         return None
+    if not budget.known and harmful_trials(run):
+        return None
     if not budget.known:
         reason = budget.reason or "it was not computed"
         return say("where the error comes from is not known: {reason:text}", reason=reason)
@@ -105,6 +110,32 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
         ratio = (budget.predicted or 0.0) / (budget.measured or 1.0)
         told = say("first order predicts {ratio:times} the error of the run", ratio=ratio)
     return chained(told, decisions, between="; ")
+
+
+@per_run("out-of-range", "error", disproof="the same run of fp32, with nothing but these values changed")
+def out_of_range(run: Run, result: ScanResult) -> Made:
+    """The place with values out of range that makes the output wrong, alone: each was tried in an fp32 run."""
+    trials = harmful_trials(run)
+    if not trials or not is_told(run, result):
+        return None
+    worst = trials[0]
+    gives = "NaN or Inf in the output" if worst.rel_l2 is None else "an error of {error:error}"
+    told = say(
+        f"{{what:text}} in {{op:op}} of {{module:module}}{{source:text}} alone gives {gives}",
+        what="Inf" if worst.becomes == "Inf" else "zeros",
+        op=worst.op,
+        module=worst.module,
+        source=f" ({worst.source})" if worst.source else "",
+        **({} if worst.rel_l2 is None else {"error": worst.rel_l2}),
+    )
+    more = say("{more:count other place} too", more=len(trials) - 1) if len(trials) > 1 else None
+    return chained(told, more, between=", ")
+
+
+def harmful_trials(run: Run) -> list[RangeTrial]:
+    """The places whose values out of range make the output of fp32 wrong, alone; the worst first."""
+    harmful = [trial for trial in run.range_trials if trial.status != "ok"]
+    return sorted(harmful, key=lambda trial: -(math.inf if trial.rel_l2 is None else trial.rel_l2))
 
 
 @per_run("ablation", "error", disproof="the same plain run again")
@@ -131,7 +162,7 @@ def ablation(run: Run, result: ScanResult) -> Made:
 @per_run("plan-passes", "error", disproof="the plan's plain run again")
 def plan_passes(run: Run, result: ScanResult) -> Made:
     """The modules that a plan keeps in fp32, with which this run passes."""
-    plans = (plan for plan in result.runs if is_plan_of(plan, run) and plan.status == "ok" and plan.keep_fp32)
+    plans = (plan for plan in result.runs if is_plan_of(plan, run) and passes_all(plan) and plan.keep_fp32)
     plan = next(plans, None)
     if plan is None:
         return None
@@ -197,7 +228,8 @@ def inputs(result: ScanResult) -> Iterator[Made]:
     passing = [run for run in candidates(result.runs) if run.status == "ok"]
     batches = min((len(run.batches.statuses) if run.batches else 1 for run in passing), default=1)
     if result.training is None:
-        yield say("{batches:count batch} of inputs", batches=batches)
+        further = further_in(passing)
+        yield chained(say("{batches:count batch} of inputs", batches=batches), further, between=", and ")
     reference = reference_of(result.runs)
     if reference is not None and reference.nondeterministic:
         yield Said(plain("two fp32 runs differ, so the tolerances are wider"), "warn")

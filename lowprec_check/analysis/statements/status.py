@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from lowprec_check.analysis.error_shares import (
     is_disproved,
     is_over_tolerance,
@@ -9,7 +11,15 @@ from lowprec_check.analysis.error_shares import (
     module_shares,
     trusted_budget,
 )
-from lowprec_check.analysis.run_summary import degenerate_output, missing_kernels, on_which_call, reference_of, shorten
+from lowprec_check.analysis.run_summary import (
+    degenerate_output,
+    fails_elsewhere,
+    missing_kernels,
+    on_which_call,
+    part_of_tolerance,
+    reference_of,
+    shorten,
+)
 from lowprec_check.analysis.speed import failure_while_timed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
@@ -104,7 +114,7 @@ def shares(run: Run) -> Sentence | None:
 def _nonfinite(run: Run) -> Sentence:
     way = first_way(run)
     what = nonfinite(way) if way is not None else plain("NaN or Inf in the output")
-    first = next((row for row in run.op_calls.rows() if row.gives_nonfinite), None)
+    first = next((row for row in run.op_calls.rows() if row.spoils_output), None)
     if first is None:
         return what
     place = {"op": first.op, "phase": in_phase(first.phase), "module": first.module}
@@ -117,6 +127,8 @@ def failure(run: Run, result: ScanResult) -> Made:
     odd = degenerate_output(run, result)
     if odd is not None:
         return Said(say("cannot be judged: {odd:text}", odd=odd), "none")
+    if fails_elsewhere(run):
+        return Said(fails_on_further(run), "bad")
     if run.status == "ok" or run.is_reference:
         return None
     return Said(why(run), "none" if run.status in ("skipped", "unjudged") else "bad")
@@ -124,11 +136,56 @@ def failure(run: Run, result: ScanResult) -> Made:
 
 @per_run("margin", "margin", disproof="the same run on other inputs")
 def margin(run: Run, result: ScanResult) -> Made:
-    """How near a run that passes is to its tolerance, if it is near."""
-    part = run.distance / run.tolerance if run.distance is not None and run.tolerance else 0.0
-    if run.status != "ok" or run.training or part < NEAR or degenerate_output(run, result):
+    """How near a run that passes is to its tolerance, if it is near, or was tried on further inputs."""
+    part, found = part_of_tolerance(run), run.further_inputs
+    tried = found.tried if found is not None and run.distance is not None else 0
+    if run.status != "ok" or run.training or fails_elsewhere(run) or degenerate_output(run, result):
         return None
-    return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn")
+    if not tried:
+        return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn") if part >= NEAR else None
+    words = "{part:percent} of the tolerance at most, on {inputs:count input}"
+    worst = say(f"near its limit: {words}" if part >= NEAR else words, part=part, inputs=1 + tried)
+    return Said(worst, "warn" if part >= NEAR else "none")
+
+
+# -- further inputs that a run was tried on
+
+WHERE_FROM = {"drawn": "drawn anew", "batches": "the next batches", "resampled": "with resampled values"}
+"""Which further inputs, by their kind."""
+
+
+def on_further(run: Run) -> Sentence | None:
+    """On how many further inputs a run passes that passes on all, or why it was tried on none."""
+    found = run.further_inputs
+    if found is None or found.failed:
+        return None
+    if not found.tried:
+        return say("no further ones were tried: {reason:text}", reason=found.reason or "none are known")
+    part, of = part_of_tolerance(run), "worst {part:percent} of the tolerance"
+    words = f"also on {{tried:number}} of {{tried:count further input}} ({{kind:text}}), {of}: at most {{high:share}} of such inputs fail (95 % confidence)"
+    return say(words, tried=found.tried, kind=WHERE_FROM[found.kind], part=part, high=found.high)
+
+
+def fails_on_further(run: Run) -> Sentence:
+    """On how many further inputs a run fails that passes on those of the scan."""
+    found = run.further_inputs
+    assert found is not None
+    words = "passes here, fails on {failed:number} of {tried:count further input} ({kind:text})"
+    return say(words, failed=found.failed, tried=found.tried, kind=WHERE_FROM[found.kind])
+
+
+def further_in(runs: Sequence[Run]) -> Sentence | None:
+    """How many further inputs the ``runs``, which pass, were tried on."""
+    found = [run.further_inputs for run in runs if run.further_inputs is not None]
+    least, most = min((its.tried for its in found), default=0), max((its.tried for its in found), default=0)
+    if not most:
+        return None
+    words = (
+        "{least:number} – {most:count further input} ({kind:text})"
+        if least < most
+        else "{most:count further input} ({kind:text})"
+    )
+    return say(words, most=most, kind=WHERE_FROM[found[0].kind], **({"least": least} if least < most else {}))
 
 
 @per_run("compared-module", "runs", disproof="comparing the output itself")

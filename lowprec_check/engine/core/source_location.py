@@ -113,6 +113,17 @@ def source_lines(frame: FrameType | None = None) -> SourceLines:
     return SourceLines(source, None if source is None else "")
 
 
+def instruction_of(frame: FrameType) -> int:
+    """The instruction that runs in the innermost code that is not torch's: ops on one line are told apart by it. -1 if there is none."""
+    at: FrameType | None = frame
+    while at is not None:
+        kind = _KINDS[at.f_code.co_filename]
+        if kind in (_OWN, _FOREIGN):
+            return at.f_lasti
+        at = None if kind == _OURS and at.f_code.co_name == "call_model" else at.f_back
+    return -1
+
+
 def source_line(frame: FrameType | None = None) -> str | None:
     """The innermost line on the stack that is not torch's; ``None`` if there is none."""
     return source_lines(frame or sys._getframe(1)).source

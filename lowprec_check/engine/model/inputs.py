@@ -147,19 +147,29 @@ class BatchMaker:
     A copy of a pickled one is ``None``: workers get their batch, and an iterator cannot be sent to them.
     """
 
-    def __init__(self, given: Any) -> None:
-        self._given = given
+    def __init__(self, given: Any, call: Callable[[Callable[[], Any]], Any]) -> None:
+        self._given, self._call = given, call
         self._taken = 1
         """Items taken from an iterator: the first one by :func:`take_batch`."""
+        self._pass: tuple[int, Iterator[Any]] | None = None
+        """A pass over a loader or dataset, and the number of the batch that it gives next."""
 
     @classmethod
-    def of(cls, given: Any) -> BatchMaker | None:
-        """For a function, or for what has several batches; ``None`` for inputs that are fixed."""
+    def of(cls, given: Any, call: Callable[[Callable[[], Any]], Any] = lambda make: make()) -> BatchMaker | None:
+        """For a function, or for what has several batches; ``None`` for inputs that are fixed. ``call`` calls the user's code."""
         several = is_function(given) or isinstance(given, (DataLoader, Dataset, Iterator))
-        return cls(given) if several else None
+        return cls(given, call) if several else None
+
+    @property
+    def draws(self) -> bool:
+        """Whether a function makes the inputs, which are not the next batches of something."""
+        return is_function(self._given)
 
     def __call__(self, index: int) -> Any:
         """The inputs of a batch; raises :class:`UsageError` if there are fewer."""
+        return self._call(lambda: self._make(index))
+
+    def _make(self, index: int) -> Any:
         given, position = self._given, index
         if is_function(given):
             takes_number = accepts(given, index)
@@ -172,9 +182,13 @@ class BatchMaker:
             position, self._taken = max(0, index - self._taken), index + 1
 
         def take() -> Any:
-            items = _items(given)
-            batches = (default_collate([item]) for item in items) if isinstance(given, Dataset) else items
-            return next(itertools.islice(batches, position, None), _NOTHING)
+            goes_on = given is self._given and self._pass is not None and self._pass[0] == index
+            items = self._pass[1] if goes_on and self._pass is not None else None
+            if items is None:
+                items = itertools.islice(_items(given), position, None)
+            item = next(items, _NOTHING)
+            self._pass = (index + 1, items) if given is self._given else None
+            return default_collate([item]) if item is not _NOTHING and isinstance(given, Dataset) else item
 
         found = call_user_code(f"Taking batch {index} from `inputs`", take)
         if found is _NOTHING:

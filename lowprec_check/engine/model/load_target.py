@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import sys
@@ -251,8 +252,7 @@ def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
 def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[int], Any] | None:
     if inputs:
         return lambda index: parse_inputs(inputs, seed=index)
-    maker = BatchMaker.of(attribute_of(module, "inputs"))
-    return maker and (lambda index: call_function("inputs", lambda: maker(index)))
+    return BatchMaker.of(attribute_of(module, "inputs"), functools.partial(call_function, "inputs"))
 
 
 def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str, Any]:

@@ -122,23 +122,42 @@ def run_script(path: Path, package: str | None = None) -> UserModule:
         sys.modules["__main__"] = kept_main
 
 
-# -- Keeps what a user's file imports apart from what this program imports later
+# -- Keeps what a user's file imports and replaces apart from what this program uses later
 #
 # The folder of the file comes first on the module path, as in ``python model.py``. A ``rich.py`` beside it must not replace the
 # package that this program prints with; but the model may need it, also for imports during a call.
 
 
+_RELIED_ON = (
+    *("builtins", "contextlib", "functools", "json", "multiprocessing.connection", "os", "pickle", "select", "shutil"),
+    *("signal", "subprocess", "tempfile", "threading", "time", "traceback", "warnings"),
+)
+"""Modules that the process which loads a file and starts workers goes on to use. A file may replace their functions, as freezegun does."""
+
+
 class UserImports:
-    """The module path that a user's file needs, and the modules that it imported in place of installed ones."""
+    """The module path that a user's file needs, the modules that it imported in place of installed ones, and the functions that it replaced."""
 
     def __init__(self) -> None:
         self._path: list[str] = []
         self._modules: dict[str, types.ModuleType] = {}
+        self._functions: dict[tuple[str, str], Any] = {}
+        """By module and name, those that the file has put in place of others."""
 
     def install(self) -> None:
         """Make them available in this process, a worker."""
         sys.path[:] = self._path
         sys.modules.update(self._modules)
+        for (module, name), function in self._functions.items():
+            setattr(sys.modules[module], name, function)
+
+    def restore(self, functions: dict[tuple[str, str], Any]) -> None:
+        """Restore ``functions`` that were replaced."""
+        for (module, name), function in functions.items():
+            mine = vars(sys.modules[module]).get(name)
+            if mine is not function:
+                self._functions[module, name] = mine
+                setattr(sys.modules[module], name, function)
 
     def remove(self, path: list[str], known: set[str]) -> None:
         """Restore the module path to ``path``, and remove modules not in ``known`` that stand for installed ones."""
@@ -156,9 +175,14 @@ class UserImports:
 def separate_imports() -> Iterator[UserImports]:
     """What is imported inside stays apart from the imports of this process."""
     imports, path, known = UserImports(), list(sys.path), set(sys.modules)
+    modules = {name: vars(sys.modules[name]) for name in _RELIED_ON if name in sys.modules}
+    functions = {
+        (module, name): value for module, found in modules.items() for name, value in found.items() if callable(value)
+    }
     try:
         yield imports
     finally:
+        imports.restore(functions)
         imports.remove(path, known)
 
 

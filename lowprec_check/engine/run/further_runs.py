@@ -124,7 +124,7 @@ def open_batches(
 
     Nothing is timed in a scenario on them.
     """
-    options, batches = dataclasses.replace(options, scenario=None), []
+    options, batches = dataclasses.replace(options, scenario=None, further_inputs=0), []
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_generators())
         for index in range(1, number):

@@ -10,7 +10,16 @@ from collections.abc import Callable
 
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.isolation import IDLE_SECONDS, other_threads
-from lowprec_check.engine.run.messages import CallStarted, Checked, Loaded, Measures, TaskMessage, TurnTimed, decode
+from lowprec_check.engine.run.messages import (
+    CallStarted,
+    Checked,
+    InputStarted,
+    Loaded,
+    Measures,
+    TaskMessage,
+    TurnTimed,
+    decode,
+)
 from lowprec_check.engine.run.outcome import Outcome, describe_position
 from lowprec_check.engine.run.place_log import model_line
 from lowprec_check.engine.run.target_source import TargetSource
@@ -366,7 +375,7 @@ def _set_limits(worker: TaskWorker, message: TaskMessage, task: ModelTask) -> No
         failed or isinstance(message, Measures)
     ):  # the instrumented part may be next
         worker.set_timeout(max(task.call_budget, task.explain_budget))
-    elif isinstance(message, (Loaded, CallStarted, PlainResult, TurnTimed)):
+    elif isinstance(message, (Loaded, CallStarted, PlainResult, InputStarted, TurnTimed)):
         worker.set_timeout(task.part_budget)
     if failed or (isinstance(message, Loaded) and isinstance(task, ExplainTask) and task.measure_once):
         worker.op_limit = task.op_limit

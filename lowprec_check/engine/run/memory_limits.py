@@ -89,8 +89,8 @@ def allowance(task: AnalysisTask, model: nn.Module) -> Allowance:
 
 
 def _outputs(files: TaskFiles) -> int:
-    """Bytes of the outputs that are kept for comparisons: those of fp32, which a file holds, and as many of the run."""
-    return 2 * os.fstat(files.reference).st_size
+    """Bytes that are kept for comparisons: the outputs of fp32, which a file holds, as many of the run, and further inputs."""
+    return 2 * os.fstat(files.reference).st_size + 2 * os.fstat(files.further).st_size
 
 
 def why_too_large(

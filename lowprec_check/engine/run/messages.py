@@ -14,7 +14,7 @@ from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.process.function_worker import Ended
 from lowprec_check.schema.base import Struct, encoded
-from lowprec_check.schema.measures import CompilerCheck, LayerError
+from lowprec_check.schema.measures import CompilerCheck, InputsTried, LayerError
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
@@ -46,6 +46,14 @@ class Measures(Struct, frozen=True, kw_only=True, tag="measures"):
     compiler: CompilerCheck | None = None
     layer_errors: list[LayerError] = []
     """Of a backend that quantizes."""
+    further_inputs: InputsTried | None = None
+
+
+class InputStarted(Struct, frozen=True, tag="input"):
+    """The plain part calls the model on a further input."""
+
+    so_far: InputsTried
+    """The results before it."""
 
 
 class TrainingDone(Struct, frozen=True, kw_only=True, tag="training"):
@@ -143,6 +151,7 @@ TaskMessage = (
     | CallStarted
     | PlainResult
     | Measures
+    | InputStarted
     | TrainingDone
     | GapFound
     | OpCallsFound

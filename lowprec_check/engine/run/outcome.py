@@ -9,9 +9,11 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.engine.model.plain_run import PlainResult
+from lowprec_check.engine.run.margin_part import with_input, with_interval
 from lowprec_check.engine.run.messages import (
     CallStarted,
     GapFound,
+    InputStarted,
     Measures,
     OpCallsFound,
     PartFailed,
@@ -28,6 +30,7 @@ from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.axes import lowers_precision
+from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.op_calls import OpCalls, concatenate, without_times
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run
@@ -49,6 +52,8 @@ class Outcome:
     """The call of the plain part that was started last."""
     plain: PlainResult | None = None
     measures: Measures | None = None
+    on_input: InputsTried | None = None
+    """What is known of further inputs, while the model runs on one."""
     training: TrainingDone | None = None
     explained: Instrumented | None = None
     gaps: list[Gap] = dataclasses.field(default_factory=list)
@@ -90,7 +95,9 @@ class Outcome:
             case PlainResult():
                 self.plain = message
             case Measures():
-                self.measures = message
+                self.measures, self.on_input = message, None
+            case InputStarted():
+                self.on_input = message.so_far
             case TrainingDone():
                 self.training = message
             case Instrumented():
@@ -186,6 +193,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         # Of a run too slow to repeat, the peak of its tensors during the instrumented part.
         "peak_memory_bytes": next((peak for peak in memory if peak is not None and status != "error"), None),
         "setup_seconds": _setup_seconds(task, outcome),
+        "further_inputs": _further_inputs(outcome),
         "training": outcome.training.run if outcome.training else None,
         "incomplete_because": outcome.incomplete_because or fields.get("incomplete_because"),
         "fallbacks": list(plain.fallbacks) if plain else [],
@@ -203,6 +211,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
     if task.predicted is not None:
         fields |= dict.fromkeys(("latency_ms", "setup_seconds", "compiler", "peak_memory_bytes"))
+    if task.predicted is not None or not task.timed:
         fields["op_calls"] = without_times(calls)
     called = set(calls.op)
     for name in (
@@ -240,6 +249,14 @@ def _status(task: RunTask, outcome: Outcome) -> tuple[Status, str | None]:
         return outcome.plain.status, None
     line = f", at {outcome.line}" if outcome.line else ""
     return "timeout", f"exceeded the budget of {task.call_budget:g} s{which}{line}"
+
+
+def _further_inputs(outcome: Outcome) -> InputsTried | None:
+    """How the run does on further inputs; one on which its worker ended fails."""
+    if outcome.on_input is not None and outcome.ended != "done":
+        status = "crashed" if outcome.ended == "crashed" else "timeout"
+        return with_interval(with_input(outcome.on_input, status, math.inf), looks=2)
+    return outcome.measures.further_inputs if outcome.measures is not None else None
 
 
 def _setup_seconds(task: RunTask, outcome: Outcome) -> float | None:

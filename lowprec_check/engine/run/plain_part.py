@@ -32,7 +32,8 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.compiler_check import CompilerChecker
-from lowprec_check.engine.run.messages import CallStarted, Measures, Send
+from lowprec_check.engine.run.margin_part import FurtherCalls
+from lowprec_check.engine.run.messages import CallStarted, InputStarted, Measures, Send
 from lowprec_check.engine.run.preparation import OnBackend, as_standalone
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
@@ -145,6 +146,20 @@ class PlainPart:
                 self._snapshot.rewind()
                 self._add(nonfinite_at=first_nonfinite(*self._call, task.seed))
 
+    def try_further_inputs(self) -> None:
+        """Keep further inputs, if this is the fp32 run; else try the model on them and send how it does, if it passes."""
+        task, result = self.task, self.result
+        if task.further_inputs == 0 or not task.measured or result.status != "ok":
+            return
+        probe = self.probed
+        if task.saves_reference:
+            probe = Fp32Outputs.load(task.files).probe
+        calls = FurtherCalls(task, self.target, self.ready, self._snapshot.rewind, result, probe)
+        if task.saves_reference:
+            calls.keep()
+        else:
+            self._add(further_inputs=calls.tried(lambda so_far: self._send(InputStarted(so_far))))
+
     def compute_metric(self) -> None:
         """Send the value of the user's metric, if there is one and the model ran."""
         if self.target.metric is not None and self.result.status != "error" and not self.too_slow:
@@ -224,22 +239,26 @@ class PlainPart:
 def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
     """Send the verdict on the outputs of ``part`` against the fp32 model ``ready`` with the random numbers that ``part`` drew.
 
-    If fp32 draws in other places, a finite run is ``unjudged``, with a note.
+    If fp32 draws in other places, a finite run is ``unjudged``, with a note; numbers that fp32 does not draw may be without an effect.
     """
     call, tolerance = (ready, part.target.args, part.target.kwargs, part.task.seed), part.task.tolerance
     try:
         with compiled_code_in_eager():
             if part.probed is None:
-                references = []
-                for draws in part.draws:
-                    with ReplayDraws(draws):
+                references, replays = [], [ReplayDraws(draws) for draws in part.draws]
+                for replay in replays:
+                    with replay:
                         output, _ = run_once(*call)
                     references.append([tensor.cpu().clone() for tensor in output_tensors(output)])
                 part.result = judged(part.result, part.outputs, references, tolerance)
             else:
-                with ReplayDraws(part.draws[0]):
+                replays = [ReplayDraws(part.draws[0])]
+                with replays[0]:
                     reference = module_output(*call, part.probed)
                 part.result = with_verdict(part.result, *judge(part.probed.tensors, reference or [], tolerance))
+        if part.result.status != "ok":
+            for replay in replays:
+                replay.check_all_drawn()
     except DrawsDiffer as difference:
         if part.result.status != "nonfinite":
             part.result = _without_verdict(part.result, f"{OTHER_DRAWS} ({difference})")

@@ -71,8 +71,14 @@ class RunOptions:
     seed: int = 0
     without_kernel: tuple[str, ...] = ()
     scenario: Scenario | None = None
+    further_inputs: int | None = 0
+    """The number of further inputs that a run that passes is tried on; ``None``: as many as a small part of the time allows."""
+    batches: int = 1
+    """Number of batches that have runs of their own."""
     steps: int = 0
     """Steps of training; 0 if only the forward pass is run."""
+    timed: bool = True
+    """Whether times are compared."""
 
 
 _FROM_OPTIONS = {field.name for field in dataclasses.fields(RunOptions)} & {
@@ -229,9 +235,9 @@ class TargetRuns:
         return run if eager is None else explained_by(run, eager)
 
     def time(self, runs: Sequence[Run]) -> TimedRuns:
-        """fp32 and ``runs``, with the times of calls in rounds over all of them; predicted runs have none."""
+        """fp32 and ``runs``, with the times of calls in rounds over all of them; none if no times are taken."""
         assert self.fp32 is not None
-        if self.options.predicted is not None:
+        if self.options.predicted is not None or not self.options.timed:
             return untimed([self.fp32, *runs])
 
         def task_of(run: Run) -> ModelTask:

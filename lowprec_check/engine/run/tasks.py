@@ -35,15 +35,18 @@ class TaskFiles(NamedTuple):
     """The outputs of the fp32 run."""
     log: int
     """The traceback of a worker that a signal killed."""
+    further: int
+    """Further inputs, and the outputs of fp32 on them."""
 
-    def keep(self, content: dict[str, Any]) -> None:
+    def keep(self, content: dict[str, Any], *, further: bool = False) -> None:
         """In the worker of the fp32 run: keep tensors and plain values, with which other runs are compared.
 
         Raises :class:`UsageError` if memory, or a limit of it, is too small.
         """
-        clear_shared(self.reference)
+        descriptor = self.further if further else self.reference
+        clear_shared(descriptor)
         try:
-            with os.fdopen(os.dup(self.reference), "wb") as file:
+            with os.fdopen(os.dup(descriptor), "wb") as file:
                 torch.save(content, file)
         except OSError as error:
             raise UsageError(
@@ -51,9 +54,9 @@ class TaskFiles(NamedTuple):
                 "Free some memory, or raise the limit of file sizes (ulimit -f).",
             ) from None
 
-    def kept(self) -> dict[str, Any]:
+    def kept(self, *, further: bool = False) -> dict[str, Any]:
         """What the fp32 run kept."""
-        with os.fdopen(os.dup(self.reference), "rb") as file:
+        with os.fdopen(os.dup(self.further if further else self.reference), "rb") as file:
             file.seek(0)
             content: dict[str, Any] = torch.load(file, weights_only=True)
         return content
@@ -183,6 +186,12 @@ class RunTask(AnalysisTask):
     """Whether to measure time and memory; a metric is always measured."""
     instrumented: bool = True
     """Whether the instrumented part follows."""
+    further_inputs: int | None = 0
+    """The number of further inputs to try, if it is measured; ``None``: as many as a small part of the time allows."""
+    batches: int = 1
+    """Number of batches that runs of their own try: further inputs are those after them."""
+    timed: bool = True
+    """Whether the times of its ops are kept."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import check_accelerators
+from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, reraise_interrupt, run_once
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.leftovers import Leftovers
@@ -62,13 +63,16 @@ from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instr
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.engine.trace.plain_modes import withholding
+from lowprec_check.engine.trace.range_trials import places_to_try, try_places
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.measures import RangeTrial
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
 from lowprec_check.schema.ways_to_train import ways_of
 
@@ -138,6 +142,7 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] 
         part.run()
         for what, measure in (
             ("measuring", part.measure),
+            ("trying further inputs", part.try_further_inputs),
             ("the metric", part.compute_metric),
             ("checking the compiler", part.check_compiler),
             ("comparing the layers", part.add_layer_errors),
@@ -203,7 +208,35 @@ def _instrument(
         else:
             called = in_eager_mode(ready, target)
         found = run_instrumented(called, target.args, target.kwargs, fp32, options, outputs)
-    return msgspec.structs.replace(found, notes=() if allowed.note is None else (allowed.note,))
+    trials = [] if task.steps or task.is_reference else _try_ranges(task, target, found)
+    return msgspec.structs.replace(found, range_trials=trials, notes=() if allowed.note is None else (allowed.note,))
+
+
+def _try_ranges(task: AnalysisTask, target: Target, found: Instrumented) -> list[RangeTrial]:
+    """What each place with values out of range does alone to the output of fp32, if the run fails."""
+    known = PRECISIONS.get(task.precision).format
+    error, measured = found.lockstep_error, found.budget.measured if found.budget is not None else None
+    distances = [error.distance if error is not None else None, measured]
+    limit = task.tolerance or 0.0
+    fails = (error is not None and error.distance is None) or any(
+        each is not None and each > limit for each in distances
+    )
+    rows = places_to_try(found.op_calls, known.mark) if known is not None and known.underflows and fails else []
+    saved = Fp32Outputs.load(task.files) if rows else None
+    if known is None or saved is None or saved.probe is not None:
+        return []
+    with prepared_for(_in_fp32(task), target) as ready, _kernels(task):
+        return try_places(
+            in_eager_mode(ready, target),
+            target.args,
+            target.kwargs,
+            rows,
+            torch_dtype(known),
+            saved.outputs[0],
+            tolerance=limit,
+            seed=task.seed,
+            seconds=task.explain_budget / 4,
+        )
 
 
 @contextlib.contextmanager

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,16 +30,38 @@ from lowprec_check.engine.trace.ops import (
 from lowprec_check.engine.trace.pending_figures import Pending
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import encodable
+from lowprec_check.process import system
 from lowprec_check.schema.op_calls import CallOutcome, OpCall
 from lowprec_check.schema.run_key import Phase
+
+
+class Held(NamedTuple):
+    """A floating tensor before an op that reads Inf or NaN, or writes to it."""
+
+    values: Tensor
+    reference: Tensor
+    origins: Tensor
+    """A bit for each place that the Inf or NaN of an element comes from; of the shape of the values."""
 
 
 class DispatchedCall:
     """The op, its arguments, where it was called, and its outcome."""
 
     __slots__ = (
-        *("args", "autocast_keys", "before", "exact_arguments", "func", "input_errors", "inputs", "involved", "kwargs"),
-        *("lines", "module", "outcome", "phase", "seconds", "traits", "wide_seconds", "widened_outputs"),
+        *("args", "autocast_keys", "before", "exact_arguments", "func", "held", "input_errors", "inputs"),
+        *(
+            "instruction",
+            "involved",
+            "kwargs",
+            "lines",
+            "module",
+            "outcome",
+            "phase",
+            "seconds",
+            "traits",
+            "wide_seconds",
+            "widened_outputs",
+        ),
     )
 
     def __init__(
@@ -53,10 +74,14 @@ class DispatchedCall:
         """By ``id``, what the reference writes to in place of an integer or boolean tensor, or of one that the op resizes."""
         self.input_errors: Sequence[Pending[TensorComparison]] = ()
         """Its inputs before it ran, compared with the reference; those that equal it are left out."""
+        self.held: dict[int, Held] = {}
+        """By ``id``, what it reads with Inf or NaN that the reference does not have, and then also what it writes to, before it ran."""
         self.involved = False
         """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""
         self.lines = SourceLines(None)
+        self.instruction = -1
+        """In the code of its line, see :func:`instruction_of`."""
         self.phase: Phase | None = None
         self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
@@ -124,6 +149,11 @@ class DispatchedCall:
                 yield value
             elif isinstance(value, (list, tuple)):
                 yield from (item for item in value if isinstance(item, Tensor))
+
+    def nth_on_line(self, known: dict[CallSite, dict[int, int]]) -> int:
+        """Which op of its name on its line it is, from 0; ``known`` has the instructions of each line seen so far."""
+        instructions = known.setdefault(self.site, {})
+        return instructions.setdefault(self.instruction, len(instructions))
 
     def row(self, outputs: list[Tensor]) -> OpCall:
         """The row of this call, without measurements."""
@@ -198,9 +228,9 @@ def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
                 raise RuntimeError("its workspace has the layout of the low precision")
     call.wide_seconds = None
     if call.traits.packet not in _ATTENTION_IN_16_BITS:
-        started = time.perf_counter()
+        started = system.perf_counter()
         out = call.func(*args, **kwargs)
-        call.wide_seconds = time.perf_counter() - started
+        call.wide_seconds = system.perf_counter() - started
         return call.results(out, args, kwargs)
     given = named_arguments(call.func, args, kwargs)
     shared_heads = given["query"].shape[1] != given["key"].shape[1]

@@ -70,8 +70,8 @@ class Options(NamedTuple):
     """Whether the run is under autocast."""
     step: SteppingCall | None = None
     """The call, if it is a step of training."""
-    deferred: bool = False
-    """Whether figures are read in batches on a CPU too, as they are on an accelerator."""
+    deferred: bool | None = None
+    """Whether figures are read in batches; by default on an accelerator."""
 
 
 def fp32_state(model: nn.Module) -> dict[str, Tensor]:
@@ -101,10 +101,26 @@ def run_instrumented(
             snapshot.rewind()
             found, failed_above = run(None, failures)
             failed_above = failed_above and failures.learn()
+        if _is_to_trace(found, ready, options):
+            snapshot.rewind()
+            options = options._replace(deferred=False)
+            found, _ = _pass(
+                ready, args, kwargs, fp32, options, plain_outputs, failures if found.function_mode else None
+            )
         proven = [gap for gap in found.gaps if gap.phase != "backward" or gap.op != failures.unproven]
         return found if len(proven) == len(found.gaps) else msgspec.structs.replace(found, gaps=proven)
     finally:
         snapshot.restore()
+
+
+def _is_deferred(ready: Prepared, options: Options) -> bool:
+    return ready.device.type != "cpu" if options.deferred is None else options.deferred
+
+
+def _is_to_trace(found: Instrumented, ready: Prepared, options: Options) -> bool:
+    """Whether one more pass is to find out which Inf and NaN reach the output: while figures are deferred, none are followed."""
+    calls = found.op_calls
+    return found.complete and _is_deferred(ready, options) and any((*calls.introduced_inf, *calls.introduced_nan))
 
 
 def _pass(
@@ -124,7 +140,7 @@ def _pass(
         step.restart()
         step.on_loss = (failures or BackwardFailures()).watch
     journal = Journal(options.on_gap, options.on_op_calls)
-    figures = PendingFigures(deferred=options.deferred or ready.device.type != "cpu", everywhere=options.deferred)
+    figures = PendingFigures(deferred=_is_deferred(ready, options), everywhere=bool(options.deferred))
     limit = None
     if options.budget:
         half = MemoryLimit.half_of(free_memory(ready.device))
@@ -132,7 +148,7 @@ def _pass(
     lockstep = Lockstep(options.wide, limit, figures)
     inputs, named = ready.inputs(args, kwargs)
     journal.rows += seed_state(lockstep, ready.model, fp32)
-    seed_inputs(lockstep, (inputs, named), (args, kwargs), ready.device)
+    journal.rows += seed_inputs(lockstep, (inputs, named), (args, kwargs), ready.device)
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model) as stack:
         places = Places(stack, None if step is None else lambda: step.phase)
@@ -153,8 +169,8 @@ def _pass(
         with kept_output(ready.model, options.probe) as probed:
             output, error = call_under(recorder, ready, inputs, named, options.seed, rescue)
         outputs = returned(output_parts(output), lockstep.twins)
-        recorder.finish([its.tensor for its in outputs])
-    held = outputs if options.probe is None else returned(probed, lockstep.twins)
+        held = outputs if options.probe is None else returned(probed, lockstep.twins)
+        recorder.finish([its.tensor for its in outputs], [its.tensor for its in held], complete=error is None)
     found = Instrumented(
         gaps=journal.gaps,
         budget=_budget(held, error, recorder, options) if options.budget else None,

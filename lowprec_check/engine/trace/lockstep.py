@@ -12,6 +12,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 
@@ -21,6 +22,7 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_differentiable, run_wide
 from lowprec_check.engine.trace.error_tape import ErrorTape, Leaf
+from lowprec_check.engine.trace.nonfinite_origins import NonfiniteOrigins
 from lowprec_check.engine.trace.ops import COPIES, Args, Kwargs, dtype_flow, map_args, shape_text
 from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
 from lowprec_check.engine.trace.twins import Twins, region_of, storage_key
@@ -43,6 +45,7 @@ class Lockstep:
         self.figures = figures or PendingFigures()
         self.full_tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit, self.figures)
         """The tape, also if it is full."""
+        self.origins = NonfiniteOrigins(self.twins)
         self.parameters: set[int] = set()
         """Storages of the model's parameters and buffers."""
         self.is_partial = False
@@ -307,25 +310,25 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) ->
             twin.constant = True
         if wide.dtype != low.dtype and underflows(low.dtype):
             compared = lockstep.figures.compare(low, [wide], count_flushed=True)
-            lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, name, wide, low, compared))
+            module, _, attribute = name.rpartition(".")
+            row = OpCall(f"cast {attribute}", module)
+            lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, row, wide, low, compared))
     lockstep.figures.settle()
     return rows
 
 
 def _add_cast(
-    rows: list[OpCall], lockstep: Lockstep, name: str, wide: Tensor, low: Tensor, pending: Pending[TensorComparison]
+    rows: list[OpCall], lockstep: Lockstep, row: OpCall, wide: Tensor, low: Tensor, pending: Pending[TensorComparison]
 ) -> None:
-    """Add the row of a weight's cast, unless it loses nothing notable to overflow or underflow."""
+    """Add the row of the cast of a weight or an input, unless it loses nothing notable to overflow or underflow."""
     compared = pending.value
     lost = bool(compared.introduced_inf or compared.introduced_nan)
     if not lost and (compared.flushed or 0.0) <= _NOTABLE_FLUSHED:
         return
     only_lost = compared._replace(errors=[0.0], flushed=None)
     lockstep.twins.find_or_add(low).compared = {region_of(low): Pending(only_lost)}
-    module, _, attribute = name.rpartition(".")
-    row = OpCall(
-        f"cast {attribute}",
-        module,
+    found = msgspec.structs.replace(
+        row,
         dtypes=dtype_flow([wide], [low]),
         shape=shape_text([low]),
         accumulated_error=compared.errors[0],
@@ -336,15 +339,29 @@ def _add_cast(
         subnormal=compared.subnormal,
         compared_values=compared.elements if lost else 0,
     )
-    rows.append(row)
+    rows.append(found)
+    if lost and not lockstep.figures.deferred:
+        lockstep.origins.seed(found, low, wide)
 
 
-def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.device) -> None:
-    """Set the twins of the tensors in ``cast`` from those at the same positions in ``original``."""
-    for (_, low), (_, wide) in zip(leaves(cast), leaves(original), strict=True):
-        if is_float(low) and low.dtype != wide.dtype:
-            lockstep.is_partial |= low.layout != torch.strided
-            exact = wide.detach().to(device)
-            lockstep.twins.seed(low, exact)
-            if lockstep.tape is not None:
-                lockstep.tape.add_source(OpCall("cast input"), low, (None, low.to(exact.dtype) - exact))
+def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.device) -> list[OpCall]:
+    """Set the twins of the tensors in ``cast`` from those at the same positions in ``original``.
+
+    Returns a row ``cast input`` for each that overflows or underflows in its cast.
+    """
+    rows: list[OpCall] = []
+    pairs = zip(leaves(cast), leaves(original), strict=True)
+    floating = [(path, low, wide) for (path, low), (_, wide) in pairs if is_float(low) and low.dtype != wide.dtype]
+    for path, low, wide in floating:
+        lockstep.is_partial |= low.layout != torch.strided
+        exact = wide.detach().to(device)
+        lockstep.twins.seed(low, exact)
+        row = OpCall("cast input" if len(floating) == 1 else f"cast input {path.partition('.')[2]}")
+        if low.layout == torch.strided and underflows(low.dtype):
+            compared = lockstep.figures.compare(low, [exact], count_flushed=True)
+            lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, row, exact, low, compared))
+        lockstep.figures.settle()
+        if lockstep.tape is not None:
+            found = rows[-1] if rows and rows[-1].op == row.op else OpCall("cast input")
+            lockstep.tape.add_source(found, low, (None, low.to(exact.dtype) - exact))
+    return rows

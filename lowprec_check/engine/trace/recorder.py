@@ -19,6 +19,7 @@ from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, underflows
+from lowprec_check.engine.core.source_location import instruction_of
 from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
 from lowprec_check.engine.trace.execution import Emulation, Execution
@@ -27,7 +28,7 @@ from lowprec_check.engine.trace.lockstep import GeneratorState, Lockstep, has_dr
 from lowprec_check.engine.trace.magnitude_samples import MagnitudeSamples
 from lowprec_check.engine.trace.op_errors import OpErrors, added_errors, has_local_error, widened_arguments
 from lowprec_check.engine.trace.ops import Args, Kwargs, has_narrow_dtype, outputs_of, tensors_in
-from lowprec_check.engine.trace.places import Places
+from lowprec_check.engine.trace.places import CallSite, Places
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.errors import first_line, message_of
 from lowprec_check.process.breadcrumb import Breadcrumb
@@ -70,6 +71,7 @@ class Recorder(DispatchMode):
         """Whether an op has drawn random numbers."""
         self.flow = DataFlow()
         self.magnitudes = MagnitudeSamples()
+        self.origins = None if lockstep.figures.deferred or errors == "none" else lockstep.origins
         self.execution = Execution(
             low, lockstep, journal, self.emulation, follow_reference=errors != "none", breadcrumb=breadcrumb
         )
@@ -80,6 +82,7 @@ class Recorder(DispatchMode):
             count_flushed=underflows(low),
         )
         self._errors, self._timed = errors, timed
+        self._on_line: dict[CallSite, dict[int, int]] = {}
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Record one op call, and return its result."""
@@ -102,10 +105,12 @@ class Recorder(DispatchMode):
         self._guarded(call, self._record, call, out, widened, state)
         return out
 
-    def finish(self, outputs: list[Tensor]) -> None:
-        """After the run: ``outputs`` of the model count as used."""
+    def finish(self, outputs: list[Tensor], compared: list[Tensor], *, complete: bool) -> None:
+        """After the run, ``complete`` unless it raised: ``outputs`` of the model count as used; ``compared`` are those that are judged."""
         self._op_errors.finish(outputs)
         self._settle()
+        if self.origins is not None and complete:
+            self.origins.finish([*outputs, *compared])
 
     def _settle(self) -> None:
         """Read all figures. An exception of the instruments is recorded."""
@@ -129,6 +134,7 @@ class Recorder(DispatchMode):
     def _begin(self, call: DispatchedCall, frame: FrameType) -> None:
         """Find out where ``call`` is and whether low-precision values reach it, and note the storages that it reads."""
         call.module, call.lines = self.places.of(frame)
+        call.instruction = instruction_of(frame)
         call.phase = self.places.phase
         twins = self.lockstep.twins
         involved = twins.wide == torch.float64 or has_narrow_dtype(call.args, call.kwargs) or call.narrows_inside
@@ -155,6 +161,8 @@ class Recorder(DispatchMode):
         """Before the op runs: make twins for what it writes to, and widen its arguments for the reruns."""
         with torch._C._DisableAutocast():
             call.input_errors = self._op_errors.of_inputs(call)
+            if self.origins is not None:
+                self.origins.before(call)
             self.lockstep.prepare_writes(call)
             exact = self.lockstep.tape is not None and self.lockstep.has_rounded_constants(call)
             if not (may_draw or exact or (self._errors == "both" and has_local_error(call))):
@@ -169,6 +177,7 @@ class Recorder(DispatchMode):
     ) -> None:
         outputs = call.results(out)
         row = call.row(outputs)
+        row.nth = call.nth_on_line(self._on_line)
         row.to_python = int(call.involved and call.traits.packet == "aten::_local_scalar_dense")
         row.vanished = call.vanished_constant(outputs)
         call.involved = call.involved or any(map(is_narrow, outputs))
@@ -213,6 +222,8 @@ class Recorder(DispatchMode):
             waits = not self.lockstep.figures.deferred
             errors = [] if self.lockstep.gives_constant(call) else added_errors(call, outputs, exact, waits=waits)
             tape.add(call, row, outputs, errors)
+        if self.origins is not None:
+            self.origins.after(call, outputs, row)
 
 
 def _is_meta(call: DispatchedCall) -> bool:

@@ -38,7 +38,7 @@ class Twin:
     """The reference values of one storage, and how far the run's are from them."""
 
     __slots__ = (
-        *("cast_from", "cast_to", "compared", "constant", "finalizer"),
+        *("cast_from", "cast_to", "compared", "constant", "finalizer", "origins"),
         *("pending_complex", "serial", "shared", "tensor", "unused"),
     )
 
@@ -59,6 +59,8 @@ class Twin:
         """The dtype that these values were last cast to."""
         self.constant = False
         """Whether the values are those of a parameter, or a cast or copy of one, which no op of the run has changed."""
+        self.origins: tuple[Tensor, int] | None = None
+        """See :mod:`nonfinite_origins`: an integer for each element, and the bytes of an element; ``None`` if none has an origin."""
         self.serial: int | None = None
         """Identifies the storage on the error tape; ``None`` if it is not on it."""
         self.finalizer: weakref.ref[Any] | None = None
@@ -173,7 +175,8 @@ class Twins:
         """Restart the reference of ``tensor`` from the low-precision values."""
         twin = self.find(tensor)
         if twin is not None:
-            twin.tensor, twin.shared, twin.compared, twin.unused = self._whole(tensor), False, {}, None
+            twin.tensor, twin.shared = self._whole(tensor), False
+            twin.compared, twin.unused, twin.origins = {}, None, None
 
     def _whole(self, tensor: Tensor) -> Tensor:
         count = _values_in(tensor)

@@ -1,0 +1,149 @@
+"""Further inputs like those of a target: drawn anew, the next batches, or the values of the inputs resampled."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.devices import seed_everything
+from lowprec_check.engine.core.pytree import leaves, map_tensors
+from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError
+from lowprec_check.engine.model.target import Target
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.axes import Call
+from lowprec_check.schema.measures import InputKind
+
+LEAST_VALUES = 8
+"""The values of a feature are resampled by themselves if there are so many, else with those of all features."""
+
+
+class FurtherInput(NamedTuple):
+    """Further inputs: the values of the tensors in them, in the order of :func:`leaves`."""
+
+    number: int
+    """Of the batch; of resampled values, the seed."""
+    values: list[Tensor] | None
+    """``None`` if they have not the shapes, dtypes and numbers of the inputs of the target."""
+
+
+def further_draws(target: Target, first: int, seed: int) -> tuple[InputKind, Iterator[FurtherInput]]:
+    """Endless further inputs of ``target``, or as many as there are; ``first`` is the number of the batch to start with.
+
+    If nothing makes batches, or all that it makes are the same or of other shapes, values are resampled.
+    """
+    if target.make_batch is not None:
+        batches = _batches(target, first, seed)
+        tried = list(itertools.islice(batches, 2))
+        if any(draw.values is not None for draw in tried):
+            in_order = isinstance(target.make_batch, BatchMaker) and not target.make_batch.draws
+            return "batches" if in_order else "drawn", itertools.chain(tried, batches)
+    return "resampled", _resampled(target.inputs, first, seed)
+
+
+def with_values(call: Call, values: Sequence[Tensor]) -> Call:
+    """``call`` with ``values`` in place of the tensors in it, in the order of :func:`leaves`."""
+    given = {id(tensor): value for (_, tensor), value in zip(leaves(call), values, strict=True)}
+
+    def replaced(tensor: Tensor) -> Tensor:
+        value = given.get(id(tensor), tensor)
+        return value.requires_grad_() if tensor.requires_grad else value
+
+    args, kwargs = map_tensors(call, replaced)
+    return args, kwargs
+
+
+def _batches(target: Target, first: int, seed: int) -> Iterator[FurtherInput]:
+    expected = _form(target.inputs)
+    for number in itertools.count(first):
+        seed_everything(seed + number)
+        try:
+            batch = target.batch(number)
+        except NoBatchError:  # there are no more, or all are the same
+            return
+        except UsageError:
+            yield FurtherInput(number, None)
+            continue
+        fits = _form(batch.inputs) == expected
+        values = [
+            _like(given, new) for new, given in zip(_tensors(batch.inputs), _tensors(target.inputs), strict=False)
+        ]
+        yield FurtherInput(number, values if fits else None)
+
+
+def _tensors(call: Call) -> list[Tensor]:
+    return [tensor for _, tensor in leaves(call)]
+
+
+def _form(call: Call) -> list[object]:
+    """What inputs must have in common: the places, shapes and dtypes of tensors, and the values of numbers."""
+    tensors = {
+        path: (tensor.shape, tensor.dtype, tensor.layout) for path, tensor in leaves(call) if not tensor.is_nested
+    }
+    return [tensors, {path: leaf.tolist() for path, leaf in leaves(call, numbers=True) if path not in tensors}]
+
+
+def _like(given: Tensor, values: Tensor) -> Tensor:
+    """``values`` with the strides of ``given``, for which code may be compiled."""
+    if given.layout != torch.strided or given.shape != values.shape:
+        return values.detach()
+    return torch.empty_like(given, requires_grad=False).copy_(values.detach())
+
+
+# -- Inputs that nothing draws anew: values are drawn, with replacement, from those that each tensor has
+#
+# Each feature (the second dimension of images, else the last one) keeps its own values. What gives other values a meaning stays as
+# it is: masks, and integers in order, such as positions, lengths and offsets.
+
+
+def _resampled(call: Call, first: int, seed: int) -> Iterator[FurtherInput]:
+    tensors = _tensors(call)
+    if all(_is_fixed(tensor) for tensor in tensors):
+        return
+    masks = [tensor.detach() for tensor in tensors if tensor.layout == torch.strided and _is_mask(tensor)]
+    for number in itertools.count(first):
+        generator = torch.Generator().manual_seed(seed + number)
+        new: dict[int, Tensor] = {}
+        for tensor in tensors:  # one that is given twice stays so
+            if id(tensor) not in new:
+                mask = next((mask for mask in masks if mask.shape == tensor.shape), None)
+                new[id(tensor)] = tensor.detach() if _is_fixed(tensor) else _resample(tensor.detach(), mask, generator)
+        yield FurtherInput(number, [new[id(tensor)] for tensor in tensors])
+
+
+def _is_fixed(tensor: Tensor) -> bool:
+    """Whether other values are not to be given to ``tensor``: it has one value, is a mask, or holds integers in order."""
+    plain = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
+    if not plain or tensor.numel() < 2 or _is_mask(tensor):
+        return True
+    if tensor.is_floating_point() or tensor.is_complex() or tensor.ndim == 0:
+        return False
+    steps = tensor.diff(dim=-1)
+    return bool(steps.numel()) and bool((steps >= 0).all() or (steps <= 0).all())
+
+
+def _is_mask(tensor: Tensor) -> bool:
+    """Whether it has at most two different values."""
+    if tensor.is_complex() or tensor.is_quantized or not tensor.numel():
+        return False
+    return bool(((tensor == tensor.min()) | (tensor == tensor.max())).all())
+
+
+def _resample(tensor: Tensor, mask: Tensor | None, generator: torch.Generator) -> Tensor:
+    values = tensor.cpu()
+    if mask is not None and not tensor.is_floating_point():  # padding stays where the mask has it
+        found = values.clone()
+        for part in mask.unique():
+            chosen = mask.cpu() == part.cpu()
+            pool = values[chosen]
+            found[chosen] = pool[torch.randint(len(pool), (len(pool),), generator=generator)]
+    else:
+        moved = values.movedim(1 if values.ndim >= 4 else -1, 0)
+        features = moved.reshape(len(moved), -1)
+        rows = features if features.shape[1] >= LEAST_VALUES else features.reshape(1, -1)
+        index = torch.randint(rows.shape[1], rows.shape, generator=generator)
+        found = rows.gather(1, index).reshape(moved.shape).movedim(0, 1 if values.ndim >= 4 else -1)
+    return torch.empty_like(tensor, requires_grad=False).copy_(found)

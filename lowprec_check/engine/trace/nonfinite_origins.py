@@ -1,0 +1,204 @@
+"""From which op each Inf or NaN comes, element by element, and whether it reaches the output.
+
+An op with Inf or NaN in its inputs runs again in fp32, with that of one origin at a time: the others, and with none of them the op
+itself, are told apart by experiment. So an Inf that is masked, clamped or divided away ends there.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.floating_dtypes import is_float, widen, widened_dtype
+from lowprec_check.engine.core.tensor_comparison import nonfinite_unlike
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall, Held, run_wide
+from lowprec_check.engine.trace.ops import map_args
+from lowprec_check.engine.trace.twins import Twins, region_of
+from lowprec_check.schema.op_calls import OpCall
+
+MOST_ORIGINS = 16
+"""Places that are told apart; those after them count as one."""
+
+Fill = Callable[[Tensor, torch.dtype], Tensor]
+"""Finite values in place of Inf and NaN, made from those of the reference, for a dtype."""
+
+
+class NonfiniteOrigins:
+    """Follows Inf and NaN that the reference does not have through one run."""
+
+    def __init__(self, twins: Twins) -> None:
+        self._twins = twins
+        self._bits: dict[tuple[Any, ...], int] = {}
+        """By place."""
+        self._rows: list[tuple[OpCall, int]] = []
+
+    def seed(self, row: OpCall, low: Tensor, reference: Tensor) -> None:
+        """A weight or an input that overflows in its cast, of which ``row`` tells."""
+        self._write(low, nonfinite_unlike(low.detach(), reference).int() * self._bit_of(row))
+
+    def before(self, call: DispatchedCall) -> None:
+        """Before ``call`` runs: keep what it reads with Inf or NaN, and then also what it writes to."""
+        if not any(self._origins(tensor) is not None for tensor in call.inputs):
+            return
+        written = {id(tensor) for tensor in call.written()} if call.traits.mutable else set()
+        for tensor in filter(is_float, call.inputs):
+            origins, reference = self._origins(tensor), self._twins.reference_of(tensor)
+            if origins is None and id(tensor) not in written:
+                continue
+            origins = torch.zeros(tensor.shape, dtype=torch.int32, device=tensor.device) if origins is None else origins
+            held = Held(tensor.detach(), reference, origins)
+            call.held[id(tensor)] = Held(*(each.clone() for each in held)) if id(tensor) in written else held
+
+    def after(self, call: DispatchedCall, outputs: list[Tensor], row: OpCall) -> None:
+        """After ``call``: find out where the Inf and NaN in ``outputs`` come from; ``row`` counts what the op itself adds."""
+        wrong = {index: found for index, out in enumerate(outputs) if (found := self._wrong(call, out)) is not None}
+        if not wrong:
+            return
+        own = dict(wrong) if not call.held else self._own(call, outputs, wrong)
+        for index, where in wrong.items():
+            origins = self._passed_on(call, outputs, index, where & ~own[index]) if call.held else None
+            mine = own[index].int() * self._bit_of(row) if bool(own[index].any()) else torch.zeros_like(where).int()
+            self._write(outputs[index], mine if origins is None else mine | origins)
+            if call.held and index == min(wrong):
+                nan = outputs[index].isnan() & own[index]
+                row.introduced_nan += int(nan.sum())
+                row.introduced_inf += int(own[index].sum()) - int(nan.sum())
+                row.compared_values += where.numel() if row.gives_nonfinite else 0
+
+    def finish(self, outputs: Iterable[Tensor]) -> None:
+        """At the end: note in the rows which of them gave the Inf and NaN in ``outputs``, those of the model."""
+        reached = 0
+        for tensor in filter(is_float, outputs):
+            origins = self._origins(tensor)
+            reached |= 0 if origins is None else _union(origins)
+        for row, bit in self._rows:
+            row.reaches_output = bool(reached & bit)
+
+    # -- what each element holds
+
+    def _bit_of(self, row: OpCall) -> int:
+        place = (*row.exact_place, row.phase)
+        bit = self._bits.setdefault(place, 1 << min(len(self._bits), MOST_ORIGINS))
+        self._rows.append((row, bit))
+        return bit
+
+    def _origins(self, tensor: Tensor) -> Tensor | None:
+        """The origins of each element; ``None`` if it has no Inf or NaN that the reference does not have."""
+        twin = self._twins.find(tensor) if tensor.layout == torch.strided else None
+        if twin is None or twin.origins is None:
+            return None
+        whole, size = twin.origins
+        if size == tensor.element_size():
+            found = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        else:  # real parts of complex values, or the reverse
+            found = torch.full(tensor.shape, _union(whole), dtype=torch.int32, device=tensor.device)
+        return found if bool(found.any()) else None
+
+    def _write(self, out: Tensor, origins: Tensor) -> None:
+        twin, size = self._twins.find_or_add(out), out.element_size()
+        if twin.origins is None or twin.origins[1] != size:
+            count = out.untyped_storage().nbytes() // size
+            twin.origins = torch.zeros(count, dtype=torch.int32, device=out.device), size
+        twin.origins[0].as_strided(out.shape, out.stride(), out.storage_offset()).copy_(origins)
+
+    def _wrong(self, call: DispatchedCall, out: Tensor) -> Tensor | None:
+        """Where ``out`` has Inf or NaN that the reference does not have; ``None`` if nowhere, and no earlier ones are to be forgotten."""
+        twin = self._twins.find(out) if is_float(out) and out.layout == torch.strided else None
+        if twin is None:
+            return None
+        compared = twin.compared.get(region_of(out))
+        known = bool(compared and (compared.value.introduced_inf or compared.value.introduced_nan))
+        if not known and not call.held and twin.origins is None:
+            return None
+        return self._wrong_in(out.detach(), out)
+
+    # -- experiments
+
+    def _own(self, call: DispatchedCall, outputs: list[Tensor], wrong: dict[int, Tensor]) -> dict[int, Tensor]:
+        """Where the op gives the same Inf or NaN whatever finite values are put in place of those in its inputs."""
+        trials = [
+            self._trial(call, outputs, functools.partial(self._kept, call, 0, fill)) for fill in (_clamped, _ones)
+        ]
+        found = {}
+        for index, where in wrong.items():
+            is_nan = outputs[index].isnan()
+            same = [
+                self._wrong_in(its[index], outputs[index]) & (its[index].isnan() == is_nan)
+                for its in trials
+                if index in its
+            ]
+            found[index] = where & same[0] & same[1] if len(same) == len(trials) else torch.zeros_like(where)
+        return found
+
+    def _passed_on(self, call: DispatchedCall, outputs: list[Tensor], index: int, where: Tensor) -> Tensor:
+        """The origins of the Inf and NaN ``where`` the op did not give them itself: those that give them alone, else all."""
+        held = list(call.held.values())
+        union = _union(*(its.origins for its in held))
+        found = torch.zeros_like(where, dtype=torch.int32)
+        bits = [bit for bit in sorted(set(self._bits.values())) if bit & union]
+        for bit in bits if len(bits) > 1 and bool(where.any()) else ():
+            alone = self._trial(call, outputs, functools.partial(self._kept, call, bit, _clamped)).get(index)
+            if alone is not None:
+                found |= (self._wrong_in(alone, outputs[index]) & where).int() * bit
+        same = [its.origins for its in held if its.origins.shape == where.shape and bool(its.origins.any())]
+        rest = torch.full_like(found, union) if len(same) != 1 else torch.where(same[0] != 0, same[0], union)
+        return torch.where(where & (found == 0), rest, found)
+
+    def _kept(self, call: DispatchedCall, keep: int, fill: Fill, tensor: Tensor) -> Tensor:
+        """An input, widened, with ``fill`` in place of Inf and NaN but those with an origin in ``keep``."""
+        held = call.held.get(id(tensor))
+        if held is None:
+            return widen(tensor, self._twins.wide)
+        others = (held.origins != 0) & (held.origins & keep == 0)
+        wide = widen(held.values, self._twins.wide)
+        return torch.where(others, fill(held.reference, tensor.dtype).to(wide.dtype), wide)
+
+    def _trial(
+        self, call: DispatchedCall, outputs: list[Tensor], argument: Callable[[Tensor], Tensor]
+    ) -> dict[int, Tensor]:
+        """What replaces each of ``outputs``, by number, if the op runs on ``argument`` of its inputs; empty if it fails on them."""
+        writes = bool(call.before) or (call.traits.mutable and any(id(t) not in call.held for t in call.written()))
+        if writes or call.draws:  # to what has changed since, or it draws other numbers
+            return {}
+
+        def given(value: Any) -> Any:
+            if isinstance(value, torch.dtype):
+                return widened_dtype(value, self._twins.wide)
+            return argument(value) if is_float(value) else value
+
+        with contextlib.suppress(Exception):
+            results = run_wide(call, *map_args(call.args, call.kwargs, given))
+            pairs = enumerate(zip(outputs, results, strict=False))
+            return {index: its.to(out.dtype) for index, (out, its) in pairs if is_float(out) and out.shape == its.shape}
+        return {}
+
+    def _wrong_in(self, result: Tensor, out: Tensor) -> Tensor:
+        """Where ``result``, in place of ``out``, has Inf or NaN that the reference does not have."""
+        return nonfinite_unlike(result, self._twins.reference_of(out))
+
+
+def _union(*origins: Tensor) -> int:
+    """The bits that are set somewhere."""
+    found = 0
+    for tensor in origins:
+        for bits in tensor.unique().tolist():
+            found |= bits
+    return found
+
+
+def _clamped(reference: Tensor, dtype: torch.dtype) -> Tensor:
+    """The values of the reference, as close as ``dtype`` can hold them."""
+    if reference.is_complex():
+        return torch.ones_like(reference)
+    largest = torch.finfo(dtype).max
+    return reference.nan_to_num(1.0).clamp(-largest, largest)
+
+
+def _ones(reference: Tensor, _: torch.dtype) -> Tensor:
+    """1 with the sign of the reference."""
+    return torch.ones_like(reference) if reference.is_complex() else torch.ones_like(reference).copysign(reference)

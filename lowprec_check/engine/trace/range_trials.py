@@ -1,0 +1,181 @@
+"""What the values of one op that a format cannot hold do to the output: the fp32 model runs with nothing but these changed."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
+from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.output_comparison import compare_outputs
+from lowprec_check.engine.core.pytree import leaves, map_tensors
+from lowprec_check.engine.core.source_location import ModuleStack, instruction_of, source_lines
+from lowprec_check.engine.model.plain_run import output_tensors
+from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.trace.dispatched_call import DispatchedCall
+from lowprec_check.engine.trace.instrument import call_under
+from lowprec_check.engine.trace.places import CallSite
+from lowprec_check.schema.measures import RangeTrial
+from lowprec_check.schema.op_calls import OpCalls
+
+MOST_TRIALS = 12
+"""Places that are tried, those with most Inf first, then those with most zeros."""
+
+Place = tuple[str, str, str | None, int]
+"""Module, op, line, and which op of this name on the line."""
+
+
+class OutOfRange(NamedTuple):
+    """A place at which values leave the range of a format, at one end."""
+
+    becomes: Literal["Inf", "zero"]
+    amount: float
+    """How many become Inf, or the share that becomes zero, in the worst call."""
+    place: Place
+
+
+def places_to_try(calls: OpCalls, mark: str) -> list[OutOfRange]:
+    """The places of a forward pass at which values leave the range of the format ``mark``, ``f16``, the worst first."""
+    found: dict[tuple[str, Place], OutOfRange] = {}
+    for row in calls.rows():
+        if not row.is_forward or row.outcome == "rescued" or row.dtypes.rpartition("→")[2] != mark:
+            continue
+        its = (
+            OutOfRange("Inf", row.introduced_inf, row.exact_place),
+            OutOfRange("zero", row.flushed or 0.0, row.exact_place),
+        )
+        for each, is_there in zip(its, (row.introduced_inf, row.flushes), strict=True):
+            if is_there:
+                found[each.becomes, each.place] = max(each, found.get((each.becomes, each.place), each), key=_amount)
+    return sorted(found.values(), key=lambda each: (each.becomes, -each.amount))[:MOST_TRIALS]
+
+
+def _amount(each: OutOfRange) -> float:
+    return each.amount
+
+
+def try_places(
+    ready: Prepared,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    places: Sequence[OutOfRange],
+    dtype: torch.dtype,
+    fp32: Sequence[Tensor],
+    *,
+    tolerance: float,
+    seed: int,
+    seconds: float,
+) -> list[RangeTrial]:
+    """A trial of each of ``places``, as long as ``seconds`` last: ``ready``, the fp32 model, runs with Inf and zeros where ``dtype`` has them.
+
+    ``fp32`` are the tensors in its output. A place at which nothing leaves the range in fp32 is left out.
+    """
+    found: list[RangeTrial] = []
+    snapshot, started = Snapshot(ready.model, (args, kwargs)), time.monotonic()
+    try:
+        for number, its in enumerate(places):
+            if number and (time.monotonic() - started) * (number + 1) / number > seconds:
+                break
+            trial = _try(ready, args, kwargs, its, dtype, fp32, tolerance, seed)
+            snapshot.rewind()
+            if trial is not None:
+                found.append(trial)
+    finally:
+        snapshot.restore()
+    return found
+
+
+def _try(
+    ready: Prepared,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    its: OutOfRange,
+    dtype: torch.dtype,
+    fp32: Sequence[Tensor],
+    tolerance: float,
+    seed: int,
+) -> RangeTrial | None:
+    inputs, (module, op, source, nth) = ready.inputs(args, kwargs), its.place
+    with ModuleStack(ready.model) as stack, contextlib.ExitStack() as changed:
+        mode = _Changing(stack, its, dtype)
+        if op.startswith("cast input"):
+            wanted, several = op.removeprefix("cast input").strip(), op != "cast input"
+            named = {id(tensor) for path, tensor in leaves(inputs) if not several or path.partition(".")[2] == wanted}
+            inputs = map_tensors(inputs, lambda tensor: mode.changed(tensor) if id(tensor) in named else tensor)
+        elif op.startswith("cast "):
+            path = ".".join(filter(None, (module, op.removeprefix("cast "))))
+            changed.enter_context(_changed_weight(ready, path, mode))
+        output, error = call_under(mode, ready, *inputs, seed)
+    if error is not None or not mode.values:
+        return None
+    compared = compare_outputs(output_tensors(output), list(fp32))
+    passes = compared.distance <= tolerance
+    return RangeTrial(
+        module=module,
+        op=op,
+        source=source,
+        nth=nth,
+        becomes=its.becomes,
+        values=mode.values,
+        status="nonfinite" if compared.nonfinite else "ok" if passes else "inaccurate",
+        rel_l2=compared.error.rel_l2,
+    )
+
+
+@contextlib.contextmanager
+def _changed_weight(ready: Prepared, path: str, mode: _Changing) -> Iterator[None]:
+    named = {**dict(ready.model.named_parameters()), **dict(ready.model.named_buffers())}
+    tensor = named.get(path)
+    if tensor is None:
+        yield
+        return
+    before = tensor.data
+    tensor.data = mode.changed(before)
+    try:
+        yield
+    finally:
+        tensor.data = before
+
+
+class _Changing(DispatchMode):
+    """Runs ops as given; at the place of ``its``, results get the Inf or the zeros that ``dtype`` has for them."""
+
+    def __init__(self, stack: ModuleStack, its: OutOfRange, dtype: torch.dtype) -> None:
+        super().__init__()
+        self._stack, self._place, self._dtype = stack, its.place, dtype
+        self._on_line: dict[CallSite, dict[int, int]] = {}
+        self._gets_inf = its.becomes == "Inf"
+        self.values = 0
+        """How many values were changed."""
+
+    def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
+        """Return the result of the op, changed if it is at the place."""
+        call = DispatchedCall(func, args, kwargs, keys)
+        out = call.run()
+        module, op, source, nth = self._place
+        if call.traits.view or call.traits.name != op or self._stack.current != module:
+            return out
+        frame = sys._getframe(1)
+        call.module, call.lines, call.instruction = module, source_lines(frame), instruction_of(frame)
+        if call.lines.source == source and call.nth_on_line(self._on_line) == nth:
+            for tensor in call.results(out):
+                if is_float(tensor):
+                    tensor.copy_(self.changed(tensor))
+        return out
+
+    def changed(self, tensor: Tensor) -> Tensor:
+        """``tensor`` with Inf, or with zeros, where the dtype has them."""
+        if not is_float(tensor) or tensor.is_complex():
+            return tensor
+        rounded = tensor.to(self._dtype).to(tensor.dtype)
+        wrong = rounded.isinf() & tensor.isfinite() if self._gets_inf else (rounded == 0) & (tensor != 0)
+        self.values += int(wrong.sum())
+        return torch.where(wrong, rounded, tensor)

@@ -1,0 +1,117 @@
+"""Which tests of a run were completed, and which tests the suite no longer has."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection
+from typing import Any
+
+import pytest
+
+from lowprec_check.errors import encodable
+from lowprec_check.pytest_plugin.shared import is_worker
+
+_COLLECTED = "lowprec_collected"
+_PHASES = {"setup", "call", "teardown"}
+_SKIPPED, _RERUN = "skipped", "rerun"
+_FAILED = {"setup": "error in setup", "call": "failed", "teardown": "error in teardown"}
+"""By the phase that failed. pytest-xdist and pytest-forked report a test whose process died in a phase without a name."""
+
+
+class CompletedTests:
+    """A plugin of pytest. A test is complete if its setup, call and teardown passed, and the fixtures that it shares were torn down:
+    only then it has used all its operators.
+    """
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.config = config
+        self._collected: set[str] = set()
+        """Also those that were deselected afterwards."""
+        self._files: set[str] = set()
+        """Files, and other nodes, that were collected."""
+        self._not_collected: set[str] = set()
+        """Files that were skipped, or could not be collected."""
+        self._selected: dict[str, None] = {}
+        self._passed: defaultdict[str, set[str]] = defaultdict(set)
+        """By test, the phases that passed."""
+        self._why: dict[str, str] = {}
+        """By test, why it is not complete, or that it was skipped."""
+        self._uses: defaultdict[str, set[str]] = defaultdict(set)
+        """By test, the ids of the fixtures that it shares."""
+        self._torn_down: set[str] = set()
+
+    # -- in processes that collect tests
+
+    def pytest_itemcollected(self, item: pytest.Item) -> None:
+        """Note each test, before any is deselected."""
+        self._collected.add(encodable(item.nodeid))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        """Note each file."""
+        file = encodable(report.nodeid).partition("::")[0]
+        (self._files if report.passed else self._not_collected).add(file)
+
+    def pytest_collection_finish(self, session: pytest.Session) -> None:
+        """Note the tests to run."""
+        self._selected.update(dict.fromkeys(encodable(item.nodeid) for item in session.items))
+
+    def finish(self) -> None:
+        """At the end of the session: a worker of pytest-xdist sends what it has collected."""
+        if is_worker(self.config):
+            found = [sorted(each) for each in (self._collected, self._files, self._not_collected)]
+            self.config.workeroutput[_COLLECTED] = found  # type: ignore[attr-defined]
+
+    # -- in the process that collects results
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
+        """Note the tests to run, of which every worker has all."""
+        self._selected.update(dict.fromkeys(map(encodable, ids)))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        """Take what a worker of pytest-xdist has collected."""
+        sent = getattr(node, "workeroutput", {}).get(_COLLECTED, ([], [], []))
+        for known, found in zip((self._collected, self._files, self._not_collected), sent, strict=True):
+            known.update(found)
+
+    def note(self, test: str, report: pytest.TestReport, uses: Collection[str], torn_down: Collection[str]) -> None:
+        """Note how a phase of a test went, which shared fixtures the test uses, and which were torn down in it."""
+        self._uses[test].update(uses)
+        outcome: str = report.outcome  # plugins have more than those of pytest
+        if outcome == "failed":
+            why = _FAILED.get(report.when, "crashed")
+        elif outcome == "skipped":
+            why = "xfailed" if hasattr(report, "wasxfail") else _SKIPPED
+        else:
+            why = "" if outcome == "passed" else outcome
+        if outcome in ("passed", "skipped"):
+            self._torn_down.update(torn_down)
+        if not why:
+            self._passed[test].add(report.when)
+        elif self._why.get(test, _SKIPPED) in (_SKIPPED, _RERUN):
+            self._why[test] = why
+
+    def incomplete(self) -> dict[str, str]:
+        """By test, why it was not completed; without those that were skipped."""
+        found = {}
+        for test in sorted({*self._selected, *self._passed, *self._why}):
+            passed = self._passed.get(test, set())
+            why = self._why.get(test)
+            if why is None and not passed >= _PHASES:
+                why = "interrupted" if passed else "not run"
+            elif why is None and not self._uses[test] <= self._torn_down:
+                why = "shared fixture not torn down"
+            if why not in (None, _SKIPPED):
+                found[test] = str(why)
+        return found
+
+    def removed(self, known: Collection[str]) -> set[str]:
+        """Those of ``known`` tests that the suite no longer has; none unless all their files that exist were collected, as a whole."""
+        files = {test.partition("::")[0] for test in known}
+        root, args, option = self.config.rootpath, self.config.args, self.config.option
+        partly = any("::" in arg for arg in args) or getattr(option, "lf", False) or self._collected.isdisjoint(known)
+        missing = {file for file in files if file not in self._files or file in self._not_collected}
+        if partly or any(file in self._not_collected or (root / file).exists() for file in missing):
+            return set()
+        return {*known} - self._collected

@@ -1,0 +1,116 @@
+"""The operators of fixtures that several tests share: those of a class, module, package or session."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import pytest
+
+from lowprec_check.catalog.records import Numbers, stronger
+
+# Such a fixture is set up while the first of its tests runs and torn down while the last one does. Its operators belong to all
+# of them. So each gets an id, each report names the ids of the fixtures that the test uses, and what was recorded for an id is
+# sent once; the process that collects the results joins them.
+
+Recorded = tuple[Numbers, str | None]
+"""The strongest numbers an op was called with, and the line of the project that called it first."""
+Ops = dict[str, Recorded]
+"""By the name of the overload."""
+
+
+def merge(into: Ops, ops: Mapping[str, Recorded]) -> None:
+    """Add ``ops``, which were recorded later."""
+    for op, (numbers, source) in ops.items():
+        known = into.get(op)
+        into[op] = (stronger(numbers, known[0]), known[1] or source) if known else (numbers, source)
+
+
+class SharedFixtures:
+    """Separates the ops of shared fixtures from those of the test that happens to run."""
+
+    def __init__(self, take: Callable[[], Mapping[str, Recorded]], prefix: str) -> None:
+        """``take`` returns what was recorded since it was called last; ``prefix`` is unique to this process."""
+        self._take, self._prefix = take, prefix
+        self._ids: dict[Any, str] = {}
+        """Of fixtures that are set up."""
+        self._uses: dict[str, set[str]] = {}
+        """Ids of the fixtures that a fixture asked for while it was set up, by name or by ``getfixturevalue``."""
+        self._setting_up: list[str] = []
+        self._set_up: set[str] = set()
+        """Ids of the fixtures that were set up since the last report, also if that failed."""
+        self._found: dict[str, Ops] = {}
+        """Of fixtures, since the last report."""
+        self._own: Ops = {}
+        """Of the test, since the last report."""
+        self._torn_down: list[str] = []
+        """Ids of the fixtures that were torn down since the last report."""
+
+    def _assign(self, owner: str | None) -> None:
+        """Assign what was recorded until now to a fixture, or to the test."""
+        ops = self._take()
+        if owner is None:
+            merge(self._own, ops)
+        elif ops:
+            merge(self._found.setdefault(owner, {}), ops)
+
+    @property
+    def _owner(self) -> str | None:
+        return self._setting_up[-1] if self._setting_up else None
+
+    def begin(self, fixture: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> set[Any]:
+        """A fixture is about to be set up; returns the fixtures that the test uses now, for :meth:`end`."""
+        self._assign(self._owner)
+        key = f"{self._prefix}{len(self._uses)}"
+        active = _fixtures_of(request)
+        # A fixture that overrides another and asks for it by the same name hides it from the test.
+        self._uses[key] = {
+            self._ids[other] for other in active if other in self._ids and other.argname == fixture.argname
+        }
+        self._ids[fixture] = key
+        self._setting_up.append(key)
+        self._set_up.add(key)
+        return set(active)
+
+    def end(self, request: pytest.FixtureRequest, before: set[Any]) -> None:
+        """The fixture is set up, or that failed."""
+        key = self._setting_up.pop()
+        self._assign(key)
+        asked_for = (other for other in _fixtures_of(request) if other not in before)
+        self._uses[key] |= {self._ids[other] for other in asked_for if other in self._ids}
+
+    def finished(self, fixture: pytest.FixtureDef[Any]) -> None:
+        """Any fixture was torn down: what was recorded since the last one was, is its."""
+        if self._ids:
+            key = self._ids.pop(fixture, None)
+            self._assign(key or self._owner)
+            if key is not None:
+                self._torn_down.append(key)
+
+    def ids(self, item: pytest.Item) -> list[str]:
+        """Ids of the shared fixtures that a test uses, sorted; directly, through others, or by setting them up."""
+        if not self._ids and not self._set_up:
+            return []
+        pending = {self._ids[other] for other in _fixtures_of(item) if other in self._ids} | self._set_up
+        found: set[str] = set()
+        while pending:
+            found |= pending
+            pending = set().union(*(self._uses.get(key, ()) for key in pending)) - found
+        return sorted(found)
+
+    def take_all(self) -> tuple[Ops, dict[str, Ops], list[str]]:
+        """The ops of the test, those of fixtures, and the ids of the fixtures that were torn down, since the last report."""
+        self._assign(self._owner)
+        taken = self._own, self._found, self._torn_down
+        self._own, self._found, self._torn_down = {}, {}, []
+        self._set_up.clear()
+        return taken
+
+
+def _fixtures_of(holder: Any) -> Iterable[Any]:
+    """The definitions of the fixtures that a test, or the test of a request, has asked for until now.
+
+    pytest has no public name for them; without it, fixtures count for the test that set them up.
+    """
+    request = getattr(holder, "_request", holder)
+    return list(getattr(request, "_fixture_defs", {}).values())

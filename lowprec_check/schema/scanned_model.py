@@ -1,0 +1,45 @@
+"""The model that was scanned, and where its weights come from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.measures import InputLayout
+
+WeightsOrigin = Literal["unknown", "random", "scaled", "loaded"]
+"""``scaled``: random, then scaled where outputs of layers vanish or explode; ``unknown``: the user's file made them."""
+
+
+class ModelInfo(Struct, frozen=True, kw_only=True):
+    """The scanned model, for the head of a report."""
+
+    name: str
+    """The class of the model."""
+    parameters: int
+    """Number of elements of all parameters."""
+    inputs: list[str]
+    """The inputs, in words: shapes, and dtypes that are not floating."""
+    modules: int
+    """Number of modules, the model included."""
+    training: bool
+    """Whether it is in training mode."""
+    weights: WeightsOrigin = "unknown"
+    """Where the values of the weights come from."""
+    call: str = "model(*inputs)"
+    """How the model is called, as code."""
+    calibration: str = ""
+    """The file's calibration batches, as code; empty if a quantized model is calibrated on the inputs."""
+    setup: list[str] = []
+    """Code that makes ``model`` and ``inputs`` from the file's definitions."""
+    castable: bool = True
+    """Whether ``tree_map`` reaches every tensor of the inputs."""
+    layout: InputLayout = InputLayout(kind="nested")
+    """The tensors in the inputs."""
+    source: str | None = None
+    """The line that makes the model, or defines its class: ``file.py:line``."""
+    caller: str | None = None
+    """The line of the user's own code that makes the model, or scans it, if ``source`` is in an installed package or unknown;
+    empty if there is none."""
+    notes: list[str] = []
+    """What to know of the model and its inputs, in words."""

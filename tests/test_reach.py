@@ -1,0 +1,236 @@
+"""Inf, NaN and zeros are blamed if they reach the output: where each comes from, and what it does alone, against plain torch."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from helpers import run
+from torch import Tensor, nn
+
+from lowprec_check import scan
+from lowprec_check.engine.trace.instrument import Options
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.scan_result import Diagnostic, ScanResult
+
+Function = Callable[..., Tensor]
+
+
+class Fn(nn.Module):
+    """A function of its inputs."""
+
+    def __init__(self, function: Function) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        return self.function(*inputs)
+
+
+def x(rows: int = 8) -> Tensor:
+    return torch.randn(rows, 16, generator=torch.Generator().manual_seed(0))
+
+
+def nonfinite(function: Function, *inputs: Tensor, deferred: bool | None = None) -> list[OpCall]:
+    """The calls that give Inf or NaN in half."""
+    _, found = run(Fn(function), inputs or (x(),), "half", options=Options(deferred=deferred))
+    return [row for row in found.op_calls.rows() if row.gives_nonfinite]
+
+
+def scanned(model: nn.Module, *inputs: Tensor) -> ScanResult:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return scan(model, inputs, precisions=["half"], times="off", plan=False, isolation="none")
+
+
+def blamed(result: ScanResult) -> list[Diagnostic]:
+    """The findings about values, but notes."""
+    return [d for d in result.diagnostics if d.code.startswith("LP2") and d.severity != "note"]
+
+
+HARMLESS: dict[str, Function] = {
+    "quotient": lambda v: 1 / (1 + torch.exp(v * -20)),
+    "clamped": lambda v: (v * 1e6).clamp(-1, 1),
+    "smaller one": lambda v: torch.minimum(v.square() * 1e8, v.abs()),
+    "masked": lambda v: (v * 1e6).masked_fill(v.abs() > 1e-3, 1.0),
+    "half of it": lambda v: torch.cat([v * 1e6, v], -1).chunk(2, -1)[1] + 1,
+    "overwritten": lambda v: (v * 1e6).copy_(v) + 1,
+    "mask of softmax": lambda v: (v + (v > 0).to(v.dtype) * -1e9).softmax(-1),
+}
+
+
+@pytest.mark.parametrize("deferred", [None, True])
+@pytest.mark.parametrize("name", HARMLESS)
+def test_what_is_absorbed_does_not_reach_the_output(name: str, deferred: bool | None) -> None:
+    spoils = {row.op: row.reaches_output for row in nonfinite(HARMLESS[name], deferred=deferred)}
+    assert set(spoils.values()) == {False}, spoils
+
+    def both(v: Tensor) -> Tensor:
+        return HARMLESS[name](v).sum(-1, keepdim=True) + (v - 1).expm1().mul(1e6).mul(1e-6)
+
+    reached = [row.op for row in nonfinite(both, deferred=deferred) if row.reaches_output]
+    assert reached == ["aten.mul.Tensor"]
+
+
+def test_each_element_has_its_own_origin() -> None:
+    """Both are in one tensor, of which the second half is used."""
+
+    def halves(v: Tensor) -> Tensor:
+        first, second = v.mul(1e6), torch.exp(v.abs() * 30)
+        return torch.cat([first, second]).div(2)[len(v) :]
+
+    assert {row.op: row.reaches_output for row in nonfinite(halves)} == {
+        "aten.mul.Tensor": False,
+        "aten.exp.default": True,
+    }
+
+
+def test_an_overflow_beside_an_earlier_one_is_found() -> None:
+    """Before, nothing counted in an op whose inputs have an Inf already."""
+
+    def masked(v: Tensor) -> Tensor:
+        scores = v.masked_fill(v < 0, 1.0).mul(1).add(torch.where(v < 0, -7e4, 0.0).to(v.dtype))
+        return (scores * 1e6).softmax(-1)
+
+    assert [row.op for row in nonfinite(masked) if row.reaches_output] == ["aten.mul.Tensor"]
+
+
+def test_ops_that_write_in_place_keep_the_origin() -> None:
+    def in_place(v: Tensor) -> Tensor:
+        kept = v.clone().mul_(1e6)
+        kept[0] = 0.0
+        return kept.mul_(1e-6).add_(1)
+
+    assert {row.op: row.reaches_output for row in nonfinite(in_place)} == {"aten.mul_.Tensor": True}
+
+
+def test_the_true_one_is_the_error_and_the_harmless_one_a_note() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = Fn(lambda v: 1 / (1 + torch.exp(v * -20)))
+            self.bad = Fn(lambda v: v * 1e6 * 1e-6)
+
+        def forward(self, v: Tensor) -> Any:
+            return self.bad(self.gate(v) + v)
+
+    result = scanned(Two().eval(), x())
+    assert [(d.code, d.module) for d in blamed(result)] == [("LP201", "bad")]
+    [note] = [d for d in result.diagnostics if d.code == "LP201" and d.severity == "note"]
+    assert (note.module, note.matters) == ("gate", False)
+    assert note.message.endswith(
+        "changing these values alone in an fp32 run gives an output that passes, error 8.7e-07"
+    )
+    assert "first in mul of bad" in " ".join(statement.text for statement in result.statements)
+
+
+def test_two_ops_on_one_line_are_two_places() -> None:
+    def line(v: Tensor) -> Tensor:
+        return 1 / (1 + torch.exp(v * -20)) + torch.exp(v.abs() * 9 + 8) * 1e-6
+
+    found = {row.reaches_output: row for row in nonfinite(line)}
+    assert set(found) == {True, False}
+    assert found[True].place == found[False].place
+    assert (found[False].nth, found[True].nth) == (0, 1)
+    severities = [d.severity for d in scanned(Fn(line), x()).diagnostics if d.code == "LP201"]
+    assert sorted(severities) == ["error", "note"]
+
+
+@pytest.mark.parametrize("several", [False, True])
+def test_an_input_that_overflows_is_named(several: bool) -> None:
+    inputs = (x().abs() * 1e6 + 1e5, x())[: 1 + several]
+    result = scanned(Fn(lambda v, *more: torch.log1p(v.float()).to(v.dtype) + sum(more)), *inputs)
+    [finding] = blamed(result)
+    assert (finding.code, finding.op) == ("LP201", "cast input 0" if several else "cast input")
+    assert (finding.help or "").startswith("keep this input in fp32, or scale it before the cast")
+    assert "log1p" not in finding.message
+
+
+def test_an_input_that_becomes_zero_is_named() -> None:
+    harmful = scanned(Fn(lambda v: v * 1e4 * 1e5 + 1), x() * 1e-9)
+    assert [(d.code, d.op, d.severity) for d in blamed(harmful)] == [("LP202", "cast input", "error")]
+    assert not blamed(scanned(Fn(lambda v: v + 1), x() * 1e-9))
+
+
+ZEROS: dict[str, tuple[Function, list[str]]] = {
+    "added": (lambda v: v + v * 1e-9, []),
+    "scaled back": (lambda v: v.mul(1e-9).div(1e-4) * 1e5 + 0.1, ["aten.mul.Tensor"]),
+    "divisor": (lambda v: v / (v.square() + 1).mul(1e-9) * 1e-9, ["aten.mul.Tensor"]),
+    "compared": (lambda v: torch.where(v * 1e-9 > 0, v, -v), ["aten.mul.Tensor"]),
+    "tails of softmax": (lambda v: (v * 30).softmax(-1) @ v.T, []),
+    "sigmoid": (lambda v: torch.sigmoid(v * 20 - 20) * v + v, []),
+}
+
+
+@pytest.mark.parametrize("name", ZEROS)
+def test_zeros_are_an_error_if_they_alone_make_the_run_fail(name: str) -> None:
+    function, expected = ZEROS[name]
+    found = [d for d in scanned(Fn(function), x()).diagnostics if d.code == "LP202"]
+    assert [d.op for d in found if d.severity == "error"] == expected
+    assert not [d for d in found if d.severity == "warning"]
+
+
+def test_a_trial_is_that_of_plain_torch() -> None:
+    result = scanned(Fn(lambda v: v.mul(1e-7).sqrt().abs().mul(1e3) + v), x().abs())
+    [trial] = [its for its in result.runs[-1].range_trials if its.op == "aten.mul.Tensor"] or [None]
+    small = x().abs().mul(1e-7)
+    flushed = torch.where(small.half() == 0, 0.0, small)
+    exact, changed = (each.sqrt().mul(1e3) + x().abs() for each in (small, flushed))
+    if trial is not None and trial.rel_l2:
+        assert trial.rel_l2 == pytest.approx(float((changed - exact).norm() / exact.norm()), rel=1e-5)
+        assert trial.values == int((small.half() == 0).sum())
+
+
+def test_the_model_is_left_as_it_was() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(16), Fn(lambda v: v * 1e6 * 1e-6), nn.Linear(16, 4)).train()
+    model[2].weight.data[0, 0] = 1e-9
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    result = scanned(model, x())
+    assert result.runs[-1].range_trials
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Draws(nn.Module):
+    """Draws ``more`` times in 16 bits than in fp32, before or after what it uses."""
+
+    def __init__(self, more: int, *, before: bool) -> None:
+        super().__init__()
+        self.linear, self.more, self.before = nn.Linear(16, 16), more, before
+
+    def forward(self, v: Tensor) -> Tensor:
+        y = self.linear(v)
+        extra = range(self.more if y.dtype != torch.float32 else 0)
+        if self.before:
+            [torch.rand(y.shape) for _ in extra]
+        y = y + torch.rand(y.shape).to(y.dtype)
+        if not self.before:
+            [torch.rand(y.shape) for _ in extra]
+        return y
+
+
+@pytest.mark.parametrize(("more", "before", "status"), [(2, True, "unjudged"), (2, False, "ok"), (0, True, "ok")])
+def test_numbers_that_only_16_bits_draw_are_unjudged_if_they_matter(more: int, before: bool, status: str) -> None:
+    half = scanned(Draws(more, before=before).eval(), x()).run("half")
+    assert half.status == status
+    assert any("is called more often here" in note for note in half.notes) == (status == "unjudged")
+
+
+@pytest.mark.parametrize("precision", ["half", "autocast-fp16"])
+def test_the_range_of_weights_is_no_headroom(precision: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).eval()
+    model[2].weight.data *= 1e-4
+    model[0].weight.data[0, 0] = 3e4
+
+    def findings(factor: float) -> list[Diagnostic]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = scan(
+                model, x() * factor, precisions=[precision], times="off", plan=False, isolation="none", tolerance=1.0
+            )
+        return [d for d in result.diagnostics if d.code == "LP205"]
+
+    assert not findings(1e-2)
+    assert findings(1.0), "of activations it is"
