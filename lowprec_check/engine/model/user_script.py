@@ -64,14 +64,7 @@ def run_to_first_call(work: Callable[[], object]) -> Ran:
         calls.append(ModelCall(self, args, kwargs, own_line(frame) or source_line(frame)))
         if is_here or interrupt is None:
             leave()
-        interrupt()
-        for number in itertools.count():
-            if left.wait(0.01):
-                break
-            if number == _TRIES:
-                anywhere.set()
-            interrupt()
-        _park()
+        _park(interrupt, left, anywhere)
 
     def leave_if_possible(_number: int, frame: FrameType | None) -> None:
         if calls and (anywhere.is_set() or not _holds_locks(frame)):
@@ -134,9 +127,16 @@ def parked_threads() -> list[threading.Thread]:
     return list(_parked)
 
 
-def _park() -> NoReturn:
-    """Wait forever; the interpreter ends without this thread."""
+def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: threading.Event) -> NoReturn:
+    """Interrupt the main thread until it has ``left``, after a while ``anywhere``, and wait forever; the interpreter ends without this."""
     thread = threading.current_thread()
+    interrupt()
+    for number in itertools.count():
+        if left.wait(0.01):
+            break
+        if number == _TRIES:
+            anywhere.set()
+        interrupt()
     _parked.append(thread)
     thread.join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005  # pools of threads do at exit
     lock = threading.Lock()
