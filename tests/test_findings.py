@@ -91,6 +91,10 @@ def test_what_most_of_the_error_comes_from_is_first() -> None:
     many = [lost("half", 0.1, code="LP302", op=f"aten.op{n}.default", matters=True, share=0.04) for n in range(76)]
     cause = lost("half", 0.1, code="LP304", op="torchvision.nms.default", matters=True, share=1.0)
     assert groups([*many, cause])[0].op == "torchvision.nms.default"
+    mismatch = Diagnostic(code="LP301", name="output-mismatch", severity="error", precision="half", message="m")
+    assert [group.code for group in groups([mismatch, *many, cause])[:2]] == ["LP304", "LP301"]
+    small = msgspec.structs.replace(cause, share=0.2)
+    assert groups([mismatch, small])[0].code == "LP301"
     shown = render(msgspec.structs.replace(a_result(), diagnostics=[*many, cause]), "text")
     assert "LP304" in shown
 

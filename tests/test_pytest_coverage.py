@@ -18,7 +18,9 @@ from watched import watching
 
 from lowprec_check import catalog
 from lowprec_check.catalog.aten import AtenCatalog
+from lowprec_check.catalog.names import dtype_of
 from lowprec_check.catalog.records import COMPLEX_OPERATORS
+from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core.autocast_policies import autocast_policies
 from lowprec_check.engine.core.devices import is_available
 from lowprec_check.engine.sweep.samples import load_operators
@@ -318,6 +320,130 @@ def test_policies_are_what_autocast_does(
 def test_policies_of_a_missing_device_are_empty() -> None:
     device = next(device for device in ("xpu", "cuda") if not is_available(device))
     assert autocast_policies(device, torch.bfloat16) == {}
+
+
+# -- derivatives whose formula fails before it dispatches an operator
+
+GRADIENTS = """
+import torch
+from torch.utils.checkpoint import checkpoint
+
+def leaf(): return torch.rand(3, requires_grad=True)
+def i1(x): return torch.special.i1(x)
+
+def test_backward(): i1(leaf()).sum().backward()
+def test_grad():
+    x = leaf()
+    torch.autograd.grad(i1(x).sum(), x)
+def test_twice():
+    x = leaf()
+    [grad] = torch.autograd.grad(x.exp().sum(), x, create_graph=True)
+    i1(grad).sum().backward()
+def test_func(): torch.func.grad(lambda x: i1(x).sum())(torch.rand(3))
+def test_checkpoint(): checkpoint(lambda x: i1(x).sum(), leaf(), use_reentrant=False).backward()
+def test_reentrant(): checkpoint(lambda x: i1(x).sum(), leaf(), use_reentrant=True).backward()
+def test_later(graph): graph.backward()
+def test_other_formula(): i1(torch.rand(3)).mul(leaf()).sum().backward()
+def test_forward(): i1(leaf())
+def test_without_gradients():
+    with torch.no_grad(): y = i1(leaf())
+    (y * leaf()).sum().backward()
+def test_up_to_it():
+    y = i1(leaf())
+    torch.autograd.grad(y.exp().sum(), y)
+
+class Own(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return i1(x)
+    @staticmethod
+    def backward(ctx, grad): return grad * 2
+
+class Inner(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x.clone()
+    @staticmethod
+    def backward(ctx, grad):
+        with torch.enable_grad():
+            x = ctx.saved_tensors[0].detach().requires_grad_()
+            return torch.autograd.grad(i1(x).sum(), x)[0]
+
+def test_own_formula(): Own.apply(leaf()).sum().backward()
+def test_inner(): Inner.apply(leaf()).sum().backward()
+"""
+CONFTEST = """
+import pytest, torch
+
+@pytest.fixture
+def graph(): return torch.special.i1(torch.rand(3, requires_grad=True)).sum()
+"""
+THROUGH_IT = ["backward", "checkpoint", "func", "grad", "inner", "later", "reentrant", "twice"]
+
+
+def test_a_derivative_is_a_gap_of_the_tests_whose_backward_went_through_it(project: pytest.Pytester) -> None:
+    """The newest release of CUDA in the catalog has no formula of ``i1`` in 16 bits."""
+    project.makeconftest(CONFTEST)
+    project.makepyfile(test_suite=GRADIENTS)
+    text = (
+        project.runpytest_subprocess(  # what checkpointing imports registers ops, which is possible once in a process
+            *("--lowprec-coverage", "half", "--lowprec-device", "cuda"),
+            *("--lowprec-report", "out.json", "--lowprec-fail-on", "gaps"),
+        )
+    )
+    assert text.ret == pytest.ExitCode.TESTS_FAILED
+    text.assert_outcomes(passed=GRADIENTS.count("def test_"))
+    assert re.search(
+        rf"^special_i1 \(backward\) +no +{len(THROUGH_IT)} +test_suite.py:5 .*missing-kernel", text.stdout.str(), re.M
+    )
+    saved = json.loads(Path("out.json").read_text())
+    rows = {use["phase"]: use for use in saved["ops"] if use["op"] == "aten.special_i1.default"}
+    names = {phase: [saved["tests"][n].partition("::test_")[2] for n in use["tests"]] for phase, use in rows.items()}
+    assert names["backward"] == THROUGH_IT
+    assert set(names["forward"]) > set(THROUGH_IT)
+    assert (rows["backward"]["support"]["float16"]["state"], rows["forward"]["support"]["float16"]["state"]) == (
+        "none",
+        "all",
+    )
+
+
+@pytest.mark.parametrize("options", [(), pytest.param(("-n2",), marks=pytest.mark.slow)], ids=str)
+def test_a_derivative_is_a_new_gap_when_a_test_trains(project: pytest.Pytester, options: tuple[str, ...]) -> None:
+    coverage = ("--lowprec-coverage", "half", "--lowprec-device", "cuda", *options)
+    project.makepyfile(test_suite="import torch\ndef test_it(): torch.special.i1(torch.rand(3, requires_grad=True))\n")
+    assert project.runpytest(*coverage, "--lowprec-report", "base.json", "--lowprec-fail-on", "gaps").ret == 0
+    project.makepyfile(
+        test_suite="import torch\ndef test_it(): torch.special.i1(torch.rand(3, requires_grad=True)).sum().backward()\n"
+    )
+    gate = ("--lowprec-baseline", "base.json", "--lowprec-fail-on", "new", "--junitxml", "junit.xml")
+    result = project.runpytest(*coverage, *gate, "--lowprec-format", "github")
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+    result.stdout.fnmatch_lines(["special_i1 (backward): does not run in half (not used before)"])
+    assert "::error file=test_suite.py,line=2,title=lowprec%3A new%3A special_i1 (backward)" in result.stdout.str()
+    assert 'value="special_i1 (backward)"' in Path("junit.xml").read_text()
+
+
+@pytest.mark.parametrize("name", ["i1", "i1e", "i0e", "erfcx"])
+@pytest.mark.parametrize("dtype", [torch.half, torch.bfloat16])
+def test_gaps_of_a_backward_are_those_of_plain_torch(name: str, dtype: torch.dtype) -> None:
+    function = getattr(torch.special, name)
+
+    def fails(*, backward: bool) -> bool:
+        x = torch.rand(5).to(dtype).requires_grad_()
+        try:
+            y = function(x)
+            if backward:
+                y.sum().backward()
+        except (RuntimeError, NotImplementedError):
+            return True
+        return False
+
+    support = AtenCatalog("cpu", dtype_of(str(dtype)), torch.__version__)
+    if support.torch != release_of(torch.__version__):
+        pytest.skip("the catalog lacks this release of torch")
+    forward, backward = (support.of(f"aten.special_{name}.default", phase=phase) for phase in ("forward", "backward"))
+    assert (forward.state != "all") == fails(backward=False)
+    assert (forward.state != "all" or backward.state != "all") == fails(backward=True)
 
 
 # -- annotations

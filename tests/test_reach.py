@@ -191,3 +191,71 @@ def test_the_model_is_left_as_it_was() -> None:
     result = scanned(model, x())
     assert result.runs[-1].range_trials
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+class Draws(nn.Module):
+    """Draws ``more`` times in 16 bits than in fp32, before or after what it uses."""
+
+    def __init__(self, more: int, *, before: bool) -> None:
+        super().__init__()
+        self.linear, self.more, self.before = nn.Linear(16, 16), more, before
+
+    def forward(self, v: Tensor) -> Tensor:
+        y = self.linear(v)
+        extra = range(self.more if y.dtype != torch.float32 else 0)
+        if self.before:
+            [torch.rand(y.shape) for _ in extra]
+        y = y + torch.rand(y.shape).to(y.dtype)
+        if not self.before:
+            [torch.rand(y.shape) for _ in extra]
+        return y
+
+
+@pytest.mark.parametrize(("more", "before", "status"), [(2, True, "unjudged"), (2, False, "ok"), (0, True, "ok")])
+def test_numbers_that_only_16_bits_draw_are_unjudged_if_they_matter(more: int, before: bool, status: str) -> None:
+    half = scanned(Draws(more, before=before).eval(), x()).run("half")
+    assert half.status == status
+    assert any("is called more often here" in note for note in half.notes) == (status == "unjudged")
+
+
+@pytest.mark.parametrize("precision", ["half", "autocast-fp16"])
+def test_the_range_of_weights_is_no_headroom(precision: str) -> None:
+    model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16)).eval()
+    model[2].weight.data *= 1e-4
+    model[0].weight.data[0, 0] = 3e4
+
+    def findings(factor: float) -> list[Diagnostic]:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            result = scan(
+                model, x() * factor, precisions=[precision], times="off", plan=False, isolation="none", tolerance=1.0
+            )
+        return [d for d in result.diagnostics if d.code == "LP205"]
+
+    assert not findings(1e-2)
+    assert findings(1.0), "of activations it is"
+
+
+def test_a_model_that_replaces_functions_of_torch_is_judged_as_before() -> None:
+    names = ("isfinite", "isnan", "isinf", "equal", "any")
+    kept = {(owner, name): vars(owner).get(name) for owner in (torch, Tensor) for name in names}
+
+    class Patches(nn.Module):
+        """Has Inf in its output, and functions that see none."""
+
+        def forward(self, v: Tensor) -> Tensor:
+            torch.isfinite = lambda t: torch.ones_like(t, dtype=torch.bool)
+            torch.equal = lambda a, b: True
+            Tensor.isfinite = lambda t: torch.ones_like(t, dtype=torch.bool)
+            Tensor.isnan = Tensor.isinf = lambda t: torch.zeros_like(t, dtype=torch.bool)
+            return v * 1e6 * 1e-6
+
+    try:
+        result = scanned(Patches().eval(), x())
+    finally:
+        for (owner, name), value in kept.items():
+            if value is not None:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+    assert result.run("half").status == "nonfinite"

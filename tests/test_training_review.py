@@ -406,3 +406,20 @@ def test_a_loss_that_the_model_returns_is_used(form: Any, code: str) -> None:
     assert result.training is not None
     assert (result.training.loss, result.training.loss_code) == ("the loss that the model returns", code)
     assert all(100 < loss < 110 for loss in result.training.losses)
+
+
+# -- gradients that are zero but for rounding
+
+
+@pytest.mark.parametrize("precision", ["half", "bfloat16"])
+def test_a_bias_before_a_batch_norm_has_no_gradient_to_compare(precision: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+    result = training(model, torch.randn(64, 8), precision, steps=1, optimizer=sgd(0.1))
+    [found] = [run.training.gradients for run in result.runs if run.training and not run.is_reference]
+    by_name = {gradient.parameter: gradient for gradient in found}
+    assert [name for name, gradient in by_name.items() if gradient.is_rounding] == ["0.bias"]
+    zero = by_name["0.bias"]
+    assert (zero.error, zero.error_share, zero.underflow) == (None, 0.0, 0.0)
+    assert not [d for d in result.diagnostics if d.code == "LP501" and d.module == "0"]
+    assert (by_name["0.weight"].error or 1.0) < 0.1

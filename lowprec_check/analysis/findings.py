@@ -13,6 +13,12 @@ from lowprec_check.schema.statements import counted, joined, module_name, words
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """The most severe first."""
 
+CHOICES = "LP304"
+"""The code of choices that differ from fp32's."""
+
+MOST = 0.5
+"""If at least this share of the error comes from choices, what else is found is an effect of them, or small beside them."""
+
 
 class Message(NamedTuple):
     """What is true of each of its runs, and what to do in them."""
@@ -100,9 +106,10 @@ def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:
 
 
 def rank(group: FindingGroup) -> tuple[object, ...]:
-    """By severity, then by the effect on the output, then by code."""
+    """Choices that cause most of the error, by which all else follows; then by severity, the effect on the output, and code."""
     share = 1.0 if group.share is None else group.share
-    return SEVERITIES.index(group.severity), -share if group.matters else 0.0, group.code
+    decides = group.code == CHOICES and group.matters and share >= MOST
+    return not decides, SEVERITIES.index(group.severity), -share if group.matters else 0.0, group.code
 
 
 def group_of(members: Sequence[Diagnostic]) -> FindingGroup:

@@ -141,11 +141,13 @@ def output_rms(run: Run) -> float | None:
 
 
 def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
-    """The ranges in the forward passes of one run on one or more batches, in the order of the first calls."""
+    """The ranges in the forward passes of one run on one or more batches, without casts of weights, in the order of the first calls."""
     found: dict[tuple[str, str, str | None, str], list[list[OpCall]]] = {}
     for number, op_calls in enumerate(batches):
+        flows = any(op_calls.reads)
         for row in op_calls.rows():
-            if row.absmax is not None and row.is_forward:
+            of_weight = flows and not row.reads and row.op == "aten._to_copy.default"  # autocast casts them
+            if row.absmax is not None and row.is_forward and not of_weight:
                 found.setdefault((*row.place, row.dtypes), [[] for _ in batches])[number].append(row)
 
     def largest(calls: list[OpCall], field: str) -> float | None:

@@ -131,6 +131,8 @@ class ParameterGradient(Struct, frozen=True, kw_only=True):
     """Share (0 to 1) of the elements that are not zero in fp32 and zero here."""
     overflow: float = 0.0
     """Share of the elements that are finite in fp32 and not here."""
+    is_rounding: bool = False
+    """Whether it is zero but for rounding in fp32, as that of a bias before a batch norm: there is nothing to compare."""
 
 
 class LostUpdates(Struct, frozen=True, kw_only=True):

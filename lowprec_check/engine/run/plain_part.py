@@ -241,22 +241,26 @@ class PlainPart:
 def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
     """Send the verdict on the outputs of ``part`` against the fp32 model ``ready`` with the random numbers that ``part`` drew.
 
-    If fp32 draws in other places, a finite run is ``unjudged``, with a note.
+    If fp32 draws in other places, a finite run is ``unjudged``, with a note; numbers that fp32 does not draw may be without an effect.
     """
     call, tolerance = (ready, part.target.args, part.target.kwargs, part.task.seed), part.task.tolerance
     try:
         with compiled_code_in_eager():
             if part.probed is None:
-                references = []
-                for draws in part.draws:
-                    with ReplayDraws(draws):
+                references, replays = [], [ReplayDraws(draws) for draws in part.draws]
+                for replay in replays:
+                    with replay:
                         output, _ = run_once(*call)
                     references.append([tensor.cpu().clone() for tensor in output_tensors(output)])
                 part.result = judged(part.result, part.outputs, references, tolerance)
             else:
-                with ReplayDraws(part.draws[0]):
+                replays = [ReplayDraws(part.draws[0])]
+                with replays[0]:
                     reference = module_output(*call, part.probed)
                 part.result = with_verdict(part.result, *judge(part.probed.tensors, reference or [], tolerance))
+        if part.result.status != "ok":
+            for replay in replays:
+                replay.check_all_drawn()
     except DrawsDiffer as difference:
         if part.result.status != "nonfinite":
             part.result = _without_verdict(part.result, f"{OTHER_DRAWS} ({difference})")

@@ -162,6 +162,11 @@ class ReplayDraws(DispatchMode):
         super().__init__()
         self._left = list(recorded)
 
+    def check_all_drawn(self) -> None:
+        """At the end: raise :class:`DrawsDiffer` if the recorded run has drawn more."""
+        if self._left:
+            raise DrawsDiffer(f"{self._left[0].op} is called more often here")
+
     def handle(self, func: Any, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
         """Run the op; if it draws, replace its results."""
         call = DispatchedCall(func, args, kwargs, keys)
