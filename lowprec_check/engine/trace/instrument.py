@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.devices import MemoryLimit, free_memory, seed_everything
-from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.core.dispatch_mode import DispatchMode, observing
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
@@ -201,6 +201,7 @@ def _tape_limit(options: Options, device: torch.device) -> MemoryLimit:
     return min(half, options.budget_limit or half, key=lambda limit: limit.size)
 
 
+@observing()
 def _budget(
     held: list[Returned], error: BaseException | None, recorder: Recorder, options: Options, called: list[str]
 ) -> ErrorBudget:
@@ -221,6 +222,7 @@ def _budget(
     return budget
 
 
+@observing()
 def _with_output(
     found: Instrumented,
     outputs: list[Returned],
