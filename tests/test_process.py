@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import getpass
 import multiprocessing.shared_memory
@@ -23,8 +24,16 @@ from conftest import ROOT
 from lowprec_check.process.breadcrumb import Breadcrumb, shared_file
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
 from lowprec_check.process.function_worker import _PLACE_SIGNAL, FunctionWorker, Method, SendBytes
-from lowprec_check.process.process_group import UNKNOWN_EXIT, start_command
-from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, Worker, describe_exit, signal_name
+from lowprec_check.process.process_group import PRIVATE, UNKNOWN_EXIT, start_command
+from lowprec_check.process.supervisor import (
+    FOREIGN_BYTES,
+    MessageEvent,
+    StateEvent,
+    Supervisor,
+    Worker,
+    describe_exit,
+    signal_name,
+)
 
 MANY = 500
 """More messages than are read at once."""
@@ -55,6 +64,13 @@ def hangs(send: SendBytes) -> None:
 def floods(send: SendBytes) -> None:
     while True:
         send(b"1")
+
+
+def writes_into_the_pipe(send: SendBytes) -> None:
+    """As a model may that writes to all descriptors; what looks like a length is that of a message which never arrives."""
+    send(b"1")
+    os.write(send._connection.fileno(), b"\0\0\xff\xffgarbage")  # type: ignore[attr-defined]
+    time.sleep(600)
 
 
 def hangs_in_c(send: SendBytes) -> None:
@@ -182,6 +198,28 @@ def test_a_worker_that_floods_is_killed_at_its_deadline() -> None:
     messages, end = watch(worker)
     assert set(messages) == {1}
     assert end.state == "timeout"
+
+
+def test_a_worker_whose_pipe_holds_other_bytes_is_killed() -> None:
+    messages, end = watch(forked(writes_into_the_pipe))
+    assert (messages, end.state, end.exit_code) == ([1], "ended", FOREIGN_BYTES)
+    assert describe_exit(FOREIGN_BYTES) == "the process writes to file descriptors that it did not open"
+
+
+def test_a_fork_reaches_no_private_descriptor() -> None:
+    reader, writer = os.pipe()
+    PRIVATE.add(writer)
+
+    def writes(send: SendBytes) -> None:
+        with contextlib.suppress(OSError):
+            os.write(writer, b"garbage")
+        send(b"1")
+
+    messages, _ = watch(forked(writes))
+    PRIVATE.remove(writer)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert (messages, file.read()) == ([1], b"")
 
 
 def test_an_op_that_exceeds_its_limit_is_named(tmp_path: Path) -> None:

@@ -37,6 +37,10 @@ class Request(NamedTuple):
     """A file name, unique in the list."""
 
 
+_LONGEST_LINE = 10_000
+"""The time to parse one grows with the square of its length."""
+
+
 def read_list(path: Path) -> list[Request]:
     """Read one target per line, followed by options of ``scan``; ``#`` starts a comment.
 
@@ -46,6 +50,8 @@ def read_list(path: Path) -> list[Request]:
     try:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
         problem = "it has a null byte" if "\0" in text else None  # no argument of a command can contain it
+        if any(len(line) > _LONGEST_LINE for line in text.splitlines()):
+            problem = f"a line has more than {_LONGEST_LINE:,} characters"
     except OSError as error:
         problem = error.strerror
     if problem is not None:

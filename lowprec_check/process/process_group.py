@@ -222,6 +222,10 @@ def _exit_code(pid: int, *, block: bool = False) -> int | None:
 _SOFT = 1
 """``omp_pause_soft``: threads end, settings stay; the next parallel region starts new threads."""
 
+PRIVATE: set[int] = set()
+"""Open descriptors of this process that a fork must not use: in it they lead nowhere, so that a model which writes to all
+descriptors that it finds reaches no other process."""
+
 WHOLE_PROCESS = threading.RLock()
 """Held while a process forks, and while a model is run in this process, with hooks and modes that a fork must not copy."""
 
@@ -274,8 +278,10 @@ def _fork(run: Callable[[], object], lifeline: int, mark: int) -> int:
             set_mark(mark)
             announce(f"{os.getpid()} {mark}", lifeline)
             null = os.open(os.devnull, os.O_RDONLY)  # a worker has no terminal: its standard input is empty
-            os.dup2(null, 0)
+            for descriptor in (0, *PRIVATE):
+                os.dup2(null, descriptor)
             os.close(null)
+            PRIVATE.clear()
             sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
             util._run_after_forkers()  # type: ignore[attr-defined]
             run()

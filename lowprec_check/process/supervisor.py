@@ -31,8 +31,16 @@ def signal_name(exit_code: int) -> str | None:
         return f"signal {-exit_code}"
 
 
+FOREIGN_BYTES = 1000
+"""Stands for the exit code of a process that was killed because its pipe holds what is no message; no process can end with it."""
+
+
 def describe_exit(exit_code: int, *, brief: bool = False) -> str:
     """Describe how a process ended, for a report; ``brief`` is a few words for a table."""
+    if exit_code == FOREIGN_BYTES:
+        return (
+            "writes to a foreign descriptor" if brief else "the process writes to file descriptors that it did not open"
+        )
     name = signal_name(exit_code)
     if brief:
         return f"exit code {exit_code}" if name is None else f"killed by signal {-exit_code}"

@@ -74,7 +74,7 @@ def wait_for(waitables: Sequence[int | Connection], seconds: float) -> bool:
 
 # -- Processes
 
-kill, waitpid, end_now = os.kill, os.waitpid, os._exit
+kill, waitpid, end_now, write = os.kill, os.waitpid, os._exit, os.write
 fork: Any = getattr(os, "fork", None)
 setsid: Any = getattr(os, "setsid", None)
 waitid: Any = getattr(os, "waitid", None)

@@ -233,7 +233,7 @@ def _try_ranges(task: AnalysisTask, target: Target, found: Instrumented) -> list
             saved.outputs[0],
             tolerance=limit,
             seed=task.seed,
-            seconds=task.explain_budget / 4,
+            seconds=task.explain_budget / 2,
         )
 
 

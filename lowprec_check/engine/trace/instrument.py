@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.devices import MemoryLimit, free_memory, seed_everything
-from lowprec_check.engine.core.dispatch_mode import DispatchMode
+from lowprec_check.engine.core.dispatch_mode import DispatchMode, observing
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
@@ -194,6 +194,7 @@ def _pass(
     return _with_output(found, outputs, comparable, lockstep, options), False
 
 
+@observing()
 def _budget(held: list[Returned], error: BaseException | None, recorder: Recorder, options: Options) -> ErrorBudget:
     """The error budget of the tensors in the output."""
     if error is not None:
@@ -210,6 +211,7 @@ def _budget(held: list[Returned], error: BaseException | None, recorder: Recorde
     return budget
 
 
+@observing()
 def _with_output(
     found: Instrumented,
     outputs: list[Returned],

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.devices import MemoryLimit, default_generator
+from lowprec_check.engine.core.dispatch_mode import observing
 from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widened_dtype
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
@@ -290,6 +291,7 @@ _NOTABLE_FLUSHED = 0.01
 """A cast of a weight gets a row if it flushes more than this share of the non-zeros to zero."""
 
 
+@observing()
 def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) -> list[OpCall]:
     """Set the twins of parameters and buffers from ``fp32``, by name.
 
@@ -344,6 +346,7 @@ def _add_cast(
         lockstep.origins.seed(found, low, wide)
 
 
+@observing()
 def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.device) -> list[OpCall]:
     """Set the twins of the tensors in ``cast`` from those at the same positions in ``original``.
 
