@@ -76,7 +76,10 @@ REMOVED: dict[str, str] = {
 }
 """Pattern of a key's path that only OLD has: the reason."""
 
-ADDED: dict[str, tuple[Any, str]] = {}
+ADDED: dict[str, tuple[Any, str]] = {
+    "options.further_inputs": (0, "--further-inputs is new"),
+    "runs.*.further_inputs": (None, "--further-inputs is new"),
+}
 """Pattern of a key's path that only NEW has: its value (``...``: any), and the reason."""
 
 MISSING = "(missing)"
@@ -86,6 +89,8 @@ def scan(checkout: Path, arguments: Sequence[str], saved: Path) -> Any:
     """Scan with the code of ``checkout``; the JSON that it saved. Raises ``CalledProcessError`` if it fails."""
     command = [sys.executable, "-m", "lowprec_check", "--no-settings", "scan", *arguments, "-q"]
     command += ["--times", "off", "--fail-on", "never", "--json", str(saved)]
+    if "further_inputs" in (checkout / "lowprec_check/schema/options.py").read_text(encoding="utf-8"):
+        command += ["--further-inputs", "0"]  # how many are tried depends on the time
     path = os.pathsep.join(filter(None, [str(checkout), os.environ.get("PYTHONPATH")]))
     environment = os.environ | {"PYTHONPATH": path}
     subprocess.run(command, cwd=checkout, env=environment, stdout=subprocess.DEVNULL, check=True)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import re
 import signal
 import traceback
 from typing import Any
@@ -11,25 +14,62 @@ LONGEST_MESSAGE = 2_000
 
 LONGEST_TRACEBACK = 20_000
 
+_LONG_WORD = re.compile(r"(\S{150})\S{100,}(\S{100})")
+"""Longer than any file name: shown without its middle."""
+
 
 class UsageError(Exception):
     """The call or the user's file is wrong; exit code 2.
 
-    ``message`` says what happened and where, in one or two sentences. ``hint`` is the next step or code to paste,
-    printed below the message unchanged.
+    ``message`` says what happened and where, in one or two sentences; very long words lose their middle. ``hint`` is the next
+    step or code to paste, printed below the message unchanged.
     """
 
     def __init__(self, message: str, hint: str | None = None) -> None:
         super().__init__(message)
-        self.message = encodable(message)
+        self.message = _LONG_WORD.sub(r"\1…\2", encodable(message))
         self.hint = hint and encodable(hint)
 
     def __str__(self) -> str:
         return self.message if self.hint is None else f"{self.message}\n{self.hint}"
 
 
+_LIMITS = (
+    errno.EAGAIN, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.ENOSPC, errno.EROFS,
+)  # fmt: skip
+"""Of the errors without a file name, those that the user's machine is the cause of."""
+
+
+def usage_error_of(error: BaseException) -> UsageError | None:
+    """What ``error`` is to the user; ``None`` if it is a bug of this program.
+
+    It is the user's to fix, wherever it shows first, if the system refuses a file or folder (its name is too long, it was removed, its
+    disk is full) or anything else that it has too little of, and if a value contains itself.
+    """
+    if isinstance(error, OSError) and (error.filename or isinstance(error, FileNotFoundError)):
+        name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else "the current folder"
+        return UsageError(
+            f"Cannot use {name}: {error.strerror}.", "Check the name, and that the folder exists and is writable."
+        )
+    if isinstance(error, OSError) and error.errno in _LIMITS:
+        problem = f"The system refuses what this command needs: {error.strerror}."
+        return UsageError(
+            problem, "Check the limits of this process (ulimit -a), and the space in the temporary folder."
+        )
+    if isinstance(error, RecursionError):
+        problem = (
+            "The model, its inputs or outputs, or a file has a value that is nested too deeply or contains itself."
+        )
+        return UsageError(problem, "Remove that value.")
+    return error if isinstance(error, UsageError) else None
+
+
 class ProcessLostError(Exception):
     """A process that this program needs has ended, killed from outside or by code that it ran; exit code 3."""
+
+
+class WorkerError(Exception):
+    """The tool itself failed in a worker; the message is the traceback."""
 
 
 class Terminated(BaseException):
@@ -85,6 +125,8 @@ def type_name(value: object) -> str:
 
 def traceback_of(error: BaseException) -> str:
     """The traceback as Python prints it; of a long one, the beginning and the end. Never raises."""
+    if isinstance(error, WorkerError):
+        return str(error)
     try:
         text = "".join(traceback.format_exception(error))
     except BaseException:

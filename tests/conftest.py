@@ -179,6 +179,9 @@ def call_process(*arguments: str | Path, **options: Any) -> subprocess.Completed
     return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT, **options)
 
 
+HEARS_SIGNALS = "import signal as s; s.signal(s.SIGINT, s.default_int_handler); s.signal(s.SIGHUP, s.SIG_DFL)\n"
+"""The first line of a program that a test sends signals: those that are ignored where tests run in the background are ignored in it too."""
+
 INSTALLED = bool(importlib.metadata.entry_points(group="pytest11", name="lowprec"))
 PLUGIN = "lowprec" if INSTALLED else "lowprec_check.pytest_plugin.hooks"
 

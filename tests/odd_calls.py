@@ -41,7 +41,7 @@ class OddCall(NamedTuple):
     @property
     def name(self) -> str:
         """For the list of tests."""
-        return f"{self.arguments}{f' [{self.own_process}]' if self.own_process else ''}"
+        return f"{self.arguments[:100]}{f' [{self.own_process}]' if self.own_process else ''}"
 
 
 def file(content: str | bytes | Path | None) -> dict[str, str | bytes | Path | None]:
@@ -136,7 +136,10 @@ ENDINGS = [
         "scan odd.py",
         2,
         "KeyboardInterrupt at odd.py:2",
-        file("import os, signal\nos.kill(os.getpid(), signal.SIGINT)"),
+        file(
+            "import os, signal; signal.signal(signal.SIGINT, signal.default_int_handler)  # also in the background\n"
+            "os.kill(os.getpid(), signal.SIGINT)"
+        ),
     ),
     OddCall(
         f"scan odd.py --isolation none {HALF}",
@@ -417,9 +420,85 @@ SETTINGS = [
     OddCall("explain LP101", 2, "unknown key 'scan'", settings("scan = 3")),
     OddCall("explain LP101", 2, "unknown key 'target'", settings("target = 'model.py'")),
     OddCall("explain LP101", 2, "Did you mean fail-on?", settings("fail_on = 'error'")),
+    OddCall("explain LP101", 2, "a value is nested too deeply", settings(f"precision = {'[' * 5000}{']' * 5000}")),
+    OddCall("explain LP101", 2, "a value is nested too deeply", settings(f"precision = {'{a=' * 5000}1{'}' * 5000}")),
+    OddCall("explain LP101", 2, "a key has more than 1,000 parts", settings(f"{'a.' * 100_000}a = 1")),
+    OddCall("explain LP101", 2, "a key has more than 1,000 parts", settings(f"[[{'a . ' * 100_000}a]]")),
+    OddCall("explain LP101", 2, "Exceeds the limit", settings(f"seed = {'9' * 5000}")),
+    OddCall("scan model.py", 2, "embedded null byte", settings('json = "a\\u0000b"')),
     OddCall("scan model.py -q", 0, "Use", settings("precision = []\nplan = false\njson = 'scan.json'")),
     OddCall("scan model.py", 2, "Unknown precision 'fp99'", settings("precision = ['half', 'fp99']")),
     OddCall("plan model.py -q", 0, "half", settings("precision = ['half']\nbase = 'cast'")),
+]
+
+LONG = "x" * 300
+_USES_LONG = {
+    f"scan {LONG}.py": "",
+    f"scan model.py --weights {LONG}": "",
+    f"scan model.py --json {LONG}": "",
+    f"scan model.py --report {LONG}.html": "",
+    f"scan model.py --baseline {LONG}": "",
+    f"scan model.py --baseline {LONG} --update-baseline": "",
+    f"scan model.py --save-plan {LONG}": "",
+    f"scan hf:{LONG}": "is not a folder",
+    f"plan model.py --save {LONG}": "",
+    f"compat model.py -o {LONG}": "",
+    f"compat --from-file {LONG}": "",
+    f"report {LONG}": "",
+    f"diff {LONG} {LONG}": "",
+}
+LONG_NAMES = [OddCall(call, 2, shows or "File name too long") for call, shows in _USES_LONG.items()]
+
+VALUES = [
+    OddCall(
+        f"scan odd.py {HALF}",
+        2,
+        "nested too deeply or contains itself",
+        file(f"{BASE}inputs = [inputs]; inputs.append(inputs)"),
+    ),
+    OddCall(
+        f"scan odd.py {HALF}",
+        2,
+        "nested too deeply or contains itself",
+        file(f"{BASE}inputs = {{'x': inputs}}; inputs['y'] = inputs"),
+    ),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", body("y = [self.linear(x)]; y.append(y); return y")),
+    OddCall(
+        f"scan odd.py {HALF}",
+        0,
+        "Use half",
+        body("y = self.linear(x)\n        for _ in range(5000): y = [y]\n        return y"),
+    ),
+    OddCall(f"scan odd.py {HALF}", 0, "Use half", body("return self.linear(x), 10**5000, -(2**63) - 1")),
+    OddCall(
+        f"scan odd.py {HALF}",
+        1,
+        "half fails – – – RecursionError",
+        file(f"{BASE.replace('.eval()', '')}model.me = model\nmodel.training = False"),
+    ),
+    OddCall(f"scan odd.py {HALF}", 2, "RecursionError at odd.py", file(f"{BASE}model.me = model\nmodel.eval()")),
+]
+
+_WRITES = "import os\n{0}for number in range(3, 200):\n{0}    try: os.write(number, b'garbage' * 9999)\n{0}    except OSError: pass\n"
+DESCRIPTORS = [
+    OddCall(
+        "scan odd.py", 2, "writes to file descriptors that it did not open", file(BASE + _WRITES.format("")), "plain"
+    ),
+    OddCall(
+        f"scan odd.py {HALF}", 2, "writes to file descriptors that it did", body(_WRITES.format("        ")), "plain"
+    ),
+    OddCall(
+        f"scan odd.py {HALF}",
+        2,
+        "Too many open files",
+        file(f"{BASE}import resource as r; r.setrlimit(r.RLIMIT_NOFILE, (3, 3))"),
+    ),
+    OddCall(
+        f"scan odd.py {HALF}",
+        2,
+        "File too large",
+        file(f"{BASE}import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (512, 512))"),
+    ),
 ]
 
 STREAMS = [
@@ -450,6 +529,9 @@ CALLS = [
     *OTHERS,
     *NAMES,
     *SETTINGS,
+    *LONG_NAMES,
+    *VALUES,
+    *DESCRIPTORS,
     *STREAMS,
 ]
 

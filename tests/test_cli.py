@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,6 +18,9 @@ from conftest import EXAMPLES, ROOT, Call, SharedScan, call_process
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.cli.progress import Progress, progress
+from lowprec_check.engine.run.isolation import isolated
+from lowprec_check.errors import UsageError
+from lowprec_check.process import system
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
 
@@ -303,17 +308,50 @@ def test_arguments_in_messages(arguments: tuple[str, ...], call: Call) -> None:
     assert not set("\x1b\x07\u202e") & set(done.stderr)
 
 
-def test_the_traceback_of_a_bug(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_is_a_sentence_and_a_file(call: Call, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def fail(result: object) -> None:
         raise RuntimeError(EVIL)
 
     monkeypatch.setattr("lowprec_check.cli.report.load_result", fail)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    done = call("report", SAVED)
+    [saved] = tmp_path.iterdir()
+    assert done.returncode == 3
+    assert re.sub(r":\d+:", ":1:", done.stderr) == (
+        f"lowprec-check failed at lowprec_check/cli/report.py:1: RuntimeError: {VISIBLE}\n"
+        f"Please report this bug with the traceback in {saved}\n"
+    )
+    assert saved.read_text().startswith("Traceback (most recent call last):")
+    monkeypatch.setattr(tempfile, "NamedTemporaryFile", lambda *_, **__: os.stat(tmp_path / "gone"))
     done = call("report", SAVED)
     assert done.returncode == 3
-    assert done.stderr.splitlines()[0] == "Traceback (most recent call last):"
-    assert done.stderr.splitlines()[-2] == f"RuntimeError: {VISIBLE}"
-    assert "Please report this bug" in done.stderr.splitlines()[-1]
-    assert not set("\x1b\x07\u202e") & set(done.stderr)
+    assert "Its traceback could not be saved: No such file or directory." in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "shown"),
+    [
+        (OSError(errno.ENAMETOOLONG, "File name too long", "x" * 400), "Cannot use x…x: File name too long."),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory"), "Cannot use the current folder: No such file"),
+        (OSError(errno.EMFILE, "Too many open files"), "The system refuses what this command needs: Too many open"),
+        (RecursionError("maximum depth"), "has a value that is nested too deeply or contains itself."),
+    ],
+)
+def test_what_the_system_refuses_is_the_users_to_fix(
+    error: Exception, shown: str, call: Call, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it shows first, also in a worker."""
+
+    def fail(*_: object) -> None:
+        raise error
+
+    with pytest.raises(UsageError) as caught:
+        isolated(fail, "fork", dict)
+    monkeypatch.setattr("lowprec_check.cli.report.load_result", fail)
+    done = call("report", SAVED)
+    assert done.returncode == 2
+    for text in (caught.value.message, done.stderr.splitlines()[0].removeprefix("error: ")):
+        assert shown in re.sub("x+", "x", text)
 
 
 class Terminal(io.StringIO):
@@ -340,7 +378,7 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_progress_names_the_run_of_how_many_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(system, "monotonic", lambda: now)
     lines: list[str] = []
     shown = Progress(lines.append)
     shown.step("model.py", "loading")
@@ -368,7 +406,7 @@ def test_progress_without_a_terminal_is_a_line_now_and_then(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     now = 0.0
-    monkeypatch.setattr("time.monotonic", lambda: now)
+    monkeypatch.setattr(system, "monotonic", lambda: now)
     with progress(quiet=False) as shown:
         for _ in range(100):
             now += 1.0

@@ -498,9 +498,14 @@ def test_a_call_that_raises_does_not_lose_the_others() -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings(r"ignore:Port \d+ is already in use:UserWarning")
 def test_a_call_that_kills_its_dask_worker_is_an_error_of_that_call_alone() -> None:
-    pytest.importorskip("distributed")
+    dask, distributed = pytest.importorskip("dask"), pytest.importorskip("distributed")
     items = ["'a'", "__import__('os')._exit(1)", "1/0", "'b'"]
-    found = map_unordered(eval, items, 1, "dask", on_error=lambda i, e: f"{i}: {type(e).__name__}", stop=int)
+    with (
+        dask.config.set({"distributed.scheduler.allowed-failures": 0}),
+        distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster,
+    ):
+        engine = f"dask://{cluster.scheduler_address.partition('://')[2]}"
+        found = map_unordered(eval, items, 1, engine, on_error=lambda i, e: f"{i}: {type(e).__name__}", stop=int)
     assert sorted(found) == [
         "1/0: ZeroDivisionError",
         "__import__('os')._exit(1): KilledWorker",

@@ -13,12 +13,21 @@ from pathlib import Path
 
 import psutil
 import pytest
+from conftest import HEARS_SIGNALS
 
 from lowprec_check import ScanResult
 
 MODEL = """
-import pathlib, subprocess, time
+import os, pathlib, subprocess, tempfile, time
 import torch
+
+def daemon():
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp("sleep", ["sleep", "600"])
+        os._exit(0)
+    os.wait()
 
 class Hangs(torch.nn.Module):
     def __init__(self):
@@ -28,6 +37,8 @@ class Hangs(torch.nn.Module):
     def forward(self, x):
         if x.dtype == torch.half:
             subprocess.Popen(["sleep", "600"])
+            daemon()
+            tempfile.mkdtemp()
             pathlib.Path(__file__).with_suffix(".started").touch()
             time.sleep(600)
         return self.linear(x)
@@ -42,12 +53,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     """Start the command, in a process of its own, with a temporary folder of its own; wait until the model hangs."""
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "temporary").mkdir()
-    mark = uuid.uuid4().hex
+    mark, started = uuid.uuid4().hex, list[subprocess.Popen[str]]()
     environment = os.environ | {"TMPDIR": str(tmp_path / "temporary"), "LOWPREC_TEST_MARK": mark}
 
-    def start_command(*arguments: str) -> subprocess.Popen[str]:
-        heard = "import signal; signal.signal(signal.SIGHUP, signal.SIG_DFL)"  # nohup, under which tests may run, ignores it
-        code = f"{heard}; from lowprec_check.cli.main import main; main()"
+    def start_command(*arguments: str, before: str = HEARS_SIGNALS) -> subprocess.Popen[str]:
+        code = f"{before}from lowprec_check.cli.main import main; main()"
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             cwd=tmp_path,
@@ -56,10 +66,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
             stdout=subprocess.PIPE,
             text=True,
         )
+        started.append(process)
         wait_until((tmp_path / "model.started").exists)
         return process
 
     yield start_command
+    for process in started:
+        with process:  # which a test that failed may have left
+            process.kill()
     wait_until(lambda: not marked(mark))
     assert not list((tmp_path / "temporary").iterdir())
 
@@ -189,3 +203,76 @@ def test_a_signal_to_a_search_shows_the_bases_that_are_finished(
     _, errors = process.communicate(timeout=30)
     assert process.returncode == 130
     assert "Traceback" not in errors
+
+
+@pytest.mark.slow
+def test_signals_that_are_ignored_at_the_start_stay_ignored(start: Callable[..., subprocess.Popen[str]]) -> None:
+    """As of a command that a script starts in the background, or ``nohup``."""
+    ignored = "import signal as s; s.signal(s.SIGINT, s.SIG_IGN); s.signal(s.SIGHUP, s.SIG_IGN)\n"
+    process = start(
+        "scan", "model.py", "-p", "half", "--budget", "3", "--no-plan", "--fail-on", "never", before=ignored
+    )
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGHUP)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 0, errors
+
+
+COMPILED = """
+import pathlib
+import torch
+
+class Compiled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        return self.linear(x).relu().sum()
+
+model = Compiled().eval()
+inputs = torch.ones(2, 4)
+pathlib.Path(__file__).with_suffix(".started").touch()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["inductor", "int8"])
+@pytest.mark.parametrize("victim", ["command", "worker"])
+def test_a_compiler_that_is_killed_leaves_nothing(
+    backend: str, victim: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    (tmp_path / "model.py").write_text(COMPILED)
+    process = start(
+        "scan", "model.py", "-p", "fp32", "--backend", backend, "--no-plan", "--times", "off", "--errors", "none"
+    )
+    command = psutil.Process(process.pid)
+
+    def compiles() -> bool:
+        return process.poll() is not None or any(
+            "cc1plus" in child.name() for child in command.children(recursive=True)
+        )
+
+    wait_until(compiles)
+    assert process.poll() is None, process.communicate()[1]
+    assert list((tmp_path / "temporary").rglob("*"))
+    if victim == "worker":
+        [session] = [child for child in command.children() if "-I" not in child.cmdline()]
+        session.kill()
+    else:
+        process.kill()
+    process.communicate(timeout=30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_dask_in_this_process_ends_at_once_and_leaves_no_folder(
+    number: int, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    pytest.importorskip("distributed")
+    process = start("compat", "model.py", "-o", "reports", "-p", "half", "--engine", "dask")
+    process.send_signal(number)
+    signalled = time.monotonic()
+    _, errors = process.communicate(timeout=30)
+    assert time.monotonic() - signalled < 3, errors
+    assert not list(tmp_path.glob("dask*"))

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -370,3 +371,48 @@ open({str(tmp_path / "status")!r}, "w").write(result.runs[1].status)
 """
     subprocess.run([sys.executable, "-c", code], check=True)
     assert (tmp_path / "status").read_text() == "ok"
+
+
+REPLACES = """
+import builtins, json, os, signal, sys, threading, time
+import torch
+for name in ("time", "monotonic", "perf_counter"):
+    setattr(time, name, lambda: 0.0)
+time.sleep = lambda seconds: None
+os.kill = os.killpg = signal.signal = lambda *_: None
+os.fork = os.waitpid = os.waitid = lambda *_: 1 / 0
+os.write = lambda *_: 0
+os._exit = lambda code: None
+threading.Thread = json.dumps = None
+builtins.print = builtins.open = None
+builtins.len = lambda of: 0
+
+class Replaced(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = torch.nn.Linear(4, 4)
+
+    def forward(self, x):
+        assert time.monotonic() == 0.0
+        while x.dtype == torch.bfloat16:
+            pass
+        return self.linear(x)
+
+model = Replaced()
+inputs = torch.ones(2, 4)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["fork", "spawn", "shared"])
+def test_limits_and_figures_hold_where_a_file_stops_clocks_and_replaces_functions(
+    isolation: str, write: Callable[..., Path], call: Call, tmp_path: Path
+) -> None:
+    saved = tmp_path / "scan.json"
+    options = ("-p", "half,bf16", "--budget", "4", "--no-plan", "--fail-on", "never", "--json", saved)
+    done = call("scan", write(REPLACES), "--isolation", isolation, *options)
+    assert done.returncode == 0, done.stderr
+    fp32, half, bfloat16 = ScanResult.load(saved).runs
+    assert (half.status, bfloat16.status) == ("ok", "timeout")
+    assert half.complete
+    assert all(run.latency is not None and 0 < run.latency.median_ms < 1e3 for run in (fp32, half))

@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
-from conftest import PLUGIN, ROOT
+from conftest import HEARS_SIGNALS, PLUGIN, ROOT
 
 from lowprec_check.catalog.records import DTYPES, MODES, Failure
 from lowprec_check.engine.sweep import kept_sweep
@@ -134,18 +134,23 @@ def test_an_interrupted_session_leaves_no_process_and_no_folder(tmp_path: Path) 
     folder = tmp_path / "temporary"
     folder.mkdir()
     tmp_path.joinpath("test_suite.py").write_text(SUITE)
-    command = [sys.executable, "-m", "pytest", "-p", PLUGIN, "-p", "no:cacheprovider"]
+    run = f"{HEARS_SIGNALS}import sys, pytest; sys.exit(pytest.console_main())"
+    command = [sys.executable, "-c", run, "-p", PLUGIN, "-p", "no:cacheprovider"]
     environment = os.environ | {"TMPDIR": str(folder)}
-    session = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL)
-    while session.poll() is None and not tmp_path.joinpath("ready").exists():
-        time.sleep(0.1)
-    started = psutil.Process(session.pid).children(recursive=True)
-    assert any(kept_sweep.WORKER in " ".join(process.cmdline()) for process in started)  # the second test will need it
-    session.send_signal(signal.SIGINT)
-    assert session.wait(60) == pytest.ExitCode.INTERRUPTED
+    with subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.DEVNULL) as session:
+        try:
+            while session.poll() is None and not tmp_path.joinpath("ready").exists():
+                time.sleep(0.1)
+            started = psutil.Process(session.pid).children(recursive=True)
+            assert any(kept_sweep.WORKER in " ".join(process.cmdline()) for process in started)  # for the second test
+            assert [*folder.glob("lowprec-*")]
+            session.send_signal(signal.SIGINT)
+            assert session.wait(60) == pytest.ExitCode.INTERRUPTED
+        finally:
+            session.kill()
     psutil.wait_procs(started, 10)
     assert not any(process.is_running() for process in started)
-    assert [*folder.glob("lowprec-check-*")] == []
+    assert [*folder.iterdir()] == []
 
 
 def without_cells(failure: Failure | None) -> Failure | None:

@@ -119,7 +119,9 @@ def test_a_script_that_needs_arguments(here: Path, write: Write) -> None:
     text = "import argparse\np = argparse.ArgumentParser()\np.add_argument('data')\np.parse_args()\n"
     with pytest.raises(UsageError, match=r"SystemExit at train\.py:4: 2") as caught:
         load_target(str(write(text, "train.py")))
-    assert "give those that it requires default values" in (caught.value.hint or "")
+    assert "Give a script its arguments after --" in (caught.value.hint or "")
+    path = write(text + "from torch import nn, ones\nnn.Linear(int(p.parse_args().data), 2)(ones(4, 3))", "wide.py")
+    assert load_target(str(path), arguments=("3",)).args[0].shape == (4, 3)
 
 
 @pytest.mark.parametrize("init", [True, False])

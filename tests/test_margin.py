@@ -6,7 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Iterator
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import Any
 
@@ -192,6 +192,28 @@ def test_a_tensor_that_is_given_twice_is_resampled_once() -> None:
     assert values[0] is values[1]
 
 
+class Mean(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, parts: Tensor, x: Tensor, scale: float) -> Tensor:
+        whole = parts.to_dense() if parts.is_sparse else torch.stack([part.sum(0) for part in parts.unbind()])
+        return self.linear(x) * scale + whole.sum()
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+@pytest.mark.parametrize("kind", ["nested", "sparse"])
+def test_of_inputs_with_other_kinds_of_tensors_the_dense_ones_are_resampled(kind: str) -> None:
+    nested = torch.nested.nested_tensor([torch.randn(2, 4), torch.randn(3, 4)])
+    parts = nested if kind == "nested" else torch.eye(4).to_sparse()
+    result = scan(Mean(), (parts, torch.randn(3, 4), 0.5), precisions=["autocast-fp16"], times="off", further_inputs=4)
+    found = result.run("autocast-fp16").further_inputs
+    assert found is not None
+    assert (found.kind, found.tried, found.failed) == ("resampled", 4, 0)
+    assert not any("further inputs" in note for run in result.runs for note in run.notes)
+
+
 def test_inputs_of_other_shapes_and_those_that_fp32_fails_on_are_left_out_and_counted() -> None:
     def inputs(batch: int = 0) -> Tensor:
         x = 0.5 * torch.rand(2, 4, generator=torch.Generator().manual_seed(batch))
@@ -270,6 +292,22 @@ def test_a_model_that_draws_random_numbers_is_not_tried() -> None:
     assert (found.tried, found.reason) == (0, margin_part.RANDOM)
 
 
+class Drifts(nn.Module):
+    """Its state is in an iterator, which cannot be rewound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.numbers = nn.Linear(4, 4), count(1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) * (1 + next(self.numbers) / 200)
+
+
+def test_a_model_with_state_that_cannot_be_rewound_is_not_tried() -> None:
+    found = further(Drifts(), batches)
+    assert (found.tried, found.reason) == (0, margin_part.STATEFUL)
+
+
 # -- what else runs
 
 
@@ -295,6 +333,7 @@ def test_an_input_on_which_the_process_dies_fails_and_the_status_stays() -> None
     assert found.further_inputs is not None
     assert (found.further_inputs.tried, found.further_inputs.failed) == (first, 1)
     assert found.further_inputs.statuses.get("crashed") == 1
+    assert found.further_inputs.first_failed == first
 
 
 def test_an_exception_on_a_further_input_fails() -> None:

@@ -14,8 +14,8 @@ from lowprec_check.engine.run.isolation import isolated
 from lowprec_check.engine.run.messages import GapFound, Measures, PartFailed, TaskMessage, decode, encode
 from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.trace.instrument import Instrumented
-from lowprec_check.errors import UsageError
-from lowprec_check.process.function_worker import Ended, WorkerError
+from lowprec_check.errors import UsageError, WorkerError
+from lowprec_check.process.function_worker import Ended
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
 

@@ -2,22 +2,38 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import getpass
+import multiprocessing.shared_memory
 import os
 import signal
+import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
+import psutil
 import pytest
+from conftest import ROOT
 
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
-from lowprec_check.process.function_worker import FunctionWorker, SendBytes
-from lowprec_check.process.process_group import UNKNOWN_EXIT, start_command
-from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, Worker, describe_exit, signal_name
+from lowprec_check.process.function_worker import FunctionWorker, Method, SendBytes
+from lowprec_check.process.process_group import PRIVATE, UNKNOWN_EXIT, start_command
+from lowprec_check.process.supervisor import (
+    FOREIGN_BYTES,
+    MessageEvent,
+    StateEvent,
+    Supervisor,
+    Worker,
+    describe_exit,
+    signal_name,
+)
 
 MANY = 500
 """More messages than are read at once."""
@@ -48,6 +64,61 @@ def hangs(send: SendBytes) -> None:
 def floods(send: SendBytes) -> None:
     while True:
         send(b"1")
+
+
+def writes_into_the_pipe(send: SendBytes) -> None:
+    """As a model may that writes to all descriptors; what looks like a length is that of a message which never arrives."""
+    send(b"1")
+    os.write(send._connection.fileno(), b"\0\0\xff\xffgarbage")  # type: ignore[attr-defined]
+    time.sleep(600)
+
+
+def hangs_in_c(send: SendBytes) -> None:
+    send(b"1")
+    threading.Event().wait(600)
+
+
+def starts_much(end: str, mark: str, send: SendBytes) -> None:
+    """Starts a daemon by a double fork, and a process in a session of its own; makes a file and shared memory."""
+    if os.fork() == 0:
+        os.setsid()
+        if os.fork() == 0:
+            os.execvp("sleep", ["sleep", mark])
+        os._exit(0)
+    os.wait()
+    subprocess.Popen(["sleep", mark], start_new_session=True)
+    _, name = tempfile.mkstemp()
+    shared = multiprocessing.shared_memory.SharedMemory(create=True, size=64)
+    while len(sleeping(mark)) < 2:
+        time.sleep(0.02)
+    send(f"{name} {shared.name}".encode())
+    if end == "crashes":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if end == "hangs":
+        time.sleep(600)
+
+
+def sleeping(mark: str) -> list[int]:
+    """The processes that :func:`starts_much` has started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.cmdline() == ["sleep", mark] and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process.pid)
+        except psutil.Error:
+            continue
+    return found
+
+
+def sends_cache(send: SendBytes) -> None:
+    send(os.environ["TORCHINDUCTOR_CACHE_DIR"].encode())
+
+
+def watch_texts(task: Callable[[SendBytes], None]) -> str:
+    """The message of a worker."""
+    events = Supervisor([FunctionWorker(task, bytes.decode, method="fork")]).events()
+    [text] = [event.message for event in events if isinstance(event, MessageEvent)]
+    return text
 
 
 def hangs_in_an_op(path: Path, send: SendBytes) -> None:
@@ -112,6 +183,28 @@ def test_a_worker_that_floods_is_killed_at_its_deadline() -> None:
     assert end.state == "timeout"
 
 
+def test_a_worker_whose_pipe_holds_other_bytes_is_killed() -> None:
+    messages, end = watch(forked(writes_into_the_pipe))
+    assert (messages, end.state, end.exit_code) == ([1], "ended", FOREIGN_BYTES)
+    assert describe_exit(FOREIGN_BYTES) == "the process writes to file descriptors that it did not open"
+
+
+def test_a_fork_reaches_no_private_descriptor() -> None:
+    reader, writer = os.pipe()
+    PRIVATE.add(writer)
+
+    def writes(send: SendBytes) -> None:
+        with contextlib.suppress(OSError):
+            os.write(writer, b"garbage")
+        send(b"1")
+
+    messages, _ = watch(forked(writes))
+    PRIVATE.remove(writer)
+    os.close(writer)
+    with open(reader, "rb") as file:
+        assert (messages, file.read()) == ([1], b"")
+
+
 def test_an_op_that_exceeds_its_limit_is_named(tmp_path: Path) -> None:
     path = tmp_path / "breadcrumb"
     worker = forked(functools.partial(hangs_in_an_op, path), Breadcrumb.create(path))
@@ -131,6 +224,92 @@ def test_time_between_ops_does_not_count_for_an_op(tmp_path: Path) -> None:
     assert end.state == "timeout"
     assert end.position is not None
     assert not end.position.in_op
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_limits_hold_where_user_code_stops_clocks_and_replaces_functions(
+    method: Method, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("time", "monotonic", "perf_counter"):
+        monkeypatch.setattr(time, name, lambda: 0.0)
+    monkeypatch.setattr(time, "sleep", lambda _: None)
+    worker: FunctionWorker[int] = FunctionWorker(hangs_in_c, decode, method=method)
+    for name in ("kill", "killpg", "waitid", "waitpid", "fork"):
+        monkeypatch.setattr(os, name, lambda *_: None)
+    worker.set_timeout(20.0)
+    receives = "first message"
+    for event in Supervisor([worker], tick=0.02).events():
+        if isinstance(event, MessageEvent):
+            receives = event.message
+            worker.set_timeout(0.3)
+        else:
+            last = event
+    monkeypatch.undo()
+    assert (receives, last.state, worker.exit_code) == (1, "timeout", -signal.SIGKILL)
+
+
+@pytest.fixture
+def mark(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What the processes that a test starts have in their command line."""
+    return f"6{os.getpid()}{time.time_ns() % 1000}"
+
+
+@pytest.mark.parametrize("end", ["hangs", "returns", "crashes"])
+def test_daemons_shared_memory_and_files_of_a_worker_end_with_it(end: str, mark: str, tmp_path: Path) -> None:
+    worker = FunctionWorker(functools.partial(starts_much, end, mark), lambda data: data.decode(), method="fork")
+    worker.set_timeout(60.0)
+    for event in Supervisor([worker], tick=0.02).events():
+        if isinstance(event, MessageEvent):
+            file, shared = event.message.split()
+            assert Path(file).exists()
+            assert Path("/dev/shm", shared).exists()
+            assert len(sleeping(mark)) == 2
+            worker.set_timeout(1.0)
+    assert not sleeping(mark)
+    assert not Path(file).parent.exists()
+    assert not Path("/dev/shm", shared).exists()
+
+
+def test_the_guardian_ends_daemons_too_and_removes_the_folder(mark: str, tmp_path: Path) -> None:
+    code = (
+        "import functools, os, sys, time\nfrom test_process import *\n"
+        f"worker = FunctionWorker(functools.partial(starts_much, 'hangs', {mark!r}), bytes.decode, method='fork')\n"
+        "worker.set_timeout(600.0)\n"
+        "for event in Supervisor([worker]).events():\n"
+        "    if isinstance(event, MessageEvent):\n"
+        "        print(event.message, flush=True)\n        os.kill(os.getpid(), signal.SIGKILL)\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TMPDIR": str(tmp_path)},
+        stdout=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    _, shared = done.stdout.split()
+    deadline = time.monotonic() + 20
+    while (
+        sleeping(mark) or [*tmp_path.iterdir()] or Path("/dev/shm", shared).exists()
+    ) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    assert (sleeping(mark), [*tmp_path.iterdir()], Path("/dev/shm", shared).exists()) == ([], [], False)
+
+
+def test_workers_share_what_inductor_compiles_and_use_a_cache_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def caches() -> set[str]:
+        return {watch_texts(sends_cache) for _ in range(2)}
+
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    [own] = caches()
+    assert Path(own).name == "inductor"
+    theirs = tmp_path / f"torchinductor_{getpass.getuser()}"
+    theirs.mkdir()
+    assert caches() == {str(theirs)}
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "chosen")
+    assert caches() == {"chosen"}
 
 
 def test_leaving_the_block_kills_the_workers() -> None:

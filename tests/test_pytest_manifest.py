@@ -168,6 +168,13 @@ def test_the_closest_entry_wins() -> None:
         ),
         ("[[known]]\ntest = 'a'\nexception = 'E'\ntorch = 2.9\n", "entry 'a': torch: expected str | null, got float."),
         ("[[known]]\ntest = 'a'\nexception = 'E'\nmatch = '('\n", "entry 'a': match '(' is not a regular expression"),
+        (f"[[known]]\ntest = 'a'\nexception = 'E'\nmatch = 'a{{{'9' * 30}}}'\n", "is not a regular expression"),
+        (
+            f"[[known]]\ntest = 'a'\nexception = 'E'\nmatch = '{'(' * 5000}{')' * 5000}'\n",
+            "is not a regular expression",
+        ),
+        (f"known = {'[' * 5000}{']' * 5000}\n", "known.toml: a value is nested too deeply."),
+        (f"{'a.' * 100_000}a = 1\n", "known.toml: a key has more than 1,000 parts."),
         ("[[known]]\ntest = 'a'\nexception = 'E'\ndevice = 'tpu'\n", "entry 'a': unknown device 'tpu'"),
         ("[[known]]\ntest = 'a'\nexception = 'E'\nplatform = 'Linux'\n", "entry 'a': unknown platform 'Linux'"),
         ("[[known]]\ntest = 'a'\nexception = []\n", "entry 'a': no exception is given"),
@@ -248,6 +255,24 @@ def test_an_unexpected_pass_fails_and_shows_how_to_update(suite: pytest.Pytester
     result.assert_outcomes(passed=1, xfailed=3, failed=1)
     assert result.ret == pytest.ExitCode.TESTS_FAILED
     result.stdout.fnmatch_lines(["Passed, but known.toml expects it to fail with RuntimeError (a reason).", UPDATE])
+
+
+def test_a_search_that_takes_too_long_fails_the_test(suite: pytest.Pytester) -> None:
+    """Backtracking for (a+)+$ takes time exponential in the length of the message."""
+    text = Path("known.toml").read_text()
+    Path("known.toml").write_text(
+        text.replace('exception = "NotImplementedError"', 'exception = "NotImplementedError"\nmatch = "(a+)+$"')
+    )
+    suite.makepyfile(test_suite=SUITE.replace('NotImplementedError("dot")', f"NotImplementedError('{'a' * 60}!')"))
+    result = run(suite)
+    result.assert_outcomes(passed=1, xfailed=3, failed=1)
+    result.stdout.fnmatch_lines(["Raised NotImplementedError with a message that takes more than 1 s to match, *"])
+
+
+def test_many_stars_take_no_time() -> None:
+    entry = KnownFailure(test="*a" * 40 + "b", exception="E")
+    assert not entry.names("a" * 5000)
+    assert entry.names("a" * 5000 + "b")
 
 
 def test_another_exception_fails(suite: pytest.Pytester) -> None:

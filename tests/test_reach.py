@@ -234,3 +234,28 @@ def test_the_range_of_weights_is_no_headroom(precision: str) -> None:
 
     assert not findings(1e-2)
     assert findings(1.0), "of activations it is"
+
+
+def test_a_model_that_replaces_functions_of_torch_is_judged_as_before() -> None:
+    names = ("isfinite", "isnan", "isinf", "equal", "any")
+    kept = {(owner, name): vars(owner).get(name) for owner in (torch, Tensor) for name in names}
+
+    class Patches(nn.Module):
+        """Has Inf in its output, and functions that see none."""
+
+        def forward(self, v: Tensor) -> Tensor:
+            torch.isfinite = lambda t: torch.ones_like(t, dtype=torch.bool)
+            torch.equal = lambda a, b: True
+            Tensor.isfinite = lambda t: torch.ones_like(t, dtype=torch.bool)
+            Tensor.isnan = Tensor.isinf = lambda t: torch.zeros_like(t, dtype=torch.bool)
+            return v * 1e6 * 1e-6
+
+    try:
+        result = scanned(Patches().eval(), x())
+    finally:
+        for (owner, name), value in kept.items():
+            if value is not None:
+                setattr(owner, name, value)
+            elif name in vars(owner):
+                delattr(owner, name)
+    assert result.run("half").status == "nonfinite"

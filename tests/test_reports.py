@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import html
 import json
 import re
 import subprocess
 import sys
+import unicodedata
 from collections.abc import Callable
 from pathlib import Path
 from xml.etree import ElementTree
 
 import msgspec
 import pytest
+from cmarkgfm import github_flavored_markdown_to_html
+from cmarkgfm.cmark import Options
 from conftest import ROOT, Call
 from helpers import screen_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from markdown_it import MarkdownIt
 from shared_result import budgeted_result, op_calls, run, shared_result
+from training_result import training_result
 
+from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.errors import UsageError
+from lowprec_check.report.blocks import Column, Document, Fold, Row, Say, Table
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.layout import markdown
 from lowprec_check.report.registry import FORMATS, format_of, render
@@ -198,6 +205,81 @@ def test_no_string_breaks_a_format(nasty: str) -> None:
     assert html_in(shown) <= {"<details>", "<summary>", "</summary>", "</details>"}
     screen = screen_of(result)
     assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", screen + shown)
+
+
+LINKS = (
+    "HTTP://a.example",
+    "hTTps://a.example/x_y",
+    "www.example.org",
+    "ftp://a.example",
+    "see mailto:someone@example.org",
+    "someone@example.org",
+    "xmpp:someone@example.org/x",
+    "<http://a.example>",
+    "<someone@example.org>",
+    "[a](http://a.example)",
+    "[a][b]\n\n[b]: http://a.example",
+    "note[^1]\n\n[^1]: the note",
+    "![a](//a.example/b.png)",
+    "thanks @someone",
+    "closes #12",
+    "closes a/b#12",
+    "closes GH-12",
+    "commit 16c999e8c71134401a78d4d46435517b2271d6ac",
+    "commit 16c999e",
+)
+
+
+def links_in(shown: str) -> set[str]:
+    """What GitHub turns into links: those that its renderer makes, and mentions and references outside of code."""
+    rendered = github_flavored_markdown_to_html(shown, Options.CMARK_OPT_FOOTNOTES | Options.CMARK_OPT_UNSAFE)
+    text = re.sub(r"(?s)<(code|pre)\b.*?</\1>|<[^>]*>", " ", rendered)
+    references = re.findall(r"@\w+|#\d+|\bGH-\d+|\b(?=[a-f]*\d)(?=\d*[a-f])[0-9a-f]{7,40}\b", html.unescape(text))
+    return {*re.findall(r'(?:href|src)="([^"]*)"', rendered), *references}
+
+
+def test_links_are_found() -> None:
+    assert not [text for text in LINKS if not links_in(text)]
+
+
+@pytest.mark.parametrize("text", LINKS)
+def test_markdown_makes_no_link_of_foreign_text(text: str) -> None:
+    shown = [
+        render(budgeted_result(text), "md"),
+        render(training_result(text), "md"),
+        FORMATS.get("md").render_diff(diff_scans(RESULT, shared_result(text))),
+        markdown.markdown(
+            Document("", [Fold(text, [Say(text, lead=text)]), Table([Column(text)], [Row([text], tag=text)])])
+        ),
+    ]
+    assert set().union(*map(links_in, shown)) <= links_in(render(RESULT, "md"))
+
+
+INVISIBLE = [
+    character
+    for character in map(chr, range(sys.maxunicode + 1))
+    if unicodedata.category(character) in ("Cc", "Cf", "Cs", "Zl", "Zp")
+    or character in "\u034f\u115f\u1160\u2800\u3164\ufe0f\uffa0\U000e0100"
+]
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS.names() if name != "json"])
+def test_no_format_has_invisible_characters(name: str) -> None:
+    """Directions, joiners, tags, fillers: a reader sees that they are there."""
+    assert {"\u061c", "\u202e", "\u200b", "\U000e0041", "\x1b", "\ud800"} <= set(INVISIBLE)
+    for start in range(0, len(INVISIBLE), 40):
+        text = "a".join(INVISIBLE[start : start + 40])
+        shown = render(shared_result(text), name)
+        assert set(INVISIBLE) & set(shown) <= {"\n"}
+        assert "a" * 10 not in shown
+        shown = render(shared_result("".join(INVISIBLE[start : start + 40])), name)
+        assert set(INVISIBLE) & set(shown) <= {"\n"}
+
+
+@pytest.mark.parametrize("text", ["👩\u200d💻", "🏳️\u200d🌈", "❤️", "1️⃣", "👩🏽\u200d🚀", "©️"])
+def test_emoji_stay_as_they_are(text: str) -> None:
+    assert visible(text) == text
+    assert visible(f"a\u200d{text}b\ufe0f") == f"a\\u200d{text}b\\ufe0f"
 
 
 @FEW

@@ -20,6 +20,7 @@ from lowprec_check.analysis.speed import (
 )
 from lowprec_check.engine.run.messages import TurnFailed, TurnTimed
 from lowprec_check.engine.run.turns import ENOUGH, FEW, MORE, MOST, RoundSchedule
+from lowprec_check.process import system
 from lowprec_check.schema.measures import Speedup
 
 ratios = st.lists(st.floats(1e-3, 1e3), min_size=1, max_size=40)
@@ -166,8 +167,7 @@ def test_rounds_are_timed_as_long_as_time_is_left_and_longer_if_they_are_noisy(
     monkeypatch: pytest.MonkeyPatch, seconds_of_a_round: int, noise: float, rounds: float
 ) -> None:
     schedule = RoundSchedule(2, seconds=4)
-    clock = "lowprec_check.engine.run.turns.time.monotonic"
-    monkeypatch.setattr(clock, lambda: schedule.number * seconds_of_a_round)
+    monkeypatch.setattr(system, "monotonic", lambda: schedule.number * seconds_of_a_round)
     assert len(taken(schedule, [1.0, 1.02], noise)) == rounds
 
 

@@ -18,6 +18,7 @@ from lowprec_check.engine.run.launcher import MAX_SUSPECTS, Attempts
 from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.run.tasks import ExplainTask
 from lowprec_check.engine.trace import lockstep
+from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import IN_OP, Position
 from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.op_calls import OpCall, killed_reason, seconds_killed, to_columns
@@ -138,7 +139,7 @@ def test_the_time_in_fp32_is_that_of_the_op_alone(budget: bool, monkeypatch: pyt
         return recorded(*given)
 
     monkeypatch.setattr(lockstep, "map_args", slowly)
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(system, "perf_counter", lambda: clock[0])
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
     calls = helpers.run(model, (torch.randn(2, 8),), "half", budget=budget)[1].op_calls
     assert clock[0] >= 2.0

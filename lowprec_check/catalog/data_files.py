@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from functools import cache
 from pathlib import Path
@@ -33,20 +34,36 @@ def data_folder() -> Path:
     raise UsageError(f"The catalog's data files are missing: no folder {package / 'data'}.", "Reinstall lowprec-check.")
 
 
-def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
-    """The `[[name]]` tables of a file, in order, as `kind` (a msgspec struct that forbids unknown fields).
+_LONG_KEY = re.compile(
+    r"""(?<![\w-])(?:[\w-]+|"[^"\n]*"|'[^'\n]*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')){1000}"""
+)
+"""A key with so many parts, which takes time in the square of their number."""
 
-    Raises :class:`UsageError` that names the file and the line, or the entry (by `id` or number) and the key.
-    """
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a file; raises ``OSError``, and :class:`UsageError` that names the file and the line for one that is not valid TOML."""
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # editors on Windows write a byte-order mark
+        text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte-order mark
+        if _LONG_KEY.search(text):
+            raise UsageError(f"{path}: a key has more than 1,000 parts.", "Shorten it.")
+        return tomllib.loads(text)
     except UnicodeDecodeError as error:
         line = error.object.count(b"\n", 0, error.start) + 1
         raise UsageError(f"{path}: line {line} is not UTF-8.", "Save the file as UTF-8.") from None
-    except tomllib.TOMLDecodeError as error:
+    except RecursionError:
+        raise UsageError(f"{path}: a value is nested too deeply.", "Remove it.") from None
+    except ValueError as error:  # also of numbers and dates
         escaped = "escape" in message_of(error) or "hex value" in message_of(error)
         hint = "In double quotes a backslash starts an escape: write it twice, or use single quotes."
         raise UsageError(f"{path}: not valid TOML: {message_of(error)}.", hint if escaped else None) from None
+
+
+def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
+    """The `[[name]]` tables of a file, in order, as `kind` (a msgspec struct that forbids unknown fields).
+
+    Raises ``OSError``, and :class:`UsageError` that names the file and the line, or the entry (by `id` or number) and the key.
+    """
+    content = read_toml(path)
     if unknown := sorted(content.keys() - {name}):
         meant = "Did you mean it? " if nearest(unknown[0], [name]) else ""
         raise UsageError(f"{path}: unknown key {unknown[0]!r}.", f"Entries are [[{name}]] tables. {meant}".strip())

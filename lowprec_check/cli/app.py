@@ -133,12 +133,16 @@ def stdout_kept() -> Iterator[None]:
 
     Afterwards the current folder is the same as before, since names of files are relative to it.
     """
+    from lowprec_check.process.process_group import PRIVATE
+
     sys.stdout.flush()
     kept, folder = os.dup(1), current_folder()
     os.dup2(2, 1)
+    PRIVATE.add(kept)
     try:
         yield
     finally:
+        PRIVATE.remove(kept)
         sys.stdout.flush()
         os.dup2(kept, 1)
         os.close(kept)

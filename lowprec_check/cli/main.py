@@ -6,14 +6,23 @@ import contextlib
 import errno
 import io
 import os
+import re
 import signal
 import sys
+import tempfile
 import warnings
 
 import typer
 
 from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_error, print_status
-from lowprec_check.errors import ProcessLostError, Terminated, UsageError, traceback_of
+from lowprec_check.errors import (
+    LONGEST_MESSAGE,
+    ProcessLostError,
+    Terminated,
+    first_line,
+    traceback_of,
+    usage_error_of,
+)
 from lowprec_check.process.interpreter import open_standard_streams
 from lowprec_check.report.foreign_text import TRANSLITERATE
 from lowprec_check.schema.registry import modules_in
@@ -55,8 +64,8 @@ def _report(error: BaseException) -> int:
         return 128 + error.number
     if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
         return _report_output_error(error)
-    if isinstance(error, UsageError):
-        print_error(error)
+    if (wrong := usage_error_of(error)) is not None:
+        print_error(wrong)
         return USAGE_ERROR
     if hasattr(error, "show") and hasattr(error, "exit_code"):  # a usage error that the parser found
         text = io.StringIO()
@@ -68,9 +77,25 @@ def _report(error: BaseException) -> int:
     if isinstance(error, ProcessLostError):
         print_status(f"error: {error}")
     else:
-        print_status(traceback_of(error))
-        print_status("lowprec-check failed. Please report this bug with the traceback above.")
+        print_status(_bug_report(error))
     return TOOL_FAILED
+
+
+def _bug_report(error: Exception) -> str:
+    """What to print of a bug: one line, and the file with its traceback."""
+    text = traceback_of(error)
+    lines = text.rstrip().splitlines()
+    places = re.findall(r'File ".*?(lowprec_check[/\\][^"]+)", line (\d+)', text)
+    where = f" at {places[-1][0]}:{places[-1][1]}" if places else ""
+    said = f"lowprec-check failed{where}: {first_line(lines[-1])[:LONGEST_MESSAGE]}"
+    try:
+        with tempfile.NamedTemporaryFile(
+            "w", encoding="utf-8", prefix="lowprec-check-", suffix=".txt", delete=False
+        ) as file:
+            file.write(text)
+    except OSError as problem:
+        return f"{said}\nPlease report this bug. Its traceback could not be saved: {problem.strerror}."
+    return f"{said}\nPlease report this bug with the traceback in {file.name}"
 
 
 def _report_output_error(error: OSError) -> int:

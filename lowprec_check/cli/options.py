@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperCommand
 
 from lowprec_check import process
 from lowprec_check.schema.options import FORMS, Declared, DeclaredOptions, PlanOptions, ScanOptions, declared_in
@@ -50,6 +51,27 @@ def _option(name: str, declared: Declared, more: str) -> Any:
         autocompletion=completing(names) if names is not None else None,
         help=declared.sentence(more),
     )
+
+
+class WithScriptArguments(TyperCommand):
+    """A command of a target that may be a script: what follows ``--`` is for the script."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Keep what follows ``--`` for :func:`script_arguments`."""
+        if "--" in args:
+            at = args.index("--")
+            args, ctx.meta[__name__] = args[:at], tuple(args[at + 1 :])
+        return super().parse_args(ctx, args)
+
+    def collect_usage_pieces(self, ctx: Any) -> list[str]:
+        """Show them in the usage."""
+        return [*super().collect_usage_pieces(ctx), "[-- ARGUMENTS]"]
+
+
+def script_arguments(context: typer.Context) -> tuple[str, ...]:
+    """The arguments given to the script."""
+    found: tuple[str, ...] = context.meta.get(__name__, ())
+    return found
 
 
 def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

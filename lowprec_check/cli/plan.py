@@ -19,15 +19,25 @@ from lowprec_check.cli.app import (
     print_text,
     stdout_kept,
 )
-from lowprec_check.cli.options import Inputs, Isolation, Quiet, Target, Weights, takes_options
+from lowprec_check.cli.options import (
+    Inputs,
+    Isolation,
+    Quiet,
+    Target,
+    Weights,
+    WithScriptArguments,
+    script_arguments,
+    takes_options,
+)
 from lowprec_check.cli.progress import progress
 from lowprec_check.schema.options import PlanOptions
 
 
-@app.command()
+@app.command(cls=WithScriptArguments)
 @takes_options
 def plan(
     *,
+    context: typer.Context,
     target: Target,
     inputs: Inputs = None,
     weights: Weights = None,
@@ -43,7 +53,7 @@ def plan(
         from lowprec_check.engine.run.target_source import TargetSpec
         from lowprec_check.engine.session import plan_file
 
-        spec = TargetSpec(target, tuple(inputs or ()), weights)
+        spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
         found, ended_by = last_before_end(plan_file(spec, options, isolation, shown.step))
     try:
         if json:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import sys
-import time
 from collections.abc import Callable, Iterator
 
 from lowprec_check.cli.app import print_status
+from lowprec_check.process import system
 from lowprec_check.schema.scan_result import ScanResult
 
 LINE_SECONDS = 30.0
@@ -20,7 +20,7 @@ class Progress:
     def __init__(self, show: Callable[[str], None] | None = None) -> None:
         """``show`` prints a line; without it, nothing is shown."""
         self._show = show
-        self._started = time.monotonic()
+        self._started = system.monotonic()
         self._done, self._total = 0, 0
         self._done_after: list[float] = []
         """Seconds after which each run was done."""
@@ -28,14 +28,14 @@ class Progress:
     def step(self, run: str, doing: str) -> None:
         """A run has reached a step."""
         if self._show is not None:
-            self._show(self.line(run, doing, time.monotonic() - self._started))
+            self._show(self.line(run, doing, system.monotonic() - self._started))
 
     def done(self, result: ScanResult) -> None:
         """A run has finished; ``result`` has those so far."""
         from lowprec_check.analysis.conclusion import wanted_runs
 
         self._done, self._total = len(result.runs), len(wanted_runs(result))
-        self._done_after.append(time.monotonic() - self._started)
+        self._done_after.append(system.monotonic() - self._started)
 
     def line(self, run: str, doing: str, elapsed: float) -> str:
         """``run 3 of 5 · half · plain run · 0:14, about 0:20 left``; seconds ``elapsed``."""
@@ -73,12 +73,12 @@ def progress(quiet: bool) -> Iterator[Progress]:
 
 
 def _every(seconds: float) -> Callable[[str], None]:
-    last = time.monotonic()
+    last = system.monotonic()
 
     def show(line: str) -> None:
         nonlocal last
-        if time.monotonic() - last >= seconds:
-            last = time.monotonic()
+        if system.monotonic() - last >= seconds:
+            last = system.monotonic()
             print_status(line)
 
     return show

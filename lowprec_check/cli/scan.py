@@ -22,7 +22,16 @@ from lowprec_check.cli.app import (
     print_status,
     stdout_kept,
 )
-from lowprec_check.cli.options import Inputs, Isolation, Quiet, Target, Weights, takes_options
+from lowprec_check.cli.options import (
+    Inputs,
+    Isolation,
+    Quiet,
+    Target,
+    Weights,
+    WithScriptArguments,
+    script_arguments,
+    takes_options,
+)
 from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, Verbose, check_reports, print_report
 from lowprec_check.errors import Terminated, UsageError
@@ -35,10 +44,11 @@ if TYPE_CHECKING:
     from lowprec_check.schema.scan_result import ScanResult
 
 
-@app.command()
+@app.command(cls=WithScriptArguments)
 @takes_options
 def scan(
     *,
+    context: typer.Context,
     target: Target,
     inputs: Inputs = None,
     weights: Weights = None,
@@ -90,7 +100,7 @@ def scan(
         from lowprec_check.engine.run.target_source import TargetSpec
         from lowprec_check.engine.session import scan_file
 
-        spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights)
+        spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights, script_arguments(context))
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)
     output = _Output(json, tuple(report or ()), save_plan, printed, findings, verbose)
     with interrupts_ignored_after(ended_by):

@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lowprec_check.catalog.data_files import read_toml
 from lowprec_check.errors import UsageError, message_of
 from lowprec_check.process.interpreter import current_folder
 from lowprec_check.schema.registry import nearest
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:
-    import tomli as tomllib
 
 TABLE = "tool.lowprec-check"
 
@@ -35,11 +30,11 @@ def default_options(group: Any, context: Any) -> dict[str, Any]:
 
 def _read(path: Path) -> Mapping[str, Any] | None:
     try:
-        tool = tomllib.loads(path.read_text(encoding="utf-8-sig")).get("tool", {})
+        tool = read_toml(path).get("tool", {})
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.", "Use --no-settings to go without it.") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path}: {message_of(error)}", "Fix it, or use --no-settings to go without it.") from None
+    except UsageError as error:
+        raise UsageError(error.message, "Fix it, or use --no-settings to go without it.") from None
     if not isinstance(tool, dict):
         raise UsageError(f"{path}: tool is not a table.", f"Write [{TABLE}].")
     if "lowprec_check" in tool:

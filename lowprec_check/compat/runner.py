@@ -28,6 +28,7 @@ from lowprec_check.compat.scan_process import (
     temporary_file,
 )
 from lowprec_check.errors import UsageError, message_of, type_name
+from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.schema.base import make_folder
 from lowprec_check.schema.matrix import Matrix, MatrixRow, load, save
 from lowprec_check.schema.scan_result import ResultError, ScanResult
@@ -156,35 +157,33 @@ def _completed(
 
 @contextlib.contextmanager
 def _dask_client(address: str, jobs: int, stop: Callable[[], None]) -> Iterator[Any]:
-    """Connect to the scheduler at ``address``, or start workers here, which call ``stop`` when they are closed."""
+    """Connect to the scheduler at ``address``; without one, start it here, with a worker of ``jobs`` threads.
+
+    At the end, running calls are ended by ``stop`` first, which the worker would wait for.
+    """
     try:
         import dask
-        from distributed import Client, LocalCluster, WorkerPlugin
+        from distributed import Client, LocalCluster
         from distributed import TimeoutError as DaskTimeoutError
     except ModuleNotFoundError:
         raise UsageError(
             "--engine dask needs dask.distributed, which is not installed.", "pip install 'dask[distributed]'"
         ) from None
-
-    class AtClose(WorkerPlugin):  # type: ignore[misc]
-        def teardown(self, worker: Any) -> None:
-            stop()
-
     with contextlib.ExitStack() as stack:
         try:
             if address:
                 scheduler: Any = f"tcp://{address}"
-            else:
-                stack.enter_context(dask.config.set({"distributed.scheduler.allowed-failures": 0}))
-                scheduler = stack.enter_context(LocalCluster(n_workers=jobs, threads_per_worker=1))
+            else:  # each scan is a process, so threads suffice
+                stack.enter_context(dask.config.set(temporary_directory=GUARDIAN.temporary_folder()))
+                local = {"n_workers": 1, "threads_per_worker": jobs, "processes": False, "dashboard_address": None}
+                scheduler = stack.enter_context(LocalCluster(**local))
             client = stack.enter_context(Client(scheduler, timeout="20s"))
         except (OSError, ValueError, DaskTimeoutError) as error:
             raise UsageError(
                 f"Cannot connect to a dask scheduler{f' at {address}' if address else ''}: {error}.",
                 "Start one: dask scheduler; dask worker HOST:PORT",
             ) from None
-        if not address:  # the workers of a cluster may run the calls of other clients too
-            client.register_plugin(AtClose())
+        stack.callback(stop)
         yield client
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import shlex
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import IO, Any, NamedTuple, NoReturn
 from lowprec_check.analysis.run_summary import degenerate_output, label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import speed
 from lowprec_check.errors import UsageError, encodable
+from lowprec_check.process import system
 from lowprec_check.process.command_worker import CommandWorker
 from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
@@ -37,6 +37,10 @@ class Request(NamedTuple):
     """A file name, unique in the list."""
 
 
+_LONGEST_LINE = 10_000
+"""The time to parse one grows with the square of its length."""
+
+
 def read_list(path: Path) -> list[Request]:
     """Read one target per line, followed by options of ``scan``; ``#`` starts a comment.
 
@@ -46,6 +50,8 @@ def read_list(path: Path) -> list[Request]:
     try:
         text = path.read_text(encoding="utf-8", errors="surrogateescape")
         problem = "it has a null byte" if "\0" in text else None  # no argument of a command can contain it
+        if any(len(line) > _LONGEST_LINE for line in text.splitlines()):
+            problem = f"a line has more than {_LONGEST_LINE:,} characters"
     except OSError as error:
         problem = error.strerror
     if problem is not None:
@@ -217,7 +223,7 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
     Raises:
         UsageError: no temporary file can be created.
     """
-    started = time.monotonic()
+    started = system.monotonic()
     device = ["--device", request.device] if request.device else []
     options = ("--json", "-", "--quiet", "--fail-on", "never", *device, *request.options)
     command = module_command("lowprec_check", "--no-settings", "scan", request.target, *options)
@@ -227,7 +233,7 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
         worker.set_timeout(limits.seconds)
         reason = _reason(_watch(worker), errors, limits)
         json = _read(output) if reason is None else b""
-    return ScanOutcome(request, json, reason, time.monotonic() - started)
+    return ScanOutcome(request, json, reason, system.monotonic() - started)
 
 
 def temporary_file() -> IO[bytes]:

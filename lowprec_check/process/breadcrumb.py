@@ -6,11 +6,11 @@ import mmap
 import os
 import struct
 import tempfile
-import time
 from pathlib import Path
 from typing import NamedTuple
 
 from lowprec_check.errors import UsageError
+from lowprec_check.process import system
 from lowprec_check.process.interpreter import open_descriptors
 
 # -- Files without a name that processes share by their descriptor; they vanish with the last process
@@ -75,7 +75,7 @@ class Position(NamedTuple):
 
     def seconds_in_op(self) -> float:
         """Seconds since the running op started; 0 between ops."""
-        return time.time() - self.started if self.in_op else 0.0
+        return system.now() - self.started if self.in_op else 0.0
 
 
 class Breadcrumb:
@@ -108,7 +108,7 @@ class Breadcrumb:
         """Record that an op starts."""
         text = f"{op}\0{module}\0{source or ''}".encode()[: _SIZE - _HEAD.size]
         self._ops += 1
-        head = _HEAD.pack(IN_OP, time.time(), self._ops, len(text))
+        head = _HEAD.pack(IN_OP, system.now(), self._ops, len(text))
         self._map[: _HEAD.size + len(text)] = head + text
 
     def leave(self) -> None:

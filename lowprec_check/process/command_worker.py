@@ -5,7 +5,6 @@ from __future__ import annotations
 import collections
 import contextlib
 import math
-import multiprocessing.connection
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -14,6 +13,7 @@ from typing import IO, Generic, NoReturn, Protocol, TypeVar
 
 import msgspec
 
+from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.process_group import start_command
 from lowprec_check.process.supervisor import Decode, Message, MessageEvent, StateEvent, Supervisor, Worker
@@ -61,7 +61,7 @@ class LineWorker(Worker[Message]):
 
     def receive(self) -> list[Message]:
         """Return the messages in one chunk of the output; an incomplete line is kept until its rest arrives."""
-        if self._at_end or not multiprocessing.connection.wait([self._messages.fileno()], timeout=0):
+        if self._at_end or not system.wait_for([self._messages.fileno()], 0):
             return []
         chunk = os.read(self._messages.fileno(), _CHUNK)
         self._at_end = not chunk
@@ -111,7 +111,7 @@ class TaskQueue(Generic[Task, Message]):
     ) -> None:
         """A worker is killed if it has not started after ``start_seconds``, or if one call takes longer than ``call_seconds``.
 
-        ``folder`` is for breadcrumbs and logs; ``command`` gets the option ``--breadcrumb``.
+        ``folder`` is for breadcrumbs, logs and temporary files of the workers; ``command`` gets the option ``--breadcrumb``.
         """
         self.waiting: collections.deque[Task] = collections.deque()
         self.workers: list[LineWorker[Message]] = []
@@ -133,7 +133,7 @@ class TaskQueue(Generic[Task, Message]):
         worker = LineWorker(
             [*self._command, "--breadcrumb", str(path)],
             self._decode,
-            environment=self._environment,
+            environment={**self._environment, "TMPDIR": str(self.folder)},
             log=path.with_suffix(".log"),
             breadcrumb=Breadcrumb.create(path),
         )

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import getpass
 import math
 import os
 import pickle
+import re
+import shutil
+import struct
 import sys
-import time
-from collections.abc import Callable, Hashable, Sequence
+import tempfile
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from functools import partial
 from multiprocessing import process
 from multiprocessing.connection import Connection, Pipe
@@ -19,11 +23,12 @@ from typing import Any, Literal
 import msgspec
 import psutil
 
-from lowprec_check.errors import UsageError, traceback_of
+from lowprec_check.errors import UsageError, WorkerError, traceback_of, usage_error_of
+from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.interpreter import open_descriptors, python_command
-from lowprec_check.process.process_group import GUARDIAN, fork, start_command
-from lowprec_check.process.supervisor import BATCH, Decode, Message, Worker
+from lowprec_check.process.process_group import GUARDIAN, PRIVATE, fork, start_command
+from lowprec_check.process.supervisor import BATCH, FOREIGN_BYTES, Decode, Message, Worker
 
 # -- Whether a process works or only waits
 
@@ -79,19 +84,29 @@ Method = Literal["fork", "spawn"]
 """``spawn`` starts a fresh interpreter."""
 
 
+_MARK = os.urandom(8)
+_HEAD = struct.Struct("!8sQ")
+"""What is in front of each message of a worker: the mark, which foreign bytes do not have, and the length."""
+
+
 class Channel:
     """The worker's end of the pipe; calling it sends a message."""
 
     def __init__(self, connection: Connection) -> None:
         self._connection = connection
+        PRIVATE.add(connection.fileno())
 
     def __call__(self, message: bytes) -> None:
         """Send a message."""
+        system.restore_builtins()
         _end_copies()
-        self._connection.send_bytes(message)
+        left = memoryview(_HEAD.pack(_MARK, len(message)) + message)
+        while left:
+            left = left[system.write(self._connection.fileno(), left) :]
 
     def receive(self) -> bytes | None:
         """Wait for what :meth:`FunctionWorker.send` sends; ``None`` if nothing more will come."""
+        system.restore_builtins()
         _end_copies()
         try:
             return self._connection.recv_bytes()
@@ -122,17 +137,22 @@ class FunctionWorker(Worker[Message]):
         """
         super().__init__(breadcrumb)
         self._decode = decode
-        self._at_end = False
+        self._at_end = self._is_foreign = False
+        self._received = bytearray()
         open_descriptors()
         self._connection, theirs = Pipe()
+        PRIVATE.add(self._connection.fileno())
+        self._folder: str | None = None
+        with contextlib.suppress(OSError):  # else it uses that of its parent
+            self._folder = GUARDIAN.temporary_folder()
         _flush()
         with theirs:
             if method == "fork":
-                self._group = fork(partial(_run, task, theirs, log))
+                self._group = fork(partial(_run, task, theirs, log, self._folder))
             else:
                 inherited = [theirs.fileno(), *descriptors, *([log] if log is not None else [])]
-                folder, path = GUARDIAN.temporary_folder(), [entry for entry in sys.path if isinstance(entry, str)]
-                start = f"run_fresh({theirs.fileno()}, {log}, {folder!r})"
+                path = [entry for entry in sys.path if isinstance(entry, str)]
+                start = f"run_fresh({theirs.fileno()}, {log}, {self._folder!r}, {_MARK!r})"
                 code = f"sys.path[:] = {path!r}\nfrom {__name__} import run_fresh\n{start}"
                 self._group = start_command(python_command(code), descriptors=inherited)
                 self.send(pickle.dumps(task))
@@ -155,29 +175,49 @@ class FunctionWorker(Worker[Message]):
         return [*pipe, *self._group.waitables()]
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived."""
+        """Return the messages that have arrived. A worker that sends anything else is killed."""
         received: list[Message] = []
         try:
-            while len(received) < BATCH and not self._at_end and self._connection.poll():
-                received.append(self._decode(self._connection.recv_bytes()))
+            while len(received) < BATCH and not self._at_end and system.wait_for([self._connection], 0):
+                data = os.read(self._connection.fileno(), 2**20)  # what is there: a message may never be completed
+                self._at_end = not data
+                self._received += data
+                received += map(self._decode, self._complete())
         except (EOFError, OSError):
             self._at_end = True
         return received
 
+    def _complete(self) -> Iterator[bytes]:
+        """Take the messages that are complete out of what was received."""
+        while self._received:
+            if not _MARK.startswith(self._received[: len(_MARK)]):
+                self._is_foreign = self._at_end = True
+                self._group.end()
+                return
+            end = _HEAD.size + (_HEAD.unpack_from(self._received)[1] if len(self._received) >= _HEAD.size else 0)
+            if len(self._received) < end:
+                return
+            yield bytes(self._received[_HEAD.size : end])
+            del self._received[:end]
+
     @property
     def exit_code(self) -> int | None:
-        """Exit code of the process; ``None`` while it runs."""
-        return self._group.exit_code
+        """Exit code of the process, or :data:`FOREIGN_BYTES`; ``None`` while it runs."""
+        return FOREIGN_BYTES if self._is_foreign else self._group.exit_code
 
     def idle_seconds(self) -> float:
         """Seconds since the process or one that it started was last seen to use the processor."""
-        return self._activity.idle_seconds(time.monotonic())
+        return self._activity.idle_seconds(system.monotonic())
 
     def end(self) -> None:
         """Kill the process if it still runs, with all that it started, and wait until it has ended."""
         self._group.end()
+        if not self._connection.closed:
+            PRIVATE.discard(self._connection.fileno())
         self._connection.close()
         self._at_end = True
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
 
 
 # -- inside the worker
@@ -198,10 +238,6 @@ def end_if_forked(error: BaseException) -> None:
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
-class WorkerError(Exception):
-    """The tool itself failed in a worker; the message is the traceback."""
-
-
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """The last message of a worker: it is done, or was ended by an error. A worker that dies sends none."""
 
@@ -218,11 +254,11 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
         """Do the ``work``: what it returns, or raises."""
         try:
             return cls(value=work() or b"")
-        except UsageError as error:
-            return cls(message=error.message, hint=error.hint)
         except BaseException as error:
+            if (wrong := usage_error_of(error)) is not None:
+                return cls(message=wrong.message, hint=wrong.hint)
             end_if_forked(error)
-            return cls(traceback=error.args[0] if isinstance(error, WorkerError) else traceback_of(error))
+            return cls(traceback=traceback_of(error))
 
     def check(self) -> None:
         """Raise the :class:`UsageError` again, or :class:`WorkerError` for any other exception."""
@@ -232,20 +268,22 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
             raise WorkerError(self.traceback)
 
 
-def run_fresh(descriptor: int, log: int | None, folder: str | None) -> None:
-    """In a fresh interpreter: receive the task and run it; ``folder`` is for sockets of multiprocessing."""
-    if folder is not None:
-        process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+def run_fresh(descriptor: int, log: int | None, folder: str | None, mark: bytes) -> None:
+    """In a fresh interpreter: receive the task and run it; ``mark`` is in front of its messages."""
+    global _MARK  # noqa: PLW0603
+    _MARK = mark
     connection: Connection = Connection(descriptor)
     os.set_inheritable(descriptor, False)
     task: Task = pickle.loads(connection.recv_bytes())
-    _run(task, connection, log)
-    os._exit(0)  # like a fork: without exit handlers
+    _run(task, connection, log, folder)
+    system.end_now(0)  # like a fork: without exit handlers
 
 
-def _run(task: Task, connection: Connection, log: int | None) -> None:
+def _run(task: Task, connection: Connection, log: int | None, folder: str | None) -> None:
     global _worker_pid  # noqa: PLW0603
     _worker_pid = os.getpid()
+    if folder is not None:
+        _use_folder(folder)
     os.dup2(2, 1)  # what the model prints must not end up in a report on stdout
     if log is not None:
         faulthandler.enable(log)
@@ -253,6 +291,23 @@ def _run(task: Task, connection: Connection, log: int | None) -> None:
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     task(Channel(connection))
     _flush()
+
+
+def _use_folder(folder: str) -> None:
+    """Make ``folder`` that for temporary files, also of what this process starts: it is removed after the process was ended.
+
+    What inductor has compiled stays for other workers of the parent; where the user has a cache of it, that is used.
+    """
+    user = ""
+    with contextlib.suppress(Exception):  # no name is known for the number of the user
+        user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
+    cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
+    os.environ.setdefault(
+        "TORCHINDUCTOR_CACHE_DIR", cache if os.path.isdir(cache) else os.path.join(os.path.dirname(folder), "inductor")
+    )
+    os.environ["TMPDIR"] = tempfile.tempdir = folder
+    process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
+    GUARDIAN.use_folder(folder)
 
 
 def _end_copies() -> None:

@@ -5,46 +5,30 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import itertools
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from multiprocessing import process, util
+from multiprocessing import util
 from pathlib import Path
 from typing import IO, Any
 
-# -- A guardian: a small process that kills this program's workers if the program ends without doing so
+from lowprec_check.process import guardian_program, system
+from lowprec_check.process.guardian_program import end_family, new_mark, set_mark
+
+# -- A guardian: a small process that ends this program's workers if the program ends without doing so
 #
 # A program that is killed by SIGKILL cannot end its workers. So each worker runs in a process group of its own, and announces
 # it to the guardian through a pipe. The pipe ends with the last process that holds it, which is this program: then the
-# guardian kills the groups that were announced and not withdrawn, and removes their temporary folders.
-
-_GUARDIAN = """
-import os, select, signal
-for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-    signal.signal(number, signal.SIG_IGN)
-left, rest, closed = set(), b"", False
-while (not closed or select.select([0], [], [], 1)[0]) and (chunk := os.read(0, 4096)):
-    *lines, rest = (rest + chunk).split(b"\\0")
-    closed = closed or b"!" in lines
-    for line in lines:
-        (left.add if line[:1] == b"+" else left.discard)(line[1:])
-for group in left:
-    if group.isdigit():
-        try:
-            os.killpg(int(group), signal.SIGKILL)
-        except OSError:
-            pass
-for folder in left:
-    if folder.startswith(b"/"):
-        import shutil
-        shutil.rmtree(folder, ignore_errors=True)
-"""
+# guardian ends what was announced and not withdrawn (guardian_program).
 
 
 class Guardian:
@@ -54,40 +38,43 @@ class Guardian:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: str | None = None
+        self._owner: int | None = None
+        """The process that removes the folder."""
+        self._numbers = itertools.count(1)
 
     def lifeline(self) -> int:
         """A new descriptor of the pipe, for one worker, which announces its group and closes it."""
         with self._lock:
             return os.dup(self._pipe())
 
-    def withdraw(self, group: int) -> None:
-        """Tell the guardian that a group has ended: its number may be used again by others."""
+    def withdraw(self, entry: str) -> None:
+        """Tell the guardian that a worker has ended, whose number may be used again by others, or that a folder is removed."""
         with self._lock:
-            announce(group, os.dup(self._pipe()), ended=True)
+            announce(entry, os.dup(self._pipe()), ended=True)
 
-    def temporary_folder(self) -> str | None:
-        """The folder for sockets of :mod:`multiprocessing`, for this process and its workers; ``None`` if there can be none.
+    def temporary_folder(self) -> str:
+        """A new folder for the temporary files of a worker and of all that it starts, inside one of this process.
 
-        Processes that a model starts would make their own, and leave them when they are killed.
+        Its path is short, since those of sockets have 107 characters at most. Raises ``OSError`` if there is no place for it.
         """
-        known = process.current_process()._config.get("tempdir")  # type: ignore[attr-defined]
-        if known is not None:
-            return str(known)
         with self._lock:
-            lifeline = os.dup(self._pipe())
-        try:
-            self._folder = str(util.get_temp_dir())
-        except OSError:
-            os.close(lifeline)
-            return None
-        announce(self._folder, lifeline)
-        return self._folder
+            if self._folder is None:
+                self._folder = os.path.join(tempfile.gettempdir(), f"lowprec-{os.urandom(4).hex()}")
+                self._owner = os.getpid()
+                announce(self._folder, os.dup(self._pipe()))  # before it exists, so that it is never left
+            folder = os.path.join(self._folder, f"{next(self._numbers)}")
+        os.makedirs(folder, 0o700)
+        return folder
+
+    def use_folder(self, folder: str) -> None:
+        """In a worker: make the folders of its own workers inside its own one, which its parent removes."""
+        self._folder, self._owner = folder, None
 
     def _pipe(self) -> int:
         if self._process is None or self._process.poll() is not None:
             self._forget()
             self._process = subprocess.Popen(
-                [sys.executable, "-I", "-S", "-c", _GUARDIAN],
+                [sys.executable, "-I", "-S", guardian_program.__file__],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
@@ -100,10 +87,10 @@ class Guardian:
 
     def close(self) -> None:
         """At the exit of this process: let the guardian end."""
+        if self._folder is not None and self._owner == os.getpid():
+            shutil.rmtree(self._folder, ignore_errors=True)
         if self._process is not None:
             assert self._process.stdin is not None
-            if self._folder is not None:  # removed by multiprocessing itself
-                announce(self._folder, os.dup(self._process.stdin.fileno()), ended=True)
             with contextlib.suppress(OSError):  # if a signal left a copy of the descriptor open, the pipe does not end
                 os.write(self._process.stdin.fileno(), b"!\0")
             self._process.stdin.close()
@@ -121,12 +108,12 @@ class Guardian:
     def after_fork(self) -> None:
         """In a fork: the guardian is the parent's and waits for the end of the pipe; a thread that was not copied may hold the lock."""
         self._lock = threading.Lock()
-        self._folder = None  # the parent's
+        self._folder, self._owner = None, None  # the parent's
         self._forget()
 
 
-def announce(entry: int | str, lifeline: int, *, ended: bool = False) -> None:
-    """Tell the guardian of a group or a folder (``entry``), and close the descriptor. A guardian that has died learns nothing."""
+def announce(entry: str, lifeline: int, *, ended: bool = False) -> None:
+    """Tell the guardian of a worker or a folder (``entry``), and close the descriptor. A guardian that has died learns nothing."""
     with contextlib.suppress(OSError):
         os.write(lifeline, os.fsencode(f"{'-' if ended else '+'}{entry}\0"))
     os.close(lifeline)
@@ -148,8 +135,8 @@ UNKNOWN_EXIT = 255
 class ProcessGroup:
     """A child process, the leader of its group, and the group. The guardian knows it."""
 
-    def __init__(self, pid: int, popen: subprocess.Popen[bytes] | None = None) -> None:
-        self.pid = pid
+    def __init__(self, pid: int, mark: int, popen: subprocess.Popen[bytes] | None = None) -> None:
+        self.pid, self.mark = pid, mark
         self.popen = popen
         """The object of a process that :mod:`subprocess` has started."""
         self._exit_code: int | None = None
@@ -170,33 +157,25 @@ class ProcessGroup:
         return self._exit_code
 
     def end(self) -> None:
-        """Kill the process if it still runs, and all other processes of its group; wait until it has ended.
+        """Kill the process if it still runs, and all that it has started; wait until it has ended.
 
         The process is reaped only after its group was killed, so that its number cannot belong to another one.
         """
         if self._has_ended:
             return
         self._has_ended = True
-        exists = self.exit_code != UNKNOWN_EXIT
-        try:
-            os.killpg(self.pid, signal.SIGKILL)
-        except (
-            ProcessLookupError,
-            PermissionError,
-        ):  # it leads no group yet; macOS does not signal the group of a zombie
-            if exists:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(self.pid, signal.SIGKILL)
-        # before it is reaped, since subprocess takes an unknown code for 0
+        if self.exit_code != UNKNOWN_EXIT:
+            with contextlib.suppress(ProcessLookupError):
+                system.kill(self.pid, signal.SIGKILL)  # it may lead no group yet
+        end_family(self.pid, self.mark)
         code = _exit_code(self.pid, block=True)
         if self._exit_code is None or code != UNKNOWN_EXIT:
             self._exit_code = code
+        with contextlib.suppress(ChildProcessError):
+            system.waitpid(self.pid, 0)
         if self.popen is not None:
-            self.popen.wait()
-        else:
-            with contextlib.suppress(ChildProcessError):
-                os.waitpid(self.pid, 0)
-        GUARDIAN.withdraw(self.pid)
+            self.popen.returncode = self._exit_code
+        GUARDIAN.withdraw(f"{self.pid} {self.mark}")
         if self._pidfd is not None:
             os.close(self._pidfd)
             self._pidfd = None
@@ -212,7 +191,7 @@ def start_command(
     descriptors: Sequence[int] = (),
 ) -> ProcessGroup:
     """Start ``command`` in a group of its own; it inherits ``descriptors``."""
-    lifeline = GUARDIAN.lifeline()
+    lifeline, mark = GUARDIAN.lifeline(), new_mark()
     popen = subprocess.Popen(
         command,
         stdin=input,
@@ -222,14 +201,15 @@ def start_command(
         start_new_session=True,
         pass_fds=tuple(descriptors),
     )
-    announce(popen.pid, lifeline)
-    return ProcessGroup(popen.pid, popen)
+    announce(f"{popen.pid} {mark}", lifeline)
+    set_mark(mark, popen.pid)
+    return ProcessGroup(popen.pid, mark, popen)
 
 
 def _exit_code(pid: int, *, block: bool = False) -> int | None:
     """The exit code of a child process, which stays a zombie; ``None`` while it runs, unless to ``block`` until it ends."""
     try:
-        ended: Any = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG))
+        ended: Any = system.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG))
     except ChildProcessError:
         return UNKNOWN_EXIT
     if ended is None:
@@ -242,6 +222,10 @@ def _exit_code(pid: int, *, block: bool = False) -> int | None:
 _SOFT = 1
 """``omp_pause_soft``: threads end, settings stay; the next parallel region starts new threads."""
 
+PRIVATE: set[int] = set()
+"""Open descriptors of this process that a fork must not use: in it they lead nowhere, so that a model which writes to all
+descriptors that it finds reaches no other process."""
+
 WHOLE_PROCESS = threading.RLock()
 """Held while a process forks, and while a model is run in this process, with hooks and modes that a fork must not copy."""
 
@@ -253,17 +237,16 @@ def fork(run: Callable[[], object]) -> ProcessGroup:
     were not copied. So the pool of this thread is released first; if that is not possible, a new thread forks.
     """
     with WHOLE_PROCESS:
-        GUARDIAN.temporary_folder()  # made here, so that the copy uses it too
-        lifeline = GUARDIAN.lifeline()
+        lifeline, mark = GUARDIAN.lifeline(), new_mark()
         try:
             if _release_threads():
-                pid = _fork(run, lifeline)
+                pid = _fork(run, lifeline, mark)
             else:
                 with ThreadPoolExecutor(1) as executor:
-                    pid = executor.submit(_fork, run, lifeline).result()
+                    pid = executor.submit(_fork, run, lifeline, mark).result()
         finally:
             os.close(lifeline)
-    return ProcessGroup(pid)
+    return ProcessGroup(pid, mark)
 
 
 def _release_threads() -> bool:
@@ -285,22 +268,25 @@ def _release_threads() -> bool:
     return released
 
 
-def _fork(run: Callable[[], object], lifeline: int) -> int:
+def _fork(run: Callable[[], object], lifeline: int, mark: int) -> int:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="This process .* is multi-threaded", category=DeprecationWarning)
-        pid = os.fork()
+        pid: int = system.fork()
     if pid == 0:
         try:
-            os.setsid()
-            announce(os.getpid(), lifeline)
+            system.setsid()
+            set_mark(mark)
+            announce(f"{os.getpid()} {mark}", lifeline)
             null = os.open(os.devnull, os.O_RDONLY)  # a worker has no terminal: its standard input is empty
-            os.dup2(null, 0)
+            for descriptor in (0, *PRIVATE):
+                os.dup2(null, descriptor)
             os.close(null)
+            PRIVATE.clear()
             sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
             util._run_after_forkers()  # type: ignore[attr-defined]
             run()
-            os._exit(0)
+            system.end_now(0)
         except BaseException:
             traceback.print_exc()
-            os._exit(1)
+            system.end_now(1)
     return pid

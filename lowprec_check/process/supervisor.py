@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import abc
 import math
-import multiprocessing.connection
 import signal
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from types import TracebackType
 from typing import Any, Generic, Literal, TypeVar
 
+from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb, Position
 from lowprec_check.process.process_group import UNKNOWN_EXIT
 
@@ -32,8 +31,16 @@ def signal_name(exit_code: int) -> str | None:
         return f"signal {-exit_code}"
 
 
+FOREIGN_BYTES = 1000
+"""Stands for the exit code of a process that was killed because its pipe holds what is no message; no process can end with it."""
+
+
 def describe_exit(exit_code: int, *, brief: bool = False) -> str:
     """Describe how a process ended, for a report; ``brief`` is a few words for a table."""
+    if exit_code == FOREIGN_BYTES:
+        return (
+            "writes to a foreign descriptor" if brief else "the process writes to file descriptors that it did not open"
+        )
     name = signal_name(exit_code)
     if brief:
         return f"exit code {exit_code}" if name is None else f"killed by signal {-exit_code}"
@@ -65,7 +72,7 @@ class Worker(abc.ABC, Generic[Message]):
 
     def set_timeout(self, seconds: float) -> None:
         """Set the deadline to ``seconds`` from now; ``math.inf`` removes it."""
-        self.deadline = time.monotonic() + seconds
+        self.deadline = system.monotonic() + seconds
 
     def position(self) -> Position | None:
         """Return the op that the worker runs or ran last; ``None`` if it has no breadcrumb or has not run an op."""
@@ -159,9 +166,9 @@ class Supervisor(Generic[AnyWorker, Message]):
         while self._workers:
             waitables = [waitable for worker in self._workers for waitable in worker.waitables()]
             if waitables:
-                multiprocessing.connection.wait(waitables, timeout=self._tick)
+                system.wait_for(waitables, self._tick)
             else:
-                time.sleep(self._tick)
+                system.sleep(self._tick)
             for worker in tuple(self._workers):
                 yield from self._check(worker)
 
@@ -183,7 +190,7 @@ class Supervisor(Generic[AnyWorker, Message]):
 
 
 def _check_limits(worker: Worker[Any], position: Position | None) -> State:
-    if time.monotonic() > worker.deadline:
+    if system.monotonic() > worker.deadline:
         return "timeout"
     if position is not None and position.seconds_in_op() > worker.op_limit:
         return "stuck"

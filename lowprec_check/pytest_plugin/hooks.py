@@ -90,14 +90,19 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _marker_help() if config.option.markers else "lowprec")
     given = {name for name in (*_OPTIONS, "update_manifest") if config.getoption(f"lowprec_{name}")}
     of_manifest = {"manifest", "update_manifest"}
-    if given & of_manifest or config.getini("lowprec_manifest"):
-        from lowprec_check.pytest_plugin import known_failures
+    try:
+        if given & of_manifest or config.getini("lowprec_manifest"):
+            from lowprec_check.pytest_plugin import known_failures
 
-        known_failures.register(config)
-    if given - of_manifest or config.getini("lowprec_coverage"):
-        from lowprec_check.pytest_plugin import coverage
+            known_failures.register(config)
+        if given - of_manifest or config.getini("lowprec_coverage"):
+            from lowprec_check.pytest_plugin import coverage
 
-        coverage.register(config)
+            coverage.register(config)
+    except OSError as error:  # a name that the system does not accept
+        from lowprec_check.errors import usage_error_of
+
+        raise pytest.UsageError(str(usage_error_of(error) or error)) from None
 
 
 def _marker_help() -> str:

@@ -11,9 +11,10 @@ import pytest
 
 from lowprec_check.errors import UsageError, encodable, type_name
 from lowprec_check.pytest_plugin import manifest
-from lowprec_check.pytest_plugin.manifest import NO_REASON, KnownFailure, Manifest, Result, closest
+from lowprec_check.pytest_plugin.manifest import MATCH_SECONDS, NO_REASON, KnownFailure, Manifest, Result, closest
 from lowprec_check.pytest_plugin.marker import Case, is_device_available
 from lowprec_check.pytest_plugin.shared import is_worker, option_path, shown_path, wrong_option
+from lowprec_check.report.foreign_text import visible_text
 from lowprec_check.schema.axes import accelerators, device_type
 from lowprec_check.schema.base import write_file
 
@@ -207,14 +208,19 @@ class KnownFailures:
 
     def _failed(self, report: pytest.TestReport, known: KnownFailure | None, error: BaseException) -> None:
         raised = type_name(error)
-        expected, matched = known is not None and known.expects(error, raised), known is None or known.matches(error)
+        problem = " with another message"
+        try:
+            matched = known is None or known.matches(error)
+        except TimeoutError:
+            matched, problem = False, f" with a message that takes more than {MATCH_SECONDS:g} s to match"
+        expected = known is not None and raised in known.exceptions and matched
         self._attach(report, Result((raised,), known, expected, matched))
         self.unexpected[report.nodeid] = self.unexpected.get(report.nodeid, False) or not expected
         if self.update or expected:
             report.outcome = "skipped"
             report.wasxfail = known.reason if known else "added to the manifest"
         elif known is not None:
-            which = " with another message" if raised in known.exceptions else ""
+            which = problem if raised in known.exceptions else ""
             text = f"Raised {raised}{which}, but {self.shown} expects {_expected(known)}."
             report.sections.append((f"lowprec: {self.shown}", f"{text}\n{self.how_to_update}"))
 
@@ -278,7 +284,7 @@ class KnownFailures:
         if lines:
             terminalreporter.section(f"lowprec: {self.shown}")
             for line in lines:
-                terminalreporter.write_line(line)
+                terminalreporter.write_line(visible_text(line))
 
     def _changes(self) -> list[str]:
         if self.failed_to_write is not None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import tempfile
-import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,8 +13,10 @@ import pytest
 from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
 from lowprec_check.catalog.records import Dtype
 from lowprec_check.engine.sweep.failures import Raised, kind_of
+from lowprec_check.process import system
 from lowprec_check.process.command_worker import TaskQueue
 from lowprec_check.process.interpreter import module_command
+from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.pytest_plugin.marker import is_device_available
 from lowprec_check.pytest_plugin.shared import is_worker
 from lowprec_check.schema.base import Struct
@@ -127,8 +127,7 @@ class KeptCalls:
             elif why_not is not None:
                 self.answers[op, dtype] = ReplayAnswer(why_not=why_not)
         if tasks:
-            with tempfile.TemporaryDirectory(prefix="lowprec-check-") as folder:
-                self.answers |= replay_calls(tasks, Path(folder))
+            self.answers |= replay_calls(tasks, Path(GUARDIAN.temporary_folder()))
 
     def settled(self, op: str, dtype: Dtype, support: AtenSupport) -> AtenSupport:
         """The support of an op, with what its call has shown."""
@@ -183,11 +182,11 @@ def replay_calls(tasks: Iterable[ReplayTask], folder: Path) -> Answers:
     answers: Answers = {}
     queue.waiting.extend(tasks)
     total = len(queue.waiting)
-    queue.deadline = time.monotonic() + ALL_SECONDS
+    queue.deadline = system.monotonic() + ALL_SECONDS
     with queue.supervisor:
         queue.start()
         for task, event in queue.events():
-            is_late = time.monotonic() > queue.deadline
+            is_late = system.monotonic() > queue.deadline
             if isinstance(event, ReplayAnswer):
                 if task is not None:
                     answers[task.op, task.dtype] = event

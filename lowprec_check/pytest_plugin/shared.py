@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from lowprec_check.errors import UsageError
+from lowprec_check.report.foreign_text import visible_text
 
 
 def _option(name: str) -> str:
@@ -34,7 +35,8 @@ def option_path(config: pytest.Config, name: str) -> Path | None:
 def wrong_option(config: pytest.Config, name: str, problem: object) -> pytest.UsageError:
     """The error about a value, which names the option or the ini key that it comes from."""
     given = config.getoption(f"lowprec_{name}")
-    return pytest.UsageError(f"{_option(name) if given else f'lowprec_{name} in {config.inipath}'}: {problem}")
+    where = _option(name) if given else f"lowprec_{name} in {config.inipath}"
+    return pytest.UsageError(visible_text(f"{where}: {problem}"))
 
 
 def shown_path(config: pytest.Config, path: Path) -> str:

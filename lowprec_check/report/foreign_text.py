@@ -10,8 +10,18 @@ import unicodedata
 
 # -- On one line of any format
 
-_SUSPECT = re.compile("[\x00-\x1f\x7f-\x9f\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff\ufff9-\uffff\ud800-\udfff]")
-"""Control characters, line separators, direction marks and overrides, zero-width characters, non-characters."""
+_EMOJI = "\u2190-\u2bff\U0001f000-\U0001faff"
+_BLANK = (
+    "\xad\u034f\u0600-\u0605\u061c\u06dd\u070f\u0890\u0891\u08e2\u115f\u1160\u17b4\u17b5\u180b-\u180f\u200b-\u200f\u2028-\u202e"
+    "\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\uffff\U000110bd\U000110cd\U00013430-\U0001345f\U0001bca0-\U0001bca3"
+    "\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
+)
+"""Format characters (directions, joiners, tags), characters that Unicode says to ignore, fillers, line separators, non-characters."""
+_SUSPECT = re.compile(
+    rf"(?!(?<=[{_EMOJI}\ufe0f])\u200d[{_EMOJI}]|(?<=[#*0-9\xa9\xae\u203c-\u2139{_EMOJI}])\ufe0f)"
+    rf"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ue000-\uf8ff\U000f0000-\U0010ffff{_BLANK}]"
+)
+"""These, control characters, surrogates and private use; but not what joins two emoji, or makes one of a character."""
 
 LONGEST = 300
 
@@ -24,12 +34,10 @@ def visible(text: str, most: int = LONGEST) -> str:
 
 
 def _escape(match: re.Match[str]) -> str:
-    character = match[0]
-    if character in "\n\r\t":
-        return {"\n": "\\n", "\r": "\\r", "\t": " "}[character]
-    if character == "\u200d" or unicodedata.category(character) == "Mn":  # joins emoji, does not change the direction
-        return character
-    return f"\\x{ord(character):02x}" if ord(character) < 256 else f"\\u{ord(character):04x}"
+    number = ord(match[0])
+    if match[0] in "\n\r\t":
+        return {"\n": "\\n", "\r": "\\r", "\t": " "}[match[0]]
+    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
 def visible_lines(text: str, most: int = LONGEST) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import stat
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -183,6 +184,17 @@ class _Head(msgspec.Struct):
 Saved = TypeVar("Saved", bound=Struct)
 
 
+_HUGE = re.compile(rb"\d{19}")
+
+
+def _check_integers(value: Any) -> None:
+    """Raise ``ValueError`` for an integer that is not one of 64 bits: no figure of a scan is, and floats cannot hold it."""
+    if isinstance(value, int) and not -(2**63) <= value < 2**63:
+        raise ValueError("an integer has more than 64 bits")
+    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+        _check_integers(item)
+
+
 def decode(data: bytes, kind: type[Saved], schema: int) -> Saved:
     """Decode JSON with the schema number ``schema``; raises ``ValueError`` naming the wrong key or the required version.
 
@@ -191,6 +203,8 @@ def decode(data: bytes, kind: type[Saved], schema: int) -> Saved:
     try:
         head = msgspec.json.decode(data, type=_Head)
         if head.schema == schema:
+            if _HUGE.search(data):
+                _check_integers(msgspec.json.decode(data))
             return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
         raise ValueError(str(error)) from None

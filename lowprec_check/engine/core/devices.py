@@ -11,7 +11,6 @@ import os
 import random
 import re
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ import torch
 import torch.autograd as profiler
 
 from lowprec_check.errors import UsageError, message_of
+from lowprec_check.process import system
 from lowprec_check.schema.axes import DEVICES, accelerators, device_of, device_type
 
 # -- One code path for all devices, through ``torch.get_device_module``: which there are, their memory, and times
@@ -128,10 +128,10 @@ def synchronize(device: torch.device) -> None:
 def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
     """The result of ``work`` and its duration in seconds, including the work on the device."""
     synchronize(device)
-    started = time.perf_counter()
+    started = system.perf_counter()
     result = work()
     synchronize(device)
-    return result, time.perf_counter() - started
+    return result, system.perf_counter() - started
 
 
 # -- Memory: what is free, and what a call allocates

@@ -1,10 +1,14 @@
-"""The error of a model's whole output: its tensors are compared pairwise with the reference's; the largest error counts."""
+"""The error of a model's whole output: its tensors are compared pairwise with the reference's; the largest error counts.
+
+A model that replaces functions of torch, such as `torch.isfinite` or `Tensor.abs`, does not change what is found.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import math
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -15,6 +19,34 @@ from lowprec_check.engine.core.tensor_comparison import nonfinite_unlike
 from lowprec_check.schema.verdict import ErrorStats
 
 NOTHING = ErrorStats(rel_l2=None, max_abs=None, cosine=None, sqnr_db=None)
+
+
+_AT_IMPORT: dict[Any, dict[str, Any]] = {owner: dict(vars(owner)) for owner in (torch, Tensor)}
+"""What torch and its tensors consist of before the user's code runs."""
+
+_OF_BASE = frozenset(dir(torch._C.TensorBase))
+"""Methods of the base class of tensors, which a replacement hides."""
+
+
+@contextlib.contextmanager
+def torch_as_imported() -> Iterator[None]:
+    """Undo what the user's code has replaced in torch and in the methods of tensors; also a decorator."""
+    replaced = [
+        (owner, name, now)
+        for owner, original in _AT_IMPORT.items()
+        for name, now in vars(owner).items()
+        if (original[name] is not now if name in original else name in _OF_BASE) and callable(now)
+    ]
+    for owner, name, _ in replaced:
+        if name in _AT_IMPORT[owner]:
+            setattr(owner, name, _AT_IMPORT[owner][name])
+        else:
+            delattr(owner, name)
+    try:
+        yield
+    finally:
+        for owner, name, now in replaced:
+            setattr(owner, name, now)
 
 
 class OutputComparison(NamedTuple):
@@ -32,6 +64,7 @@ class OutputComparison(NamedTuple):
     """Root mean square of the reference's floating leaf that the error is about; ``None`` if there is none."""
 
 
+@torch_as_imported()
 def compare_outputs(
     outputs: Sequence[Tensor], references: Sequence[Tensor], *, called: str = "the fp32 output"
 ) -> OutputComparison:
@@ -75,6 +108,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return not is_float(tensor) or bool(tensor.isfinite().all())
 
 
+@torch_as_imported()
 def is_zero(tensor: Tensor) -> bool:
     """Whether all elements are zero; true if there are none."""
     return not bool(tensor.count_nonzero())
@@ -104,6 +138,7 @@ def _compare_leaf(out: Tensor, reference: Tensor, called: str) -> OutputComparis
     return OutputComparison(error, rel_l2, rms=rms)
 
 
+@torch_as_imported()
 def root_mean_square(tensor: Tensor) -> float | None:
     """Of the finite values of a floating or complex tensor; ``None`` if there are none."""
     values = as_real(tensor).double().reshape(-1)
@@ -117,6 +152,7 @@ def _norm(values: Tensor) -> float:
     return scale * float((values / scale).norm()) if 0 < scale < math.inf else scale
 
 
+@torch_as_imported()
 def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether two outputs have the same number of tensors, dtypes, shapes and values; NaN equals NaN."""
     return len(outputs) == len(others) and all(map(_same_tensor, outputs, others))

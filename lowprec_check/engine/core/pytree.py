@@ -25,22 +25,29 @@ def leaves(value: Any, *, numbers: bool = False, shared: bool = False) -> Iterat
 
 def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Those of ``value`` at ``path``, inside the objects ``above``; with ``shared`` ``None``, without numbers and arrays."""
-    if isinstance(value, torch.Tensor):
-        yield path, value
-    elif isinstance(value, (int, float, complex)):
-        if shared is not None:
-            yield path, torch.tensor(value)
-    elif type(value).__module__ == "numpy":
-        if shared is not None:
-            yield from _leaves_of_array(value, path, above, shared)
-    elif id(value) not in above:
-        if shared is not None and (array := _read_by_numpy(value)) is not None:
-            yield from _leaves_of_array(array, path, above | {id(value)}, shared)
-            return
-        for key, child in _children(value):
-            yield from _leaves(child, f"{path}.{key}" if path else str(key), above | {id(value)}, shared)
+    waiting = [(value, path, above)]  # not by recursion: outputs may be nested deeply
+    while waiting:
+        value, path, above = waiting.pop()
+        if isinstance(value, torch.Tensor):
+            yield path, value
+        elif isinstance(value, (int, float, complex)):
+            if shared is not None:
+                held = value % _PRIME if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
+                yield path, torch.tensor(held)
+        elif type(value).__module__ == "numpy":
+            if shared is not None:
+                yield from _leaves_of_array(value, path, above, shared)
+        elif id(value) not in above:
+            above |= {id(value)}
+            if shared is not None and (array := _read_by_numpy(value)) is not None:
+                yield from _leaves_of_array(array, path, above, shared)
+                continue
+            children = [(child, f"{path}.{key}" if path else str(key), above) for key, child in _children(value)]
+            waiting += reversed(children)
 
 
+_PRIME = 2**61 - 1
+"""Integers that torch cannot hold are compared by their remainders."""
 _WIDEST = {"b": "?", "i": "i8", "u": "u8", "f": "f8", "c": "c16"}
 
 

@@ -16,6 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 import lowprec_check
 from lowprec_check.errors import encodable
+from lowprec_check.process.interpreter import current_folder
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 PACKAGE = os.path.dirname(lowprec_check.__file__) + os.sep
@@ -82,7 +83,8 @@ def show_file(filename: str) -> str:
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return encodable(filename.split(marker, 1)[1])
-    relative = os.path.relpath(filename) if filename[:1] != "<" else filename
+    here = current_folder()
+    relative = os.path.relpath(filename, here) if filename[:1] != "<" and here is not None else filename
     return encodable(os.path.basename(filename) if relative.startswith("..") else relative)
 
 

@@ -69,8 +69,9 @@ def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
             f"transformers cannot read {folder}/config.json: {type_name(error)}: {first_line(message_of(error))}",
             "Check its model_type, or install the release of transformers that it was saved with.",
         ) from None
-    architecture = next(iter(content.get("architectures") or ()), None)
-    model_class = _attribute(transformers, architecture) if architecture else None
+    listed = content.get("architectures")
+    architecture = listed[0] if isinstance(listed, list) and listed else None
+    model_class = _attribute(transformers, architecture) if isinstance(architecture, str) and architecture else None
     has_weights = any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("pytorch_model*.bin"))
     if has_weights:
         maker: Any = transformers.AutoModel if model_class is None else model_class
@@ -107,7 +108,7 @@ def _read_config(folder: str) -> dict[str, Any]:
         raise UsageError(f"{folder} {what}.", "Pass the folder that save_pretrained(FOLDER) wrote: hf:FOLDER.")
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"Cannot read {path}: {first_line(message_of(error))}", "Save the model again.") from None
     if not isinstance(content, dict) or "model_type" not in content:
         kind = content.get("_class_name") if isinstance(content, dict) else None

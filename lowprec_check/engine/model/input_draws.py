@@ -103,7 +103,7 @@ def _resampled(call: Call, first: int, seed: int) -> Iterator[FurtherInput]:
     tensors = _tensors(call)
     if all(_is_fixed(tensor) for tensor in tensors):
         return
-    masks = [tensor.detach() for tensor in tensors if tensor.layout == torch.strided and _is_mask(tensor)]
+    masks = [tensor.detach() for tensor in tensors if _is_mask(tensor)]
     for number in itertools.count(first):
         generator = torch.Generator().manual_seed(seed + number)
         new: dict[int, Tensor] = {}
@@ -116,8 +116,7 @@ def _resampled(call: Call, first: int, seed: int) -> Iterator[FurtherInput]:
 
 def _is_fixed(tensor: Tensor) -> bool:
     """Whether other values are not to be given to ``tensor``: it has one value, is a mask, or holds integers in order."""
-    plain = tensor.layout == torch.strided and not (tensor.is_nested or tensor.is_quantized)
-    if not plain or tensor.numel() < 2 or _is_mask(tensor):
+    if not _is_plain(tensor) or tensor.numel() < 2 or _is_mask(tensor):
         return True
     if tensor.is_floating_point() or tensor.is_complex() or tensor.ndim == 0:
         return False
@@ -125,9 +124,22 @@ def _is_fixed(tensor: Tensor) -> bool:
     return bool(steps.numel()) and bool((steps >= 0).all() or (steps <= 0).all())
 
 
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its values are dense, and of a dtype that has kernels for what is done here."""
+    if tensor.layout != torch.strided or tensor.is_nested or tensor.is_quantized:
+        return False
+    return tensor.is_complex() or tensor.dtype in _PLAIN
+
+
+_PLAIN = (
+    *(torch.float64, torch.float32, torch.float16, torch.bfloat16),
+    *(torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.bool),
+)
+
+
 def _is_mask(tensor: Tensor) -> bool:
     """Whether it has at most two different values."""
-    if tensor.is_complex() or tensor.is_quantized or not tensor.numel():
+    if not _is_plain(tensor) or tensor.is_complex() or not tensor.numel():
         return False
     return bool(((tensor == tensor.min()) | (tensor == tensor.max())).all())
 

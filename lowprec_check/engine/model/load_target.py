@@ -8,7 +8,7 @@ import inspect
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,14 @@ from lowprec_check.engine.model.inputs import (
     is_function,
     parse_inputs,
 )
-from lowprec_check.engine.model.target import Target, check, check_calibration, forward_of, unchecked_target
+from lowprec_check.engine.model.target import (
+    DEFAULTS_OF_A_SCRIPT,
+    Target,
+    check,
+    check_calibration,
+    forward_of,
+    unchecked_target,
+)
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.user_code import (
     attribute_of,
@@ -35,7 +42,8 @@ from lowprec_check.engine.model.user_code import (
     display_name,
     file_start,
 )
-from lowprec_check.engine.model.user_module import first_call, import_file, import_name
+from lowprec_check.engine.model.user_module import UserModule, import_file, import_name, run_script
+from lowprec_check.engine.model.user_script import ModelCall
 from lowprec_check.engine.model.weights import load_weights
 from lowprec_check.engine.model.zoo import load_timm, load_torchvision
 from lowprec_check.errors import UsageError, encodable
@@ -52,16 +60,18 @@ ZOOS: dict[str, Callable[[str, tuple[str, ...]], Target]] = {
 """Loaders of models by name: ``torchvision:resnet50``."""
 
 
-def load_target(spec: str, inputs: tuple[str, ...] = (), weights: str | None = None) -> Target:
+def load_target(
+    spec: str, inputs: tuple[str, ...] = (), weights: str | None = None, arguments: tuple[str, ...] = ()
+) -> Target:
     """Load ``file.py``, ``file.py:attr``, ``package.module:attr`` or a name in one of the :data:`ZOOS`.
 
     ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) that replace the inputs of the file; ``weights`` is a file
-    with a state dict. Raises :class:`UsageError` for everything the user can fix.
+    with a state dict; ``arguments`` are those of a script. Raises :class:`UsageError` for everything the user can fix.
     """
     zoo, _, name = spec.partition(":")
     if zoo in ZOOS and not name:
         raise UsageError(f"{spec!r} does not name a model.", f"Pass {FORMS}.")
-    kept, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec]  # without our options, for a file that parses it
+    kept, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec, *arguments]
     try:
         with contextlib.redirect_stdout(sys.stderr), torchvision_works():
             target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs)
@@ -83,8 +93,12 @@ class _UndefinedError(UsageError):
 def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
     path, attribute = _split(spec)
     is_file = path.endswith(".py")
-    module = import_file(Path(path)) if is_file else import_name(path)
+    imported = import_file(Path(path)) if is_file else import_name(path)
+    module, (call, notes) = imported
     try:
+        given = _given_inputs(module, inputs)
+        if call is not None and attribute is None and (given is None or "model" not in vars(module)):
+            return _target_of_call(call, imported, inputs)
         name, found = _find_model(module, attribute)
         model = found
         if not isinstance(found, nn.Module) and callable(found):
@@ -94,14 +108,15 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
                     f"{display_name(module)}:{name} returned an object of type {type(model).__name__}, not a torch.nn.Module.",
                     f"Return the model from `{name}`.",
                 )
-        given = _given_inputs(module, inputs)
+        if given is None and call is not None and call.model is model:
+            given = _inputs_of(call)
         if given is None:
             raise _UndefinedError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
     except _UndefinedError as error:
-        target = _target_of_script(Path(path), module, inputs) if is_file and attribute is None else None
-        if target is None:
+        script = run_script(Path(path), module.__package__) if is_file and attribute is None else None
+        if script is None or script.ran.call is None:
             raise error from None
-        return target
+        return _target_of_call(script.ran.call, script, inputs)
     made_at = file_start(module)
     title = f"{Path(path).stem if is_file else path}:{name}" if attribute else type(model).__name__
     return unchecked_target(
@@ -111,29 +126,48 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
         source=definition_line(module, name) if made_at else None,
         made_at=made_at,
         setup=_setup(module, name, found, inputs, None if is_file else path),
+        notes=(*notes, *_stopped(call, module)),
         **_other_parts(module, inputs),
     )
 
 
-def _target_of_script(path: Path, module: types.ModuleType, inputs: tuple[str, ...]) -> Target | None:
-    """The target of the first call of a model in a script; ``None`` if it calls none."""
-    call = first_call(path, module.__package__)
-    if call is None:
-        return None
+def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...]) -> Target:
+    """The target of the first call of a model in a script."""
+    module, (_, notes) = script
     given = _given_inputs(module, inputs)
-    if given is None:
-        is_tensor = len(call.args) == 1 and isinstance(call.args[0], Tensor)
-        given = call.kwargs if not call.args else call.args[0] if is_tensor else call.args
-        if call.args and call.kwargs:
-            given = bind(forward_of(call.model), call.args, call.kwargs)
     return unchecked_target(
         call.model,
-        given,
+        _inputs_of(call) if given is None else given,
         source=call.line,
         setup=(f"# before {call.line}: `model` is the model that this line calls, `inputs` what it is called with",),
-        notes=(f"model and inputs are those of the first call of a model in the script, at {call.line}",),
+        notes=(
+            f"model and inputs are those of the first call of a model in the script, at {call.line}",
+            *notes,
+            DEFAULTS_OF_A_SCRIPT,
+        ),
         **_other_parts(module, inputs),
     )
+
+
+def _inputs_of(call: ModelCall) -> Any:
+    """What the model is called with, in a form in which inputs can be given."""
+    if call.args and call.kwargs:
+        return bind(forward_of(call.model), call.args, call.kwargs)
+    is_tensor = len(call.args) == 1 and isinstance(call.args[0], Tensor)
+    return call.kwargs if not call.args else call.args[0] if is_tensor else call.args
+
+
+_NAMES = ("loss", "optimizer", "average", "metric", "calibration")
+"""What a file may define besides its model and inputs."""
+
+
+def _stopped(call: ModelCall | None, module: types.ModuleType) -> Iterator[str]:
+    """A note on a file that calls a model when it is imported, and on what it defines after that."""
+    if call is None:
+        return
+    later = [name for name in _NAMES if name not in vars(module) and definition_line(module, name, loops=False)]
+    unused = f": {', '.join(later)} below is not used" if later else ""
+    yield f"the file was run up to its first call of a model, at {call.line}{unused}"
 
 
 def _split(spec: str) -> tuple[str, str | None]:
@@ -217,9 +251,13 @@ def _setup(
 
 
 def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
-    """The inputs asked for, or those that the module defines; ``None`` if there are none."""
+    """The inputs asked for, or those that the module defines; ``None`` if there are none. A loop's variable may hold anything."""
     make_batch = _make_batch(module, inputs)
-    return attribute_of(module, "inputs") if make_batch is None else make_batch(0)
+    if make_batch is not None:
+        return make_batch(0)
+    given = attribute_of(module, "inputs")
+    is_loop_variable = definition_line(module, "inputs") and not definition_line(module, "inputs", loops=False)
+    return None if is_loop_variable else given
 
 
 def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[int], Any] | None:
@@ -231,13 +269,12 @@ def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[
 def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str, Any]:
     """What a file may define besides its model and inputs; ``None`` for what it does not define.
 
-    A training script has an optimizer: one like it is used. If it trains at import, it also has the loss of its last step, which
-    is no function.
+    A training script has an optimizer: one like it is used. Its `loss` may be a number, such as a sum that it starts from.
     """
     found: dict[str, Any] = {}
     for name in ("loss", "metric"):
         value = attribute_of(module, name)
-        if name == "loss" and isinstance(value, Tensor):
+        if name == "loss" and isinstance(value, (Tensor, int, float)):
             value = None
         if value is not None and not callable(value):
             raise UsageError(

@@ -54,7 +54,8 @@ def prepared(
             if memory_format != CONTIGUOUS:
                 model.to(memory_format=getattr(torch, memory_format))  # type: ignore[call-overload]
         except Exception as error:
-            if traceback_line(error.__traceback__) is None:
+            of_model = isinstance(error, RecursionError)  # torch itself, in a module that contains itself
+            if not of_model and traceback_line(error.__traceback__) is None:
                 raise
             called = FailedCast(error)
         with torch.no_grad():

@@ -50,7 +50,7 @@ def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) ->
         message = _description(error, frame) + (f" (caused by {_description(root, cause)})" if cause else "")
         advice = ""
         if isinstance(error, SystemExit):
-            advice = "The file is run without command-line arguments: give those that it requires default values."
+            advice = "Give a script its arguments after --: lowprec-check scan train.py -- --data FOLDER."
         if says_device_is_absent(message):
             advice = "Make the model and its inputs on the CPU: a scan moves them to the device that it measures on."
         raise UsageError(message, "\n".join(filter(None, [f"    {text_of(frame.line)}", advice]))) from None
@@ -143,8 +143,8 @@ def file_start(module: types.ModuleType) -> str | None:
     return show_line(file, 1) if file and is_own_file(file) else None
 
 
-def definition_line(module: types.ModuleType, name: str) -> str | None:
-    """The line that assigns, defines or imports ``name``, outside functions and classes."""
+def definition_line(module: types.ModuleType, name: str, *, loops: bool = True) -> str | None:
+    """The line that assigns, defines or imports ``name``, outside functions and classes, and perhaps outside ``loops``."""
     file = getattr(module, "__file__", None)
     if not file:
         return None
@@ -153,19 +153,21 @@ def definition_line(module: types.ModuleType, name: str) -> str | None:
             body = ast.parse(Path(file).read_text(encoding="utf-8")).body
     except (OSError, SyntaxError, ValueError, SystemError):
         return None
-    line = next((node.lineno for node in _statements(body) if name in _names_in(node)), None)
+    line = next((node.lineno for node in _statements(body, loops) if name in _names_in(node)), None)
     return None if line is None else show_line(file, line)
 
 
-def _statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
-    """The statements of a file in order, also those in ``if``, ``with``, ``try`` and loops."""
+def _statements(body: list[ast.stmt], loops: bool) -> Iterator[ast.stmt]:
+    """The statements of a file in order, also those in ``if``, ``with``, ``try`` and, if asked for, in ``loops``."""
     for node in body:
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and not loops:
+            continue
         yield node
         if not isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
             inner = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
             inner += [handler.body for handler in getattr(node, "handlers", [])]
             for part in inner:
-                yield from _statements(part)
+                yield from _statements(part, loops)
 
 
 def _names_in(node: ast.stmt) -> list[str | None]:

@@ -1,4 +1,4 @@
-"""The user's module: imported from a file or by name, or run as a script up to its first call of a model, apart from our imports."""
+"""The user's module: imported from a file or by name, or run as a script, up to its first call of a model, apart from our imports."""
 
 from __future__ import annotations
 
@@ -14,17 +14,22 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torch import nn
-
-from lowprec_check.engine.core.source_location import own_line, source_line
 from lowprec_check.engine.model.user_code import call_user_code
+from lowprec_check.engine.model.user_script import Ran, run_to_first_call
 from lowprec_check.errors import UsageError
 
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.", re.MULTILINE)
 
 
-def import_file(path: Path) -> types.ModuleType:
-    """Import a file, as a module of its package if it is in one."""
+class UserModule(NamedTuple):
+    """A module of the user's, and how far it ran."""
+
+    module: types.ModuleType
+    ran: Ran
+
+
+def import_file(path: Path) -> UserModule:
+    """Import a file, as a module of its package if it is in one, up to its first call of a model."""
     hint = "Pass the path of the Python file that defines the model."
     if path.is_dir():
         raise UsageError(f"{path} is a folder.", hint)
@@ -55,16 +60,27 @@ def import_file(path: Path) -> types.ModuleType:
         if folder not in sys.path:
             sys.path.insert(0, folder)
 
-    def execute() -> types.ModuleType:
+    full_name = f"{parent}.{name}" if parent else name
+
+    def execute() -> None:
         if parent and parent not in sys.modules:
             importlib.import_module(parent)
-        spec: Any = importlib.util.spec_from_file_location(f"{parent}.{name}" if parent else name, path)
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-        return module
+        spec: Any = importlib.util.spec_from_file_location(full_name, path)
+        sys.modules[full_name] = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(sys.modules[full_name])
 
-    return call_user_code(f"The import of {path.name}", execute)
+    return _imported(full_name, f"The import of {path.name}", execute)
+
+
+def _imported(name: str, what: str, execute: Callable[[], object]) -> UserModule:
+    """The module that ``execute`` imports by this ``name``."""
+    ran = run_to_first_call(lambda: call_user_code(what, execute))
+    if name not in sys.modules and ran.call is not None:
+        raise UsageError(f"{what} calls a model, at {ran.call.line}, before it reaches the module {name}.", _STOPPED)
+    return UserModule(sys.modules[name], ran)
+
+
+_STOPPED = "A scan runs no code after the first call of a model: put what the file does then into a function."
 
 
 def _is_taken(name: str, file: str | None, folders: list[str] | None) -> bool:
@@ -73,8 +89,8 @@ def _is_taken(name: str, file: str | None, folders: list[str] | None) -> bool:
     return name in sys.stdlib_module_names or (found is not None and found.origin != file)
 
 
-def import_name(name: str) -> types.ModuleType:
-    """Import a module by its dotted name, also from the current folder."""
+def import_name(name: str) -> UserModule:
+    """Import a module by its dotted name, also from the current folder, up to its first call of a model."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     try:
@@ -83,82 +99,65 @@ def import_name(name: str) -> types.ModuleType:
         missing = True
     if missing:
         raise UsageError(f"No module named {name!r}.", "Install it, or run the command in the folder that contains it.")
-    return call_user_code(f"The import of {name}", lambda: importlib.import_module(name))
+    return _imported(name, f"The import of {name}", lambda: importlib.import_module(name))
 
 
-# -- A script
+def run_script(path: Path, package: str | None = None) -> UserModule:
+    """Run the file as a script, up to its first call of a model.
 
-
-class ScriptCall(NamedTuple):
-    """A call of a model in a script."""
-
-    model: nn.Module
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    line: str | None
-    """``train.py:40``."""
-
-
-class _ModelCalled(BaseException):
-    """Ends the script at its first call of a model; no handler of ``Exception`` in the script catches it."""
-
-
-def first_call(path: Path, package: str | None = None) -> ScriptCall | None:
-    """Run the script up to its first call of a module that has parameters; ``None`` if it calls none.
-
-    ``package`` is what its relative imports refer to, as in ``python -m package.script``. A call in another thread counts,
-    one in another process does not. Raises :class:`UsageError` with the user's line if the script fails before.
+    ``package`` is what its relative imports refer to, as in ``python -m package.script``. Raises :class:`UsageError` with the user's
+    line if the script fails before.
     """
     module = types.ModuleType("__main__")
     module.__file__, module.__package__ = os.path.abspath(path), package or None
-    kept_main, kept_call, process = sys.modules["__main__"], nn.Module.__call__, os.getpid()
-    calls: list[ScriptCall] = []
-    running = True
+    kept_main, sys.modules["__main__"] = sys.modules["__main__"], module
 
-    def capture(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # `torch.compile` keeps this function as that of the module inside: it does nothing once the script has ended
-        if not running or os.getpid() != process or next(self.parameters(), None) is None:
-            return kept_call(self, *args, **kwargs)
-        frame = sys._getframe(1)
-        calls.append(ScriptCall(self, args, kwargs, own_line(frame) or source_line(frame)))
-        raise _ModelCalled
+    def execute() -> None:
+        code: Any = compile(path.read_bytes(), str(path), "exec")
+        exec(code, module.__dict__)
 
-    def run() -> None:
-        code: Callable[..., Any] = compile(path.read_bytes(), str(path), "exec")  # type: ignore[assignment]
-        with contextlib.suppress(_ModelCalled):
-            exec(code, module.__dict__)  # type: ignore[arg-type]
-
-    sys.modules["__main__"] = module
-    nn.Module.__call__ = capture  # type: ignore[method-assign]
     try:
-        call_user_code(f"Running {path}", run)
-    except UsageError:  # of a script that catches everything, what it does next may fail
-        if not calls:
-            raise
+        return UserModule(module, run_to_first_call(lambda: call_user_code(f"Running {path}", execute)))
     finally:
-        running = False
-        nn.Module.__call__ = kept_call  # type: ignore[method-assign]
         sys.modules["__main__"] = kept_main
-    return calls[0] if calls else None
 
 
-# -- Keeps what a user's file imports apart from what this program imports later
+# -- Keeps what a user's file imports and replaces apart from what this program uses later
 #
 # The folder of the file comes first on the module path, as in ``python model.py``. A ``rich.py`` beside it must not replace the
 # package that this program prints with; but the model may need it, also for imports during a call.
 
 
+_RELIED_ON = (
+    *("builtins", "contextlib", "functools", "json", "multiprocessing.connection", "os", "pickle", "select", "shutil"),
+    *("signal", "subprocess", "tempfile", "threading", "time", "traceback", "warnings"),
+)
+"""Modules that the process which loads a file and starts workers goes on to use. A file may replace their functions, as freezegun does."""
+
+
 class UserImports:
-    """The module path that a user's file needs, and the modules that it imported in place of installed ones."""
+    """The module path that a user's file needs, the modules that it imported in place of installed ones, and the functions that it replaced."""
 
     def __init__(self) -> None:
         self._path: list[str] = []
         self._modules: dict[str, types.ModuleType] = {}
+        self._functions: dict[tuple[str, str], Any] = {}
+        """By module and name, those that the file has put in place of others."""
 
     def install(self) -> None:
         """Make them available in this process, a worker."""
         sys.path[:] = self._path
         sys.modules.update(self._modules)
+        for (module, name), function in self._functions.items():
+            setattr(sys.modules[module], name, function)
+
+    def restore(self, functions: dict[tuple[str, str], Any]) -> None:
+        """Restore ``functions`` that were replaced."""
+        for (module, name), function in functions.items():
+            mine = vars(sys.modules[module]).get(name)
+            if mine is not function:
+                self._functions[module, name] = mine
+                setattr(sys.modules[module], name, function)
 
     def remove(self, path: list[str], known: set[str]) -> None:
         """Restore the module path to ``path``, and remove modules not in ``known`` that stand for installed ones."""
@@ -176,9 +175,14 @@ class UserImports:
 def separate_imports() -> Iterator[UserImports]:
     """What is imported inside stays apart from the imports of this process."""
     imports, path, known = UserImports(), list(sys.path), set(sys.modules)
+    modules = {name: vars(sys.modules[name]) for name in _RELIED_ON if name in sys.modules}
+    functions = {
+        (module, name): value for module, found in modules.items() for name, value in found.items() if callable(value)
+    }
     try:
         yield imports
     finally:
+        imports.restore(functions)
         imports.remove(path, known)
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import msgspec
@@ -19,6 +18,7 @@ from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.suspects import Suspects, at_fault, constants, suspects
 from lowprec_check.engine.model.prepared import shared_weights
 from lowprec_check.engine.run.target_runs import TargetRuns
+from lowprec_check.process import system
 from lowprec_check.schema.module_paths import module_around
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
@@ -94,7 +94,7 @@ class Proposer:
         """The batches must have run their fp32 reference."""
         self.batches, self.objective = list(batches), objective
         self.limits, self.on_trial = limits, on_trial
-        self.started = time.monotonic()
+        self.started = system.monotonic()
 
     def passes_as_it_is(self, runs: Sequence[Run]) -> bool:
         """Whether a base passes without modules in fp32; ``runs`` has one run per batch."""
@@ -141,7 +141,7 @@ class Proposer:
         """Why no other run may start, or ``None``."""
         if trials >= self.limits.max_trials:
             return f"after {trials} trials (--max-trials)"
-        if time.monotonic() - self.started > self.limits.seconds:
+        if system.monotonic() - self.started > self.limits.seconds:
             return f"after {self.limits.seconds:g} s (--budget)"
         return None
 
@@ -159,7 +159,7 @@ class _Search:
         self.trials = Trials(self.tree, self._try, proposer.stop_reason)
 
     def propose(self) -> Proposal:
-        started = time.monotonic()
+        started = system.monotonic()
         # What an error must not exceed is not known of a metric: then nothing is predicted.
         tolerance = self.failing.tolerance if self.proposer.objective.fp32_metric is None else None
         found = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance)
@@ -174,7 +174,7 @@ class _Search:
             first_pass=self.trials.first_pass,
             speedup=_speedup(run, fp32) if run and fp32 else None,
             trials=self.trials.count,
-            seconds=round(time.monotonic() - started, 2),
+            seconds=round(system.monotonic() - started, 2),
             outcome=self._outcome(found),
             constants=constants(self.failing),
         )

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import io
 import math
-import multiprocessing.util
-import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,6 +21,8 @@ from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.preparation import in_eager_mode, on_backend
 from lowprec_check.engine.run.tasks import ModelTask
+from lowprec_check.process import system
+from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import FACTOR, CompilerCheck, CompilerVerdict
 from lowprec_check.schema.precisions import FP32, FP64, Precision
@@ -69,9 +68,9 @@ class CompilerChecker:
             return
         found = self._distances(calls)
         if found.uncertain(self._slack):
-            end = time.monotonic() + self._seconds
+            end = system.monotonic() + self._seconds
             for number in range(1, MORE_CALLS + 1):
-                if time.monotonic() < end:
+                if system.monotonic() < end:
                     calls.append(self._corners(number))
             found = self._distances(calls)
         errors = [found.error(squares) for squares in (found.fp32, found.eager, found.compiled)]
@@ -170,16 +169,15 @@ class CompilerChecker:
         if self._task.backend == EAGER and self._target.compiled is None:
             return None
 
-        end = time.monotonic() + min(BISECT_SECONDS, self._seconds)
+        end = system.monotonic() + min(BISECT_SECONDS, self._seconds)
 
         def passes() -> bool:
-            if time.monotonic() > end:
+            if system.monotonic() > end:
                 raise TimeoutError
             return self._compiled_again(calls, bisecting=True) != "worse"
 
         with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
-            # a folder that is removed even if this process is killed
-            CompilerBisector.in_process_cache = tempfile.mkdtemp(dir=multiprocessing.util.get_temp_dir())
+            CompilerBisector.in_process_cache = GUARDIAN.temporary_folder()
             with _without_emulation():  # it is tried separately, and would end the search before the lowerings
                 found = CompilerBisector.do_bisect(passes)
             if found is not None and found.subsystem is not None:

@@ -6,7 +6,6 @@ import functools
 import os
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar, get_args
 
@@ -14,7 +13,7 @@ import msgspec
 
 from lowprec_check.engine.core.devices import initialized
 from lowprec_check.errors import UsageError
-from lowprec_check.process import Isolation
+from lowprec_check.process import Isolation, system
 from lowprec_check.process.function_worker import Channel, Ended, FunctionWorker
 from lowprec_check.process.process_group import WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, Supervisor
@@ -65,9 +64,9 @@ END_SECONDS = 1.0
 
 def threads_end(*, known: Sequence[threading.Thread]) -> bool:
     """Whether all threads but the ``known`` ones end within :data:`END_SECONDS`."""
-    deadline = time.monotonic() + END_SECONDS
+    deadline = system.monotonic() + END_SECONDS
     for thread in set(threading.enumerate()).difference(known):
-        thread.join(max(0.0, deadline - time.monotonic()))
+        thread.join(max(0.0, deadline - system.monotonic()))
         if thread.is_alive():
             return False
     return True

@@ -26,10 +26,10 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ModelTask, RunTask
 from lowprec_check.engine.run.worker import QUESTION, do_task, serve, work
 from lowprec_check.engine.trace.places import CallSite
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Breadcrumb, Position, clear_shared, read_shared
-from lowprec_check.process.function_worker import Activity, Ended, FunctionWorker, Method, WorkerError
+from lowprec_check.process.function_worker import Activity, Ended, FunctionWorker, Method
 from lowprec_check.process.process_group import WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 from lowprec_check.schema.axes import BACKENDS

@@ -45,8 +45,12 @@ WAITING = 2.5
 LARGEST = 256 << 20
 """Bytes of further inputs and outputs that are kept."""
 
+REPEATS = 1e-4
+"""Two fp32 calls that differ by more may do so because of state that cannot be rewound, which further calls would change."""
+
 SLOW = "a call takes too long to try more inputs"
 RANDOM = "the model draws random numbers"
+STATEFUL = "two fp32 calls on the same input differ"
 NOT_KEPT = "further inputs could not be made"
 
 
@@ -112,10 +116,15 @@ class FurtherCalls:
             output, _ = run_once(self._ready, *call, seed)
         return [tensor.cpu().clone() for tensor in output_tensors(output)]
 
-    def keep(self) -> None:
-        """In the fp32 run: save further inputs with its outputs. Those on which it fails, or has NaN or Inf, are left out."""
+    def keep(self, self_error: float) -> None:
+        """In the fp32 run, two calls of which differ by ``self_error``: save further inputs with its outputs.
+
+        Inputs on which it fails, or has NaN or Inf, are left out.
+        """
         task, target = self._task, self._target
-        reason = RANDOM if self._plain.random else None if self._has_time else SLOW
+        reason = (
+            RANDOM if self._plain.random else STATEFUL if self_error > REPEATS else None if self._has_time else SLOW
+        )
         found = FurtherInputs("resampled", [], [], [], reason=reason)
         if reason is None:
             if not in_worker():  # a function or a loader of the user's would be left in another state
@@ -155,7 +164,7 @@ class FurtherCalls:
         is_finite = all(bool(tensor.isfinite().all()) for tensor in outputs if is_float(tensor))
         return outputs if is_finite else None
 
-    def tried(self, on_input: Callable[[InputsTried], Any]) -> InputsTried:
+    def tried(self, on_input: Callable[[int, InputsTried], Any]) -> InputsTried:
         """How the run does on the inputs that fp32 kept; ``on_input`` gets what is known before each call.
 
         By default on :data:`MOST`, and on more only if one of these, or the given inputs, is near the tolerance.
@@ -172,7 +181,7 @@ class FurtherCalls:
             if self._plain.random or not self._has_time:
                 reason = reason or SLOW
                 break
-            on_input(result)
+            on_input(number, result)
             status, distance = self._verdict(values, reference)
             if status == "unjudged":
                 result = msgspec.structs.replace(result, left_out=result.left_out + 1)

@@ -52,6 +52,8 @@ class Measures(Struct, frozen=True, kw_only=True, tag="measures"):
 class InputStarted(Struct, frozen=True, tag="input"):
     """The plain part calls the model on a further input."""
 
+    number: int
+    """Of its batch."""
     so_far: InputsTried
     """The results before it."""
 

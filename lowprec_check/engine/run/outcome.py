@@ -52,8 +52,8 @@ class Outcome:
     """The call of the plain part that was started last."""
     plain: PlainResult | None = None
     measures: Measures | None = None
-    on_input: InputsTried | None = None
-    """What is known of further inputs, while the model runs on one."""
+    on_input: InputStarted | None = None
+    """The further input that the model runs on, and the results before it."""
     training: TrainingDone | None = None
     explained: Instrumented | None = None
     gaps: list[Gap] = dataclasses.field(default_factory=list)
@@ -97,7 +97,7 @@ class Outcome:
             case Measures():
                 self.measures, self.on_input = message, None
             case InputStarted():
-                self.on_input = message.so_far
+                self.on_input = message
             case TrainingDone():
                 self.training = message
             case Instrumented():
@@ -255,7 +255,8 @@ def _further_inputs(outcome: Outcome) -> InputsTried | None:
     """How the run does on further inputs; one on which its worker ended fails."""
     if outcome.on_input is not None and outcome.ended != "done":
         status = "crashed" if outcome.ended == "crashed" else "timeout"
-        return with_interval(with_input(outcome.on_input, status, math.inf), looks=2)
+        started = outcome.on_input
+        return with_interval(with_input(started.so_far, status, math.inf, started.number), looks=2)
     return outcome.measures.further_inputs if outcome.measures is not None else None
 
 

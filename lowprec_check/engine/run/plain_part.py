@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import zlib
 from ctypes import c_char
 from typing import Any, NamedTuple
@@ -156,9 +157,10 @@ class PlainPart:
             probe = Fp32Outputs.load(task.files).probe
         calls = FurtherCalls(task, self.target, self.ready, self._snapshot.rewind, result, probe)
         if task.saves_reference:
-            calls.keep()
+            found = self._measures.self_error
+            calls.keep(0.0 if found is None else math.inf if found.distance is None else found.distance)
         else:
-            self._add(further_inputs=calls.tried(lambda so_far: self._send(InputStarted(so_far))))
+            self._add(further_inputs=calls.tried(lambda number, so_far: self._send(InputStarted(number, so_far))))
 
     def compute_metric(self) -> None:
         """Send the value of the user's metric, if there is one and the model ran."""

@@ -18,6 +18,7 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_module import UserImports, separate_imports
+from lowprec_check.engine.model.user_script import parked_threads
 from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
@@ -170,11 +171,14 @@ class TargetSpec(NamedTuple):
     """File with a state dict."""
     scale_weights: bool = False
     """Whether to scale random weights of layers whose output vanishes or explodes."""
+    arguments: tuple[str, ...] = ()
+    """What a script gets as ``sys.argv[1:]``."""
 
     def load(self, seed: int) -> Target:
         """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""
         seed_everything(seed)
-        target = load_target(self.name, self.inputs, str(self.weights) if self.weights is not None else None)
+        weights = str(self.weights) if self.weights is not None else None
+        target = load_target(self.name, self.inputs, weights, self.arguments)
         return scale_weights(target, seed) if self.scale_weights else target
 
 
@@ -188,7 +192,7 @@ def load_here(spec: TargetSpec, seed: int) -> TargetSource:
     try:
         with separate_imports() as imports:
             target = spec.load(seed)
-        forks_safely = torch.get_num_threads() == 1 and threads_end(known=running)
+        forks_safely = torch.get_num_threads() == 1 and threads_end(known=[*running, *parked_threads()])
     finally:
         torch.set_num_threads(threads)
     isolation = best_isolation(can_spawn=True)

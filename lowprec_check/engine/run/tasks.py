@@ -55,10 +55,16 @@ class TaskFiles(NamedTuple):
             ) from None
 
     def kept(self, *, further: bool = False) -> dict[str, Any]:
-        """What the fp32 run kept."""
-        with os.fdopen(os.dup(self.further if further else self.reference), "rb") as file:
-            file.seek(0)
-            content: dict[str, Any] = torch.load(file, weights_only=True)
+        """What the fp32 run kept; raises :class:`UsageError` if the model has overwritten it."""
+        try:
+            with os.fdopen(os.dup(self.further if further else self.reference), "rb") as file:
+                file.seek(0)
+                content: dict[str, Any] = torch.load(file, weights_only=True)
+        except Exception:
+            raise UsageError(
+                "The fp32 output kept for the comparison cannot be read: the model writes to file descriptors that it did not open.",
+                "Let it write to those only that it opens.",
+            ) from None
         return content
 
 

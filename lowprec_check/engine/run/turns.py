@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import statistics
-import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -27,6 +26,7 @@ from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, Se
 from lowprec_check.engine.run.preparation import on_backend, prepared_for, ready_for
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.process import system
 from lowprec_check.schema.measures import Latency, TimingConditions
 from lowprec_check.schema.run_key import EAGER
 
@@ -67,10 +67,10 @@ def seconds_of_fixed_work() -> float:
     """Seconds that a fixed piece of integer work takes: more if the clock of the processor is slower."""
     found = []
     for _ in range(WORK_REPEATS):
-        value, started = 1, time.perf_counter()
+        value, started = 1, system.perf_counter()
         for _ in range(WORK_STEPS):
             value = (value * 25214903917 + 11) & 0xFFFFFFFF
-        found.append(time.perf_counter() - started)
+        found.append(system.perf_counter() - started)
     return min(found)
 
 
@@ -127,12 +127,12 @@ class TimedCalls:
         work = seconds_of_fixed_work()
         self._snapshot.rewind()
         self._calls = 0
-        waited, started = longest_wait(), time.perf_counter()
+        waited, started = longest_wait(), system.perf_counter()
         first = self.call()
         seconds = [first] if first >= LONG_SECONDS else []
         while not _enough(seconds):
             seconds.append(self.call())
-        since, elapsed = longest_wait(), time.perf_counter() - started
+        since, elapsed = longest_wait(), system.perf_counter() - started
         known = since is not None and waited is not None
         alone = on_one_core and self._task.backend == EAGER and first < VERY_LONG_SECONDS
         return TurnTimed(
@@ -153,8 +153,8 @@ class TimedCalls:
         try:
             first = self._call_alone()
             seconds = [first] if first is not None and first >= LONG_SECONDS else []
-            deadline = time.monotonic() + ONE_CORE_SECONDS
-            while sum(seconds) < TURN_SECONDS and len(seconds) < MOST_CALLS and time.monotonic() < deadline:
+            deadline = system.monotonic() + ONE_CORE_SECONDS
+            while sum(seconds) < TURN_SECONDS and len(seconds) < MOST_CALLS and system.monotonic() < deadline:
                 found = self._call_alone()
                 if found is not None:
                     seconds.append(found)
@@ -231,7 +231,7 @@ class RoundSchedule:
         """The number of the round."""
 
     def __iter__(self) -> Iterator[int]:
-        started = time.monotonic()
+        started = system.monotonic()
         for self.number in range(MOST):
             rows = [0, *(row for row in range(1, len(self.turns)) if not self._is_settled(row))]
             if 0 in self.failures or (self.number and rows == [0]):
@@ -240,7 +240,7 @@ class RoundSchedule:
             if self.number >= least:
                 noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
                 limit = self._seconds * (MORE if noisy or self.is_disturbed else 1.0)
-                elapsed = time.monotonic() - started
+                elapsed = system.monotonic() - started
                 if elapsed + elapsed / self.number > limit:
                     return
             for row in rows if self.number % 2 == 0 else reversed(rows):
@@ -370,8 +370,8 @@ def time_instance(task: InstanceTask, target: Target, send: Send, receive: Recei
             send(Ready())
             receive()
             samples: list[float] = []
-            end = time.monotonic() + INSTANCE_SECONDS
-            while len(samples) < INSTANCE_CALLS or time.monotonic() < end:
+            end = system.monotonic() + INSTANCE_SECONDS
+            while len(samples) < INSTANCE_CALLS or system.monotonic() < end:
                 samples.append(calls.call())
     except BaseException as error:
         reraise_interrupt(error)

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import os
 import shutil
-import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,7 +22,7 @@ from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, FromWorke
 from lowprec_check.errors import UsageError
 from lowprec_check.process.command_worker import LineWorker, TaskQueue
 from lowprec_check.process.interpreter import module_command
-from lowprec_check.process.process_group import GUARDIAN, announce
+from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.process.supervisor import StateEvent
 
 SAMPLES = 24
@@ -190,8 +189,7 @@ def start_early(device: str, *, worker: str = WORKER, call_seconds: float = CALL
 def _sweep_of(key: _Key, call_seconds: float) -> OperatorSweep:
     sweep = _kept.get(key)
     if sweep is None:
-        workdir = Path(tempfile.mkdtemp(prefix="lowprec-check-"))
-        announce(str(workdir), GUARDIAN.lifeline())  # it removes the folder if this process is killed
+        workdir = Path(GUARDIAN.temporary_folder())
         command = module_command(key[2], "--device", key[1], "--samples", str(SAMPLES))
         _kept[key] = sweep = OperatorSweep(command, workdir, call_seconds=call_seconds)
         atexit.register(_end, key)
@@ -205,4 +203,3 @@ def _end(key: _Key) -> None:
         with sweep.queue.supervisor:
             pass
         shutil.rmtree(sweep.queue.folder, ignore_errors=True)
-        announce(str(sweep.queue.folder), GUARDIAN.lifeline(), ended=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -31,6 +30,7 @@ from lowprec_check.engine.trace.ops import (
 from lowprec_check.engine.trace.pending_figures import Pending
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import encodable
+from lowprec_check.process import system
 from lowprec_check.schema.op_calls import CallOutcome, OpCall
 from lowprec_check.schema.run_key import Phase
 
@@ -228,9 +228,9 @@ def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
                 raise RuntimeError("its workspace has the layout of the low precision")
     call.wide_seconds = None
     if call.traits.packet not in _ATTENTION_IN_16_BITS:
-        started = time.perf_counter()
+        started = system.perf_counter()
         out = call.func(*args, **kwargs)
-        call.wide_seconds = time.perf_counter() - started
+        call.wide_seconds = system.perf_counter() - started
         return call.results(out, args, kwargs)
     given = named_arguments(call.func, args, kwargs)
     shared_heads = given["query"].shape[1] != given["key"].shape[1]

@@ -7,7 +7,6 @@ The error message only selects the name of the failure, because messages change 
 from __future__ import annotations
 
 import contextlib
-import time
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -33,6 +32,7 @@ from lowprec_check.engine.trace.ops import (
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.engine.trace.twins import Twins, storage_key
 from lowprec_check.errors import message_of
+from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.scan_result import Gap, GapKind, Layer
 
@@ -116,7 +116,7 @@ class Execution:
                 return self._emulate(call, retry)
         if self._breadcrumb is not None:
             self._breadcrumb.enter(*call.site)
-        started = time.perf_counter()
+        started = system.perf_counter()
         try:
             out = call.run()
         except Exception as error:
@@ -124,7 +124,7 @@ class Execution:
         else:
             return out
         finally:
-            call.seconds = time.perf_counter() - started
+            call.seconds = system.perf_counter() - started
             if self._breadcrumb is not None:
                 self._breadcrumb.leave()
         return self.rescue(call, failed)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 
 import msgspec
 
 from lowprec_check.errors import first_line
+from lowprec_check.process import system
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.measures import ErrorBudget, ModuleMagnitudes, RangeTrial
 from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
@@ -69,14 +69,14 @@ class Journal:
         """Called before calls are reported: fills in what is not known yet."""
         self.rows: list[OpCall] = []
         self._on_op_calls = on_op_calls
-        self._reported, self._reported_at = 0, time.monotonic()
+        self._reported, self._reported_at = 0, system.monotonic()
         self._gaps: dict[tuple[str, GapKind, Phase, str, str | None], Gap] = {}
         self._on_gap = on_gap
 
     def add(self, row: OpCall) -> None:
         """Add the row of an op call."""
         self.rows.append(row)
-        now = time.monotonic()
+        now = system.monotonic()
         if self._on_op_calls is not None and now - self._reported_at > SECONDS:
             self.before_report()
             self._on_op_calls(to_columns(self.rows[self._reported :]))

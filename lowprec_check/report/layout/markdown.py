@@ -82,7 +82,8 @@ def _block(block: Block, most: int) -> str:
         return _pipe_table(rows, ["", ""], ["left", "left"])
     shown = ""
     if isinstance(block, Fold):
-        title = visible(block.title).replace("&", "&amp;").replace("<", "&lt;")
+        title = without_folders(visible(block.title)).replace("&", "&amp;").replace("<", "&lt;")
+        title = f"<code>{title}</code>" if _LINKED.search(title) else title  # GitHub looks for mentions in HTML too
         inside = _laid_out(block.blocks, most).rstrip("\n")
         shown = f"<details{' open' * block.open}><summary>{title}</summary>\n\n{inside}\n\n</details>"
     return shown
@@ -129,10 +130,16 @@ def _cells(block: Table, row: Row) -> list[str]:
 # -- Markdown itself
 
 
+_LINKED = re.compile(
+    r"@\w|#\d|\bGH-\d|:/|www\.|\b(?:mailto|xmpp):|\b(?=[a-f]*\d)(?=\d*[a-f])[\da-f]{7,40}\b", re.IGNORECASE
+)
+"""What GitHub may turn into a mention, a reference (also to a commit) or a link."""
+
+
 def escape(text: str) -> str:
-    """Text that Markdown shows literally; as code if GitHub would turn it into a mention, a reference or a link."""
+    """Text that Markdown shows literally; as code if GitHub would make a link in it."""
     text = without_folders(text)
-    if re.search(r"@\w|#\d|https?:", text):
+    if _LINKED.search(text):
         return code(text, len(text))
     return re.sub(r"([\\`*_\[\]<>#~&$])", r"\\\1", text)
 

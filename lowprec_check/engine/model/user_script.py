@@ -1,0 +1,250 @@
+"""Runs the user's code up to its first call of a model and leaves it there: neither handlers around the call nor later lines run."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import ctypes
+import itertools
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, NamedTuple, NoReturn
+
+import greenlet  # type: ignore[import-untyped]
+import torch
+from torch import nn
+from torch.utils import _python_dispatch as dispatch_modes
+
+from lowprec_check.engine.core.source_location import is_own_file, own_line, source_line
+from lowprec_check.engine.model.kept_files import KeptFiles, replaced
+from lowprec_check.process.function_worker import end_if_forked
+
+
+class ModelCall(NamedTuple):
+    """A call of a model in the user's code."""
+
+    model: nn.Module
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    line: str | None
+    """``train.py:40``."""
+
+
+class Ran(NamedTuple):
+    """How far the user's code ran."""
+
+    call: ModelCall | None
+    """The call of a model at which it was stopped; ``None`` if it calls none."""
+    notes: tuple[str, ...]
+    """What was done to keep the user's files as they are."""
+
+
+def run_to_first_call(work: Callable[[], object]) -> Ran:
+    """Run ``work`` up to the first call of a module that has parameters; raises what it raises before.
+
+    A call in another thread counts; one in another process, or while a module is constructed, does not. The code runs in a greenlet of
+    this thread, which is never resumed after the call, so that no ``finally``, ``except`` or ``with`` around it runs; exit and signal
+    handlers of the user's files are removed. Files that exist are kept as they are (:class:`KeptFiles`).
+    """
+    caller, thread, process = greenlet.getcurrent(), threading.get_ident(), os.getpid()
+    kept_call, running = nn.Module.__call__, True
+    left, anywhere = threading.Event(), threading.Event()
+    calls: list[ModelCall] = []
+    errors: list[BaseException] = []
+
+    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        # `torch.compile` keeps this function as that of the module inside: it does nothing once the code has ended
+        frame, is_here = sys._getframe(1), threading.get_ident() == thread
+        if not running or os.getpid() != process or not (is_here or interrupt is not None) or not _counts(self, frame):
+            return kept_call(self, *args, **kwargs)
+        calls.append(ModelCall(self, args, kwargs, own_line(frame) or source_line(frame)))
+        if is_here or interrupt is None:
+            leave()
+        _park(interrupt, left, anywhere)
+
+    def leave_if_possible(_number: int, frame: FrameType | None) -> None:
+        if calls and (anywhere.is_set() or not _holds_locks(frame)):
+            leave()
+
+    def leave() -> NoReturn:
+        left.set()
+        while True:
+            caller.switch()
+
+    def run() -> None:
+        try:
+            work()
+        except BaseException as caught:
+            end_if_forked(caught)
+            if not calls:
+                errors.append(caught)
+
+    script = greenlet.greenlet(run)
+    script.gr_context = caller.gr_context
+    before = _Surroundings()
+    with (
+        _exit_handlers_of_the_user() as handlers,
+        KeptFiles() as files,
+        _interrupted_by(leave_if_possible) as interrupt,
+    ):
+        with _threads_that_do_not_last(), replaced(nn.Module, "__call__", call):
+            script.switch()
+        running = False
+    if errors:
+        raise errors[0]
+    if calls:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(script))  # else it would be unwound when it is freed, also at exit
+        before.restore()
+        for handler in handlers:
+            atexit.unregister(handler)
+    return Ran(calls[0] if calls else None, files.notes)
+
+
+def _counts(module: nn.Module, frame: FrameType | None) -> bool:
+    """Whether it is a model, and not called by the constructor of a module, for example to find out the shape of an output."""
+    if next(module.parameters(), None) is None:
+        return False
+    while frame is not None:
+        code = frame.f_code
+        is_constructor = code.co_name == "__init__" and code.co_argcount > 0
+        if is_constructor and isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
+            return False
+        frame = frame.f_back
+    return True
+
+
+# -- The thread in which a model was called
+
+_parked: list[threading.Thread] = []
+
+
+def parked_threads() -> list[threading.Thread]:
+    """Threads of the user's code that wait forever, in a call of a model."""
+    return list(_parked)
+
+
+def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: threading.Event) -> NoReturn:
+    """Interrupt the main thread until it has ``left``, after a while ``anywhere``, and wait forever; the interpreter ends without this."""
+    thread = threading.current_thread()
+    interrupt()
+    for number in itertools.count():
+        if left.wait(0.01):
+            break
+        if number == _TRIES:
+            anywhere.set()
+        interrupt()
+    _parked.append(thread)
+    thread.join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005  # pools of threads do at exit
+    lock = threading.Lock()
+    while True:
+        lock.acquire()
+
+
+_TRIES = 100
+"""Of an interrupt, 10 ms apart, until it no longer matters where the thread is."""
+
+
+_WAITS = ("wait", "join", "_wait_for_tstate_lock", "result", "get", "__exit__", "shutdown")
+"""Functions of the standard library in which a thread waits without holding locks."""
+
+
+def _holds_locks(frame: FrameType | None) -> bool:
+    """Whether the thread may hold a lock of the interpreter or of a library: unless it runs a line of the user's, or waits in one."""
+    while frame is not None and frame.f_code.co_name in _WAITS:
+        frame = frame.f_back
+    return frame is not None and not is_own_file(frame.f_code.co_filename)
+
+
+@contextlib.contextmanager
+def _interrupted_by(handler: Callable[..., None]) -> Iterator[Callable[[], None] | None]:
+    """What makes this thread call ``handler``, wherever it waits, from another one; ``None`` if only the main thread could."""
+    if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
+        yield None
+        return
+    thread, kept = threading.get_ident(), signal.signal(signal.SIGURG, handler)
+    try:
+        yield lambda: signal.pthread_kill(thread, signal.SIGURG)
+    finally:
+        signal.signal(signal.SIGURG, kept)
+
+
+@contextlib.contextmanager
+def _threads_that_do_not_last() -> Iterator[None]:
+    """The interpreter does not wait for threads that are started inside."""
+    start = threading.Thread.start
+
+    def as_daemon(self: threading.Thread) -> None:
+        self.daemon = True
+        start(self)
+
+    with replaced(threading.Thread, "start", as_daemon):
+        yield
+
+
+# -- What code that is stopped leaves behind
+
+
+class _Surroundings:
+    """What contexts that are never left would change for good: those of torch, a stream, signal handlers, unfinished imports."""
+
+    def __init__(self) -> None:
+        self._stream, self._gradients = sys.stderr, torch.is_grad_enabled()
+        self._functions, self._dispatched = _function_modes(), torch._C._len_torch_dispatch_stack()
+        self._in_main_thread = threading.current_thread() is threading.main_thread()
+        self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
+
+    def restore(self) -> None:
+        """Make them as they were."""
+        sys.stderr = self._stream
+        torch.set_grad_enabled(self._gradients)
+        if torch.is_inference_mode_enabled():
+            _never_left.append(torch.inference_mode(False))
+            _never_left[-1].__enter__()
+        for kind in ("cpu", "cuda", "xpu", "mps"):
+            with contextlib.suppress(RuntimeError):  # not known to this torch
+                torch.set_autocast_enabled(kind, False)
+        torch.autocast_increment_nesting()
+        while torch.autocast_decrement_nesting() > 0:
+            pass
+        torch.clear_autocast_cache()
+        while torch._C._len_torch_dispatch_stack() > self._dispatched:
+            dispatch_modes._pop_mode()
+        device_of_the_file = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
+        kept = [mode for mode in _function_modes() if mode in self._functions or mode is device_of_the_file]
+        while torch._C._len_torch_function_stack():
+            torch._C._pop_torch_function_stack()
+        for mode in kept:
+            torch._C._push_on_torch_function_stack(mode)
+        for number, handler in self._handlers.items():
+            if self._in_main_thread and handler is not None and signal.getsignal(number) != handler:
+                signal.signal(number, handler)
+        for module in list(sys.modules.values()):  # other threads would wait for the end of their import
+            spec: Any = getattr(module, "__spec__", None)
+            if getattr(spec, "_initializing", False):
+                spec._initializing = False
+
+
+_never_left: list[Any] = []
+
+
+def _function_modes() -> list[Any]:
+    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
+
+
+@contextlib.contextmanager
+def _exit_handlers_of_the_user() -> Iterator[list[Callable[..., Any]]]:
+    """The exit handlers that lines of the user's own files register inside."""
+    found: list[Callable[..., Any]] = []
+    kept = atexit.register
+
+    def register(handler: Any, *args: Any, **kwargs: Any) -> Any:
+        if is_own_file(sys._getframe(1).f_code.co_filename):
+            found.append(handler)
+        return kept(handler, *args, **kwargs)
+
+    with replaced(atexit, "register", register):
+        yield found

@@ -1,0 +1,91 @@
+"""What limits and figures ask of the system: clocks, waiting, processes. It does not change if user code replaces Python's functions.
+
+Tests stop clocks (freezegun) and replace functions such as ``os.kill``; models may do so when they are imported.
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib.util
+import os
+import select
+import time
+from collections.abc import Sequence
+from importlib.machinery import BuiltinImporter
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
+# -- Clocks
+#
+# Functions of our own, since freezegun replaces those of `time` in all modules; their module is a copy, since it may have done so before.
+
+
+def _own_time() -> Any:
+    """The module :mod:`time` as it is built into Python; without one, that which is imported."""
+    spec = BuiltinImporter.find_spec("time")
+    if spec is None:
+        return time
+    module = importlib.util.module_from_spec(spec)
+    BuiltinImporter.exec_module(module)
+    return module
+
+
+_TIME = _own_time()
+
+
+def now() -> float:
+    """Seconds since 1970."""
+    return float(_TIME.time())
+
+
+def monotonic() -> float:
+    """Seconds since some time in the past; they never go back."""
+    return float(_TIME.monotonic())
+
+
+def perf_counter() -> float:
+    """The same, with the highest resolution."""
+    return float(_TIME.perf_counter())
+
+
+def sleep(seconds: float) -> None:
+    """Wait."""
+    _TIME.sleep(seconds)
+
+
+# -- Waiting for other processes
+
+_poll: Any = getattr(select, "poll", None)
+"""Windows, where no worker is started, has none."""
+
+
+def wait_for(waitables: Sequence[int | Connection], seconds: float) -> bool:
+    """Wait until a pipe or descriptor is ready, for ``seconds`` at most; whether one is.
+
+    :func:`multiprocessing.connection.wait` asks :mod:`time` how long it has waited, and never ends if that stands still.
+    """
+    poll = _poll()
+    for waitable in waitables:
+        poll.register(waitable, select.POLLIN)
+    return bool(poll.poll(seconds * 1e3))
+
+
+# -- Processes
+
+kill, waitpid, end_now, write = os.kill, os.waitpid, os._exit, os.write
+fork: Any = getattr(os, "fork", None)
+setsid: Any = getattr(os, "setsid", None)
+waitid: Any = getattr(os, "waitid", None)
+
+# -- Functions that are built in, which this program and torch use everywhere
+
+_BUILT_IN = {name: value for name, value in vars(builtins).items() if callable(value)}
+
+
+def restore_builtins() -> None:
+    """In a process that runs user code: undo what that code has done to :mod:`builtins`."""
+    for name, value in _BUILT_IN.items():
+        if getattr(builtins, name, None) is not value:
+            setattr(builtins, name, value)
