@@ -543,3 +543,21 @@ def test_a_skipped_run_is_predicted_too() -> None:
     result = predicted(Flow(), torch.randn(2, 3, 8, 8), precisions="half", backends=["eager", "jit"])
     assert {run.evidence for run in result.runs} == {"predicted"}
     assert result.run("half", "jit").status == "skipped"
+
+
+def test_the_instruments_need_no_kernel_that_an_old_release_lacks() -> None:
+    """torch 2.1 has no `aminmax` in half on a CPU, which the comparison uses: the analysis ended at the first op."""
+
+    class Products(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.linear = nn.Parameter(torch.randn(16, 16)), nn.Linear(16, 16)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.dot(torch.mv(self.weight, x), x) + self.linear(x).sum()
+
+    result = predicted(Products(), torch.randn(16), "cpu", torch_version="2.1", precisions=["half"])
+    found = result.run("half")
+    assert {gap.op for gap in found.gaps} == {"aten.mv.default", "aten.dot.default", "aten.addmm.default"}
+    assert found.complete
+    assert not [d for d in result.diagnostics if d.code == "LP905"]

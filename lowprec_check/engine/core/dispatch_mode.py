@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dis
 import functools
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from types import CodeType, ModuleType
 from typing import Any, NamedTuple
@@ -34,6 +36,28 @@ from lowprec_check.engine.core.source_location import PACKAGE
 
 AutocastKeys = tuple[Any, ...]
 """Dispatch keys that apply inside a kernel: of the devices whose autocast does, and :func:`in_place_keys`."""
+
+
+_thread = threading.local()
+
+
+@contextlib.contextmanager
+def observing() -> Iterator[None]:
+    """While the instruments compute figures of their own: a process that stands in for a device has the kernels of its CPU for them.
+
+    Also a decorator.
+    """
+    before = is_observing()
+    _thread.observing = True
+    try:
+        yield
+    finally:
+        _thread.observing = before
+
+
+def is_observing() -> bool:
+    """Whether ops of this thread are those of the instruments."""
+    return getattr(_thread, "observing", False)
 
 
 class DispatchMode(TorchDispatchMode):

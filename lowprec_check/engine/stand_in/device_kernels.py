@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, is_observing, run_op
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
 from lowprec_check.engine.core.op_kernels import forget_kernels, shared_kernel
 from lowprec_check.engine.stand_in.kernel_support import DTYPES, KernelSupport
@@ -61,7 +61,7 @@ class StandInKernels(DispatchMode):
         """The result of an op call, or the exception that the device raises."""
         call = DispatchedCall(func, _numbers_as_tensors(func, args), kwargs, keys)
         traits = call.traits
-        if traits.skipped or traits.view or traits.packet in _AS_GIVEN:
+        if traits.skipped or traits.view or traits.packet in _AS_GIVEN or is_observing():
             return call.run()
         tensors = tensors_in(call.args, kwargs)
         floating = [tensor for tensor in tensors if is_float(tensor)]

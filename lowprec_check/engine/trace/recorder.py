@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, observing
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, underflows
 from lowprec_check.engine.core.source_location import instruction_of
 from lowprec_check.engine.model.memory import StorageCounter
@@ -105,6 +105,7 @@ class Recorder(DispatchMode):
         self._guarded(call, self._record, call, out, widened, state)
         return out
 
+    @observing()
     def finish(self, outputs: list[Tensor], compared: list[Tensor], *, complete: bool) -> None:
         """After the run, ``complete`` unless it raised: ``outputs`` of the model count as used; ``compared`` are those that are judged."""
         self._op_errors.finish(outputs)
@@ -148,7 +149,8 @@ class Recorder(DispatchMode):
     def _guarded(self, call: DispatchedCall, observe: Callable[..., T], *args: Any) -> T | None:
         """Return ``observe(*args)``; an exception of the instruments is recorded and does not reach the model."""
         try:
-            result: T = observe(*args)
+            with observing():
+                result: T = observe(*args)
             return result
         except Exception as error:
             self._note_fault(call.traits.name, error)
