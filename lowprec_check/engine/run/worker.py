@@ -207,7 +207,8 @@ def _instrument(
             called = in_eager_mode(ready, target)
         found = run_instrumented(called, target.args, target.kwargs, fp32, options, outputs)
     trials = [] if task.steps or task.is_reference else _try_ranges(task, target, found)
-    return msgspec.structs.replace(found, range_trials=trials, notes=() if allowed.note is None else (allowed.note,))
+    notes = found.notes if allowed.note is None else (*found.notes, allowed.note)
+    return msgspec.structs.replace(found, range_trials=trials, notes=notes)
 
 
 def _try_ranges(task: AnalysisTask, target: Target, found: Instrumented) -> list[RangeTrial]:
