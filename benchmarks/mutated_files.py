@@ -344,7 +344,7 @@ def warm_up(folder: Path) -> None:
     """Import and read what commands need once, for all forks."""
     with torchvision_works():
         _ = import_zoo("transformers").BertModel
-    kept = os.dup(1)
+    kept, arguments = os.dup(1), sys.argv
     for words in (
         *map(shlex.split, REPORTS),
         ["diff", "scan.json", "saved.json"],
@@ -355,6 +355,7 @@ def warm_up(folder: Path) -> None:
         os.chdir(folder)
         with contextlib.redirect_stdout(io.TextIOWrapper(io.BytesIO())):
             call(words)
+    sys.argv = arguments
     os.dup2(kept, 1)
     os.close(kept)
 

@@ -471,7 +471,10 @@ VALUES = [
     ),
     OddCall(f"scan odd.py {HALF}", 0, "Use half", body("return self.linear(x), 10**5000, -(2**63) - 1")),
     OddCall(
-        f"scan odd.py {HALF}", 0, "Use", file(f"{BASE.replace('.eval()', '')}model.me = model\nmodel.training = False")
+        f"scan odd.py {HALF}",
+        1,
+        "half fails – – – RecursionError",
+        file(f"{BASE.replace('.eval()', '')}model.me = model\nmodel.training = False"),
     ),
     OddCall(f"scan odd.py {HALF}", 2, "RecursionError at odd.py", file(f"{BASE}model.me = model\nmodel.eval()")),
 ]

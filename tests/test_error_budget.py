@@ -678,3 +678,129 @@ def test_a_budget_survives_saving() -> None:
 def test_the_common_module_is_the_innermost_that_holds_all(paths: list[str], expected: str) -> None:
     assert common_module(paths) == expected
     assert common_module(paths[::-1]) == expected
+
+
+# -- what goes with a module in fp32, compared with the plain model
+
+
+class Branch(nn.Module):
+    """A linear layer and an exact op at its end, or one that leaves large values as they are."""
+
+    def __init__(self, end: Callable[[Tensor], Tensor], width: int = 32, bias: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.end = nn.Linear(width, width), end
+        nn.init.constant_(self.linear.bias, bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.end(self.linear(x))
+
+
+class Stream(nn.Module):
+    """Two blocks add to a stream with large values: under autocast, sums are wide if any of their parts is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inp, self.a, self.b, self.head = (nn.Linear(32, 32) for _ in range(4))
+        nn.init.constant_(self.inp.bias, 40.0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.inp(x)
+        x = x + self.a(x - 40)
+        x = x + self.b(x - 40)
+        return self.head(x - 40)
+
+
+class JoinedBranches(nn.Module):
+    """Several branches are concatenated."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.branches = nn.ModuleList(Branch(nn.Tanh(), bias=bias) for bias in (0.0, 2.0))
+        self.head = nn.Linear(64, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.cat([branch(x) for branch in self.branches], -1))
+
+
+def ended(end: Callable[[Tensor], Tensor], bias: float = 100.0) -> nn.Module:
+    """A layer whose result is much larger than what the next one sees of it."""
+
+    class Shifted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.block, self.head = Branch(end, bias=bias), nn.Linear(32, 32)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head(self.block(x) - bias)
+
+    return Shifted()
+
+
+KEPT: dict[str, Callable[[], nn.Module]] = {
+    "relu at the end": lambda: ended(nn.ReLU()),
+    "gelu of large values at the end": lambda: ended(nn.GELU()),
+    "cat at the end": lambda: ended(lambda y: torch.cat([y[:, 16:], y[:, :16]], -1)),
+    "contiguous at the end": lambda: ended(lambda y: y.t().contiguous().t()),
+    "max pooling at the end": lambda: ended(lambda y: nn.functional.max_pool1d(y, 3, 1, 1)),
+    "an exact difference at the end": lambda: ended(lambda y: y + 900 - 900),
+    "without bias": lambda: nn.Sequential(nn.Linear(32, 32, bias=False), nn.Linear(32, 32, bias=False)),
+    "a stream": Stream,
+    "concatenated branches": JoinedBranches,
+}
+
+
+@pytest.mark.parametrize("precision", LOW)
+@pytest.mark.parametrize("name", KEPT)
+def test_the_share_of_a_module_is_what_goes_if_it_is_kept_in_fp32(name: str, precision: str) -> None:
+    torch.manual_seed(0)
+    model, x = KEPT[name]().eval(), torch.randn(64, 4, 32) if name == "without bias" else torch.randn(256, 32)
+    plain, found = run(model, (x,), precision, budget=True)
+    assert plain.output_error is not None
+    assert found.budget is not None
+    before, shares = plain.output_error.rel_l2, {its.module: its.share for its in found.budget.modules}
+    assert found.called_modules
+    for module in found.called_modules:
+        true = 1 - (plain_error(model, x, precision, (module,)) / before) ** 2
+        assert shares.get(module, 0.0) == pytest.approx(true, abs=0.1), module
+    assert explained(found.budget) + (found.budget.unexplained or 0.0) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_what_goes_with_any_of_several_modules_counts_once() -> None:
+    """Each sum of the stream is wide if the input layer is, or a block before it."""
+    torch.manual_seed(0)
+    budget = budget_of(Stream().eval(), torch.randn(256, 32), "autocast-bf16")
+    alone = {its.module: its.share for its in budget.modules}
+    assert alone["inp"] > 0.95
+    assert alone["a"] > 0.4
+    assert inside(budget, "inp") == pytest.approx(alone["inp"], abs=0.01)
+    assert inside(budget, "a") < 0.05
+    assert all(share.share > -0.05 for share in budget.shares)
+    names = [its.module for its in budget.modules]
+    assert names == sorted(names, key=lambda name: -alone[name])
+
+
+def test_an_op_that_the_fp32_reference_cannot_run_is_a_note() -> None:
+    class TakesHalfOnly(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            y = self.first(x)
+            return self.second(half_only(y) if y.dtype == torch.half else y.sigmoid())
+
+    result = lowprec_check.scan(
+        TakesHalfOnly(), inputs(), precisions=["half"], times="off", plan=False, isolation="none"
+    )
+    run = result.run("half")
+    [note] = [note for note in run.notes if "half_only" in note]
+    assert note.startswith("budget_tests.half_only.default fails in the fp32 reference (RuntimeError: only 16 bits")
+    [row] = [row for row in run.op_calls.rows() if "half_only" in row.op]
+    assert (row.local_error, row.accumulated_error, row.share) == (None, None, None)
+
+
+@torch.library.custom_op("budget_tests::half_only", mutates_args=())
+def half_only(x: Tensor) -> Tensor:
+    if x.dtype != torch.half:
+        raise RuntimeError("only 16 bits")
+    return x.sigmoid()

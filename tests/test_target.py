@@ -97,7 +97,7 @@ def test_torchvision_model_by_name() -> None:
             "raise",
         ),
         (NET + "def inputs():\n    return 1 / 0", "ZeroDivisionError", "1 / 0"),
-        (NET + "inputs = torch.randn(1, 3)\nloss = 5", "`loss` in .* has type int, not a function", "rename it"),
+        (NET + "inputs = torch.randn(1, 3)\nloss = 'mse'", "`loss` in .* has type str, not a function", "rename it"),
     ],
 )
 def test_message_for_a_wrong_file(write: Write, text: str, message: str, hint: str | None) -> None:

@@ -18,6 +18,7 @@ from training_loops import mean_square, sgd, trained, training
 from lowprec_check import scan
 from lowprec_check.analysis.training_status import nonfinite
 from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.target import make_target
 from lowprec_check.errors import UsageError
 
 
@@ -122,12 +123,23 @@ def test_a_warm_up_of_a_scheduler_does_not_stop_the_weights() -> None:
     assert names["step_loss"].item() == trained(result, "autocast-bf16")[1].ways[0].losses[2]
 
 
-def test_a_script_that_has_trained_has_a_loss_that_is_no_function(tmp_path: Path) -> None:
+@pytest.mark.parametrize("loss", ["0.0", "0", "torch.zeros(())"])
+def test_a_loss_that_is_a_number_is_no_function(tmp_path: Path, loss: str) -> None:
     file = tmp_path / "train.py"
     file.write_text(
-        "import torch\nmodel = torch.nn.Linear(4, 2)\ninputs = torch.randn(3, 4)\nloss = model(inputs).sum()\n"
+        f"import torch\nmodel = torch.nn.Linear(4, 2)\ninputs = torch.randn(3, 4)\nloss = {loss}\nmodel(inputs)\n"
     )
-    assert load_target(str(file)).loss is None
+    target = load_target(str(file))
+    assert target.loss is None
+    assert any("to scan training, add --train" in note for note in target.notes)
+
+
+def test_the_loss_of_a_forward_pass_gets_its_targets_on_the_device_of_the_output() -> None:
+    data = torch.utils.data.TensorDataset(torch.randn(8, 3), torch.arange(8) % 2)
+    target = make_target(nn.Linear(3, 2), torch.utils.data.DataLoader(data, batch_size=4), loss=nn.CrossEntropyLoss())
+    assert target.targets[0].device.type == "cpu"
+    found = target.call(nn.Linear(3, 2, device="meta"))(torch.ones(4, 3, device="meta"))
+    assert found.loss.device.type == "meta"
 
 
 # -- what the scan must not blame the model for

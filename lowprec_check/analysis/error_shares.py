@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Literal, NamedTuple
 
 from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, Share
@@ -21,6 +21,9 @@ BETWEEN = "rounding between modules"
 CAST_INPUT = "cast input"
 """What stands for the op in the share of rounding the inputs."""
 
+CANCELS = 0.1
+"""The least part by which the squared error grows with a module in fp32 whose error is said to cancel that of others."""
+
 Place = tuple[str, str, str | None]
 """Module, op and line."""
 
@@ -34,6 +37,11 @@ class PartShare(NamedTuple):
     largest: Share
     """The op in it with the largest share."""
     calls: int
+    by_itself: float | None = None
+    """Of a main cause: what goes with this module alone in fp32, if that is more than ``share``, since some of it also goes with those
+    named before."""
+    is_measured: bool = False
+    """Whether ``share`` is that of a plain run with the module in fp32."""
 
 
 def fails_by_error(run: Run) -> bool:
@@ -103,7 +111,7 @@ def share_sentence(own: float, leaving: float) -> Sentence:
 
 
 def module_shares(run: Run) -> list[PartShare]:
-    """A share per module, submodules apart, the largest first: what goes if the module is kept in fp32 with all inside."""
+    """A share per module, submodules apart, the largest first. They add up: what goes with any of several modules counts for one."""
     listed = run.budget.shares if run.budget else []
     return _parts((BETWEEN if share.rounding and not share.module else share.module, share) for share in listed)
 
@@ -124,9 +132,39 @@ def _parts(named: Iterable[tuple[str, Share]]) -> list[PartShare]:
     return sorted(parts, key=lambda part: -part.share)
 
 
-def main_causes(modules: Sequence[PartShare], most: int) -> list[PartShare]:
-    """At most ``most`` of ``modules``, of :func:`module_shares`, that matter."""
-    return [part for part in modules[:most] if part.share >= MATTERS]
+def main_causes(run: Run, most: int) -> list[PartShare]:
+    """At most ``most`` modules that matter, none inside another, each with all inside: what goes if it is kept in fp32."""
+    budget, chosen = run.budget or ErrorBudget(), list[PartShare]()
+    tried = {its.module: its for its in budget.modules}
+    for part in module_shares(run)[:most]:
+        if part.share < MATTERS or any(is_inside(part.name, other.name) for other in chosen):
+            continue
+        is_module = part.name in run.called_modules if run.called_modules else part.name not in ("", BETWEEN)
+        if not is_module:  # no submodule in fp32 avoids it
+            chosen.append(part)
+            continue
+        known = tried.get(part.name)
+        inside = math.fsum(share.share for share in budget.shares if is_inside(share.module, part.name))
+        inside = min(inside, known.share) if known is not None else inside
+        within = [other for other in chosen if is_inside(other.name, part.name)]
+        if within:
+            rest = inside - math.fsum(other.share for other in within)
+            if rest >= MATTERS:
+                chosen.append(part._replace(name=f"the rest of {part.name}", share=rest))
+            continue
+        whole = inside if known is None else known.share if known.measured is None else known.measured
+        found = part._replace(share=whole, is_measured=known is not None and known.measured is not None)
+        if known is not None and known.share > inside + MATTERS and chosen:
+            found = found._replace(share=whole * inside / known.share, by_itself=whole)
+        if found.share >= MATTERS:
+            chosen.append(found)
+    return sorted(chosen, key=lambda part: -part.share)
+
+
+def cancelling(run: Run) -> str | None:
+    """The module that cancels the most of the error of others: with it in fp32 the error is clearly larger. ``None`` if there is none."""
+    found = min(run.budget.modules if run.budget else (), key=lambda its: its.share, default=None)
+    return found.module if found is not None and found.share <= -CANCELS else None
 
 
 # -- The op call of a run to look at first: a cause of its error only if the error budget says so
@@ -232,7 +270,7 @@ def blamed_modules(run: Run) -> BlamedModules | None:
         return None
     budget = trusted_budget(run)
     if budget is not None and run.rel_l2 is not None:
-        causes = main_causes(module_shares(run), MOST)
+        causes = main_causes(run, MOST)
         modules = _outermost(part.name for part in causes if part.name in run.called_modules)
         share = math.fsum(part.share for part in budget.shares if any(is_inside(part.module, name) for name in modules))
         if share >= LEAST_SHARE:

@@ -120,6 +120,18 @@ class Share(Struct, frozen=True, kw_only=True):
     keeping the op in fp32 does not help; ``module`` is the innermost one that holds the op and these readers."""
 
 
+class ModuleShare(Struct, frozen=True, kw_only=True):
+    """What goes if one module is kept in fp32, with all inside: 1 - (error with it in fp32 / error)², to first order."""
+
+    module: str
+    """The path of the module, ``layer1.0``."""
+    share: float
+    """Of the squared error; negative if the error grows. What goes with any of several modules is in the share of each, so these need
+    not add up to 1."""
+    measured: float | None = None
+    """The same of a plain run with the module in fp32, of the error that decides about the run; ``None`` if there was none."""
+
+
 class ErrorBudget(Struct, frozen=True, kw_only=True):
     """Where the error of an output comes from, to first order: shares and ``unexplained`` add up to 1.
 
@@ -140,6 +152,8 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     """The largest shares, largest first."""
     others: float = 0.0
     """The sum of the shares that are not listed."""
+    modules: list[ModuleShare] = []
+    """What goes with each module in fp32, largest first; empty in a file of a version that did not save it."""
     blocked: list[str] = []
     """Ops that no derivative passes, so that errors before them are not seen."""
     output_rms: float | None = None

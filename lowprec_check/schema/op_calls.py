@@ -18,7 +18,7 @@ from lowprec_check.schema.run_key import Phase
 # A quantity is declared once, as a field of :class:`OpCall` with a default (older files lack it); the columnar :class:`OpCalls`, the JSON
 # Schema and the documentation are derived from it. With a :class:`Quantity` it is also a column of the reports.
 
-PRODUCTS = re.compile(r"mm\.|conv|scaled_dot_product|linear|rnn|lstm|gru")
+PRODUCTS = re.compile(r"mm\.|conv(?!ert)|scaled_dot_product|(?<!bi)linear|rnn|lstm|gru")
 """Names of the ops that autocast runs in 16 bits whatever their inputs: matrix products, convolutions, attention."""
 
 CallOutcome = Literal["ok", "rescued", "emulated"]

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from lowprec_check.analysis.error_shares import (
     BETWEEN,
-    PartShare,
+    cancelling,
     fails_by_error,
     is_confirmed,
     is_disproved,
@@ -50,12 +50,17 @@ def shares(run: Run, result: ScanResult) -> Made:
     budget = trusted_budget(run)
     if budget is None or not is_told(run, result) or is_disproved(run):
         return None
-    about = plain("shares of the error")
+    causes = main_causes(run, NAMED)
+    measured = bool(causes) and all(part.is_measured for part in causes)
+    about = plain("shares of the error, measured" if measured else "shares of the error")
     if not is_over_tolerance(run):  # they are not of the error that makes the run fail
         where = "in eager mode" if not run.is_eager else "in the first call" if run.failed_call else "op by op"
         only = "shares of the error {where:text}, which is only {error:error}"
         about = say(only, where=where, error=budget.measured or 0.0)
-    parts = [*_largest(module_shares(run))]
+    parts = [*_largest(run)]
+    cancels = cancelling(run)
+    if cancels is not None:
+        parts.append(say("the error of {module:module} cancels part of it", module=cancels))
     if budget.decisions >= MATTERS:
         parts.append(say("{share:share} choices that differ from fp32", share=budget.decisions))
     rest = (budget.unexplained or 0.0) - budget.decisions
@@ -66,21 +71,23 @@ def shares(run: Run, result: ScanResult) -> Made:
     return chained(about, chained(*parts, between=", "), between=": ")
 
 
-def _largest(modules: Sequence[PartShare]) -> Iterator[Sentence]:
+def _largest(run: Run) -> Iterator[Sentence]:
     """``46 % lm_head (linear, model.py:41)``, then others without op and line; of an error to which every module adds a little, its spread."""
-    causes = main_causes(modules, NAMED)
-    if causes:
-        first = causes[0]
-        yield say(
-            "{share:share} {module:module} ({rounding:text}{op:op}{source:text})",
-            share=first.share,
-            module=first.name,
-            rounding="rounding of " if first.largest.rounding and first.name != BETWEEN else "",
-            op=first.largest.op,
-            source=f", {first.largest.source}" if first.largest.source else "",
+    causes, modules = main_causes(run, NAMED), module_shares(run)
+    for index, part in enumerate(causes):
+        op = say(
+            " ({rounding:text}{op:op}{source:text})",
+            rounding="rounding of " if part.largest.rounding and part.name != BETWEEN else "",
+            op=part.largest.op,
+            source=f", {part.largest.source}" if part.largest.source else "",
         )
-        for part in causes[1:]:
-            yield say("{share:share} {module:module}", share=part.share, module=part.name)
+        also = "another {share:share} {module:module} ({whole:share} by itself)"
+        if part.by_itself is not None:
+            yield say(also, share=part.share, module=part.name, whole=part.by_itself)
+        else:
+            named = say("{share:share} {module:module}", share=part.share, module=part.name)
+            yield chained(named, op if not index else None, between="")
+    if causes:
         return
     parts = [part for part in modules if part.share > 0]
     if not parts:

@@ -8,7 +8,6 @@ from lowprec_check.analysis.error_shares import (
     is_disproved,
     is_over_tolerance,
     main_causes,
-    module_shares,
     trusted_budget,
 )
 from lowprec_check.analysis.run_summary import (
@@ -104,7 +103,7 @@ def shares(run: Run) -> Sentence | None:
     budget = run.budget
     if budget is None or not is_over_tolerance(run) or is_disproved(run):
         return None
-    parts = main_causes(module_shares(run), 2) if trusted_budget(run) else []
+    parts = main_causes(run, 2) if trusted_budget(run) else []
     found = [say("{share:share} from {module:module}", share=part.share, module=part.name) for part in parts]
     if budget.decisions >= MATTERS:
         found.append(say("{decisions:share} from choices that differ from fp32", decisions=budget.decisions))

@@ -25,7 +25,14 @@ from lowprec_check.engine.model.inputs import (
     is_function,
     parse_inputs,
 )
-from lowprec_check.engine.model.target import Target, check, check_calibration, forward_of, unchecked_target
+from lowprec_check.engine.model.target import (
+    DEFAULTS_OF_A_SCRIPT,
+    Target,
+    check,
+    check_calibration,
+    forward_of,
+    unchecked_target,
+)
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.user_code import (
     attribute_of,
@@ -133,7 +140,11 @@ def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...]
         _inputs_of(call) if given is None else given,
         source=call.line,
         setup=(f"# before {call.line}: `model` is the model that this line calls, `inputs` what it is called with",),
-        notes=(f"model and inputs are those of the first call of a model in the script, at {call.line}", *notes),
+        notes=(
+            f"model and inputs are those of the first call of a model in the script, at {call.line}",
+            *notes,
+            DEFAULTS_OF_A_SCRIPT,
+        ),
         **_other_parts(module, inputs),
     )
 
@@ -258,13 +269,12 @@ def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[
 def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str, Any]:
     """What a file may define besides its model and inputs; ``None`` for what it does not define.
 
-    A training script has an optimizer: one like it is used. If it trains at import, it also has the loss of its last step, which
-    is no function.
+    A training script has an optimizer: one like it is used. Its `loss` may be a number, such as a sum that it starts from.
     """
     found: dict[str, Any] = {}
     for name in ("loss", "metric"):
         value = attribute_of(module, name)
-        if name == "loss" and isinstance(value, Tensor):
+        if name == "loss" and isinstance(value, (Tensor, int, float)):
             value = None
         if value is not None and not callable(value):
             raise UsageError(

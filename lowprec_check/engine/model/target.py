@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
+from torch.utils._pytree import tree_map_only
 
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import leaves
@@ -23,8 +24,15 @@ from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.scan_result import WeightsOrigin
 
-IN_TRAINING_MODE = "the model is in training mode; for inference, call model.eval() in your file"
+IN_TRAINING_MODE = (
+    "the model is in training mode: for inference, call model.eval() in your file; to scan training, add --train"
+)
 """A note on a model whose forward pass alone is scanned."""
+DEFAULTS_OF_A_SCRIPT = (
+    "a scan of training takes the model and the inputs of a script; it takes the loss and the optimizer only if they are `loss` "
+    "and `optimizer` outside functions, and clipping, schedulers and accumulation not at all"
+)
+"""A note on a script that is trained."""
 
 _PASTE_BATCHES = """Make `inputs` a function of the batch number:
 
@@ -154,7 +162,9 @@ class Target(NamedTuple):
 
         def model_and_loss(*args: Any, **kwargs: Any) -> WithLoss:
             output = called(*args, **kwargs)
-            return WithLoss(output, loss_of(loss, output, LossInputs(args, kwargs, self.targets)))
+            device = next((tensor.device for _, tensor in leaves(output)), None)
+            targets = tree_map_only(Tensor, lambda target: target.to(device), self.targets)
+            return WithLoss(output, loss_of(loss, output, LossInputs(args, kwargs, targets)))
 
         return model_and_loss
 

@@ -23,8 +23,7 @@ from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, p
 from lowprec_check.engine.trace.ops import Args, Kwargs
 from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
 from lowprec_check.engine.trace.twins import Twin, Twins
-from lowprec_check.schema.module_paths import common_module
-from lowprec_check.schema.op_calls import PRODUCTS, OpCall
+from lowprec_check.schema.op_calls import OpCall
 
 COMPACT = torch.bfloat16
 """The dtype in which the tape stores errors."""
@@ -41,16 +40,32 @@ Leaf = Callable[[Tensor, Tensor], Tensor]
 _NOT_ENOUGH_MEMORY = "the activations of the model and their errors need more than {:.1f} GiB, {}"
 
 
-class OutputChange(NamedTuple):
-    """What an op changes in each direction of the output, to first order; tensors of shape (directions,)."""
+class Read(NamedTuple):
+    """A narrow tensor that an op reads, or the model returns."""
+
+    writer: int
+    """The op that wrote it, by its position on the tape."""
+    energy: Tensor | None
+    """The expected square of what rounding the reference's values here to the dtype of the tensor changes in each direction of the
+    output, if each value is rounded independently; ``None``: nothing. Of shape (directions,)."""
+    widens: bool
+    """Whether the op gives wide results if this tensor is wide."""
+
+
+class TapedOp(NamedTuple):
+    """An op, what it reads, and what it changes in each direction of the output, to first order; tensors of shape (directions,)."""
 
     row: OpCall
-    readers: frozenset[tuple[str, str]]
-    """Module and op of the calls that read its results; those that the model returns: ``("", "")``."""
-    narrowed_in: str
-    """The innermost module that holds the casts and products that made its inputs narrow; else its own."""
+    reads: tuple[Read, ...]
+    returned: tuple[Read, ...]
+    """Where the model returns its results."""
+    narrow: bool
+    """Whether its results are narrower than fp32."""
     by: tuple[Tensor | None, ...]
     """By each of its errors, in the order in which they were recorded."""
+    energies: tuple[Tensor, Tensor] | None
+    """As :attr:`Read.energy`, of the rounding of its results in the run, and of those of the reference: less in the run if the op
+    hardly changes values that are rounded already. ``None`` if it rounds nothing."""
 
 
 class ErrorTape:
@@ -61,8 +76,8 @@ class ErrorTape:
         self._nodes: list[_Node] = []
         self._bytes = 0
         self._serials = itertools.count()
-        self._writers: dict[int, _Node] = {}
-        """The last node that wrote to each storage."""
+        self._writers: dict[int, int] = {}
+        """By storage, the position of the last node that wrote to it."""
         self._dispatch_keys = (
             torch._C._dispatch_tls_local_include_set(),
             torch._C._dispatch_tls_local_exclude_set(),
@@ -111,7 +126,7 @@ class ErrorTape:
             if graph is not None and not graph.requires_grad:
                 graph = None
             its = errors[index] if index < len(errors) else ()
-            found.append(_Output(self._part(twin, out), graph, self._compact(its)))
+            found.append(_Output(self._part(twin, out), graph, self._compact(its), _narrow_dtype(out)))
         inputs = taped.inputs if taped is not None else []
         reads_values = not call.traits.packet.endswith("_like")
         if inputs and reads_values and any(map(is_float, outputs)) and all(out.values is None for out in found):
@@ -122,7 +137,8 @@ class ErrorTape:
         """Record errors that no op adds: those of a rounded input."""
         twin = self._twins.find(low) if low.layout == torch.strided else None
         if twin is not None and self.stopped is None:
-            self._append(_Node(row, [], [_Output(self._part(twin, low), None, self._compact(errors))]))
+            out = _Output(self._part(twin, low), None, self._compact(errors), _narrow_dtype(low))
+            self._append(_Node(row, [], [out]))
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:
@@ -140,21 +156,16 @@ class ErrorTape:
         return Part.of(twin.serial, tensor)
 
     def _append(self, node: _Node) -> None:
-        self._nodes.append(node)
-        writers = [self._writers.get(given.part.storage) for given in node.inputs if given.narrow]
-        sources = [writer.narrowed_in for writer in writers if writer is not None]
-        if sources and not PRODUCTS.search(node.row.op) and "_to_copy" not in node.row.op:
-            node.narrowed_in = common_module(sources)
-        for given in node.inputs:
-            self._read(given.part.storage, node.row)
+        node.writers = [self._writers.get(given.part.storage) for given in node.inputs]
         for out in node.outputs:
-            self._writers[out.part.storage] = node
+            self._writers[out.part.storage] = len(self._nodes)
             self._bytes += sum(its.nbytes for its in (out.values, *out.errors) if its is not None)
             if self._figures.deferred:
                 for index, error in enumerate(out.errors):
                     if error is not None:
                         some = self._figures.number(error.any())
                         self._figures.then(functools.partial(self._drop_zero, out.errors, index, some))
+        self._nodes.append(node)
         if self._bytes > self._limit.size:
             self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit.size / 2**30, self._limit.why)
             self._nodes.clear()
@@ -179,51 +190,49 @@ class ErrorTape:
             compact.append(values.to(COMPACT) if self._figures.deferred or bool(values.any()) else None)
         return compact
 
-    def _read(self, storage: int, row: OpCall | None) -> None:
-        writer = self._writers.get(storage)
-        if writer is not None:
-            writer.readers.add((row.module, row.op) if row is not None else ("", ""))
-
     # -- following errors to the output
 
-    def backward(self, seeds: Sequence[tuple[Tensor, Tensor]]) -> list[OutputChange]:
-        """For each op that adds an error, what this changes in each direction of the output.
+    def backward(self, seeds: Sequence[tuple[Tensor, Tensor]]) -> list[TapedOp]:
+        """The ops in their order, with what their errors change in each direction of the output.
 
         ``seeds`` pairs tensors of the output (of the run) with directions, of shape (directions, *shape of the tensor): a
         change is the scalar product of the first-order change of the output with the direction. The tape is empty afterwards.
         """
         self._figures.settle()
         buffers = GradientBuffers(len(seeds[0][1]) if seeds else 0)
-        found: list[OutputChange] = []
+        returned: dict[int, list[Read]] = {}
         for tensor, directions in seeds:
             twin = self._twins.find(tensor)
             if twin is not None:
                 part = self._part(twin, tensor)
                 buffers.add(part, directions)
-                self._read(part.storage, None)
+                writer = self._writers.get(part.storage)
+                if is_narrow(tensor) and writer is not None:
+                    energy = _energy(directions, self._twins.reference_of(tensor), tensor.dtype, part)
+                    returned.setdefault(writer, []).append(Read(writer, energy, widens=False))
+        found: list[TapedOp] = []
         with self._gradients():
             while self._nodes:
                 node = self._nodes.pop()
                 gradients = [buffers.take(out.part) for out in node.outputs]
-                pairs = list(zip(gradients, node.outputs, strict=True))
-                by = _changes(pairs)
-                if any(change is not None for change in by):
-                    found.append(OutputChange(node.row, frozenset(node.readers), node.narrowed_in, by))
-                self._pass_on(node, gradients, buffers)
+                by = _changes(list(zip(gradients, node.outputs, strict=True)))
+                reads = self._pass_on(node, gradients, buffers)
+                narrow = any(out.narrow is not None for out in node.outputs)
+                energies = _energies(gradients, node.outputs)
+                found.append(TapedOp(node.row, reads, tuple(returned.get(len(self._nodes), ())), narrow, by, energies))
         return found[::-1]
 
-    def _pass_on(self, node: _Node, gradients: list[Tensor | None], buffers: GradientBuffers) -> None:
-        """Add the gradients of the inputs of ``node``, given those of its outputs."""
+    def _pass_on(self, node: _Node, gradients: list[Tensor | None], buffers: GradientBuffers) -> tuple[Read, ...]:
+        """Add the gradients of the inputs of ``node``, given those of its outputs; returns what it reads."""
+        energies: list[list[Tensor]] = [[] for _ in node.inputs]
         reached = [
             (out.values, gradient)
             for out, gradient in zip(node.outputs, gradients, strict=True)
             if out.values is not None and gradient is not None
         ]
-        if not reached or not node.inputs:
-            return
         leaves = [given.leaf for given in node.inputs]
         values = [value for value, _ in reached]
-        for direction in range(buffers.directions):
+        for direction in range(buffers.directions if reached and leaves else 0):
             try:
                 back = pulled_back(
                     values,
@@ -233,10 +242,46 @@ class ErrorTape:
                 )
             except RuntimeError:  # it has no derivative
                 self.blocked[node.row.op] = None
-                return
-            for given, gradient in zip(node.inputs, back, strict=True):
+                break
+            for given, gradient, energy in zip(node.inputs, back, energies, strict=True):
                 if gradient is not None:
                     buffers.add(given.part, gradient, direction)
+                    if given.narrow is not None:
+                        energy.append(_energy(gradient[None], given.leaf, given.narrow, given.part))
+        in_place = any(given.written for given in node.inputs)
+        largest = max((given.leaf.ndim for given in node.inputs), default=0)
+        return tuple(
+            Read(
+                writer,
+                torch.cat(energy) if energy else None,
+                widens=given.written if in_place else bool(given.leaf.ndim) or not largest,
+            )
+            for given, writer, energy in zip(node.inputs, node.writers, energies, strict=True)
+            if given.narrow is not None and writer is not None
+        )
+
+
+def _energies(gradients: Sequence[Tensor | None], outputs: Sequence[_Output]) -> tuple[Tensor, Tensor] | None:
+    """:attr:`TapedOp.energies`."""
+    for gradient, out in zip(gradients, outputs, strict=True):
+        rounding = out.errors[1] if len(out.errors) > 1 else None
+        if gradient is not None and rounding is not None and out.narrow is not None and out.values is not None:
+            own = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+            in_run = (own * rounding.to(own.dtype)).reshape(len(own), -1).square().sum(1)
+            return in_run.float(), _energy(gradient, out.values, out.narrow, out.part)
+    return None
+
+
+def _energy(gradients: Tensor, reference: Tensor, low: torch.dtype, part: Part) -> Tensor:
+    """:attr:`Read.energy`, given gradients of shape (directions, *shape of the reference)."""
+    with torch.no_grad():
+        reference = reference.detach()
+        rounding = (reference.to(low).to(reference.dtype) - reference).nan_to_num(0.0, 0.0, 0.0)
+        for dim, step in enumerate(part.stride):  # what is shown several times is rounded once
+            if not step and reference.shape[dim] > 1:
+                gradients, rounding = gradients.sum(dim + 1, keepdim=True), rounding.narrow(dim, 0, 1)
+        products = (gradients * rounding).reshape(len(gradients), -1)
+        return products.abs().square().sum(1).nan_to_num(0.0, 0.0, 0.0).float()
 
 
 def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | None, ...]:
@@ -269,8 +314,13 @@ class _TapedCall:
         twin = self._twins.find(low) if is_float(low) and low.layout == torch.strided else None
         if twin is not None and not twin.constant and twin.serial is not None:
             reference = reference.detach().requires_grad_()
-            self.inputs.append(_Input(Part.of(twin.serial, low), reference, is_narrow(low)))
+            part = Part.of(twin.serial, low)
+            self.inputs.append(_Input(part, reference, _narrow_dtype(low), id(low) in self._written))
         return reference.clone() if id(low) in self._written else reference
+
+
+def _narrow_dtype(low: Tensor) -> torch.dtype | None:
+    return low.dtype if is_narrow(low) else None
 
 
 class _Input(NamedTuple):
@@ -279,8 +329,10 @@ class _Input(NamedTuple):
     part: Part
     leaf: Tensor
     """Its reference values, where the graph of the op starts."""
-    narrow: bool
-    """Whether its dtype in the run is narrower than fp32."""
+    narrow: torch.dtype | None
+    """Its dtype in the run, if that is narrower than fp32."""
+    written: bool
+    """Whether the op writes to it too."""
 
 
 class _Output(NamedTuple):
@@ -291,16 +343,16 @@ class _Output(NamedTuple):
     """The reference values with the graph of the op; ``None`` if no derivative leads there."""
     errors: list[Tensor | None]
     """In the order of :data:`AddedErrors`; those that turn out to be zero become ``None``."""
+    narrow: torch.dtype | None
+    """Its dtype in the run, if that is narrower than fp32."""
 
 
 class _Node:
     """One op call."""
 
-    __slots__ = ("inputs", "narrowed_in", "outputs", "readers", "row")
+    __slots__ = ("inputs", "outputs", "row", "writers")
 
     def __init__(self, row: OpCall, inputs: list[_Input], outputs: list[_Output]) -> None:
         self.row, self.inputs, self.outputs = row, inputs, outputs
-        self.narrowed_in = row.module
-        """The innermost module that holds the casts and products that made its inputs narrow; else its own."""
-        self.readers: set[tuple[str, str]] = set()
-        """Module and op of the calls that read its results; those that the model returns: ``("", "")``."""
+        self.writers: list[int | None] = []
+        """Of each input, the position of the node that wrote it."""

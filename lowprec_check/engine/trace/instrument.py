@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
@@ -43,6 +44,8 @@ from lowprec_check.schema.measures import ErrorBudget, Errors
 from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
+
+_UNKNOWN = "{} fails in the fp32 reference ({}): its errors and those before it are not known, later ones count from its result"
 
 
 class Options(NamedTuple):
@@ -141,11 +144,7 @@ def _pass(
         step.on_loss = (failures or BackwardFailures()).watch
     journal = Journal(options.on_gap, options.on_op_calls)
     figures = PendingFigures(deferred=_is_deferred(ready, options), everywhere=bool(options.deferred))
-    limit = None
-    if options.budget:
-        half = MemoryLimit.half_of(free_memory(ready.device))
-        limit = min(half, options.budget_limit or half, key=lambda limit: limit.size)
-    lockstep = Lockstep(options.wide, limit, figures)
+    lockstep = Lockstep(options.wide, _tape_limit(options, ready.device) if options.budget else None, figures)
     inputs, named = ready.inputs(args, kwargs)
     journal.rows += seed_state(lockstep, ready.model, fp32)
     journal.rows += seed_inputs(lockstep, (inputs, named), (args, kwargs), ready.device)
@@ -171,18 +170,20 @@ def _pass(
         outputs = returned(output_parts(output), lockstep.twins)
         held = outputs if options.probe is None else returned(probed, lockstep.twins)
         recorder.finish([its.tensor for its in outputs], [its.tensor for its in held], complete=error is None)
+    called = [name for name, _ in ready.model.named_modules() if name and stack.calls[name]]
     found = Instrumented(
         gaps=journal.gaps,
-        budget=_budget(held, error, recorder, options) if options.budget else None,
+        budget=_budget(held, error, recorder, options, called) if options.budget else None,
         op_calls=journal.op_calls(),
         magnitudes=recorder.magnitudes.result(),
         uncalled_modules=uncalled_modules(ready.model, stack, recorder.input_storages),
-        called_modules=[name for name, _ in ready.model.named_modules() if name and stack.calls[name]],
+        called_modules=called,
         function_mode=failures is not None,
         complete=error is None,
         emulated=options.emulation.reasons(),
         peak_memory_bytes=counter.peak if counter is not None and error is None else None,
         faults=tuple(recorder.faults),
+        notes=tuple(itertools.starmap(_UNKNOWN.format, lockstep.failures.items())),
     )
     if error is not None:
         above = error is not recorder.execution.raised and isinstance(error, Exception)
@@ -194,15 +195,25 @@ def _pass(
     return _with_output(found, outputs, comparable, lockstep, options), False
 
 
+def _tape_limit(options: Options, device: torch.device) -> MemoryLimit:
+    """The memory that an error tape may hold."""
+    half = MemoryLimit.half_of(free_memory(device))
+    return min(half, options.budget_limit or half, key=lambda limit: limit.size)
+
+
 @observing()
-def _budget(held: list[Returned], error: BaseException | None, recorder: Recorder, options: Options) -> ErrorBudget:
-    """The error budget of the tensors in the output."""
+def _budget(
+    held: list[Returned], error: BaseException | None, recorder: Recorder, options: Options, called: list[str]
+) -> ErrorBudget:
+    """The error budget of the tensors in the output; ``called`` are the modules that were called."""
     if error is not None:
         budget = ErrorBudget(reason="the model raised an exception before its end")
     else:
         fp32 = None if recorder.drew else options.fp32_outputs
         try:
-            budget = error_budget(recorder.lockstep, held, fp32, autocast=options.autocast, seed=options.seed)
+            budget = error_budget(
+                recorder.lockstep, held, fp32, modules=called, autocast=options.autocast, seed=options.seed
+            )
         except Exception as failure:  # the explanation op by op must not be lost
             why = f"computing it failed: {type_name(failure)}: {first_line(message_of(failure))}"
             budget = ErrorBudget(reason=why)

@@ -27,6 +27,7 @@ from lowprec_check.engine.trace.nonfinite_origins import NonfiniteOrigins
 from lowprec_check.engine.trace.ops import COPIES, Args, Kwargs, dtype_flow, map_args, shape_text
 from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
 from lowprec_check.engine.trace.twins import Twins, region_of, storage_key
+from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.schema.op_calls import OpCall
 
 
@@ -51,6 +52,8 @@ class Lockstep:
         """Storages of the model's parameters and buffers."""
         self.is_partial = False
         """Whether it has low-precision values of a weight or an input: sparse tensors have no twins."""
+        self.failures: dict[str, str] = {}
+        """Ops that fail on its tensors, and why, in words."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -134,17 +137,18 @@ class Lockstep:
     def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> list[Tensor] | None:
         """Run the op on the reference's tensors; the results, paired with ``outputs``, become their twins.
 
-        Returns the results; ``None`` if the op fails on the reference, which then restarts from ``outputs``, or if it returns a
-        different number of tensors.
+        Returns the results; ``None`` if the op fails on the reference, or returns a different number of tensors: the reference then
+        restarts from ``outputs``, and :attr:`failures` has the op.
         """
         call.wide_seconds = None
         try:
             args, references = self._run(call, functools.partial(self._results, outputs=outputs))
-        except Exception:
+            if len(references) != len(outputs):
+                raise RuntimeError(f"it returns {len(references)} tensors, not {len(outputs)}")
+        except Exception as error:
+            self.failures.setdefault(call.traits.name, f"{type_name(error)}: {first_line(message_of(error))}")
             for tensor in outputs:
                 self.twins.restart(tensor)
-            return None
-        if len(references) != len(outputs):
             return None
         source = call.inputs[0] if call.inputs else None
         from_parameter = call.traits.casts and source is not None and is_float(source) and self.is_parameter(source)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -13,12 +13,13 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.model.plain_run import OutputPart
-from lowprec_check.engine.trace.error_tape import ErrorTape, OutputChange
+from lowprec_check.engine.trace.error_tape import ErrorTape
+from lowprec_check.engine.trace.kept_modules import Kept, KeptModules
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.twins import Twins
-from lowprec_check.schema.measures import ErrorBudget, Share
-from lowprec_check.schema.module_paths import common_module, is_inside
-from lowprec_check.schema.op_calls import PRODUCTS, OpCall
+from lowprec_check.schema.measures import ErrorBudget, ModuleShare, Share
+from lowprec_check.schema.module_paths import paths_above
+from lowprec_check.schema.op_calls import OpCall
 
 PROBES = 1
 """Random directions in which errors are followed, beside the direction of the output's own error."""
@@ -35,12 +36,18 @@ Source = tuple[str, str, str | None, bool]
 
 
 def error_budget(
-    lockstep: Lockstep, outputs: Sequence[Returned], fp32: Sequence[Tensor] | None, *, autocast: bool, seed: int
+    lockstep: Lockstep,
+    outputs: Sequence[Returned],
+    fp32: Sequence[Tensor] | None,
+    *,
+    modules: Collection[str],
+    autocast: bool,
+    seed: int,
 ) -> ErrorBudget:
     """The budget of ``outputs``, the tensors in the output of a recorded run; sets the shares of its rows.
 
     ``fp32`` are the outputs of the plain fp32 run; ``None`` if they cannot be compared, because they draw other random numbers:
-    then the reference's are used. ``autocast``: whether the run is under autocast, which casts at few ops only.
+    then the reference's are used. ``modules`` are those that were called. ``autocast``: whether the run is under autocast, which casts at few ops only.
     """
     tape = lockstep.full_tape
     if tape is None:
@@ -69,7 +76,7 @@ def error_budget(
     leaf, *others = sorted(leaves, key=_relative_error, reverse=True)
     if leaf.lost is not None and _relative_error(leaf) > 0:
         return ErrorBudget(reason=leaf.lost, output_rms=norm_of(leaf.fp32) / math.sqrt(leaf.low.numel()))
-    budget = _Budget(tape, leaf, autocast, seed).compute()
+    budget = _Budget(tape, leaf, frozenset(modules), autocast, seed).compute()
     next_error = _relative_error(others[0]) if others else 0.0
     return msgspec.structs.replace(budget, next_error=next_error if math.isfinite(next_error) else None)
 
@@ -107,8 +114,8 @@ def norm_of(tensor: Tensor) -> float:
 class _Budget:
     """The budget of one tensor of the output."""
 
-    def __init__(self, tape: ErrorTape, leaf: _Leaf, autocast: bool, seed: int) -> None:
-        self.tape, self.leaf, self.autocast, self.seed = tape, leaf, autocast, seed
+    def __init__(self, tape: ErrorTape, leaf: _Leaf, modules: frozenset[str], autocast: bool, seed: int) -> None:
+        self.tape, self.leaf, self.modules, self.autocast, self.seed = tape, leaf, modules, autocast, seed
         self.error = _difference(leaf.low, leaf.fp32)
         self.error_norm, self.size = float(self.error.norm()), norm_of(leaf.fp32)
 
@@ -118,21 +125,23 @@ class _Budget:
             return ErrorBudget(reason="the output of fp32 is all zeros", output_rms=0.0)
         if not self.error_norm:
             return ErrorBudget(predicted=0.0, measured=0.0, unexplained=0.0, output_rms=rms)
-        changes = self.tape.backward([(self.leaf.low, self._directions())])
-        entries = [entry for change in changes for entry in self._entries(change)]
+        ops = self.tape.backward([(self.leaf.low, self._directions())])
+        entries = [
+            (index, kind, change)
+            for index, op in enumerate(ops)
+            for kind, change in enumerate(op.by)
+            if change is not None
+        ]
         zeros = torch.zeros(0, 1 + PROBES)
         along = (torch.stack([its.to(self.error.device) for *_, its in entries]).cpu() if entries else zeros).double()
         total = along.sum(0)
         explained = float(total[0]) / self.error_norm
-        shares = self._shares(along, explained)
-        for (row, _, leaves, _), share in zip(entries, shares, strict=True):
-            row.share = (row.share or 0.0) + share
-            if leaves:
-                row.leaving = (row.leaving or 0.0) + share
-        listed, others = by_place(
-            ((module, row.op, row.source, rounds), share)
-            for (row, module, rounds, _), share in zip(entries, shares, strict=True)
-        )
+        shares = dict(zip([entry[:2] for entry in entries], self._shares(along, explained), strict=True))
+        places = _Places([op.row for op in ops], shares)
+        kept_modules = KeptModules(ops, self.modules, autocast=self.autocast)
+        for path in kept_modules.inside:
+            places.add(path, kept_modules.kept(path))
+        listed, others = by_place(places.entries())
         across = float(total[1:].square().mean())
         decided = float((_difference(self.leaf.twin, self.leaf.fp32) * self.error).sum())
         return ErrorBudget(
@@ -142,27 +151,10 @@ class _Budget:
             decisions=decided / self.error_norm**2,
             shares=listed,
             others=others,
+            modules=places.modules(),
             blocked=list(self.tape.blocked),
             output_rms=rms,
         )
-
-    def _entries(self, change: OutputChange) -> Iterator[tuple[OpCall, str, bool, Tensor]]:
-        """Row, module, whether it is rounding where results leave the module of the op, and the change along the directions.
-
-        The module is the one that makes the op wide if it is kept in fp32: its own. Under autocast an op is narrow because its
-        inputs are: for one outside the submodules of its module, it is the submodule that made them narrow; and of the readers of
-        its result (an empty op: the caller), it is still rounded for products only.
-        """
-        row, (added, rounding) = change.row, change.by
-        home = row.module
-        if self.autocast and change.narrowed_in != home and (not home or is_inside(change.narrowed_in, home)):
-            home = change.narrowed_in
-        if added is not None:
-            yield row, home, False, added
-        if rounding is not None:
-            readers = [module for module, op in change.readers if not self.autocast or PRODUCTS.search(op)]
-            around = common_module([home, *readers])
-            yield row, around, around != home, rounding
 
     def _directions(self) -> Tensor:
         """Directions of the output: that of its error, of length 1; then random ones, orthogonal to it, for its other changes."""
@@ -186,6 +178,73 @@ class _Budget:
             return signed.tolist()
         energy = along[:, 0].square() + along[:, 1:].square().mean(1)
         return (energy / energy.sum() * explained).tolist()
+
+
+class _Places:
+    """Adds shares up by the module that has to be kept in fp32 for them to go."""
+
+    def __init__(self, rows: Sequence[OpCall], shares: Mapping[tuple[int, int], float]) -> None:
+        """``shares`` are those of ops, by position and kind: before rounding, and by rounding."""
+        self._rows, self._shares = rows, shares
+        self._kept: dict[str, Kept] = {}
+        self._gone: dict[str, float] = {}
+        """By module, the share that goes if it is kept in fp32."""
+
+    def add(self, module: str, kept: Kept) -> None:
+        """Add what goes with ``module`` in fp32."""
+        self._kept[module] = kept
+        gone = [share * self._part(module, index, kind) for (index, kind), share in self._of(kept)]
+        gone_along = math.fsum(gone)
+        # outside this range it is not independent of the other errors: at best, what goes has no other component
+        self._gone[module] = gone_along if 0.0 <= gone_along <= 1.0 else gone_along * (2.0 - gone_along)
+
+    def modules(self) -> list[ModuleShare]:
+        """The share that goes with each module in fp32, the largest first; those too small to matter are left out."""
+        ordered = sorted(self._gone, key=lambda path: -self._gone[path])
+        found = (ModuleShare(module=path, share=self._gone[path]) for path in ordered)
+        return [each for each in found if abs(each.share) >= LEAST_SHARE][:MOST_SHARES]
+
+    def entries(self) -> Iterator[tuple[Source, float]]:
+        """All shares by place. If one goes with any of several modules, it counts for the one with which most goes."""
+        first: dict[int, str] = {}
+        innermost = sorted(self._kept, key=lambda path: (-self._gone[path], -path.count(".")))
+        for path in innermost:
+            below = {op for other in self._children(path) for op in self._kept[other].ops}
+            for op in self._kept[path].ops - below:
+                first.setdefault(op, path)
+        for (index, kind), share in self._shares.items():
+            row = self._rows[index]
+            row.share = (row.share or 0.0) + share
+            own = 1.0 if not row.module else self._part(row.module, index, kind)
+            if kind and own < 1.0:
+                row.leaving = (row.leaving or 0.0) + share * (1.0 - own)
+            done = 0.0
+            for path in self._upwards(first.get(index, "")):
+                part = 1.0 if not path else self._part(path, index, kind)
+                if part != done:
+                    yield (path, row.op, row.source, bool(kind) and path != first.get(index, "")), share * (part - done)
+                done = part
+
+    def _of(self, kept: Kept) -> Iterator[tuple[tuple[int, int], float]]:
+        for index in kept.ops:
+            for kind in (0, 1):
+                if (index, kind) in self._shares:
+                    yield (index, kind), self._shares[index, kind]
+
+    def _part(self, module: str, index: int, kind: int) -> float:
+        """Which part of the error of an op goes with ``module`` in fp32."""
+        kept = self._kept.get(module)
+        if kept is None or index not in kept.ops:
+            return 0.0
+        return 1.0 - kept.rounded.get(index, 0.0) if kind else 1.0
+
+    def _upwards(self, path: str) -> Iterator[str]:
+        """``path`` and the modules above it that can be kept, then the model itself."""
+        yield from (found for found in (path, *paths_above(path)) if found in self._kept)
+        yield ""
+
+    def _children(self, path: str) -> Iterator[str]:
+        return (other for other in self._kept if other.startswith(f"{path}."))
 
 
 def by_place(found: Iterable[tuple[Source, float]]) -> tuple[list[Share], float]:

@@ -19,7 +19,7 @@ from lowprec_check.engine.core.source_location import ModuleStack, source_lines
 from lowprec_check.engine.model.plain_run import output_parts
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
-from lowprec_check.engine.trace.error_tape import OutputChange
+from lowprec_check.engine.trace.error_tape import TapedOp
 from lowprec_check.engine.trace.instrument import call_under
 from lowprec_check.engine.trace.lockstep import GeneratorState, Lockstep, has_drawn, seed_state, state_before
 from lowprec_check.engine.trace.matrix_products import is_fused, product_in_format, product_of
@@ -221,7 +221,7 @@ class _Prediction:
     def _columns(self, leaf: int) -> slice:
         return slice(leaf * self._probes, (leaf + 1) * self._probes)
 
-    def _entry(self, index: int, changes: Sequence[OutputChange], blocked: list[str]) -> WhatIf:
+    def _entry(self, index: int, changes: Sequence[TapedOp], blocked: list[str]) -> WhatIf:
         """The prediction for one format: that of the tensor with the largest relative error."""
         name = self._mode.formats[index].name
         if not self._mode.counts[index]:
