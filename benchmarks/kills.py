@@ -227,10 +227,13 @@ class Running:
         return [process for process in found if process.pid != self.process.pid or self.process.poll() is not None]
 
     def left(self) -> list[str]:
-        """What is left of it after :data:`SETTLE_SECONDS`."""
+        """What is left of it for :data:`SETTLE_SECONDS`: names in shared memory that other programs make come and go."""
         end = time.monotonic() + SETTLE_SECONDS
-        while (found := self._left()) and time.monotonic() < end:
+        found = self._left()
+        while found and time.monotonic() < end:
             time.sleep(0.1)
+            now = self._left()
+            found = [one for one in found if one in now]
         for process in self.processes():
             process.kill()
         return found

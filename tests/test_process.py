@@ -21,9 +21,9 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from lowprec_check.process.breadcrumb import Breadcrumb
+from lowprec_check.process.breadcrumb import Breadcrumb, shared_file
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
-from lowprec_check.process.function_worker import FunctionWorker, Method, SendBytes
+from lowprec_check.process.function_worker import _PLACE_SIGNAL, FunctionWorker, Method, SendBytes
 from lowprec_check.process.process_group import PRIVATE, UNKNOWN_EXIT, start_command
 from lowprec_check.process.supervisor import (
     FOREIGN_BYTES,
@@ -173,6 +173,23 @@ def test_a_worker_that_hangs_is_killed_at_its_deadline() -> None:
     messages, end = watch(worker)
     assert (messages, end.state, end.exit_code) == ([], "timeout", None)
     assert worker.exit_code == -signal.SIGKILL
+
+
+def crashes_when_it_logs_its_place(log: int, send: SendBytes) -> None:
+    send(b"1")
+    signal.signal(_PLACE_SIGNAL, lambda *_: (os.write(log, b"Stack"), os.kill(os.getpid(), signal.SIGSEGV)))
+    time.sleep(600)
+
+
+def test_a_crash_while_the_place_is_logged_does_not_hide_that_a_limit_was_exceeded() -> None:
+    """faulthandler reads frames of a thread that runs, while modules are imported for example, and may crash."""
+    log = shared_file()
+    worker = FunctionWorker(functools.partial(crashes_when_it_logs_its_place, log), decode, method="fork", log=log)
+    worker.set_timeout(1.0)
+    messages, end = watch(worker)
+    os.close(log)
+    assert (messages, end.state, end.exit_code) == ([1], "timeout", None)
+    assert worker.exit_code == -signal.SIGSEGV
 
 
 def test_a_worker_that_floods_is_killed_at_its_deadline() -> None:

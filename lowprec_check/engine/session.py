@@ -137,7 +137,7 @@ class _Session:
                 method="fork" if best == "fork" else "spawn",
                 log=log,
             )
-            worker.set_timeout(self.load_seconds + 1.0)  # the process itself logs where it is
+            worker.set_timeout(self.load_seconds)
             yield from self._watch(worker, log)
         finally:
             os.close(log)
@@ -197,7 +197,7 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
 
     def load_and_grow() -> None:
         note_model(log, _packages_named_by(session.spec.name))
-        with _logged_ends(log, session.load_seconds):
+        with _logged_ends(log):
             source = load_here(session.spec, session.options.seed)
         send(Loaded())
         for item in session.found(grow, source, lambda run, doing: send(_Progressed(run, doing))):
@@ -220,8 +220,8 @@ def _packages_named_by(name: str) -> list[str]:
 
 
 @contextlib.contextmanager
-def _logged_ends(log: int, seconds: float) -> Iterator[None]:
-    """Log the line that calls ``os._exit``, which ends a process without a trace, and where the process is after ``seconds``."""
+def _logged_ends(log: int) -> Iterator[None]:
+    """Log the line that calls ``os._exit``, which ends a process without a trace."""
     ends, process = os._exit, os.getpid()
 
     def logged_exit(status: int) -> NoReturn:
@@ -230,9 +230,7 @@ def _logged_ends(log: int, seconds: float) -> Iterator[None]:
         ends(status)
 
     os._exit = logged_exit
-    faulthandler.dump_traceback_later(seconds, file=log)
     try:
         yield
     finally:
-        faulthandler.cancel_dump_traceback_later()
         os._exit = ends

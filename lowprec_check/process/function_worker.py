@@ -10,6 +10,7 @@ import os
 import pickle
 import re
 import shutil
+import signal
 import struct
 import sys
 import tempfile
@@ -131,14 +132,14 @@ class FunctionWorker(Worker[Message]):
         breadcrumb: Breadcrumb | None = None,
         descriptors: Sequence[int] = (),
     ) -> None:
-        """``log`` is the descriptor for the traceback that ``faulthandler`` writes when a signal kills the worker.
+        """``log`` is the descriptor for the traceback that ``faulthandler`` writes when a signal or a limit kills the worker.
 
         A fresh interpreter inherits ``descriptors``.
         """
         super().__init__(breadcrumb)
         self._decode = decode
         self._at_end = self._is_foreign = False
-        self._received = bytearray()
+        self._received, self._log = bytearray(), log
         open_descriptors()
         self._connection, theirs = Pipe()
         PRIVATE.add(self._connection.fileno())
@@ -209,6 +210,20 @@ class FunctionWorker(Worker[Message]):
         """Seconds since the process or one that it started was last seen to use the processor."""
         return self._activity.idle_seconds(system.monotonic())
 
+    def log_place(self) -> bool:
+        """Have the main thread log its traceback, and wait until it has."""
+        if self._log is None:
+            return False
+        first = size = os.fstat(self._log).st_size
+        with contextlib.suppress(OSError):
+            system.kill(self._group.pid, _PLACE_SIGNAL)
+        for _ in range(_PLACE_WAITS):
+            system.sleep(0.01)
+            before, size = size, os.fstat(self._log).st_size
+            if before == size != first:
+                break
+        return size != first
+
     def end(self) -> None:
         """Kill the process if it still runs, with all that it started, and wait until it has ended."""
         self._group.end()
@@ -219,6 +234,13 @@ class FunctionWorker(Worker[Message]):
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
+
+_PLACE_SIGNAL = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", 0))
+"""Makes a worker log the traceback of its main thread. ``faulthandler`` may crash where it reads the frames of a running thread, so this is
+done only when the worker is killed anyway, and not before, with ``dump_traceback_later``."""
+
+_PLACE_WAITS = 50
+"""Hundredths of a second: a process that is stopped logs nothing."""
 
 # -- inside the worker
 
@@ -287,6 +309,7 @@ def _run(task: Task, connection: Connection, log: int | None, folder: str | None
     os.dup2(2, 1)  # what the model prints must not end up in a report on stdout
     if log is not None:
         faulthandler.enable(log)
+        faulthandler.register(_PLACE_SIGNAL, file=log, all_threads=False)
     with contextlib.suppress(OSError):  # if memory runs out, Linux is to kill this process, not its parent
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
     task(Channel(connection))

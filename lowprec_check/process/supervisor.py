@@ -82,6 +82,10 @@ class Worker(abc.ABC, Generic[Message]):
         """Seconds for which the process has only waited; 0 if that is not known."""
         return 0.0
 
+    def log_place(self) -> bool:
+        """Have the process log which line it runs, before it is killed; whether it has begun to. That may crash it."""
+        return False
+
     @abc.abstractmethod
     def waitables(self) -> Sequence[int | Connection]:
         """Return the objects to wait on: they become ready when the worker sends a message or ends. May be empty."""
@@ -179,10 +183,12 @@ class Supervisor(Generic[AnyWorker, Message]):
             yield MessageEvent(worker, message)
         position = worker.position()
         state = "ended" if exit_code is not None and not messages else _check_limits(worker, position)
+        logged = False
         if state != "running":
             self._workers.remove(worker)
+            logged = state != "ended" and worker.log_place()
             worker.end()
-        if state not in ("running", "ended"):
+        if state not in ("running", "ended") and not logged:
             exit_code = worker.exit_code
             if exit_code not in (_KILLED, UNKNOWN_EXIT):  # it was dying, which may take a while
                 state = "ended"

@@ -32,7 +32,8 @@ _OPTIONS = {
     ),
     "report": (
         "FILE",
-        "Write the full coverage table to FILE; the suffix sets the format: .json, .md or .html.",
+        "Write the full coverage table to FILE; the suffix sets the format: .json, .md or .html. In a .json file that exists, "
+        "tests that this run does not complete keep their operators.",
         ", relative to the ini file",
     ),
     "format": (

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import faulthandler
 import functools
 import pickle
 import warnings
@@ -22,7 +21,6 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.leftovers import Leftovers
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
-    CallStarted,
     Checked,
     GapFound,
     Loaded,
@@ -299,22 +297,17 @@ def serve(load: Callable[[], Target], channel: Channel) -> None:
 
 
 class Sender:
-    """Sends the messages about ``task``; logs where the plain part is, shortly before its process is killed."""
+    """Sends the messages about ``task``."""
 
     def __init__(self, task: ModelTask, channel: Channel) -> None:
         self.task, self.channel = task, channel
-        self._logs_place = isinstance(task, RunTask)
         self.plain: PlainResult | None = None
         """The last verdict that was sent."""
 
     def __call__(self, message: TaskMessage) -> None:
         """Send a message."""
-        budget = self.task.call_budget
         if isinstance(message, PlainResult):
-            self.plain, self._logs_place = message, False  # further calls are timed
-            faulthandler.cancel_dump_traceback_later()
-        elif isinstance(message, CallStarted) and self._logs_place:
-            faulthandler.dump_traceback_later(max(budget - 0.5, budget / 2), file=self.task.files.log)
+            self.plain = message
         self.channel(encode(message))
 
 
@@ -336,12 +329,9 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
             send(PartFailed(f"the device cannot be used any more in this process: {broken}"))
 
     note_model(task.files.log)
-    try:
-        ended = Ended.after(load_and_work)
-        with contextlib.suppress(Exception):
-            send(ended)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    ended = Ended.after(load_and_work)
+    with contextlib.suppress(Exception):
+        send(ended)
 
 
 def _why_broken() -> str | None:
