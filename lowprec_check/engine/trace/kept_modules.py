@@ -123,5 +123,5 @@ def _numbers(energies: Sequence[Tensor]) -> dict[int, float]:
     if not energies:
         return {}
     stacked = torch.stack(list(energies)).cpu().double()
-    totals = stacked[:, 0] + stacked[:, 1:].mean(1)
-    return {id(energy): float(total) for energy, total in zip(energies, totals, strict=True)}
+    totals: list[float] = (stacked[:, 0] + stacked[:, 1:].mean(1)).tolist()
+    return {id(energy): total for energy, total in zip(energies, totals, strict=True)}
