@@ -174,14 +174,13 @@ def test_zeros_are_an_error_if_they_alone_make_the_run_fail(name: str) -> None:
 
 
 def test_a_trial_is_that_of_plain_torch() -> None:
-    result = scanned(Fn(lambda v: v.mul(1e-7).sqrt().abs().mul(1e3) + v), x().abs())
-    [trial] = [its for its in result.runs[-1].range_trials if its.op == "aten.mul.Tensor"] or [None]
-    small = x().abs().mul(1e-7)
+    result = scanned(Fn(lambda v: v.mul(1e-7).mul(1e4).mul(1e3)), x())
+    [trial] = [its for its in result.runs[-1].range_trials if its.nth == 0]
+    small = x().mul(1e-7)
     flushed = torch.where(small.half() == 0, 0.0, small)
-    exact, changed = (each.sqrt().mul(1e3) + x().abs() for each in (small, flushed))
-    if trial is not None and trial.rel_l2:
-        assert trial.rel_l2 == pytest.approx(float((changed - exact).norm() / exact.norm()), rel=1e-5)
-        assert trial.values == int((small.half() == 0).sum())
+    assert trial.values == int((flushed != small).sum()) > 0
+    assert trial.rel_l2 == pytest.approx(float((flushed - small).norm() / small.norm()), rel=1e-4)
+    assert trial.status == "inaccurate"
 
 
 def test_the_model_is_left_as_it_was() -> None:
