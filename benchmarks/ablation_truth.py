@@ -9,6 +9,8 @@ or under autocast, with one module in fp32 whose inputs are widened and whose ou
 autocast); the share of a module is 1 - (error with it in fp32 / error)², of the tensor of the output with the largest error.
 
 * **Shares**: every module with a share over 0.1, by either; they agree if they differ by at most 0.12.
+  A module in fp32 also changes how all later results are rounded. In an output of few values, that alone changes the error by a third, so those
+  of fewer than 512 values are also counted apart.
 * **Main causes**: the module that is named first, and the best single module that is not larger, of those with ops of their own, nor around it.
 * **Disproved**: modules named as causes (a share of at least 0.2) without which the error is as before.
 
@@ -56,6 +58,9 @@ from lowprec_check.schema.scan_result import Run
 
 FAR, COUNTED, NEAR = 0.12, 0.1, 0.03
 """Shares that differ by more are far; smaller ones are not compared; causes that differ by less are equally good."""
+
+FEW = 512
+"""In an output of fewer values, the error also depends on chance."""
 
 MOST_MODULES = 24
 """Of a large model, the modules with the largest shares are kept in fp32, and as many others."""
@@ -125,7 +130,7 @@ class Truth:
         self._model, self._inputs, self._precision, self._reference = model, inputs, precision, reference
         errors = self._errors(None)
         self.index = max(range(len(errors)), key=errors.__getitem__)
-        self.error = errors[self.index]
+        self.error, self.values = errors[self.index], reference[self.index].numel()
 
     def _errors(self, keep: str | None) -> list[float]:
         found = output_of(self._model, self._inputs, self._precision, keep)
@@ -187,7 +192,7 @@ def compared(run: Run, truth: Truth, model: nn.Module) -> dict[str, Any]:
     tried = ordered[:MOST_MODULES] + ordered[MOST_MODULES :: max(1, len(ordered) // MOST_MODULES)]
     pairs = [(path, share_of(run, path), truth.share(path)) for path in dict.fromkeys(tried)]
     shares = [[path, round(s, 4), round(t, 4)] for path, s, t in pairs if not math.isnan(t) and max(s, t) > COUNTED]
-    row: dict[str, Any] = {"error": run.rel_l2, "shares": shares, "modules": len(called)}
+    row: dict[str, Any] = {"error": run.rel_l2, "shares": shares, "modules": len(called), "values": truth.values}
     causes = [part for part in main_causes(run, 3) if part.name in called]
     if causes and not math.isnan(truth.share(causes[0].name)):
         name = causes[0].name
@@ -262,6 +267,12 @@ def render(data: Mapping[str, Any]) -> str:
             f"- {total.kind}: main cause is the best single module, or within {NEAR} of it: **{best:.1%}** ({total.best} of {total.causes})",
             f"- {total.kind}: named causes that their ablation disproves: **{total.disproved}**",
         ]
+    for title, mine in (
+        ("fewer than", [r for r in rows if r.get("values", FEW) < FEW]),
+        ("at least", [r for r in rows if r.get("values", 0) >= FEW]),
+    ):
+        pairs = [abs(said - true) <= FAR for row in mine for _, said, true in row["shares"]]
+        lines.append(f"- outputs of {title} {FEW} values: {sum(pairs)} of {len(pairs)} shares within {FAR}")
     far = [
         [row["model"], row["precision"], name or "–", said, true, round(said - true, 3)]
         for row in rows
