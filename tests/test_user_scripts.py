@@ -8,15 +8,20 @@ import textwrap
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from conftest import Call
+from typer.main import get_command
 from user_files import NET
 
 from lowprec_check import ScanResult, UsageError
+from lowprec_check.cli.app import app
+from lowprec_check.cli.options import script_arguments
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.user_script import parked_threads
+from lowprec_check.schema.registry import modules_in
 
 Write = Callable[..., Path]
 
@@ -188,6 +193,26 @@ def test_a_thread_that_is_not_waited_for(files: Path, write: Write) -> None:
     write(NET + f"{text}while t.is_alive():\n    time.sleep(0.01)\n{SAVE}", "train.py")
     assert load_target("train.py").args[0].shape == (4, 3)
     assert threading.active_count() - len(parked_threads()) == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "target", "arguments"),
+    [
+        ("a.py -q", "a.py", ()),
+        ("a.py -q --", "a.py", ()),
+        ("-q -- a.py", "a.py", ()),
+        ("-- -a.py", "-a.py", ()),
+        ("a.py -- --rows 6", "a.py", ("--rows", "6")),
+        ("-q -- a.py --rows 6", "a.py", ("--rows", "6")),
+        ("a.py -- -- b", "a.py", ("--", "b")),
+    ],
+)
+def test_what_follows_two_hyphens(words: str, target: str, arguments: tuple[str, ...]) -> None:
+    modules_in("lowprec_check.cli")  # each registers its command
+    commands: Any = get_command(app)
+    scan = commands.commands["scan"]
+    context = scan.make_context("scan", words.split())
+    assert (context.params["target"], script_arguments(context)) == (target, arguments)
 
 
 @pytest.mark.slow

@@ -54,13 +54,15 @@ def _option(name: str, declared: Declared, more: str) -> Any:
 
 
 class WithScriptArguments(TyperCommand):
-    """A command of a target that may be a script: what follows ``--`` is for the script."""
+    """A command of a target that may be a script: what follows ``--`` is for the script, after the target if it is not named before."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep what follows ``--`` for :func:`script_arguments`."""
         if "--" in args:
             at = args.index("--")
-            args, ctx.meta[__name__] = args[:at], tuple(args[at + 1 :])
+            named = self.make_parser(ctx).parse_args(args[:at])[0].get("target")
+            end = at if isinstance(named, str) else at + 2  # ``scan -- -odd-name.py``
+            args, ctx.meta[__name__] = args[:end], tuple(args[max(end, at + 1) :])
         return super().parse_args(ctx, args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
