@@ -505,7 +505,7 @@ def test_a_call_that_kills_its_dask_worker_is_an_error_of_that_call_alone() -> N
         distributed.LocalCluster(n_workers=1, threads_per_worker=1, dashboard_address=None) as cluster,
     ):
         engine = f"dask://{cluster.scheduler_address.partition('://')[2]}"
-        found = map_unordered(eval, items, 1, engine, on_error=lambda i, e: f"{i}: {type(e).__name__}", stop=int)
+        found = list(map_unordered(eval, items, 1, engine, on_error=lambda i, e: f"{i}: {type(e).__name__}", stop=int))
     assert sorted(found) == [
         "1/0: ZeroDivisionError",
         "__import__('os')._exit(1): KilledWorker",

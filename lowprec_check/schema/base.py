@@ -195,7 +195,7 @@ def _check_integers(value: Any) -> None:
         _check_integers(item)
 
 
-def decode(data: bytes, kind: type[Saved], schema: int) -> Saved:
+def decode(data: bytes | str, kind: type[Saved], schema: int) -> Saved:
     """Decode JSON with the schema number ``schema``; raises ``ValueError`` naming the wrong key or the required version.
 
     The number is read first, since another number means other fields.
@@ -203,7 +203,7 @@ def decode(data: bytes, kind: type[Saved], schema: int) -> Saved:
     try:
         head = msgspec.json.decode(data, type=_Head)
         if head.schema == schema:
-            if _HUGE.search(data):
+            if _HUGE.search(data.encode() if isinstance(data, str) else data):
                 _check_integers(msgspec.json.decode(data))
             return msgspec.json.decode(data, type=kind)
     except (msgspec.DecodeError, RecursionError) as error:
