@@ -90,7 +90,7 @@ TARGETS = [
     OddCall(
         "scan odd.py",
         2,
-        "RuntimeError at odd.py:2: no model",
+        "RuntimeError at odd.py:2: no inputs",
         file("def __getattr__(name):\n    raise RuntimeError('no ' + name)"),
     ),
     OddCall("scan no_such_package.module:net", 2, "No module named 'no_such_package.module'"),
@@ -325,7 +325,7 @@ RUNNING = [
     OddCall(f"scan odd.py {HALF}", 2, "fp32", file(f"{BASE}inputs = 'a text'")),
     OddCall(f"scan odd.py {HALF}", 0, "Use half", file(f"{BASE}print('x' * 100_000)")),
     OddCall(f"scan odd.py {HALF}", 0, "the model is in training mode", file(f"{BASE}model.train()")),
-    OddCall(f"scan odd.py {HALF}", 2, "`loss` in odd.py has type int", file(f"{BASE}loss = 5")),
+    OddCall(f"scan odd.py {HALF}", 2, "`loss` in odd.py has type str", file(f"{BASE}loss = 'mse'")),
 ]
 
 OPTIONS = [

@@ -57,9 +57,10 @@ def run_to_first_call(work: Callable[[], object]) -> Ran:
     errors: list[BaseException] = []
 
     def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        # `torch.compile` keeps this function as that of the module inside: it does nothing once the code has ended
+        if not running:  # `torch.compile` keeps this function as that of the module inside
+            return kept_call(self, *args, **kwargs)
         frame, is_here = sys._getframe(1), threading.get_ident() == thread
-        if not running or os.getpid() != process or not (is_here or interrupt is not None) or not _counts(self, frame):
+        if os.getpid() != process or not (is_here or interrupt is not None) or not _counts(self, frame):
             return kept_call(self, *args, **kwargs)
         calls.append(ModelCall(self, args, kwargs, own_line(frame) or source_line(frame)))
         if is_here or interrupt is None:
