@@ -47,7 +47,7 @@ inputs = torch.randn(4, 8)
 
 def test_exit_codes(write: Write, call: Call) -> None:
     sound = str(write(MODEL.format(body="self.linear(x)"), "sound.py"))
-    gap = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)"), "gap.py"))
+    gap = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5, dim=0)"), "gap.py"))
     never = str(write(MODEL.format(body="torch.quantile(self.linear(x).to(torch.bfloat16), 0.5)"), "never.py"))
     assert call("scan", sound, "-p", "half").returncode == 0
     assert call("scan", sound, "-p", "half", "--fail-on", "error").returncode == 0
@@ -71,7 +71,7 @@ def test_the_report_goes_to_stdout_and_the_rest_to_stderr(write: Write, call: Ca
 
 
 def test_json_has_the_documented_keys(write: Write, call: Call) -> None:
-    path = write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)"))
+    path = write(MODEL.format(body="torch.quantile(self.linear(x), 0.5, dim=0)"))
     output = path.with_suffix(".json")
     call("scan", str(path), "--json", str(output))
     saved = json.loads(output.read_text())
@@ -102,7 +102,7 @@ def test_json_has_the_documented_keys(write: Write, call: Call) -> None:
 
 
 def test_select_and_ignore(write: Write, call: Call) -> None:
-    path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)")))
+    path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5, dim=0)")))
 
     def codes(*options: str) -> set[str]:
         done = call("scan", path, "-p", "half", "--json", "-", *options)
@@ -256,7 +256,7 @@ def test_output_to_a_stream_without_unicode_does_not_fail() -> None:
 
 
 def test_the_verdict_names_the_precisions_tried(write: Write, call: Call) -> None:
-    path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5)")))
+    path = str(write(MODEL.format(body="torch.quantile(self.linear(x), 0.5, dim=0)")))
     done = call("scan", path, "-p", "half")
     assert "Stay in fp32: half did not pass here." in done.stdout
 
