@@ -174,14 +174,36 @@ class Case:
         return sorted(parts, key=lambda part: -part[1])
 
     def share(self, module: str, share: float, **largest: Any) -> bool:
-        """Whether the share of a module, and its largest op, are these; ``share`` is one that matters."""
-        for name, total, first in self.shares():
+        """Whether what goes with a module in fp32, and its largest op, are these; ``share`` is one that matters.
+
+        It is of the module with all inside, measured if it was tried, or of the ops at a place that is no module. Of the rest of a
+        module, beside some inside it, the share lies between that of its own ops and that of all inside.
+        """
+        rest = module.startswith("the rest of ")
+        module = module.removeprefix("the rest of ")
+        for name, own, first in self.shares():
             if name == module:
                 source = f", {first['source']}" if first["source"] else ""
                 rounding = "rounding of " if first["rounding"] and name != BETWEEN else ""
                 known = {"op": first["op"], "source": source, "rounding": rounding}
-                return same(share, total) and all(known[key] == value for key, value in largest.items())
+                inside = self.inside(module)
+                fits = min(own, inside) - 1e-9 <= share <= inside + 1e-9 if rest else same(share, self.whole(module))
+                return fits and all(known[key] == value for key, value in largest.items())
         return False
+
+    def inside(self, module: str) -> float:
+        """What goes with a module and all inside, of shares that add up; at a place that is no module, what its ops have."""
+        called = self.run["called_modules"]
+        if not (module in called if called else module not in ("", BETWEEN)):
+            return next((own for name, own, _ in self.shares() if name == module), 0.0)
+        return sum(one["share"] for one in self.budget["shares"] if f"{one['module']}.".startswith(f"{module}."))
+
+    def whole(self, module: str) -> float:
+        """What goes with a module in fp32, measured if it was tried."""
+        tried = next((one for one in self.budget.get("modules", []) if one["module"] == module), None)
+        if tried is None:
+            return self.inside(module)
+        return float(tried["share"] if tried.get("measured") is None else tried["measured"])
 
     @property
     def is_over(self) -> bool:
@@ -416,14 +438,16 @@ _GAIN: dict[str, Claim] = {
 _SHARES: dict[str, Claim] = {
     "{share} {module} ({rounding}{op}{source})": lambda c, share, module, **largest: c.share(module, share, **largest),
     "{share} {module}": lambda c, share, module: c.share(module, share),
+    "another {share} {module} ({whole} by itself)": lambda c, share, module, whole: c.share(module, whole) and 0 < share < whole,
+    "the error of {module} cancels part of it": lambda c, module: c.whole(module) <= -0.1 and all(c.whole(module) <= its["share"] for its in c.budget["modules"]),
     "{share} choices that differ from fp32": lambda c, share: same(share, c.budget["decisions"]),
     "{share} not explained": lambda c, share: same(share, c.budget["unexplained"] - c.budget["decisions"]),
     "first order predicts {share} too much": lambda c, share: same(-share, c.budget["unexplained"] - c.budget["decisions"]),
     "spread over {modules}": lambda c, modules: modules == sum(share > 0 for _, share, _ in c.shares()),
-    "the largest is {share} {module}": lambda c, share, module: c.share(module, share) and module == c.shares()[0][0],
+    "the largest is {share} {module}": lambda c, share, module: any(name == module and same(share, own) for name, own, _ in c.shares()[:1]),
     "shares of the error {where}": lambda c, where: where == ("in eager mode" if c.run["backend"] != "eager" or c.run["compiled"] else "in the first call" if c.run["failed_call"] else "op by op") and not c.is_over,
     "which is only {error}": lambda c, error: same(error, c.budget["measured"] or 0.0),
-    "{text}": lambda c, text: (c.is_over and not c.disproved) if text == "shares of the error" else text == "no module stands out" and not any(share > 0 for _, share, _ in c.shares()),
+    "{text}": lambda c, text: (c.is_over and not c.disproved) if text in ("shares of the error", "shares of the error, measured") else text == "no module stands out" and not any(share > 0 for _, share, _ in c.shares()),
 }
 _FAILURE: dict[str, Claim] = {
     "error {error}{what} over the tolerance {limit}": _error,

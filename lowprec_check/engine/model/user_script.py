@@ -195,6 +195,7 @@ class _Surroundings:
     def __init__(self) -> None:
         self._stream, self._gradients = sys.stderr, torch.is_grad_enabled()
         self._functions, self._dispatched = _function_modes(), torch._C._len_torch_dispatch_stack()
+        self._hooks = set(_hooks_of_torch())
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
@@ -220,6 +221,8 @@ class _Surroundings:
             torch._C._pop_torch_function_stack()
         for mode in kept:
             torch._C._push_on_torch_function_stack(mode)
+        for name, key in set(_hooks_of_torch()) - self._hooks:
+            del vars(torch.nn.modules.module)[name][key]
         for number, handler in self._handlers.items():
             if self._in_main_thread and handler is not None and signal.getsignal(number) != handler:
                 signal.signal(number, handler)
@@ -230,6 +233,18 @@ class _Surroundings:
 
 
 _never_left: list[Any] = []
+
+
+def _hooks_of_torch() -> list[tuple[str, int]]:
+    """The hooks of all modules that contexts of torch registered, such as a counter of operations; the user's own stay."""
+    tables = {name: table for name, table in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
+    return [
+        (name, key)
+        for name, table in tables.items()
+        if isinstance(table, dict)
+        for key, hook in table.items()
+        if str(getattr(hook, "__module__", "")).startswith("torch.")
+    ]
 
 
 def _function_modes() -> list[Any]:
