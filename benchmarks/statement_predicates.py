@@ -235,12 +235,6 @@ class Case:
         return list(dict.fromkeys(gap["op"] for gap in self.run["gaps"] if gap["kind"] in NO_KERNEL))
 
 
-def _out_of_range(c: Case, what: str, op: str, module: str, source: str, error: float | None) -> bool:
-    """Whether this place was tried alone, and gave this error."""
-    tried = [its for its in c.run["range_trials"] if (its["op"], its["module"], its["rel_l2"]) == (op, module, error)]
-    return any(its["becomes"] in what and (its["source"] or "") in source and its["status"] != "ok" for its in tried)
-
-
 def told(ratio: float, low: float, high: float) -> str:
     """What a ratio with this interval tells."""
     if low > 1 and ratio >= 1.05:
@@ -687,11 +681,6 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "{share} choices that differ from fp32": lambda c, share: same(share, c.budget["decisions"]),
         "first order predicts {ratio} the error of the run": lambda c, ratio: same(ratio, c.budget["predicted"] / c.budget["measured"]) and ratio > 1,
         "where the error comes from is not known: {reason}": lambda c, reason: c.budget["predicted"] is None and reason in (c.budget["reason"], "it was not computed"),
-    },
-    "out-of-range": {
-        "{what} in {op} of {module}{source} alone gives NaN or Inf in the output": lambda c, **m: _out_of_range(c, **m, error=None),
-        "{what} in {op} of {module}{source} alone gives an error of {error}": _out_of_range,
-        "{more} too": lambda c, more: more == sum(its["status"] != "ok" for its in c.run["range_trials"]) - 1,
     },
     "ablation": {
         "with {kept} in fp32 the error is {after} instead of {before} and it passes": lambda c, **m: _kept(c, **m, ends=("ok",)),

@@ -365,7 +365,7 @@ def found(result: ScanResult, code: str) -> list[Diagnostic]:
 def test_values_that_overflow_are_counted_against_all() -> None:
     result = scan(Overflows(8, 8), torch.randn(4, 8), precisions=["half"], plan=False)
     [overflow] = found(result, "LP201")
-    alone = "changing these values alone in an fp32 run gives NaN or Inf in the output"
+    alone = "changing only these in fp32 gives NaN or Inf in the output"
     shown = f"16 of 32 values (50 %) overflowed to Inf where fp32 is finite; {alone}"
     assert overflow.message == shown
 

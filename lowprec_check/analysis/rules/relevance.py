@@ -185,7 +185,7 @@ class Relevance:
         trial = self.trials.get((by_trial, *row.exact_place))
         if trial is None:
             return None
-        alone = "changing these values alone in an fp32 run gives "
+        alone = "changing only these in fp32 gives "
         if trial.status == "nonfinite":
             found = finding.adding(say(f"{alone}NaN or Inf in the output"))
         elif trial.rel_l2 is None:

@@ -119,26 +119,6 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     return chained(told, decisions, between="; ")
 
 
-@per_run("out-of-range", "error", disproof="the same run of fp32, with nothing but these values changed")
-def out_of_range(run: Run, result: ScanResult) -> Made:
-    """The place with values out of range that makes the output wrong, alone: each was tried in an fp32 run."""
-    trials = harmful_trials(run)
-    if not trials or not is_told(run, result):
-        return None
-    worst = trials[0]
-    gives = "NaN or Inf in the output" if worst.rel_l2 is None else "an error of {error:error}"
-    told = say(
-        f"{{what:text}} in {{op:op}} of {{module:module}}{{source:text}} alone gives {gives}",
-        what="Inf" if worst.becomes == "Inf" else "zeros",
-        op=worst.op,
-        module=worst.module,
-        source=f" ({worst.source})" if worst.source else "",
-        **({} if worst.rel_l2 is None else {"error": worst.rel_l2}),
-    )
-    more = say("{more:count other place} too", more=len(trials) - 1) if len(trials) > 1 else None
-    return chained(told, more, between=", ")
-
-
 def harmful_trials(run: Run) -> list[RangeTrial]:
     """The places whose values out of range make the output of fp32 wrong, alone; the worst first."""
     harmful = [trial for trial in run.range_trials if trial.status != "ok"]
