@@ -180,7 +180,7 @@ def updated(saved: Coverage, run: Coverage, removed: Collection[str] = (), look_
     """``run``, in which tests that it did not complete have the operators that ``saved`` has of them.
 
     So a test that fails, or does not run, takes no operator from a baseline. Tests that were ``removed`` from the suite are left out.
-    ``look_up`` tells what is known today of the operators of ``saved``; by default, what it says.
+    ``look_up`` gives the current support of the operators of ``saved``; without it, they keep the support that was saved.
     """
     complete = {*run.tests} - run.incomplete.keys()
     known = {*saved.tests, *saved.incomplete} - complete - {*removed}

@@ -50,6 +50,11 @@ def perf_counter() -> float:
     return float(_TIME.perf_counter())
 
 
+def thread_time() -> float:
+    """Seconds of processor time of this thread."""
+    return float(_TIME.thread_time())
+
+
 def sleep(seconds: float) -> None:
     """Wait."""
     _TIME.sleep(seconds)

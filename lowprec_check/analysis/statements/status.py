@@ -179,12 +179,10 @@ def further_in(runs: Sequence[Run]) -> Sentence | None:
     least, most = min((its.tried for its in found), default=0), max((its.tried for its in found), default=0)
     if not most:
         return None
-    words = (
-        "{least:number} – {most:count further input} ({kind:text})"
-        if least < most
-        else "{most:count further input} ({kind:text})"
-    )
-    return say(words, most=most, kind=WHERE_FROM[found[0].kind], **({"least": least} if least < most else {}))
+    counted, kind = "{most:count further input} ({kind:text})", WHERE_FROM[found[0].kind]
+    if least == most:
+        return say(counted, most=most, kind=kind)
+    return say(f"{{least:number}} – {counted}", least=least, most=most, kind=kind)
 
 
 @per_run("compared-module", "runs", disproof="comparing the output itself")

@@ -10,13 +10,13 @@ import pathlib
 import shutil
 import stat
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 
 from lowprec_check.engine.core.source_location import show_file
+from lowprec_check.process import system
 from lowprec_check.process.process_group import GUARDIAN
 
 
@@ -60,9 +60,9 @@ class KeptFiles(contextlib.ExitStack):
     def __enter__(self) -> KeptFiles:
         """Replace the functions that change files."""
         self._since = _time_of_files()
-        deadline = time.monotonic() + _TICK_SECONDS
-        while _time_of_files() <= self._since and time.monotonic() < deadline:
-            time.sleep(0.001)
+        deadline = system.monotonic() + _TICK_SECONDS
+        while _time_of_files() <= self._since and system.monotonic() < deadline:
+            system.sleep(0.001)
         files = [os, *([pathlib._normal_accessor] if hasattr(pathlib, "_normal_accessor") else [])]  # Python 3.10
         for place in (builtins, io, *files[1:]):
             self._replace(place, "open", self._open)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from lowprec_check.engine.model.plain_run import (
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
+from lowprec_check.process import system
 from lowprec_check.process.function_worker import in_worker
 from lowprec_check.schema.measures import InputKind, InputsTried
 
@@ -97,12 +97,12 @@ class FurtherCalls:
         self._task, self._target, self._ready, self._rewind, self._plain = task, target, ready, rewind, plain
         self._probe = probe
         self._seconds = SECONDS + SHARE * (plain.first_seconds + plain.calls * plain.seconds)
-        self._started = time.thread_time(), time.monotonic()
+        self._started = system.thread_time(), system.monotonic()
 
     @property
     def _has_time(self) -> bool:
         """Whether another call is expected to end in time."""
-        running, waiting = time.thread_time() - self._started[0], time.monotonic() - self._started[1]
+        running, waiting = system.thread_time() - self._started[0], system.monotonic() - self._started[1]
         in_time = running + self._plain.seconds <= self._seconds and waiting <= WAITING * self._seconds
         return in_time or self._task.further_inputs is not None
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 import sys
-import time
 from collections.abc import Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -23,6 +23,7 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.instrument import call_under
 from lowprec_check.engine.trace.places import CallSite
+from lowprec_check.process import system
 from lowprec_check.schema.measures import RangeTrial
 from lowprec_check.schema.op_calls import OpCalls
 
@@ -54,12 +55,10 @@ def places_to_try(calls: OpCalls, mark: str) -> list[OutOfRange]:
         )
         for each, is_there in zip(its, (row.introduced_inf, row.flushes), strict=True):
             if is_there:
-                found[each.becomes, each.place] = max(each, found.get((each.becomes, each.place), each), key=_amount)
+                found[each.becomes, each.place] = max(
+                    each, found.get((each.becomes, each.place), each), key=operator.attrgetter("amount")
+                )
     return sorted(found.values(), key=lambda each: (each.becomes, -each.amount))[:MOST_TRIALS]
-
-
-def _amount(each: OutOfRange) -> float:
-    return each.amount
 
 
 def try_places(
@@ -79,10 +78,10 @@ def try_places(
     ``fp32`` are the tensors in its output. A place at which nothing leaves the range in fp32 is left out.
     """
     found: list[RangeTrial] = []
-    snapshot, started = Snapshot(ready.model, (args, kwargs)), time.monotonic()
+    snapshot, started = Snapshot(ready.model, (args, kwargs)), system.monotonic()
     try:
         for number, its in enumerate(places):
-            if number and (time.monotonic() - started) * (number + 1) / number > seconds:
+            if number and (system.monotonic() - started) * (number + 1) / number > seconds:
                 break
             trial = _try(ready, args, kwargs, its, dtype, fp32, tolerance, seed)
             snapshot.rewind()
