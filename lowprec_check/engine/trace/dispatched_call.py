@@ -48,19 +48,9 @@ class DispatchedCall:
     """The op, its arguments, where it was called, and its outcome."""
 
     __slots__ = (
-        *(
-            "args",
-            "autocast_keys",
-            "before",
-            "exact_arguments",
-            "func",
-            "held",
-            "input_errors",
-            "inputs",
-            "instruction",
-        ),
-        *("involved", "kwargs", "lines", "module", "outcome", "phase", "seconds", "traits", "wide_seconds"),
-        "widened_outputs",
+        *("args", "autocast_keys", "before", "exact_arguments", "func", "held", "input_errors", "inputs"),
+        *("instruction", "involved", "kwargs", "lines", "module", "outcome", "phase", "seconds", "traits"),
+        *("wide_seconds", "widened_outputs"),
     )
 
     def __init__(
