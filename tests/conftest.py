@@ -93,6 +93,22 @@ def write(tmp_path: Path) -> Callable[..., Path]:
     return write_file
 
 
+@pytest.fixture
+def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """An empty folder as the current one. What is imported from it is forgotten, as is what other tests imported from theirs."""
+
+    def forget() -> None:
+        for name, module in list(sys.modules.items()):
+            if str(getattr(module, "__file__", None)).startswith(str(tmp_path.parent)):
+                del sys.modules[name]
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    forget()
+    yield tmp_path
+    forget()
+
+
 class Done(NamedTuple):
     """What a call of the command left behind."""
 

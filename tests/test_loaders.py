@@ -8,7 +8,7 @@ import multiprocessing
 import sys
 import textwrap
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -50,18 +50,6 @@ from torch.utils.data import DataLoader, TensorDataset
 model = Net().eval()
 inputs = DataLoader(TensorDataset(torch.randn(8, 3), torch.arange(8)), batch_size=4)
 """
-
-
-@pytest.fixture
-def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """An empty folder as the current one; modules that are imported from it are forgotten."""
-    monkeypatch.chdir(tmp_path)
-    known, path = set(sys.modules), list(sys.path)
-    yield tmp_path
-    sys.path[:] = path
-    for name in sys.modules.keys() - known:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
-            del sys.modules[name]
 
 
 # -- scripts

@@ -64,19 +64,13 @@ BEFORE = {
 
 
 @pytest.fixture
-def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """A folder with files, as the current one, which must be as before at the end."""
-    monkeypatch.chdir(tmp_path)
+def files(here: Path) -> Iterator[Path]:
+    """The current folder, with files, which must be as before at the end."""
     for name, content in KEPT.items():
-        (tmp_path / name).parent.mkdir(exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    known, path = set(sys.modules), list(sys.path)
-    yield tmp_path
-    assert {name: (tmp_path / name).read_bytes() for name in KEPT} == KEPT
-    sys.path[:] = path
-    for name in sys.modules.keys() - known:
-        if str(getattr(sys.modules[name], "__file__", None)).startswith(str(tmp_path)):
-            del sys.modules[name]
+        (here / name).parent.mkdir(exist_ok=True)
+        (here / name).write_bytes(content)
+    yield here
+    assert {name: (here / name).read_bytes() for name in KEPT} == KEPT
 
 
 @pytest.mark.parametrize("guard", [False, True])
