@@ -89,6 +89,8 @@ class Target(NamedTuple):
     """What a quantized model is calibrated on without ``calibrate``, if not on the inputs: those of the first batch."""
     weights: WeightsOrigin = "unknown"
     """Where the values of the weights come from."""
+    remake: Callable[[int], nn.Module] | None = None
+    """Makes the model again from another seed, as the user's file does; ``None`` if that takes long, or there is no file."""
     compiled: nn.Module | None = None
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
