@@ -201,7 +201,9 @@ def judged(
     badness = [(_FROM_GOOD_TO_BAD.index(status), compared.distance) for status, compared in verdicts]
     worst = badness.index(max(badness))
     later = verdicts[worst][0] != verdicts[0][0]
-    return with_verdict(msgspec.structs.replace(plain, failed_call=worst + 1 if later else None), *verdicts[worst], paths)
+    return with_verdict(
+        msgspec.structs.replace(plain, failed_call=worst + 1 if later else None), *verdicts[worst], paths
+    )
 
 
 def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> tuple[Status, OutputComparison]:
