@@ -304,3 +304,56 @@ REFUSED = {
     ),
 }
 """Scripts that cannot be made again, and what is said of each."""
+
+FRAMEWORKS = {
+    "lightning": """
+import lightning
+from torch.utils.data import DataLoader, TensorDataset
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = net()
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self.body(x), y)
+    validation_step = training_step
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"}]
+data = DataLoader(TensorDataset(X, Y), batch_size=32)
+trainer = lightning.Trainer(max_steps=3, gradient_clip_val=0.1, accelerator="cpu", logger=False, enable_checkpointing=False)
+trainer.fit(Module(), data, data)
+""",
+    "transformers": """
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+model = BertForSequenceClassification(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+data = [{"input_ids": torch.randint(0, 50, (12,)), "labels": torch.tensor(number % 2)} for number in range(32)]
+options = TrainingArguments(output_dir="out", per_device_train_batch_size=8, max_steps=3, report_to=[], use_cpu=True, save_strategy="no")
+Trainer(model, options, train_dataset=data).train()
+""",
+    "accelerate": """
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+accelerator = Accelerator(cpu=True)
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = DataLoader(TensorDataset(X, Y), batch_size=32)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y)
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+}
+"""By what trains."""
+
+MIXED = {
+    "autocast": 'with torch.autocast("cpu", dtype=torch.bfloat16):\n    loss = F.cross_entropy(model(x), y)\n',
+    "autocast around the model alone": 'with torch.autocast("cpu", dtype=torch.bfloat16):\n    out = model(x)\n'
+    "loss = F.cross_entropy(out.float(), y)\n",
+    "dropout and random numbers": "loss = F.cross_entropy(F.dropout(model(x + torch.rand_like(x)), 0.5), y)\n",
+}
+"""How the loss of a step is computed; scans compute it otherwise or draw other numbers, so only the first step is made again."""

@@ -104,6 +104,7 @@ def _uses_optimizer(way: TrainingWay, setup: TrainingSetup) -> bool:
 
 _SWITCHES = {
     "lightning": 'trainer = lightning.Trainer(precision="{}-mixed")',
+    "pytorch_lightning": 'trainer = pytorch_lightning.Trainer(precision="{}-mixed")',
     "transformers": "arguments = transformers.TrainingArguments({}=True)",
     "accelerate": 'accelerator = accelerate.Accelerator(mixed_precision="{}")',
 }
@@ -121,7 +122,7 @@ def _switch(key: RunKey, setup: TrainingSetup, way: TrainingWay) -> str | None:
     )
     if name is None or code is None or not usual or not (is_bf16 or device_type(key.device) == "cuda"):
         return None
-    if setup.framework == "lightning":
+    if setup.framework.endswith("lightning"):
         name = name.replace("fp16", "16")
     return f"import {setup.framework}\n\n{code.format(name)}  # and what you pass already"
 

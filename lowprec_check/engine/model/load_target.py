@@ -26,7 +26,8 @@ from lowprec_check.engine.model.inputs import (
     is_function,
     parse_inputs,
 )
-from lowprec_check.engine.model.observed_step import DEFINE_PARTS, ObservedTraining, StepObserver
+from lowprec_check.engine.model.observed_step import StepObserver
+from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedTraining
 from lowprec_check.engine.model.target import (
     NOT_TRAINED,
     Observed,
@@ -104,7 +105,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     observer = StepObserver(steps) if steps and is_script else None
     imported = import_file(Path(path), observer) if is_file else import_name(path)
     module, (call, notes) = imported
-    training = None if observer is None or call is None else observer.training(display_name(module))
+    training = None if observer is None or call is None else observer.found.training(display_name(module))
     if training is not None:
         return _target_of_training(training, imported, inputs)
     try:
@@ -129,7 +130,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
         script = run_script(Path(path), module.__package__, observer) if is_script else None
         if script is None or script.ran.call is None:
             raise error from None
-        training = None if observer is None else observer.training(display_name(module))
+        training = None if observer is None else observer.found.training(display_name(module))
         if training is not None:
             return _target_of_training(training, script, inputs)
         return _target_of_call(script.ran.call, script, inputs, steps)

@@ -89,7 +89,7 @@ def _version(tensor: Tensor) -> int:
     return 0 if tensor.is_inference() else tensor._version
 
 
-class Recorder(TorchFunctionMode):
+class CallRecorder(TorchFunctionMode):
     """Records the functions of torch that the user's code calls while it is ``on``."""
 
     def __init__(self) -> None:
@@ -175,7 +175,15 @@ class Program:
                 last = max(last, index)
         self.nodes = kept[::-1]
         self.losses = list(losses)
-        self.numbers = [node for index, node in enumerate(nodes[:last]) if node.name in _NUMBERS and depends[index]]
+        after = {id(loss) for loss in losses}
+        for node in nodes:
+            if any(id(tensor) in after for tensor in node.reads):
+                after |= node.written()
+        self.numbers = [
+            node
+            for index, node in enumerate(nodes[:last])
+            if node.name in _NUMBERS and depends[index] and id(node.reads[0]) not in after
+        ]
         """Where the user's code made numbers of what the loss may depend on."""
         self.calls = [node for node in self.nodes if isinstance(node.call, nn.Module)]
         self.trained, self._keys = trained, dict[int, Tensor]()
@@ -341,6 +349,11 @@ class ScriptStep(nn.Module):
     def forward(self, *inputs: Tensor) -> Tensor:
         """The sum of the losses that the script calls ``backward()`` of for one step."""
         return sum_of(self.program.run(self, inputs))
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy that requires a gradient if ``tensor`` does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
 
 
 def sum_of(losses: Sequence[Tensor]) -> Tensor:

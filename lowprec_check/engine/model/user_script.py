@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -71,8 +71,7 @@ def run_to_first_call(work: Callable[[], object], observer: StepObserver | None 
         if not is_next:
             calls.append(ModelCall(self, args, kwargs, own_line(frame) or source_line(frame)))
         if observer is not None and is_here:
-            with replaced(nn.Module, "__call__", kept_call):
-                return observer.call(self, args, kwargs, kept_call)
+            return observer.call(self, args, kwargs, kept_call)
         if observer is not None:
             observer.give_up("it calls its model in another thread")
         if is_here or interrupt is None:
@@ -88,16 +87,10 @@ def run_to_first_call(work: Callable[[], object], observer: StepObserver | None 
         while True:
             caller.switch()
 
-    def run() -> None:
-        try:
-            work()
-        except BaseException as caught:
-            end_if_forked(caught)
-            is_end = isinstance(caught.__context__, SystemExit)  # of a script that has trained
-            if not calls or (observer is not None and not is_end):
-                errors.append(caught)
+    def is_failure(caught: BaseException) -> bool:  # a script that has trained may call exit()
+        return not calls or (observer is not None and not isinstance(caught.__context__, SystemExit))
 
-    script = greenlet.greenlet(run)
+    script = greenlet.greenlet(lambda: errors.extend(_failures_of(work, is_failure)))
     script.gr_context = caller.gr_context
     before = _Surroundings()
     with (
@@ -113,11 +106,17 @@ def run_to_first_call(work: Callable[[], object], observer: StepObserver | None 
         raise errors[0]
     if calls:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(script))  # else it would be unwound when it is freed, also at exit
-        before.restore()
-        _end_progress_bars()
-        for handler in handlers:
-            atexit.unregister(handler)
+        before.restore(handlers)
     return Ran(calls[0] if calls else None, files.notes)
+
+
+def _failures_of(work: Callable[[], object], is_failure: Callable[[BaseException], bool]) -> Iterator[BaseException]:
+    try:
+        work()
+    except BaseException as caught:
+        end_if_forked(caught)
+        if is_failure(caught):
+            yield caught
 
 
 def _counts(module: nn.Module, frame: FrameType | None) -> bool:
@@ -207,13 +206,6 @@ _PROGRESS = {"rich.live": "stop", "tqdm._monitor": "exit"}
 """How to end threads that redraw progress bars, by the module of their class."""
 
 
-def _end_progress_bars() -> None:
-    for thread in threading.enumerate():
-        end = _PROGRESS.get(type(thread).__module__)
-        if end is not None:
-            getattr(thread, end)()
-
-
 class _Surroundings:
     """What contexts that are never left would change for good: those of torch, a stream, signal handlers, unfinished imports."""
 
@@ -224,8 +216,15 @@ class _Surroundings:
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
-    def restore(self) -> None:
-        """Make them as they were."""
+    def restore(self, handlers: Sequence[Callable[..., Any]]) -> None:
+        """Make them as they were; remove exit ``handlers``, and threads that redraw progress bars."""
+        for registered in handlers:
+            atexit.unregister(registered)
+        for thread in threading.enumerate():
+            end = _PROGRESS.get(type(thread).__module__)
+            if end is not None:
+                getattr(thread, end)()
+                thread.join(1.0)
         sys.stderr = self._stream
         torch.set_grad_enabled(self._gradients)
         if torch.is_inference_mode_enabled():
