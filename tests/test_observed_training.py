@@ -17,6 +17,7 @@ from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.training import LossInputs, loss_of
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
@@ -50,7 +51,8 @@ def run_as_it_is(path: Path) -> tuple[list[float], list[list[torch.Tensor]]]:
     hook = register_optimizer_step_post_hook(after)
     torch.Tensor.backward = backward  # type: ignore[assignment,method-assign]
     try:
-        exec(compile(path.read_bytes(), str(path), "exec"), {"__name__": "__main__"})
+        with torchvision_works():  # as beside a torch that it was not built for
+            exec(compile(path.read_bytes(), str(path), "exec"), {"__name__": "__main__"})
     finally:
         hook.remove()
         torch.Tensor.backward = kept  # type: ignore[method-assign]
