@@ -173,12 +173,14 @@ class TargetSpec(NamedTuple):
     """Whether to scale random weights of layers whose output vanishes or explodes."""
     arguments: tuple[str, ...] = ()
     """What a script gets as ``sys.argv[1:]``."""
+    steps: int = 0
+    """Steps of a script's training to observe."""
 
     def load(self, seed: int) -> Target:
         """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""
         seed_everything(seed)
         weights = str(self.weights) if self.weights is not None else None
-        target = load_target(self.name, self.inputs, weights, self.arguments)
+        target = load_target(self.name, self.inputs, weights, self.arguments, self.steps)
         return scale_weights(target, seed) if self.scale_weights else target
 
 
