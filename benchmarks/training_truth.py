@@ -139,7 +139,7 @@ def batches_of(space: dict[str, Any], seed: int) -> Iterator[tuple[Any, tuple[An
         number += 1
 
 
-def loss_of(space: dict[str, Any], model: nn.Module, batch: Any, cast: torch.dtype | None) -> Tensor:
+def loss_of(space: dict[str, Any], model: nn.Module, batch: Any, cast: torch.dtype | None) -> Any:
     """The loss of the file on a batch; of a file without one, cross-entropy with random labels, or what the model returns."""
 
     def low(value: Any) -> Any:

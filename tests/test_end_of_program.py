@@ -236,6 +236,34 @@ pathlib.Path(__file__).with_suffix(".started").touch()
 """
 
 
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("moment", ["a destructor", "an exit handler"])
+def test_a_signal_while_exceptions_are_ignored_ends_the_command(number: int, moment: str) -> None:
+    code = f"""
+import atexit, os, time
+from lowprec_check.cli import main
+
+def send(_=None):
+    os.kill(os.getpid(), {number})
+    time.sleep(0.1)
+
+def command(**_):
+    if {moment == "an exit handler"}:
+        atexit.register(send)
+    else:
+        type("Dies", (), {{"__del__": send}})()
+        time.sleep(60)
+
+main.app = command
+main.main()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", HEARS_SIGNALS + code], capture_output=True, text=True, timeout=50, check=False
+    )
+    assert "Traceback" not in done.stderr
+    assert done.returncode in ((128 + number,) if moment == "a destructor" else (128 + number, -number))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["inductor", "int8"])
 @pytest.mark.parametrize("victim", ["command", "worker"])

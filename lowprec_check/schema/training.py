@@ -44,6 +44,12 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     """The loss as an expression of ``output``, and perhaps ``inputs`` and ``targets``: ``loss(output, *targets)``."""
     optimizer_code: str = ""
     """The optimizer as an expression of ``parameters``, a list: ``torch.optim.AdamW(parameters, lr=0.001)``, ``optimizer(parameters)``."""
+    script: str = ""
+    """The line of a script that calls the model, ``train.py:36``, if the step is that of the script; its `optimizer` exists then."""
+    framework: str = ""
+    """What trains in the script: ``lightning``, ``transformers`` or ``accelerate``; empty if it has a loop of its own."""
+    clip_code: list[str] = []
+    """Calls that clip the gradients of ``parameters`` before each step of the optimizer."""
     average_code: str = ""
     """The average of the weights as an expression of ``model``; empty if the file defines none."""
     new_batches: bool = False

@@ -178,19 +178,21 @@ class TargetSpec(NamedTuple):
     """Whether to scale random weights of layers whose output vanishes or explodes."""
     arguments: tuple[str, ...] = ()
     """What a script gets as ``sys.argv[1:]``."""
+    steps: int = 0
+    """Steps of a script's training to observe."""
 
     def load(self, seed: int) -> Target:
         """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""
         started = system.monotonic()
         seed_everything(seed)
         weights = str(self.weights) if self.weights is not None else None
-        target = load_target(self.name, self.inputs, weights, self.arguments)
+        target = load_target(self.name, self.inputs, weights, self.arguments, self.steps)
         target = scale_weights(target, seed) if self.scale_weights else target
         is_quick = system.monotonic() - started <= LOAD_SECONDS
         return target._replace(remake=self._model) if is_quick else target
 
     def _model(self, seed: int) -> nn.Module:
-        return self.load(seed).model
+        return self._replace(steps=0).load(seed).model
 
 
 def load_here(spec: TargetSpec, seed: int) -> TargetSource:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.devices import generator_states, seed_everything
 from lowprec_check.engine.core.output_comparison import same_bits
 from lowprec_check.engine.model.memory import measure_memory
+from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -77,6 +78,14 @@ class TrainingReference:
         saved = files.kept()
         base, *others = (Trajectory(**run) for run in saved["runs"])
         return cls(base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"])
+
+
+def script_parts(target: Target) -> dict[str, Any]:
+    """What is saved of the step of a script besides its loss and its optimizer; empty for other targets."""
+    observed, optimizer = target.observed, target.optimizer
+    if observed is None or not isinstance(optimizer, OptimizerLike):
+        return {}
+    return {"script": observed.line, "framework": observed.framework, "clip_code": [c.code for c in optimizer.clips]}
 
 
 class TrainingSteps:
@@ -221,6 +230,7 @@ class ReferenceTraining(TrainingSteps):
             loss_setup=[*self._loss.setup, *lines],
             optimizer=optimizer,
             optimizer_code=made,
+            **script_parts(self.target),
             average_code="" if self.target.average is None else "average(model)",
             repeatable=self._repeats(),
             default_loss=self.target.loss is None,
