@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers
+from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers, with_labels
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
     BatchMaker,
@@ -83,6 +83,8 @@ def load_target(
     try:
         with contextlib.redirect_stdout(sys.stderr), torchvision_works():
             target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs, steps)
+            if steps and zoo in ("transformers", "hf"):
+                target = with_labels(target)
             if weights is not None:
                 setup = (*target.setup, *load_weights(target.model, weights))
                 target = target._replace(setup=setup, weights="loaded")

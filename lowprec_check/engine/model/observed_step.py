@@ -109,9 +109,14 @@ class StepObserver:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of the user's call of a model, ``call(module, *args, **kwargs)``."""
         self._since = self._since or system.monotonic()
-        if system.monotonic() - self._since > SECONDS * (5 if self._backwards and not self.found.steps else 1):
+        if self._recorder.is_paused:
+            return call(module, *args, **kwargs)
+        in_step = bool(self._recorder.nodes or self._backwards) and not self.found.steps
+        if system.monotonic() - self._since > SECONDS * (5 if in_step else 1):
+            if not self.found.steps:
+                self.give_up(f"no step of an optimizer is complete {SECONDS:g} s after the first call of a model")
             self._leave()
-        if not torch.is_grad_enabled() or self._recorder.is_paused:
+        if not torch.is_grad_enabled():
             return call(module, *args, **kwargs)
         if not self.found.steps:
             self._save((*module.parameters(), *module.buffers()))
@@ -154,6 +159,8 @@ class StepObserver:
             return kept(listed, *args, **kwargs)
 
     def _backward(self, kept: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._recorder.is_paused:  # inside a model, or another backward pass
+            return kept(tensors, *args, **kwargs)
         frame = sys._getframe(2)
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         _, loss, scale = self._scaled.get(id(given[0]), (None, given[0], 1.0))
