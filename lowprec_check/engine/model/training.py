@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.model.loss_program import ObservedLoss
+from lowprec_check.engine.model.observed_training import ObservedLoss
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, message_of, type_name
