@@ -101,6 +101,8 @@ class Target(NamedTuple):
     """What a quantized model is calibrated on without ``calibrate``, if not on the inputs: those of the first batch."""
     weights: WeightsOrigin = "unknown"
     """Where the values of the weights come from."""
+    remake: Callable[[int], nn.Module] | None = None
+    """Makes the model again from another seed, as the user's file does; ``None`` if that takes long, or there is no file."""
     observed: Observed | None = None
     """The training of a script that the loss and the optimizer are taken from."""
     compiled: nn.Module | None = None
