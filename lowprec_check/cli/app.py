@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process.interpreter import change_folder, current_folder
-from lowprec_check.schema.base import check_file
+from lowprec_check.schema.base import check_file, encode
 
 if TYPE_CHECKING:
     from lowprec_check.report.blocks import Document
@@ -108,8 +108,6 @@ def output_files(output: list[Path] | None, format: str | None) -> list[Path]:
 
 def print_json(value: Any) -> None:
     """Print a struct, a list of structs or a dictionary as indented JSON."""
-    from lowprec_check.schema.base import encode
-
     print_document(encode(value))
 
 

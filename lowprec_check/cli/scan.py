@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -102,16 +102,16 @@ def scan(
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights, script_arguments(context))
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)
-    output = _Output(json, tuple(report or ()), save_plan, printed, findings, verbose)
     with interrupts_ignored_after(ended_by):
         concluded = asked_to_fail_on(_conclude(result, ended_by), fail_on, with_baseline=baseline is not None)
         if ended_by is None:
             concluded = _apply_baseline(concluded, accepted, baseline, update_baseline)
     try:
-        output.show(concluded)
+        print_report(concluded, printed, findings, verbose=verbose)
+        sys.stdout.flush()
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
         with interrupts_ignored_after(ended_by):
-            complete = output.save(concluded)
+            complete = _save(concluded, save_plan, json, report or [], verbose=verbose)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
     raise ended_by or typer.Exit(FINDINGS if failure(concluded).fails else 0)
@@ -167,42 +167,24 @@ def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
     return concluded
 
 
-class _Output(NamedTuple):
-    """Where a result goes."""
-
-    json: Path | None
-    reports: tuple[Path, ...]
-    plan: Path | None
-    format: str
-    """Of what is printed."""
-    findings: int
-    verbose: bool
-
-    def show(self, result: ScanResult) -> None:
-        """Print the result."""
-        print_report(result, self.format, self.findings, verbose=self.verbose)
-        sys.stdout.flush()
-
-    def save(self, result: ScanResult) -> bool:
-        """Write the files; false if one could not be written, which loses nothing else."""
-        done: list[bool] = []
-        if self.plan is not None and result.plan is not None:
-            done.append(_written(result.plan.save, self.plan))
-        elif self.plan is not None:
-            print_status("no plan was needed or found; nothing saved")
-        if self.json is not None and str(self.json) != "-":
-            done.append(_written(result.save, self.json))
-        done += [_written(functools.partial(write, result, verbose=self.verbose), file) for file in self.reports]
-        return all(done)
-
-
-def _written(save: Callable[[Path], None], path: Path) -> bool:
-    try:
-        save(path)
-    except UsageError as error:
-        print_error(error)
-        return False
-    return True
+def _save(result: ScanResult, plan: Path | None, json: Path | None, reports: list[Path], *, verbose: bool) -> bool:
+    """Write the files; false if one could not be written, which loses nothing else."""
+    files: list[tuple[Callable[[Path], None], Path]] = []
+    if plan is not None and result.plan is not None:
+        files.append((result.plan.save, plan))
+    elif plan is not None:
+        print_status("no plan was needed or found; nothing saved")
+    if json is not None and str(json) != "-":
+        files.append((result.save, json))
+    files += [(functools.partial(write, result, verbose=verbose), file) for file in reports]
+    complete = True
+    for save, path in files:
+        try:
+            save(path)
+        except UsageError as error:
+            print_error(error)
+            complete = False
+    return complete
 
 
 def _printed_format(json: Path | None, format: str | None) -> str:

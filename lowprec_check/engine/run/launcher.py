@@ -22,7 +22,7 @@ from lowprec_check.engine.run.messages import (
 )
 from lowprec_check.engine.run.outcome import Outcome, describe_position
 from lowprec_check.engine.run.place_log import model_line
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ModelTask, RunTask
 from lowprec_check.engine.run.worker import QUESTION, do_task, serve, work
 from lowprec_check.engine.trace.places import CallSite
@@ -60,14 +60,11 @@ MAX_SUSPECTS = 4
 MAX_CRASHES = 6
 """Number of places at which one op crashes before its other calls are not run any more."""
 
-OnProgress = Callable[[str, str], None]
-"""Called with the name of the run and its current step."""
-
 
 class Launcher:
     """Does the tasks of a target."""
 
-    def __init__(self, source: TargetSource, isolation: Isolation, on_progress: OnProgress | None = None) -> None:
+    def __init__(self, source: TargetSource, isolation: Isolation) -> None:
         self.isolation = isolation
         """Where tasks are done; ``spawn`` instead of ``fork`` after a fork has failed where a fresh interpreter has not."""
         self.changes_parameters = isolation == "none"
@@ -75,7 +72,6 @@ class Launcher:
         self.hidden_state = False
         """Whether the model keeps state that cannot be rewound: every part of a run is then done in a process of its own."""
         self._source = source
-        self._on_progress = on_progress
         self._forks_may_wait = True
         """Whether a fork that only waits may do so because it is a fork."""
 
@@ -197,9 +193,8 @@ class Launcher:
 
     def _execute_in(self, isolation: Isolation, task: ModelTask, idle_limit: float = math.inf) -> Outcome:
         def report(position: Position | None) -> None:
-            if self._on_progress is not None:
-                name, otherwise = task.progress
-                self._on_progress(name, describe_position(position) if position else otherwise)
+            name, otherwise = task.progress
+            self._source.on_progress(name, describe_position(position) if position else otherwise)
 
         return execute(task, self._source, isolation, on_position=report, idle_limit=idle_limit)
 
@@ -308,8 +303,7 @@ def execute(
         worker = start_worker(task, source, isolation)
     worker.set_timeout(LOAD_SECONDS)
     worker.idle_limit = idle_limit
-    supervisor: Supervisor[TaskWorker, TaskMessage] = Supervisor([worker])
-    with supervisor:
+    with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
         for event in supervisor.events():
             if isinstance(event, StateEvent):
                 _record_state(outcome, event, task, on_position)
@@ -328,7 +322,7 @@ def execute(
 
 def start_worker(task: ModelTask, source: TargetSource, method: Method, *, shared: bool = False) -> TaskWorker:
     """A worker for ``task`` alone; a ``shared`` one waits for it, and for those that follow."""
-    fresh = source.load_by(method)
+    fresh = FreshLoad(source.forked) if method == "fork" else source.fresh()
     worker: TaskWorker = FunctionWorker(
         functools.partial(serve, fresh.load) if shared else functools.partial(do_task, task, fresh.load),
         decode,
@@ -349,8 +343,7 @@ def _shared_worker(task: ModelTask, source: TargetSource) -> tuple[TaskWorker, b
         worker.start_anew()
         worker.send(QUESTION)
         worker.set_timeout(CHECK_SECONDS)
-        supervisor: Supervisor[TaskWorker, TaskMessage] = Supervisor([worker])
-        with supervisor:
+        with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
             for event in supervisor.events():
                 if isinstance(event, MessageEvent) and isinstance(event.message, Checked):
                     kept.left += event.message.left

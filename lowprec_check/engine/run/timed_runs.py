@@ -287,8 +287,7 @@ def _time_in_workers(tasks: list[InstanceTask], source: TargetSource, method: Me
     budget, ready = tasks[0].call_budget, 0
     workers = [start_worker(task, source, method) for task in tasks]
     finished = set[TaskWorker]()
-    supervisor: Supervisor[TaskWorker, TaskMessage] = Supervisor(workers)
-    with supervisor:
+    with Supervisor[TaskWorker, TaskMessage](workers) as supervisor:
         for event in supervisor.events():
             if isinstance(event, StateEvent):
                 if event.state != "running" and event.worker not in finished:
