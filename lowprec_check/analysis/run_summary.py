@@ -117,7 +117,10 @@ def degenerate_output(run: Run, result: ScanResult) -> str | None:
         return f"the fp32 output is all zeros{instead}"
     if run.status != "inaccurate":
         return None
-    return "a tensor of the fp32 output is all zeros" if output_rms(run) == 0 else tiny_output(run)
+    if output_rms(run) == 0:
+        which = "a tensor of the fp32 output" if run.compared_output is None else f"{judged_output(run)} of fp32"
+        return f"{which} is all zeros"
+    return tiny_output(run)
 
 
 def tiny_output(run: Run) -> str | None:
@@ -127,7 +130,12 @@ def tiny_output(run: Run) -> str | None:
         return None
     flushed = "flushes it to zero" if run.rel_l2 is None or run.rel_l2 >= ALL_LOST else "flushes part of it to zero"
     what = flushed if rms < known.smallest_subnormal else "has few digits for it"
-    return f"the output is tiny (rms {rms:.0e}): {known.short} {what}"
+    return f"{judged_output(run)} is tiny (rms {rms:.0e}): {known.short} {what}"
+
+
+def judged_output(run: Run) -> str:
+    """What the status of ``run`` is about, in words: ``the output``, ``output logits.0`` if it has several tensors."""
+    return "the output" if run.compared_output is None else f"output {run.compared_output}"
 
 
 def output_rms(run: Run) -> float | None:

@@ -13,6 +13,7 @@ from lowprec_check.analysis.error_shares import (
 from lowprec_check.analysis.run_summary import (
     degenerate_output,
     fails_elsewhere,
+    judged_output,
     missing_kernels,
     on_which_call,
     part_of_tolerance,
@@ -94,6 +95,7 @@ def _inaccurate(run: Run) -> Sentence:
         differ = "{share:percent} of the integers differ, tolerance {limit:percent}"
         return say(differ, share=run.distance, limit=limit)
     what = f" of the output of {run.compared_module}" if run.compared_module else ""
+    what = what or (f" of {judged_output(run)}" if run.compared_output is not None else "")
     over = "error {error:error}{what:text} over the tolerance {limit:limit}"
     return chained(say(over, error=run.rel_l2, what=what, limit=limit), shares(run), between="; ")
 
@@ -112,7 +114,7 @@ def shares(run: Run) -> Sentence | None:
 
 def _nonfinite(run: Run) -> Sentence:
     way = first_way(run)
-    what = nonfinite(way) if way is not None else plain("NaN or Inf in the output")
+    what = nonfinite(way) if way is not None else plain(f"NaN or Inf in {judged_output(run)}")
     first = next((row for row in run.op_calls.rows() if row.spoils_output), None)
     if first is None:
         return what
