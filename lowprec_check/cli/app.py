@@ -17,7 +17,7 @@ from typer.core import TyperGroup
 
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process.interpreter import change_folder, current_folder
-from lowprec_check.schema.base import check_file, encode
+from lowprec_check.schema.base import check_file
 
 if TYPE_CHECKING:
     from lowprec_check.report.blocks import Document
@@ -104,11 +104,6 @@ def output_files(output: list[Path] | None, format: str | None) -> list[Path]:
             "--format works with only one output file.", "Leave --format out: the suffix of each file sets its format."
         )
     return files
-
-
-def print_json(value: Any) -> None:
-    """Print a struct, a list of structs or a dictionary as indented JSON."""
-    print_document(encode(value))
 
 
 def print_text(document: Document, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""``lowprec-check scan``."""
+"""``lowprec-check scan`` and ``plan``, which run a model in a session."""
 
 from __future__ import annotations
 
@@ -18,8 +18,10 @@ from lowprec_check.cli.app import (
     check_writable,
     interrupts_ignored_after,
     last_before_end,
+    print_document,
     print_error,
     print_status,
+    print_text,
     stdout_kept,
 )
 from lowprec_check.cli.options import (
@@ -36,7 +38,7 @@ from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, Verbose, check_reports, print_report
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.registry import FORMATS, write
-from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.options import PlanOptions, ScanOptions
 from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
@@ -196,3 +198,44 @@ def _printed_format(json: Path | None, format: str | None) -> str:
     if format is not None:
         raise UsageError("--json - and --format both print to stdout.", "Use one of them, or give --json a file.")
     return "json"
+
+
+@app.command(cls=WithScriptArguments)
+@takes_options
+def plan(
+    *,
+    context: typer.Context,
+    target: Target,
+    inputs: Inputs = None,
+    weights: Weights = None,
+    options: PlanOptions,
+    save: Annotated[Path | None, typer.Option("--save", help="Save the plan, for lowprec_check.apply.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan and all attempts as JSON.")] = False,
+    isolation: Isolation = None,
+    quiet: Quiet = False,
+) -> None:
+    """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16 bits."""
+    check_writable(save, "--save")
+    with stdout_kept(), progress(quiet) as shown:
+        from lowprec_check.engine.run.target_source import TargetSpec
+        from lowprec_check.engine.session import plan_file
+
+        spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
+        found, ended_by = last_before_end(plan_file(spec, options, isolation, shown.step))
+    try:
+        if json:
+            print_document(found.to_json())
+        else:
+            from lowprec_check.report.plan import plan_document
+
+            print_text(plan_document(found))
+        sys.stdout.flush()
+    finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
+        if save is not None:
+            with interrupts_ignored_after(ended_by):
+                if found.plan is not None:
+                    found.plan.save(save)
+                print_status("no plan was found; nothing saved" if found.plan is None else f"plan saved to {save}")
+    if ended_by is not None:
+        raise ended_by
+    raise typer.Exit(0 if found.plan is not None else FINDINGS)

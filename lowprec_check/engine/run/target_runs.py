@@ -91,7 +91,6 @@ class TargetRuns:
 
     def __init__(self, source: TargetSource, options: RunOptions, isolation: Isolation, files: TaskFiles) -> None:
         self.target, self.options, self._files = source.target, options, files
-        self._source = source
         self._launcher = Launcher(source, isolation)
         self.fp32: Run | None = None
         self.training: TrainingSetup | None = None
@@ -110,7 +109,7 @@ class TargetRuns:
 
     def report(self, run: str, doing: str) -> None:
         """Tell what happens."""
-        self._source.on_progress(run, doing)
+        self._launcher.source.on_progress(run, doing)
 
     # -- the reference
 
@@ -244,11 +243,7 @@ class TargetRuns:
                 setup_budget=BACKENDS.get(run.backend).setup_budget,
             )
 
-        def on_round(number: int) -> None:
-            self.report("times", f"round {number + 1}")
-
-        forks, execute = self.isolation == "fork", self._launcher.execute
-        return time_runs(self.fp32, runs, task_of, self._source, execute, on_round, forks=forks)
+        return time_runs(self.fp32, runs, task_of, self._launcher)
 
     def what_if(self, formats: tuple[str, ...]) -> list[WhatIf]:
         """The output error that each of ``formats`` would cause, predicted from fp32: none of them is run."""
@@ -292,7 +287,7 @@ class TargetRuns:
             return run
         task = dataclasses.replace(task, changes_parameters=self._launcher.changes_parameters or task.steps > 0)
         try:
-            timing = time_in_scenario(task, self._source, self.isolation, self.options.scenario)
+            timing = time_in_scenario(task, self._launcher, self.options.scenario)
         except NotTimedError as reason:
             return msgspec.structs.replace(run, notes=[*run.notes, f"not timed {self.options.scenario}: {reason}"])
         return msgspec.structs.replace(run, timing=timing)
