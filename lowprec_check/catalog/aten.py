@@ -233,7 +233,7 @@ class AtenCatalog:
             kind=failure.kind,
             message=failure.message,
             condition=failure.condition if state == "some" else None,
-            fixed_in=fixed_since(release, ops, self.dtype, mode),
+            fixed_in=fixed_since(release, ops, self.dtype, mode, failure.at),
             shown_by=ops,
         )
 

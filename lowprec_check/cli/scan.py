@@ -102,7 +102,8 @@ def scan(
         from lowprec_check.engine.run.target_source import TargetSpec
         from lowprec_check.engine.session import scan_file
 
-        spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights, script_arguments(context))
+        arguments, steps = script_arguments(context), options.training_steps
+        spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights, arguments, steps)
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)
     with interrupts_ignored_after(ended_by):
         concluded = asked_to_fail_on(_conclude(result, ended_by), fail_on, with_baseline=baseline is not None)
