@@ -357,3 +357,39 @@ MIXED = {
     "dropout and random numbers": "loss = F.cross_entropy(F.dropout(model(x + torch.rand_like(x)), 0.5), y)\n",
 }
 """How the loss of a step is computed; scans compute it otherwise or draw other numbers, so only the first step is made again."""
+
+SCRIPTS["the official example of a GAN"] = """
+netG, netD = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.Linear(8, 1), nn.Sigmoid())
+criterion = nn.BCELoss()
+optimizerD, optimizerG = torch.optim.Adam(netD.parameters(), lr=2e-4), torch.optim.Adam(netG.parameters(), lr=2e-4)
+for data, _ in batches():
+    netD.zero_grad()
+    label = torch.full((len(data),), 1.0)
+    output = netD(data).view(-1)
+    errD_real = criterion(output, label)
+    errD_real.backward()
+    D_x = output.mean().item()
+    fake = netG(torch.randn(len(data), 2))
+    label.fill_(0.0)
+    output = netD(fake.detach()).view(-1)
+    errD_fake = criterion(output, label)
+    errD_fake.backward()
+    optimizerD.step()
+    netG.zero_grad()
+    label.fill_(1.0)
+    output = netD(fake).view(-1)
+    criterion(output, label).backward()
+    optimizerG.step()
+"""
+SCRIPTS["a global model and inputs, and a guard"] = """
+model, inputs = net(), X[:32]
+def main():
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""

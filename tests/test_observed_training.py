@@ -18,7 +18,7 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
-from lowprec_check.engine.model.training import LossInputs, loss_of
+from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_of
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.training import TrainingSetup, TrainingWay
@@ -83,7 +83,7 @@ def test_steps_are_those_of_the_script(here: Path, write: Write, kind: str) -> N
     target = load_target("train.py", steps=3)
     found, after = run_observed(target, 3)
     assert len(losses) == 3
-    several = "accumul" in kind or kind == "a GAN"  # one backward pass of a sum
+    several = "accumul" in kind or "a GAN" in kind  # one backward pass of a sum
     torch.testing.assert_close(found, losses, rtol=1e-6 if several else 0, atol=0)
     for step, wanted in zip(after, weights, strict=True):
         for one, other in zip(step, wanted, strict=True):
@@ -103,7 +103,6 @@ def test_what_cannot_be_made_again_is_refused(here: Path, write: Write, kind: st
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_steps_are_those_of_what_trains(here: Path, write: Write, framework: str) -> None:
-    pytest.importorskip(framework)
     losses, weights = run_as_it_is(write(HEAD + FRAMEWORKS[framework], "train.py"))
     target = load_target("train.py", steps=3)
     found, after = run_observed(target, 3)
@@ -203,6 +202,33 @@ def test_warm_up_from_zero(here: Path, write: Write) -> None:
     target = load_target("train.py", steps=3)
     assert isinstance(target.optimizer, OptimizerLike)
     assert target.optimizer.rates == pytest.approx([0.0, 0.01, 0.02])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"), [("GPT2LMHeadModel", "returns"), ("BertForSequenceClassification", "cross-entropy")]
+)
+def test_a_model_of_transformers_by_name_has_a_loss(name: str, words: str) -> None:
+    sizes = (
+        "n_embd=16,n_layer=1,n_head=2"
+        if name.startswith("GPT2")
+        else "hidden_size=16,num_hidden_layers=1,num_attention_heads=2"
+    )
+    target = load_target(f"transformers:{name},{sizes}", steps=2)
+    for batch in (target, target.batch(1)):
+        output = batch.model(*batch.args, **batch.kwargs)
+        described = describe_loss(None, output, target.form, "")
+        assert words in described.words
+        wanted = None
+        if "labels" in batch.kwargs:
+            wanted = output.loss
+        else:
+            labels = torch.randint(0, 2, (1,), generator=torch.Generator().manual_seed(0))
+            wanted = torch.nn.functional.cross_entropy(output.logits, labels)
+        torch.testing.assert_close(loss_of(None, output, LossInputs(batch.args, batch.kwargs)), wanted, rtol=0, atol=0)
+        space = {"torch": torch, "output": output}
+        exec("\n".join(described.setup), space)
+        torch.testing.assert_close(eval(described.code, space), wanted, rtol=0, atol=0)
 
 
 def setup_of(**changes: Any) -> TrainingSetup:

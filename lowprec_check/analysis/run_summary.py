@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowprec_check.schema.measures import PlaceRange
+from lowprec_check.schema.measures import InputsTried, PlaceRange
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -55,9 +55,10 @@ def passes_all(run: Run) -> bool:
     return run.status == "ok" and not fails_elsewhere(run)
 
 
-def fails_elsewhere(run: Run) -> bool:
-    """Whether the run passes on the inputs of the scan, and fails on further ones."""
-    return run.status == "ok" and run.further_inputs is not None and run.further_inputs.failed > 0
+def fails_elsewhere(run: Run) -> InputsTried | None:
+    """The further inputs on some of which the run fails, while it passes on those of the scan; ``None`` if it does not."""
+    found = run.further_inputs
+    return found if run.status == "ok" and found is not None and found.failed else None
 
 
 def part_of_tolerance(run: Run) -> float:

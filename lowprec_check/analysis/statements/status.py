@@ -23,7 +23,7 @@ from lowprec_check.analysis.run_summary import (
 from lowprec_check.analysis.speed import failure_while_timed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
-from lowprec_check.schema.measures import MATTERS
+from lowprec_check.schema.measures import MATTERS, InputsTried
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say, short_op, some
 
@@ -128,8 +128,9 @@ def failure(run: Run, result: ScanResult) -> Made:
     odd = degenerate_output(run, result)
     if odd is not None:
         return Said(say("cannot be judged: {odd:text}", odd=odd), "none")
-    if fails_elsewhere(run):
-        return Said(fails_on_further(run), "bad")
+    further = fails_elsewhere(run)
+    if further is not None:
+        return Said(fails_on_further(further), "bad")
     if run.status == "ok" or run.is_reference:
         return None
     return Said(why(run), "none" if run.status in ("skipped", "unjudged") else "bad")
@@ -167,10 +168,8 @@ def on_further(run: Run) -> Sentence | None:
     return say(words, tried=found.tried, kind=WHERE_FROM[found.kind], part=part, high=found.high)
 
 
-def fails_on_further(run: Run) -> Sentence:
+def fails_on_further(found: InputsTried) -> Sentence:
     """On how many further inputs a run fails that passes on those of the scan."""
-    found = run.further_inputs
-    assert found is not None
     words = "passes here, fails on {failed:number} of {tried:count further input} ({kind:text})"
     return say(words, failed=found.failed, tried=found.tried, kind=WHERE_FROM[found.kind])
 

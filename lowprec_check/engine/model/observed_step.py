@@ -48,8 +48,8 @@ class StepObserver:
         self._is_over = False
         self._since: float | None = None
         self._backwards: list[Backward] = []
-        self._cleared: dict[int, int] = {}
-        """How many of them the gradients of an optimizer, by its id, do not have any more."""
+        self._cleared: list[tuple[int, frozenset[int]]] = []
+        """How many of them parameters, by their ids, have no gradients of any more."""
         self._scaled: dict[int, tuple[Tensor, Tensor, float]] = {}
         self._clips: dict[int, list[Clip]] = {}
         """By the number of backward passes before them."""
@@ -73,6 +73,7 @@ class StepObserver:
             (torch.autograd, "grad", self._grad),
             (torch.amp.GradScaler, "scale", self._scale),
             (Optimizer, "zero_grad", self._zero_grad),
+            (nn.Module, "zero_grad", self._zero_grad),
             *((place, f"clip_grad_{what}_", clip) for place, clip in places for what in ("norm", "value")),
         ]
         with contextlib.ExitStack() as stack:
@@ -109,9 +110,14 @@ class StepObserver:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of the user's call of a model, ``call(module, *args, **kwargs)``."""
         self._since = self._since or system.monotonic()
-        if system.monotonic() - self._since > SECONDS * (5 if self._backwards and not self.found.steps else 1):
+        if self._recorder.is_paused:
+            return call(module, *args, **kwargs)
+        in_step = bool(self._recorder.nodes or self._backwards) and not self.found.steps
+        if system.monotonic() - self._since > SECONDS * (5 if in_step else 1):
+            if not self.found.steps:
+                self.give_up(f"no step of an optimizer is complete {SECONDS:g} s after the first call of a model")
             self._leave()
-        if not torch.is_grad_enabled() or self._recorder.is_paused:
+        if not torch.is_grad_enabled():
             return call(module, *args, **kwargs)
         if not self.found.steps:
             self._save((*module.parameters(), *module.buffers()))
@@ -140,9 +146,11 @@ class StepObserver:
             self._scaled[id(scaled)] = (scaled, outputs, float(scaler.get_scale()))
         return scaled
 
-    def _zero_grad(self, kept: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        self._cleared[id(optimizer)] = len(self._backwards)
-        return kept(optimizer, *args, **kwargs)
+    def _zero_grad(self, kept: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = owner.parameters() if isinstance(owner, nn.Module) else _trained_by(owner).values()
+        if self._backwards:
+            self._cleared.append((len(self._backwards), frozenset(map(id, parameters))))
+        return kept(owner, *args, **kwargs)
 
     def _clip(self, kept: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -154,6 +162,8 @@ class StepObserver:
             return kept(listed, *args, **kwargs)
 
     def _backward(self, kept: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._recorder.is_paused:  # inside a model, or another backward pass
+            return kept(tensors, *args, **kwargs)
         frame = sys._getframe(2)
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         _, loss, scale = self._scaled.get(id(given[0]), (None, given[0], 1.0))
@@ -169,12 +179,14 @@ class StepObserver:
         if self._is_elsewhere:
             return
         if not self.found.steps:
-            self._save(parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._save(_trained_by(optimizer).values())
         if optimizer not in self._states:
             self._states[optimizer] = copy.deepcopy(optimizer.state_dict()["state"]) if optimizer.state else None
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        backwards = self._backwards[self._cleared.get(id(optimizer), 0) :]
+        trained = _trained_by(optimizer).keys()
+        start = max((count for count, cleared in self._cleared if trained <= cleared), default=0)
+        backwards = self._backwards[start:]
         if self._is_elsewhere or not backwards:
             return  # without gradients, as a step is made to please a scheduler
         self.found.optimizer = self.found.optimizer or optimizer
@@ -190,7 +202,14 @@ class StepObserver:
                 except UnrepeatableError as problem:
                     self.give_up(message_of(problem))
         self._recorder.on = False
-        for kept in (self._recorder.nodes, self._backwards, self._cleared, self._scaled, self._clips):
+        for kept in (
+            self._recorder.nodes,
+            self._recorder.copies,
+            self._backwards,
+            self._cleared,
+            self._scaled,
+            self._clips,
+        ):
             kept.clear()
         if self.found.problem is not None or self.found.is_unlike or len(self.found.steps) >= self.found.wanted:
             self._leave()
@@ -199,9 +218,9 @@ class StepObserver:
 
     def _add(self, optimizer: Optimizer, backwards: list[Backward]) -> None:
         found = self.found
-        trained = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        trained = _trained_by(optimizer)
         nodes = self._recorder.nodes[: backwards[-1].nodes]
-        program = Program(nodes, [backward.loss for backward in backwards], trained)
+        program = Program(nodes, [backward.loss for backward in backwards], trained, self._recorder.copies)
         step = ObservedStep.of(program, found.steps[0] if found.steps else None)
         if not found.steps:
             clips = self._clips.get(len(self._backwards), [])
@@ -215,6 +234,11 @@ class StepObserver:
         if not found.is_unlike:
             found.schedule.append(settings_of(optimizer))
             found.steps.append(step)
+
+
+def _trained_by(optimizer: Optimizer) -> dict[int, nn.Parameter]:
+    """Its parameters, by id."""
+    return {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _framework_of(frame: FrameType | None) -> str:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import inspect
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,14 +13,7 @@ from torch.optim import Optimizer
 
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.loss_program import (
-    ObservedLoss,
-    Program,
-    ScriptStep,
-    UnrepeatableError,
-    copy_of,
-    sum_of,
-)
+from lowprec_check.engine.model.loss_program import Program, UnrepeatableError, copy_of, sum_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
@@ -28,6 +22,46 @@ SECONDS = 60.0
 """After the first call of a model, until its script is left with the steps that it has made."""
 
 DEFINE_PARTS = "Define `model`, `inputs`, `loss` and `optimizer` in a file and scan that: see docs/training.md."
+
+
+class ScriptStep(nn.Module):
+    """What a script computes of a batch, up to its loss, with several models or calls."""
+
+    def __init__(self, program: Program) -> None:
+        super().__init__()
+        self.program = program
+
+    def forward(self, *inputs: Tensor) -> Tensor:
+        """The sum of the losses that the script calls ``backward()`` of for one step."""
+        return sum_of(self.program.run(self, inputs))
+
+
+class ObservedLoss:
+    """``loss(output, *targets)``: what a script computes of the output of ``model``; the targets are what it reads besides."""
+
+    def __init__(self, program: Program, model: nn.Module) -> None:
+        functional = [node for node in program.nodes if getattr(nn.functional, node.name, None) is node.call]
+        self.line = (functional or program.nodes)[-1].line
+        """Where it is computed: ``train.py:12``."""
+        self.is_returned = len(program.nodes) == 1
+        """Whether the model returns it."""
+        self.words = f"{functional[-1].name if functional else 'the loss'} of {self.line}"
+        self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
+        """What the words are of, as code."""
+        if self.is_returned:
+            self.words = "the loss that the model returns"
+        self._run: Callable[..., Any] = program.run
+        self._model = model
+        is_step = isinstance(model, ScriptStep)
+        if is_step:
+            self._run = lambda _model, _targets, output: [output]
+        kind = inspect.Parameter.POSITIONAL_ONLY
+        names = ["output", *(f"target{number}" for number in range(0 if is_step else len(program.input_keys)))]
+        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
+
+    def __call__(self, output: Any, *targets: Tensor) -> Tensor:
+        """The loss, with one element."""
+        return sum_of(self._run(self._model, targets, output))
 
 
 class ObservedBatch(NamedTuple):

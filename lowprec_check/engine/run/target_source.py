@@ -14,7 +14,7 @@ import cloudpickle
 import torch
 from torch import nn
 
-from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, seed_everything
+from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, resolve, seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.target import Target
@@ -210,6 +210,8 @@ def load_here(spec: TargetSpec, seed: int) -> TargetSource:
         with separate_imports() as imports:
             target = spec.load(seed)
         forks_safely = torch.get_num_threads() == 1 and threads_end(known=[*running, *parked_threads()])
+        if target.observed is not None and resolve(None).type != "cpu":
+            forks_safely = False  # a backward pass starts threads for accelerators
     finally:
         torch.set_num_threads(threads)
     isolation = best_isolation(can_spawn=True)

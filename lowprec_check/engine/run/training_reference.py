@@ -158,12 +158,15 @@ class ReferenceTraining(TrainingSteps):
         self._count = 0
         """How many of the outputs are the output and the loss."""
         self._loss: DescribedLoss | None = None
+        self._optimizer = ""
+        """As it is before the first step, in words."""
 
     def run(self) -> None:
         """Train, and send the verdict: an exception, or a loss that is not finite, is for the user to fix."""
         check_optimizer(self.target.optimizer, list(self.trained.values()))
         gradients = FirstGradients(self.trained)
         step = call_user_code("Calling average(model)", lambda: self._step(PLAIN))
+        self._optimizer = describe_optimizer(step.updates.optimizer)
         loop = self._loop(step, self.task.seed, (gradients,), self._keep_outputs)
         try:
             base = loop.run(self.task.steps)
@@ -197,7 +200,7 @@ class ReferenceTraining(TrainingSteps):
         self, base: Trajectory, samples: Samples, gradients: dict[str, Tensor], trained: TrainingStep
     ) -> None:
         """Train from other seeds; save all for the other runs, and send how the model was trained."""
-        optimizer, state = describe_optimizer(trained.updates.optimizer), state_bytes(trained.updates)
+        state = state_bytes(trained.updates)
         drawn = generator_states()
         seed_everything(step_seed(self.task.seed, base.steps))  # as before the last loss
         seeds = OtherSeeds(
@@ -228,7 +231,7 @@ class ReferenceTraining(TrainingSteps):
             loss=self._loss.words,
             loss_code=self._loss.code,
             loss_setup=[*self._loss.setup, *lines],
-            optimizer=optimizer,
+            optimizer=self._optimizer,
             optimizer_code=made,
             **script_parts(self.target),
             average_code="" if self.target.average is None else "average(model)",
