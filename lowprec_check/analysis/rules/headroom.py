@@ -200,10 +200,10 @@ def input_dependent(result: ScanResult) -> Iterator[Finding]:
             return torch.randn(8, 16, generator=torch.Generator().manual_seed(batch))
     """
     for run in low_runs(result):
-        found = run.further_inputs
-        if found is not None and fails_elsewhere(run):
+        found = fails_elsewhere(run)
+        if found is not None:
             share = "at least {low:share} and at most {high:share} of such inputs fail (95 % confidence)"
-            message = chained(fails_on_further(run), say(share, low=found.low, high=found.high), between=": ")
+            message = chained(fails_on_further(found), say(share, low=found.low, high=found.high), between=": ")
             yield Finding(message, run=run, help=_advice(run, found, result))
 
 

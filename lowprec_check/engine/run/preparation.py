@@ -59,9 +59,9 @@ def prepared_for(task: ModelTask, target: Target) -> contextlib.AbstractContextM
 
 @contextlib.contextmanager
 def in_training(task: ModelTask, target: Target) -> Iterator[Prepared]:
-    """The model of ``task`` in training mode, with gradients; restored afterwards."""
+    """The model of ``task`` in training mode, or that of its script, with gradients; restored afterwards."""
     with prepared_for(task, target) as ready, torch.enable_grad():
-        if not ready.model.training:
+        if not ready.model.training and target.observed is None:
             ready.model.train()
         yield ready
 
