@@ -46,7 +46,7 @@ def main() -> None:
             code = app(standalone_mode=False) or 0
             close_stdout()
         finally:
-            for number in signals:  # another would interrupt the report; exit handlers would print an exception, and go on
+            for number in signals:  # one more would interrupt the report; exit handlers print an exception, and go on
                 signal.signal(number, signal.SIG_DFL)
     except BaseException as error:
         code = _report(error)
