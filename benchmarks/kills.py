@@ -239,8 +239,9 @@ class Running:
 
     def _left(self) -> list[str]:
         processes = [f"process {' '.join((one.info['cmdline'] or [])[:4])[:120]}" for one in self.processes()]
-        files = [str(path.relative_to(self.folder)) for path in sorted(self.folder.rglob("*"))]
-        kept = [f"file {name}" for name in files if not _RESULTS.fullmatch(name)]
+        walk = os.walk(self.folder)  # what vanishes meanwhile is not an error
+        files = [os.path.relpath(Path(at, name), self.folder) for at, below, names in walk for name in below + names]
+        kept = [f"file {name}" for name in sorted(files) if not _RESULTS.fullmatch(name)]
         new = {*os.listdir("/dev/shm")} - self.shared
         shared = [f"shared memory {name}" for name in new - (names_in_use() if new else set())]
         return processes + kept + shared + self._lock()

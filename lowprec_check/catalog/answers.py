@@ -347,5 +347,6 @@ def find_fix(
             if failure and (name.removeprefix("nn.functional.") == function or failure.at == overload_name(op))
         ]
         if ops:
-            return Fix(fixed_since(sweep, ops, low, mode), history(kind)[-1].release, ops)
+            at = overload_name(op) if function is None else None
+            return Fix(fixed_since(sweep, ops, low, mode, at), history(kind)[-1].release, ops)
     return None

@@ -237,7 +237,7 @@ class AtenCatalog:
             kind=first.failure.kind,
             message=first.failure.message,
             condition=first.failure.condition if state == "some" else None,
-            fixed_in=fixed_since(self.sweep, ops, self.dtype, first.mode),
+            fixed_in=fixed_since(self.sweep, ops, self.dtype, first.mode, first.failure.at),
             shown_by=ops,
         )
 

@@ -100,7 +100,8 @@ def scan(
         from lowprec_check.engine.run.target_source import TargetSpec
         from lowprec_check.engine.session import scan_file
 
-        spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights, script_arguments(context))
+        arguments, steps = script_arguments(context), options.training_steps
+        spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights, arguments, steps)
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)
     output = _Output(json, tuple(report or ()), save_plan, printed, findings, verbose)
     with interrupts_ignored_after(ended_by):

@@ -173,6 +173,7 @@ def _cell(run: Run, result: ScanResult) -> MatrixCell:
         status=run.status,
         degenerate=degenerate_output(run, result),
         evidence=run.evidence,
+        further_inputs=run.further_inputs,
         rel_l2=_digits(run.output_error.distance if run.output_error else None),
         time=_digits(time),
         memory=_digits(memory),

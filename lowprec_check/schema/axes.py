@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import PRECISIONS, Precision
-from lowprec_check.schema.registry import Registry, choices, modules_in
+from lowprec_check.schema.registry import Registry, choices, objects_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # -- The backends: each a way to execute a model in its precision
 #
-# To add one, add a module with a ``BACKEND`` to :mod:`lowprec_check.engine.backends`, or register it from another package
+# To add one, add a module with an instance of :class:`Backend` to :mod:`lowprec_check.engine.backends`, or register it from another package
 # (CONTRIBUTING.md).
 
 
@@ -101,7 +101,7 @@ class Backend:
 
 
 def _built_in() -> list[Backend]:
-    found: list[Backend] = [module.BACKEND for module in modules_in("lowprec_check.engine.backends")]
+    found = objects_in("lowprec_check.engine.backends", Backend)
     return sorted(found, key=lambda backend: (backend.name != EAGER, backend.name))
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from lowprec_check.analysis.rules.registry import Finding, rule
 from lowprec_check.analysis.rules.relevance import passing_elsewhere
-from lowprec_check.analysis.training_status import trained_runs
+from lowprec_check.analysis.training_status import first_way, told, trained_runs
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, chained, counted, say
@@ -111,7 +111,7 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
     one, with its module and the line of the forward pass. `GradScaler` skips such steps. It lowers its scale until the
     gradients no longer overflow; 0 / 0 is NaN with every scale.
 
-    It is a warning in a run that passes, as with `GradScaler`.
+    It is a warning in a run that passes, as with `GradScaler`, or if the steps cannot tell whether it trains worse.
 
     Usual causes: an op whose derivative divides by something that is zero in the dtype, such as a norm, a square root
     or a small determinant; a sum of many gradients that exceeds 65504 in fp16.
@@ -136,7 +136,9 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
         )
         forward = say("try the forward op in fp32, on x.float()")
         advice = chained(forward, passing_elsewhere(run, result), between=", or ")
-        severity: Severity | None = "warning" if run.status == "ok" else None
+        first_tried, setup = first_way(run), result.training
+        fails = setup is None or first_tried is None or told(first_tried, setup)
+        severity: Severity | None = None if fails else "warning"
         backward = (row for row in run.op_calls.rows() if row.phase == "backward")
         first = next((row for row in backward if row.introduced_nan or row.introduced_inf), None)
         if first is None:

@@ -212,7 +212,8 @@ class Relevance:
 
     def _weigh_nonfinite(self, finding: Finding, row: OpCall) -> Finding:
         """:meth:`weigh` in a run whose output is not finite."""
-        what = "NaN" if row.introduced_nan else "Inf"
+        kinds = {"Inf": row.introduced_inf, "NaN": row.introduced_nan}
+        what = " or ".join(kind for kind, values in kinds.items() if values)
         if not _gives_nonfinite(row):
             return finding._replace(severity="note")
         if row.reaches_output is False:

@@ -78,6 +78,8 @@ class PlainPart:
         self.result = PlainResult(status="error")
         self.outputs: list[list[Tensor]] = []
         """The leaves of the outputs of the calls."""
+        self.paths: list[str] = []
+        """Where an output has them."""
         self.probed: ModuleOutput | None = None
         """The output of a module that was judged in place of that of the model."""
         self.draws: list[list[Draw]] = []
@@ -110,7 +112,8 @@ class PlainPart:
             prepares=task.backend != EAGER,
         )
         seconds = task.budget / 2 if task.measured else min(2.0, task.budget / 5)
-        result, self.outputs = calls.run(seconds=seconds, too_slow=task.slow_seconds), calls.outputs
+        result = calls.run(seconds=seconds, too_slow=task.slow_seconds)
+        self.outputs, self.paths = calls.outputs, calls.paths
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
         self.result = msgspec.structs.replace(result, changes_parameters=changed)
         if saved is None:
@@ -252,7 +255,7 @@ def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
                     with replay:
                         output, _ = run_once(*call)
                     references.append([tensor.cpu().clone() for tensor in output_tensors(output)])
-                part.result = judged(part.result, part.outputs, references, tolerance)
+                part.result = judged(part.result, part.outputs, references, tolerance, part.paths)
             else:
                 replays = [ReplayDraws(part.draws[0])]
                 with replays[0]:

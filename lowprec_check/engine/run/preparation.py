@@ -65,9 +65,9 @@ def in_fp32(task: ModelTask) -> ModelTask:
 
 @contextlib.contextmanager
 def in_training(task: ModelTask, target: Target) -> Iterator[Prepared]:
-    """The model of ``task`` in training mode, with gradients; restored afterwards."""
+    """The model of ``task`` in training mode, or that of its script, with gradients; restored afterwards."""
     with prepared_for(task, target) as ready, torch.enable_grad():
-        if not ready.model.training:
+        if not ready.model.training and target.observed is None:
             ready.model.train()
         yield ready
 

@@ -19,10 +19,9 @@ from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_la
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import explained_by, make_run
 from lowprec_check.engine.run.reference_errors import check_reference
-from lowprec_check.engine.run.scenario import NotTimedError, time_in_scenario
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import ExtensionTask, ModelTask, RunTask, TaskFiles, WhatIfTask, open_task_files
-from lowprec_check.engine.run.timed_runs import TimedRuns, time_runs, untimed
+from lowprec_check.engine.run.timed_runs import NotTimedError, TimedRuns, time_in_scenario, time_runs, untimed
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS, device_type

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import cloudpickle
 import torch
+from torch import nn
 
-from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, seed_everything
+from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, resolve, seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.target import Target
@@ -22,7 +23,7 @@ from lowprec_check.engine.model.user_script import parked_threads
 from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
-from lowprec_check.process import Isolation
+from lowprec_check.process import Isolation, system
 from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import KeptWorker, Method
 from lowprec_check.process.interpreter import change_folder, current_folder
@@ -160,6 +161,10 @@ def _unpickle(descriptor: int) -> Target:
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
+LOAD_SECONDS = 10.0
+"""A file that takes longer to load is not loaded again for other initial weights."""
+
+
 class TargetSpec(NamedTuple):
     """How the user names a target."""
 
@@ -173,13 +178,21 @@ class TargetSpec(NamedTuple):
     """Whether to scale random weights of layers whose output vanishes or explodes."""
     arguments: tuple[str, ...] = ()
     """What a script gets as ``sys.argv[1:]``."""
+    steps: int = 0
+    """Steps of a script's training to observe."""
 
     def load(self, seed: int) -> Target:
         """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""
+        started = system.monotonic()
         seed_everything(seed)
         weights = str(self.weights) if self.weights is not None else None
-        target = load_target(self.name, self.inputs, weights, self.arguments)
-        return scale_weights(target, seed) if self.scale_weights else target
+        target = load_target(self.name, self.inputs, weights, self.arguments, self.steps)
+        target = scale_weights(target, seed) if self.scale_weights else target
+        is_quick = system.monotonic() - started <= LOAD_SECONDS
+        return target._replace(remake=self._model) if is_quick else target
+
+    def _model(self, seed: int) -> nn.Module:
+        return self._replace(steps=0).load(seed).model
 
 
 def load_here(spec: TargetSpec, seed: int) -> TargetSource:
@@ -193,6 +206,8 @@ def load_here(spec: TargetSpec, seed: int) -> TargetSource:
         with separate_imports() as imports:
             target = spec.load(seed)
         forks_safely = torch.get_num_threads() == 1 and threads_end(known=[*running, *parked_threads()])
+        if target.observed is not None and resolve(None).type != "cpu":
+            forks_safely = False  # a backward pass starts threads for accelerators
     finally:
         torch.set_num_threads(threads)
     isolation = best_isolation(can_spawn=True)

@@ -197,7 +197,8 @@ class TrainingPart(TrainingSteps):
             failed_step=failed,
             losses=[loss if math.isfinite(loss) else None for loss in trajectory.losses],
             distances=[distance for distance in spread.distances(trajectory) if math.isfinite(distance)],
-            progress=next((value for value in reversed(spread.progress(trajectory)) if math.isfinite(value)), None),
+            progress=_last(spread.progress(trajectory)),
+            moved=_last(spread.moved(trajectory)),
             divergence=divergence,
             skipped_steps=trajectory.skipped,
             initial_scale=way.scale,
@@ -293,6 +294,10 @@ class TrainingPart(TrainingSteps):
             elif math.isfinite(largest.value):
                 break
         return largest
+
+
+def _last(values: Sequence[float]) -> float | None:
+    return next((value for value in reversed(values) if math.isfinite(value)), None)
 
 
 def with_draws_of(task: ModelTask, target: Target, reference: TrainingReference, send: Send) -> TrainingReference:

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.output_comparison import same_bits
 from lowprec_check.engine.model.memory import measure_memory
+from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -31,7 +32,8 @@ from lowprec_check.engine.run.messages import CallStarted, Measures, Send, Train
 from lowprec_check.engine.run.tasks import ModelTask, TaskFiles
 from lowprec_check.engine.train.first_step import FirstGradients
 from lowprec_check.engine.train.lost_updates import LostUpdateCounter, Stalls
-from lowprec_check.engine.train.spread import SEEDS, Spread, add_noise
+from lowprec_check.engine.train.other_seeds import SEEDS, OtherSeeds
+from lowprec_check.engine.train.spread import Spread
 from lowprec_check.engine.train.steps import (
     MAX_SKIPPED,
     Loop,
@@ -86,6 +88,14 @@ class TrainingReference:
         saved = files.kept()
         base, *others = (Trajectory(**run) for run in saved["runs"])
         return cls(base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"], saved["draws"])
+
+
+def script_parts(target: Target) -> dict[str, Any]:
+    """What is saved of the step of a script besides its loss and its optimizer; empty for other targets."""
+    observed, optimizer = target.observed, target.optimizer
+    if observed is None or not isinstance(optimizer, OptimizerLike):
+        return {}
+    return {"script": observed.line, "framework": observed.framework, "clip_code": [c.code for c in optimizer.clips]}
 
 
 class TrainingSteps:
@@ -161,11 +171,12 @@ class TrainingSteps:
         seed: int,
         watchers: Sequence[Watcher] = (),
         on_first: Callable[[StepResult], None] | None = None,
+        batches: Sequence[Target] | None = None,
     ) -> Loop:
         return Loop(
             self.ready,
             step,
-            self._batches,
+            batches or self._batches,
             seed,
             on_step=lambda number: self._send(CallStarted(number)),
             on_first=on_first,
@@ -181,12 +192,15 @@ class ReferenceTraining(TrainingSteps):
         self._count = 0
         """How many of the outputs are the output and the loss."""
         self._loss: DescribedLoss | None = None
+        self._optimizer = ""
+        """As it is before the first step, in words."""
 
     def run(self) -> None:
         """Train, and send the verdict: an exception, or a loss that is not finite, is for the user to fix."""
         check_optimizer(self.target.optimizer, list(self.trained.values()))
         gradients, stalls = FirstGradients(self.trained), Stalls(self.trained)
         step = call_user_code("Calling average(model)", lambda: self._step(PLAIN))
+        self._optimizer = describe_optimizer(step.updates.optimizer)
         loop = self._loop(step, self.task.seed, (gradients, stalls), self._keep_outputs)
         try:
             base = loop.run(self.task.steps)
@@ -220,9 +234,16 @@ class ReferenceTraining(TrainingSteps):
 
     def _add_seeds(self, loop: Loop, gradients: dict[str, Tensor], trained: TrainingStep, stalls: Stalls) -> None:
         """Train from other seeds; save all for the other runs, and send how the model was trained."""
-        base, samples = loop.trajectory, loop.samples
-        optimizer, state = describe_optimizer(trained.updates.optimizer), state_bytes(trained.updates)
-        others = [self._other_seed(number) for number in range(1, SEEDS + 1)]
+        base, samples, state = loop.trajectory, loop.samples, state_bytes(trained.updates)
+        seeds = OtherSeeds(
+            self.target,
+            self.ready.model,
+            self._batches,
+            self.task.seed,
+            draws=loop.draws,
+            keep_alive=lambda: self._send(CallStarted(0)),
+        )
+        others = [self._other_seed(seeds, number) for number in range(1, SEEDS + 1)]
         assert self.outputs is not None
         assert self._loss is not None
         reference = TrainingReference(
@@ -246,14 +267,16 @@ class ReferenceTraining(TrainingSteps):
             loss=self._loss.words,
             loss_code=self._loss.code,
             loss_setup=[*self._loss.setup, *lines],
-            optimizer=optimizer,
+            optimizer=self._optimizer,
             optimizer_code=made,
+            **script_parts(self.target),
             average_code="" if self.target.average is None else "average(model)",
             repeatable=self._repeats(counter),
             default_loss=self.target.loss is None,
             default_optimizer=self.target.optimizer is None,
             new_batches=len(self._batches) > 1,
             seeds=len(reference.others),
+            varied=seeds.varied,
             losses=base.losses,
             loss_low=low,
             loss_high=high,
@@ -280,13 +303,13 @@ class ReferenceTraining(TrainingSteps):
             return False
         return self.outputs is not None and same_bits(again, self.outputs)
 
-    def _other_seed(self, number: int) -> Trajectory | None:
-        """A run on the same batches with other random draws, and noise on the initial weights; ``None`` if it fails."""
+    def _other_seed(self, seeds: OtherSeeds, number: int) -> Trajectory | None:
+        """A run from another seed; ``None`` if it fails."""
         self._snapshot.rewind()
-        add_noise(list(self.trained.values()), number)
+        batches = seeds.start(number)
         try:
-            return self._loop(self._step(PLAIN), self.task.seed + number).run(self.task.steps)
-        except StepFailedError:  # of a decomposition, for example, that the noise makes impossible
+            return self._loop(self._step(PLAIN), self.task.seed + number, batches=batches).run(self.task.steps)
+        except StepFailedError:  # of a decomposition, for example, that the initial weights make impossible
             return None
 
     def _keep_outputs(self, result: StepResult) -> None:
