@@ -26,14 +26,10 @@ from lowprec_check.schema.op_calls import OpCall
 ROUNDING = 1e-5
 """A sum that is this part of the norm of what it adds is what rounding leaves of zero in fp32: a few roundoffs of 6e-8 for each element."""
 
-_SUMS = {
-    "aten::sum": 0,
-    "aten::convolution_backward": 2,
-    "aten::native_batch_norm_backward": 2,
-    "aten::native_layer_norm_backward": 2,
-    "aten::native_group_norm_backward": 2,
-}
-"""Ops of which an output, that of this index, sums their first input."""
+_SUMS = frozenset(
+    f"aten::{name}_backward" for name in ("convolution", "native_batch_norm", "native_layer_norm", "native_group_norm")
+)
+"""Ops whose outputs of one dimension are sums over their first input."""
 
 
 class OpErrors:
@@ -117,7 +113,7 @@ class OpErrors:
                 row.compared_choices += max(out.numel(), reference.numel())
             elif is_float(out):
                 compared = self._compare(call, out, reference, index)
-                if self._is_rounding_alone(call, index, reference):
+                if self._is_rounding_alone(call, reference):
                     continue
                 if several:
                     self._twins.find_or_add(out).unused = (row, compared)
@@ -145,9 +141,10 @@ class OpErrors:
         twin.compared, twin.unused = {region_of(out): pending}, None
         return functools.partial(_introduced, pending, call.input_errors)
 
-    def _is_rounding_alone(self, call: DispatchedCall, index: int, reference: Tensor) -> bool:
+    def _is_rounding_alone(self, call: DispatchedCall, reference: Tensor) -> bool:
         """Whether an output is a sum of gradients that is zero but for rounding, as for a bias before a batch norm."""
-        if call.phase != "backward" or _SUMS.get(call.traits.packet) != index:
+        packet = call.traits.packet
+        if call.phase != "backward" or not (packet == "aten::sum" or (packet in _SUMS and reference.ndim == 1)):
             return False
         summed = self._twins.reference_of(call.inputs[0])
         return bool(reference.norm() < ROUNDING * summed.norm())
