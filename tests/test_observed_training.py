@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Call
-from observed_scripts import FRAMEWORKS, HEAD, MIXED, REFUSED, SCRIPTS
+from observed_scripts import FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowprec_check import ScanResult, UsageError
@@ -320,3 +320,9 @@ def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, 
         patch.setattr(torch, "save", lambda *_: None)
         losses, _ = run_as_it_is(path)
     assert result.training.losses[:2] == pytest.approx(losses[:2], rel=1e-6)
+
+
+@pytest.mark.parametrize("note", NOTED)
+def test_what_a_scan_does_otherwise_is_said(here: Path, write: Write, note: str) -> None:
+    write(HEAD + MODEL + NOTED[note], "train.py")
+    assert note in "\n".join(load_target("train.py", steps=4).notes)

@@ -113,7 +113,8 @@ class OptimizerLike:
 
 def takes_closure(optimizer: torch.optim.Optimizer) -> bool:
     """Whether its ``step()`` cannot be called without a closure."""
-    return any(map(_is_needed, parameters_of(optimizer.step).values()))
+    _, *given = parameters_of(type(optimizer).step).values()  # a scheduler wraps that of the object
+    return any(map(_is_needed, given))
 
 
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
