@@ -123,7 +123,8 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     progress: float | None = None
     """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
     moved: float | None = None
-    """After the last step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32."""
+    """After the last step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32; that of one parameter, if it
+    moves notably in fp32 (a tenth of the squared way) and stands still here (less than a tenth as far)."""
     divergence: Divergence | None = None
     """Where it leaves the range of the fp32 runs for good; ``None`` if it does not."""
     lost_updates: float | None = None
