@@ -160,6 +160,7 @@ def parked_threads() -> list[threading.Thread]:
 def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: threading.Event) -> NoReturn:
     """Interrupt the main thread until it has ``left``, after a while ``anywhere``, and wait forever; the interpreter ends without this."""
     thread = threading.current_thread()
+    _parked.append(thread)
     interrupt()
     for number in itertools.count():
         if left.wait(0.01):
@@ -167,7 +168,6 @@ def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: thread
         if number == _TRIES:
             anywhere.set()
         interrupt()
-    _parked.append(thread)
     thread.join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005  # pools of threads do at exit
     lock = threading.Lock()
     while True:
