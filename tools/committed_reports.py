@@ -166,6 +166,11 @@ PARTS = {
             "training_breadth",
         ),
         Report(
+            "training-truth.md",
+            "Do scans of 8 steps have the figures of plain loops, and do their verdicts hold after 300 steps?",
+            "training_truth",
+        ),
+        Report(
             "scaled-weights.md", "Which errors have initial weights, and those of `--scale-weights`?", "scaled_weights"
         ),
         Report(
