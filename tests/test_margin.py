@@ -267,15 +267,19 @@ def test_none_are_tried_if_none_are_asked_for_or_the_run_does_not_pass_or_trains
     assert half(nn.Linear(4, 2), batches, 8, train=True).further_inputs is None
 
 
+class Off(nn.Module):
+    """In 16 bits, 1 % too large on every input, whatever kernels the CPU has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.dtype == torch.float32 else x * 1.01
+
+
 @pytest.mark.parametrize(("part", "tried"), [(0.2, margin_part.MOST), (0.9, margin_part.MOST_NEAR)])
 def test_more_are_tried_if_the_error_is_near_the_tolerance(
     part: float, tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(margin_part, "SECONDS", 1000.0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    error = half(model, batches, 0).rel_l2
-    assert error is not None
-    assert further(model, batches, None, tolerance=error / part).tried == tried
+    assert further(Off(), batches, None, tolerance=0.01 / part).tried == tried
 
 
 def test_a_slow_model_is_tried_on_as_many_as_the_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:

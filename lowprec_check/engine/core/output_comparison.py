@@ -108,6 +108,7 @@ def _incomparable(note: str, outputs: Sequence[Tensor], references: Sequence[Ten
     return OutputComparison(NOTHING, math.inf, nonfinite, note)
 
 
+@torch_as_imported()
 def is_finite(tensor: Tensor) -> bool:
     """Whether it has no NaN and no Inf; of integers, true."""
     return not is_float(tensor) or bool(tensor.isfinite().all())
