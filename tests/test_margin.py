@@ -118,7 +118,7 @@ def test_a_function_without_a_number_draws_anew_from_the_seed() -> None:
     seed_everything(7 + 3)
     third = torch.rand(2, 4)
     kind, draws = further_draws(make_target(nn.Linear(4, 2), lambda: torch.rand(2, 4)), 1, 7)
-    values = [draw.values for draw in islice(draws, 3)]
+    values = [its for _, its in islice(draws, 3)]
     assert kind == "drawn"
     assert values[2] is not None
     assert torch.equal(values[2][0], third)
@@ -147,7 +147,7 @@ def test_batches_with_runs_of_their_own_are_not_tried_again() -> None:
 def test_values_of_fixed_inputs_are_resampled_within_each_feature() -> None:
     x = torch.arange(40.0).reshape(10, 4) * torch.tensor([1.0, 10.0, 100.0, 1000.0])
     kind, draws = further_draws(make_target(nn.Linear(4, 2), x), 1, 0)
-    values = [draw.values[0] for draw in islice(draws, 5) if draw.values is not None]
+    values = [its[0] for _, its in islice(draws, 5) if its is not None]
     assert kind == "resampled"
     assert len({value.numpy().tobytes() for value in values}) == 5
     for value in values:
@@ -173,9 +173,9 @@ def test_masks_and_integers_in_order_stay_and_tokens_stay_where_the_mask_has_som
     }
     kind, draws = further_draws(make_target(Tokens(), given), 1, 0)
     assert kind == "resampled"
-    for draw in islice(draws, 5):
-        assert draw.values is not None
-        ids, same_mask, positions, lengths = draw.values
+    for _, values in islice(draws, 5):
+        assert values is not None
+        ids, same_mask, positions, lengths = values
         assert not torch.equal(ids, given["ids"])
         assert torch.equal(same_mask, mask)
         assert torch.equal(positions, given["positions"])
@@ -187,7 +187,7 @@ def test_masks_and_integers_in_order_stay_and_tokens_stay_where_the_mask_has_som
 def test_a_tensor_that_is_given_twice_is_resampled_once() -> None:
     x = torch.randn(3, 4)
     _, draws = further_draws(make_target(nn.Bilinear(4, 4, 2), (x, x)), 1, 0)
-    values = next(draws).values
+    _, values = next(draws)
     assert values is not None
     assert values[0] is values[1]
 

@@ -58,10 +58,8 @@ class FurtherInputs(NamedTuple):
     """Further inputs, and what fp32 gives on them."""
 
     kind: InputKind
-    numbers: list[int]
-    """Of each, the number of its batch."""
-    values: list[list[Tensor]]
-    outputs: list[list[Tensor]]
+    inputs: list[tuple[int, list[Tensor], list[Tensor]]]
+    """Of each, the number of its batch, its tensors, and those of fp32's output."""
     left_out: int = 0
     reason: str | None = None
     """Why there are not more."""
@@ -113,7 +111,7 @@ class FurtherCalls:
         reason = (
             RANDOM if self._plain.random else STATEFUL if self_error > REPEATS else None if self._has_time else SLOW
         )
-        found = FurtherInputs("resampled", [], [], [], reason=reason)
+        found = FurtherInputs("resampled", [], reason=reason)
         if reason is None:
             if not in_worker():  # a function or a loader of the user's would be left in another state
                 target = target._replace(make_batch=None)
@@ -122,31 +120,29 @@ class FurtherCalls:
 
     def _found(self, target: Target, most: int) -> FurtherInputs:
         kind, draws = further_draws(target, self._task.batches, self._task.seed)
-        found, size, reason = FurtherInputs(kind, [], [], []), 0, "the inputs have no other values"
-        left_out = 0
-        for draw in draws:
+        inputs: list[tuple[int, list[Tensor], list[Tensor]]] = []
+        size, left_out, reason = 0, 0, "the inputs have no other values"
+        for number, values in draws:
             outputs: list[Tensor] | None = None
-            if draw.values is not None:
+            if values is not None:
                 try:
-                    outputs = self._outputs(draw.values)
+                    outputs = self._outputs(values)
                 except BaseException as error:
                     reraise_interrupt(error)
-            if draw.values is None or outputs is None or not all(map(is_finite, outputs)):
+            if values is None or outputs is None or not all(map(is_finite, outputs)):
                 left_out, reason = left_out + 1, "fp32 fails on further inputs, or they have other shapes"
             else:
-                size += sum(tensor.numel() * tensor.element_size() for tensor in (*draw.values, *outputs))
+                size += sum(tensor.numel() * tensor.element_size() for tensor in (*values, *outputs))
                 if size > LARGEST:
                     reason = "further inputs and outputs would take too much memory"
                     break
-                found.numbers.append(draw.number)
-                found.values.append(draw.values)
-                found.outputs.append(outputs)
-            if len(found.numbers) >= most or left_out > MOST + len(found.numbers):
+                inputs.append((number, values, outputs))
+            if len(inputs) >= most or left_out > MOST + len(inputs):
                 break
             if not self._has_time:
                 reason = SLOW
                 break
-        return found._replace(left_out=left_out, reason=reason if len(found.numbers) < most else None)
+        return FurtherInputs(kind, inputs, left_out, reason if len(inputs) < most else None)
 
     def tried(self, on_input: Callable[[int, InputsTried], Any]) -> InputsTried:
         """How the run does on the inputs that fp32 kept; ``on_input`` gets what is known before each call.
@@ -154,13 +150,13 @@ class FurtherCalls:
         By default on :data:`MOST`, and on more only if one of these, or the given inputs, is near the tolerance.
         """
         task, error = self._task, self._plain.output_error
-        kept = FurtherInputs("resampled", [], [], [], reason=NOT_KEPT)
+        kept = FurtherInputs("resampled", [], reason=NOT_KEPT)
         with contextlib.suppress(Exception):  # nothing was kept: the worker of fp32 ended before
             kept = FurtherInputs(**task.files.kept(further=True))
         result = InputsTried(kind=kept.kind, left_out=kept.left_out, seed=task.seed)
         near, largest = NEAR * (task.tolerance or 0.0), (error.distance if error is not None else None) or 0.0
         reason, looks = RANDOM if self._plain.random else kept.reason, 1
-        for number, values, reference in zip(kept.numbers, kept.values, kept.outputs, strict=True):
+        for number, values, reference in kept.inputs:
             if result.tried == MOST and task.further_inputs is None:
                 if not result.failed and largest < near:
                     break
