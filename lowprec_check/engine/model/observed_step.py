@@ -207,18 +207,21 @@ class StepObserver:
                         self.found.unlike = message_of(problem)
                     else:
                         self.give_up(message_of(problem))
-        self._recorder.on = False
-        for kept in (
-            self._recorder.nodes,
-            self._recorder.copies,
-            self._backwards,
-            self._cleared,
-            self._scaled,
-            self._clips,
-        ):
-            kept.clear()
+        self._forget_step()
         if self.found.problem is not None or self.found.unlike or len(self.found.steps) >= self.found.wanted:
             self._leave()
+
+    def _forget_step(self) -> None:
+        recorder = self._recorder
+        recorder.on = False
+        for kept in (recorder.nodes, recorder.copies, self._backwards, self._cleared, self._scaled, self._clips):
+            kept.clear()
+
+    def forget(self) -> None:
+        """Free all that was observed."""
+        self._forget_step()
+        self._states.clear()
+        self.found = ObservedSteps(0)
 
     # -- After a step of the optimizer
 
