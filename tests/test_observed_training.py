@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from observed_scripts import FRAMEWORKS, HEAD, MIXED, REFUSED, SCRIPTS
+from conftest import Call
+from observed_scripts import FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowprec_check import UsageError
+from lowprec_check import ScanResult, UsageError
 from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
@@ -288,3 +289,40 @@ def test_the_code_for_a_script_clips_as_it_does(way: str) -> None:
     )
     moved = torch.cat([(p.float() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
     assert 0 < moved.norm() < (0.0102 if way != "master-weights" else 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["fork", "spawn", "none"])
+def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, isolation: str) -> None:
+    """The script would overwrite its checkpoint, and gets an argument."""
+    (here / "ckpt.pt").write_bytes(b"kept")
+    body = "import sys\nmodel = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))\n"
+    body += (
+        "optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]), momentum=0.9)\nfor x, y in batches():\n"
+    )
+    body += "    loss = F.cross_entropy(model(x), y)\n    optimizer.zero_grad()\n    loss.backward()\n"
+    body += "    nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n    optimizer.step()\n    torch.save(model, 'ckpt.pt')\n"
+    path = write(HEAD + body, "train.py")
+    options = ["--train", "--steps", "2", "-p", "autocast-bf16", "--times", "off", "--isolation", isolation]
+    done = call("scan", str(path), *options, "--json", "-", "--", "0.5")
+    assert done.returncode in (0, 1), done.stderr
+    result = ScanResult.from_json(done.stdout.encode())
+    assert (here / "ckpt.pt").read_bytes() == b"kept"
+    assert result.training is not None
+    assert (result.training.script, result.training.optimizer) == (
+        "train.py:15",
+        "SGD(lr=0.5, momentum=0.9, weight_decay=0)",
+    )
+    assert (result.training.loss, result.training.default_loss) == ("cross_entropy of train.py:15", False)
+    assert result.training.clip_code == ["torch.nn.utils.clip_grad_norm_(parameters, 0.1)"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train.py", "0.5"])
+        patch.setattr(torch, "save", lambda *_: None)
+        losses, _ = run_as_it_is(path)
+    assert result.training.losses[:2] == pytest.approx(losses[:2], rel=1e-6)
+
+
+@pytest.mark.parametrize("note", NOTED)
+def test_what_a_scan_does_otherwise_is_said(here: Path, write: Write, note: str) -> None:
+    write(HEAD + MODEL + NOTED[note], "train.py")
+    assert note in "\n".join(load_target("train.py", steps=4).notes)

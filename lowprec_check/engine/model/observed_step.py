@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowprec_check.engine.core.devices import generator_restorers
@@ -22,7 +23,7 @@ from lowprec_check.engine.core.source_location import own_line
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.loss_program import CallRecorder, Node, Program, UnrepeatableError, copy_of
 from lowprec_check.engine.model.observed_training import SECONDS, Backward, ObservedStep, ObservedSteps
-from lowprec_check.engine.model.optimizer_like import Clip, settings_of
+from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
 from lowprec_check.engine.model.snapshot import saved_tensor
 from lowprec_check.errors import message_of
 from lowprec_check.process import system
@@ -72,6 +73,7 @@ class StepObserver:
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "grad", self._grad),
             (torch.amp.GradScaler, "scale", self._scale),
+            (Optimizer, "__init__", self._made),
             (Optimizer, "zero_grad", self._zero_grad),
             (nn.Module, "zero_grad", self._zero_grad),
             *((place, f"clip_grad_{what}_", clip) for place, clip in places for what in ("norm", "value")),
@@ -133,7 +135,7 @@ class StepObserver:
 
     def _save(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if id(tensor) not in self.found.values:
+            if id(tensor) not in self.found.values and not is_lazy(tensor):
                 self.found.values[id(tensor)] = (tensor, *saved_tensor(tensor))
 
     def _grad(self, kept: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -145,6 +147,10 @@ class StepObserver:
         if isinstance(outputs, Tensor) and scaler.is_enabled():
             self._scaled[id(scaled)] = (scaled, outputs, float(scaler.get_scale()))
         return scaled
+
+    def _made(self, kept: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.found.made.append((optimizer, own_line(sys._getframe(2))))
+        return kept(optimizer, *args, **kwargs)
 
     def _zero_grad(self, kept: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
         parameters = owner.parameters() if isinstance(owner, nn.Module) else _trained_by(owner).values()
@@ -190,29 +196,32 @@ class StepObserver:
         if self._is_elsewhere or not backwards:
             return  # without gradients, as a step is made to please a scheduler
         self.found.optimizer = self.found.optimizer or optimizer
-        if optimizer is not self.found.optimizer:
-            kind, line = type(optimizer).__name__, own_line(sys._getframe(1))
-            self.found.facts[
-                f"the script has another optimizer, {kind}, at {line}: the scan does not make its steps"
-            ] = None
-        else:
+        if takes_closure(optimizer):
+            self.give_up(f"{type(optimizer).__name__}.step() needs a closure, and a scan calls step() without one")
+        if optimizer is self.found.optimizer:
             with self._recorder.paused():
                 try:
                     self._add(optimizer, backwards)
                 except UnrepeatableError as problem:
-                    self.give_up(message_of(problem))
-        self._recorder.on = False
-        for kept in (
-            self._recorder.nodes,
-            self._recorder.copies,
-            self._backwards,
-            self._cleared,
-            self._scaled,
-            self._clips,
-        ):
-            kept.clear()
-        if self.found.problem is not None or self.found.is_unlike or len(self.found.steps) >= self.found.wanted:
+                    if self.found.steps:
+                        self.found.unlike = message_of(problem)
+                    else:
+                        self.give_up(message_of(problem))
+        self._forget_step()
+        if self.found.problem is not None or self.found.unlike or len(self.found.steps) >= self.found.wanted:
             self._leave()
+
+    def _forget_step(self) -> None:
+        recorder = self._recorder
+        recorder.on = False
+        for kept in (recorder.nodes, recorder.copies, self._backwards, self._cleared, self._scaled, self._clips):
+            kept.clear()
+
+    def forget(self) -> None:
+        """Free all that was observed."""
+        self._forget_step()
+        self._states.clear()
+        self.found = ObservedSteps(0)
 
     # -- After a step of the optimizer
 
@@ -230,10 +239,8 @@ class StepObserver:
             found.note_facts(program)
         else:
             program.release()
-            found.is_unlike = program.form != found.steps[0].program.form
-        if not found.is_unlike:
-            found.schedule.append(settings_of(optimizer))
-            found.steps.append(step)
+        found.schedule.append(settings_of(optimizer))
+        found.steps.append(step)
 
 
 def _trained_by(optimizer: Optimizer) -> dict[int, nn.Parameter]:

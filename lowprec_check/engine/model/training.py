@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.observed_training import ObservedLoss
-from lowprec_check.engine.model.optimizer_like import OptimizerLike
+from lowprec_check.engine.model.optimizer_like import OptimizerLike, takes_closure
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, message_of, type_name
 
@@ -205,8 +205,7 @@ def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     """Make the optimizer for copies of ``parameters``, as some ways to train do; raises :class:`UsageError` if that is not possible."""
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     made = call_user_code("Calling optimizer(parameters)", lambda: make_optimizer(optimizer, copies))
-    needs = parameters_of(made.step).values()
-    if any(need.default is need.empty and need.kind is need.POSITIONAL_OR_KEYWORD for need in needs):
+    if takes_closure(made):
         raise UsageError(
             f"{type(made).__name__}.step() needs a closure, and a scan of training calls step() without one.",
             "Use another optimizer, such as torch.optim.AdamW(parameters, lr=1e-3).",

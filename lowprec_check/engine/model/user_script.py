@@ -58,8 +58,11 @@ def run_user_code(work: Callable[[], object], script: str, steps: int) -> Ran:
     if not steps:
         return run_to_first_call(work)
     observer = StepObserver(steps)
-    ran = run_to_first_call(work, observer)
-    return ran if ran.call is None else ran._replace(training=observer.found.training(script))
+    try:
+        ran = run_to_first_call(work, observer)
+        return ran if ran.call is None else ran._replace(training=observer.found.training(script))
+    finally:
+        observer.forget()  # user code may keep functions that refer to it
 
 
 def run_to_first_call(work: Callable[[], object], observer: StepObserver | None = None) -> Ran:
@@ -160,6 +163,7 @@ def parked_threads() -> list[threading.Thread]:
 def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: threading.Event) -> NoReturn:
     """Interrupt the main thread until it has ``left``, after a while ``anywhere``, and wait forever; the interpreter ends without this."""
     thread = threading.current_thread()
+    _parked.append(thread)
     interrupt()
     for number in itertools.count():
         if left.wait(0.01):
@@ -167,7 +171,6 @@ def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: thread
         if number == _TRIES:
             anywhere.set()
         interrupt()
-    _parked.append(thread)
     thread.join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005  # pools of threads do at exit
     lock = threading.Lock()
     while True:
