@@ -160,7 +160,8 @@ def analyzed(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Run]]:
 def share_of(run: Run, module: str) -> float:
     """What its budget says goes if the module is kept in fp32."""
     assert run.budget is not None
-    return next((its.share for its in run.budget.modules if its.module == module), 0.0)
+    found = next((its for its in run.budget.modules if its.module == module), None)
+    return 0.0 if found is None else found.share if found.measured is None else found.measured
 
 
 def examined(case: Case) -> list[dict[str, Any]]:

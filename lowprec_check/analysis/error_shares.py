@@ -57,12 +57,14 @@ def is_over_tolerance(run: Run) -> bool:
     return budget is not None and budget.known and (budget.measured or 0.0) > (run.tolerance or 0.0)
 
 
+def is_trusted(budget: ErrorBudget) -> bool:
+    """Whether it names causes: the first order explains at least half of the squared error."""
+    return budget.known and budget.unexplained is not None and abs(budget.unexplained) <= TRUSTED
+
+
 def trusted_budget(run: Run) -> ErrorBudget | None:
-    """The budget of ``run``, if it names causes: the first order explains at least half of the squared error."""
-    budget = run.budget
-    if budget is None or not budget.known or budget.unexplained is None:
-        return None
-    return budget if abs(budget.unexplained) <= TRUSTED else None
+    """The budget of ``run``, if it names causes."""
+    return run.budget if run.budget is not None and is_trusted(run.budget) else None
 
 
 def place_shares(run: Run) -> dict[Place, Share]:

@@ -18,6 +18,7 @@ from lowprec_check.engine.run.messages import (
     OpCallsFound,
     PartFailed,
     Predicted,
+    ShareMeasured,
     StandInOps,
     TaskMessage,
     TrainingDone,
@@ -43,6 +44,9 @@ FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", 
 _NO_MEMORY = ("OutOfMemoryError", "MemoryError")
 """Exceptions that say that memory is used up."""
 
+_STORED: dict[type, str] = {PlainResult: "plain", TrainingDone: "training", StandInOps: "stand_in_ops"}
+"""The fields of messages that are kept as they are, the last of each."""
+
 
 @dataclasses.dataclass
 class Outcome:
@@ -56,6 +60,8 @@ class Outcome:
     """The further input that the model runs on, and the results before it."""
     training: TrainingDone | None = None
     explained: Instrumented | None = None
+    shares_measured: dict[str, float] = dataclasses.field(default_factory=dict)
+    """By module, the share of the error that goes with it in fp32, as plain runs showed it."""
     gaps: list[Gap] = dataclasses.field(default_factory=list)
     """Gaps in the order they were found, for an instrumented part that did not finish."""
     op_calls_found: list[OpCalls] = dataclasses.field(default_factory=list)
@@ -92,25 +98,23 @@ class Outcome:
         match message:
             case CallStarted():
                 self.call = message.number
-            case PlainResult():
-                self.plain = message
+            case PlainResult() | TrainingDone() | StandInOps():
+                setattr(self, _STORED[type(message)], message)
             case Measures():
                 self.measures, self.on_input = message, None
             case InputStarted():
                 self.on_input = message
-            case TrainingDone():
-                self.training = message
             case Instrumented():
                 self.explained = message
                 self.op_calls_found.clear()  # it has them all
+            case ShareMeasured():
+                self.shares_measured |= message.shares
             case GapFound():
                 self.gaps.append(message.gap)
             case OpCallsFound():
                 self.op_calls_found.append(message.op_calls)
             case Predicted():
                 self.what_if = message.entries
-            case StandInOps():
-                self.stand_in_ops = message
             case TurnTimed() | TurnFailed():
                 self.turns.append(message)
             case PartFailed():
@@ -185,6 +189,10 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         **_saved_fields(outcome.stand_in_ops),
     }
     status, fields["reason"] = _status(task, outcome)
+    budget, measured = fields.get("budget"), outcome.shares_measured
+    if budget is not None and measured:
+        modules = [msgspec.structs.replace(its, measured=measured.get(its.module)) for its in budget.modules]
+        fields["budget"] = msgspec.structs.replace(budget, modules=modules)
     memory = [part.peak_memory_bytes for part in (measures, explained) if part is not None]
     fields |= {
         "status": status,

@@ -8,11 +8,13 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
+from lowprec_check.analysis.error_shares import is_trusted
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import check_accelerators
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
@@ -35,6 +37,7 @@ from lowprec_check.engine.run.messages import (
 from lowprec_check.engine.run.place_log import note_model, packages_of
 from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart, judge_with_same_draws
 from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_backend, on_device, prepared_for
+from lowprec_check.engine.run.share_trials import measured_shares
 from lowprec_check.engine.run.tasks import (
     AnalysisTask,
     ExplainTask,
@@ -65,6 +68,7 @@ from lowprec_check.engine.trace.range_trials import places_to_try, try_places
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
@@ -106,15 +110,19 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
 
 def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     """Run the plain part, the instrumented part, or both, and send each result as soon as it is known."""
-    outputs, slow, crashed = None, dict[str, str](), dict[CallSite, str]()
+    slow, crashed = dict[str, str](), dict[CallSite, str]()
     if isinstance(task, RunTask):
-        outputs, too_slow = (_train if task.steps else _run_plain)(task, target, send)
+        called = (_train if task.steps else _run_plain)(task, target, send)
     else:
-        slow, crashed, too_slow = dict(task.slow), dict(task.crashed), task.measure_once
+        slow, crashed, called = dict(task.slow), dict(task.crashed), _Called(task.measure_once)
     if not isinstance(task, RunTask) or task.instrumented:
-        measure_once = too_slow and task.predicted is None  # the times of emulated kernels mean nothing
+        measure_once = called.too_slow and task.predicted is None  # the times of emulated kernels mean nothing
+        started = system.thread_time()
         with _report_faults("instrumenting", send):
-            send(_instrument(task, target, outputs, send, Emulation(slow, crashed, measure_once=measure_once)))
+            emulation = Emulation(slow, crashed, measure_once=measure_once)
+            found = _instrument(task, target, called.outputs, send, emulation)
+            send(found)
+            _measure_shares(task, target, found, called, send, system.thread_time() - started)
     if task.predicted is not None:
         send(StandInOps(known_ops(), assumed_ops()))
 
@@ -133,8 +141,18 @@ def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> Non
         TrainingPart(task, target, ready, send, batches_of(target, task.steps)).compare_extension()
 
 
-def _run_plain(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
-    """The first output, if the instrumented part must give the same one; and whether the model is too slow to be called again."""
+class _Called(NamedTuple):
+    """What the plain part leaves for those after it."""
+
+    too_slow: bool
+    """Whether the model failed, or is too slow to be called again."""
+    outputs: list[Tensor] | None = None
+    """The first output, if the instrumented part must give the same one."""
+    seconds: float | None = None
+    """What a call takes, if another one gives the same."""
+
+
+def _run_plain(task: RunTask, target: Target, send: Send) -> _Called:
     with prepared_for(task, target) as ready, _kernels(task):
         part = PlainPart(task, target, on_backend(task, target, ready), send)
         part.run()
@@ -151,10 +169,11 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] 
         what = "comparing with the same random numbers"
         with _report_faults(what, send), prepared_for(_in_fp32(task), target) as ready:
             judge_with_same_draws(in_eager_mode(ready, target), part, send)
-    return part.comparable_output(), part.too_slow
+    seconds = None if part.result.random else part.result.seconds
+    return _Called(part.too_slow, part.comparable_output(), seconds)
 
 
-def _train(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
+def _train(task: RunTask, target: Target, send: Send) -> _Called:
     """Like :func:`_run_plain`, for a task that trains."""
     frames = compiled_frames()
     with in_training(task, target) as ready, _kernels(task):
@@ -165,7 +184,9 @@ def _train(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] | No
             part.measure(memory=task.measured)
         with _report_faults("comparing the ways to train", send):
             part.compare_ways()
-    return part.outputs if compiled_frames() == frames else None, part.too_slow  # compiled code rounds differently
+    return _Called(
+        part.too_slow, part.outputs if compiled_frames() == frames else None
+    )  # compiled code rounds differently
 
 
 def _instrument(
@@ -236,6 +257,18 @@ def _try_ranges(task: AnalysisTask, target: Target, found: Instrumented) -> list
             seed=task.seed,
             seconds=task.explain_budget / 2,
         )
+
+
+def _measure_shares(
+    task: AnalysisTask, target: Target, found: Instrumented, called: _Called, send: Send, seconds: float
+) -> None:
+    """Send the shares of modules that plain runs show, if the budget names causes; ``seconds`` is what the instrumented part took."""
+    if called.outputs is None or called.seconds is None or found.budget is None or not is_trusted(found.budget):
+        return
+    if not (task.is_reference or task.keep_fp32 or task.predicted):
+        limits = {"seconds": seconds, "call_seconds": called.seconds}
+        for each in measured_shares(task, target, found.budget, called.outputs, **limits):
+            send(each)
 
 
 @contextlib.contextmanager
