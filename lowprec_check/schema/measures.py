@@ -129,7 +129,12 @@ class ModuleShare(Struct, frozen=True, kw_only=True):
     """Of the squared error; negative if the error grows. What goes with any of several modules is in the share of each, so these need
     not add up to 1."""
     measured: float | None = None
-    """The same of a plain run with the module in fp32, of the error that decides about the run; ``None`` if there was none."""
+    """The same of a plain run with the module in fp32, of the tensor that the budget is about; ``None`` if there was none."""
+
+    @property
+    def told(self) -> float:
+        """What a plain run has shown, else what is derived."""
+        return self.share if self.measured is None else self.measured
 
 
 class ErrorBudget(Struct, frozen=True, kw_only=True):
@@ -158,6 +163,9 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     """Ops that no derivative passes, so that errors before them are not seen."""
     output_rms: float | None = None
     """Root mean square of the fp32 output."""
+    spread: float = 0.0
+    """How much of the squared error is chance, as a standard deviation: with one module in fp32, all later results are rounded otherwise. A
+    share differs as much from what a plain run shows; large where the output has few values, or errors that are alike."""
     next_error: float | None = 0.0
     """rel_l2 of the floating tensor of the output with the next largest error, which other ops may cause; 0 if there is none."""
     reason: str | None = None
