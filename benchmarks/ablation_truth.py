@@ -65,7 +65,7 @@ FEW = 512
 
 COLUMNS = ["model", "precision", "module", "share", "ablation", "difference", "spread", "measured"]
 
-MOST_MODULES = 16
+MOST_MODULES = 10
 """Of a large model, the modules with the largest shares are kept in fp32, and as many others."""
 
 
@@ -336,7 +336,7 @@ def main() -> None:
         real, _ = cases(only)
         unfit = ("training", "labels", "codes", "tokens", "keeps")
         real = [case for case in real if not any(word in case.name for word in unfit)][: options.limit]
-        every = max(1, len(chosen) // max(1, len(real)))  # both kinds, however early it ends
+        every = 5  # both kinds, however early it ends
         for index, case in enumerate(real):
             chosen.insert(min(len(chosen), index * (every + 1)), case)
     started, found, problems = time.monotonic(), {}, []
