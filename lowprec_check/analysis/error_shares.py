@@ -16,7 +16,7 @@ TRUSTED = 0.5
 """The first order names causes only if what it does not explain is at most this part of the squared error."""
 
 BETWEEN = "rounding between modules"
-"""How the rounding of results that one submodule of the model passes to another is named: no submodule in fp32 avoids it."""
+"""How the rounding of results is named that stays whichever submodule is kept in fp32: in a cast model, where one passes them to another."""
 
 CAST_INPUT = "cast input"
 """What stands for the op in the share of rounding the inputs."""
@@ -108,10 +108,10 @@ def leaving_shares(run: Run) -> dict[Place, float]:
 def share_sentence(own: float, leaving: float) -> Sentence:
     """What :func:`place_shares` and :func:`leaving_shares` say of an op, of which at least one matters."""
     if abs(leaving) < MATTERS:
-        return say("its share of the output error is {share:share}", share=own)
+        return say("its share of the output error is about {share:share}", share=own)
     if own < MATTERS:
-        return say("{share:share} of the output error is the rounding of its result", share=leaving)
-    both = "its share of the output error is {share:share}, that of the rounding of its result {leaving:share}"
+        return say("about {share:share} of the output error is the rounding of its result", share=leaving)
+    both = "its share of the output error is about {share:share}, that of the rounding of its result {leaving:share}"
     return say(both, share=own, leaving=leaving)
 
 

@@ -116,8 +116,8 @@ class Share(Struct, frozen=True, kw_only=True):
     calls: int = 1
     """Number of op calls."""
     rounding: bool = False
-    """Whether it is the rounding of the op's result where that leaves the op's own module. Other modules read it, so that
-    keeping the op in fp32 does not help; ``module`` is the innermost one that holds the op and these readers."""
+    """Whether it is the rounding of the op's result that stays if only a module inside ``module`` is in fp32: of a cast model where the result leaves
+    that, under autocast where an op reads it in 16 bits. ``module`` is the innermost with which it goes; empty: it stays with any."""
 
 
 class ModuleShare(Struct, frozen=True, kw_only=True):
