@@ -100,10 +100,7 @@ MATTERS = 0.03
 
 
 class Share(Struct, frozen=True, kw_only=True):
-    """The share of the output error that one op causes at one place, over all its calls there.
-
-    If the module, with all inside, is kept in fp32, the share goes.
-    """
+    """The share of the output error that one op causes at one place, over all its calls: what goes with the module in fp32."""
 
     module: str
     """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
@@ -149,10 +146,9 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     measured: float | None = None
     """rel_l2 that the shares are about: of the first call, with missing kernels replaced."""
     unexplained: float | None = None
-    """1 less the sum of all shares: what the first order does not explain. Negative if it predicts too much."""
+    """1 less the sum of all shares: what the first order does not explain; negative if it predicts too much."""
     decisions: float = 0.0
-    """The part of ``unexplained`` that is due to decisions (indices, comparisons) that differ from those of fp32; 0 if no op
-    shows one."""
+    """The part of ``unexplained`` that is due to decisions (indices, comparisons) other than those of fp32; 0 if no op shows one."""
     shares: list[Share] = []
     """The largest shares, largest first."""
     others: float = 0.0
@@ -164,8 +160,7 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     output_rms: float | None = None
     """Root mean square of the fp32 output."""
     spread: float = 0.0
-    """How much of the squared error is chance, as a standard deviation: with one module in fp32, all later results are rounded otherwise. A
-    share differs as much from what a plain run shows; large where the output has few values, or errors that are alike."""
+    """How far, by chance, a share differs from what a plain run shows (standard deviation): later results are rounded otherwise then."""
     next_error: float | None = 0.0
     """rel_l2 of the floating tensor of the output with the next largest error, which other ops may cause; 0 if there is none."""
     reason: str | None = None

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 
 from torch import Tensor
 
+from lowprec_check.analysis.error_shares import is_trusted
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.model.plain_run import output_tensors, reraise_interrupt, run_once
@@ -18,6 +19,7 @@ from lowprec_check.engine.run.messages import ShareMeasured
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.preparation import in_eager_mode, prepared_for
 from lowprec_check.engine.run.tasks import AnalysisTask
+from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.process import system
 from lowprec_check.schema.measures import MATTERS, ErrorBudget, ModuleShare
 
@@ -34,23 +36,27 @@ SAME = 1e-3
 def measured_shares(
     task: AnalysisTask,
     target: Target,
-    budget: ErrorBudget,
-    outputs: Sequence[Tensor],
+    found: Instrumented,
+    outputs: Sequence[Tensor] | None,
+    call_seconds: float | None,
     *,
     seconds: float,
-    call_seconds: float,
 ) -> Iterator[ShareMeasured]:
-    """The shares of modules in the error of the tensor that ``budget`` is about, those first that matter most, while there is time.
+    """The shares of modules in the error of the tensor that the budget is about, if it names causes: those first that matter most, while there
+    is time.
 
-    ``outputs`` are the tensors that the run gave. ``seconds`` is what the instrumented part took, ``call_seconds`` what
-    a call takes.
+    ``outputs`` are the tensors that a plain call gave, in ``call_seconds``; ``None`` if another call would not give the same. ``seconds`` is what the instrumented
+    part, which ``found`` the budget, took.
     """
-    saved = Fp32Outputs.load(task.files)
-    fp32 = [] if saved.probe else saved.outputs[0]
+    budget = found.budget
+    if outputs is None or call_seconds is None or budget is None or not (is_trusted(budget) and budget.measured):
+        return
+    saved = None if task.is_reference or task.keep_fp32 or task.predicted else Fp32Outputs.load(task.files)
+    fp32 = [] if saved is None or saved.probe else saved.outputs[0]
     floating = [index for index, tensor in enumerate(fp32) if is_float(tensor) and tensor.numel()]
     errors = {index: compare_outputs([outputs[index]], [fp32[index]]).distance for index in floating}
     worst = max(errors, key=errors.__getitem__, default=None)
-    if worst is None or not budget.measured or not math.isclose(errors[worst], budget.measured, rel_tol=SAME):
+    if worst is None or not math.isclose(errors[worst], budget.measured, rel_tol=SAME):
         return
     limit, started = SECONDS + SHARE * seconds, system.thread_time()
     needed = OF_FAILING if budget.measured > (task.tolerance or 0.0) and call_seconds <= SLOWEST else 0

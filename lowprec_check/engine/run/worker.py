@@ -14,7 +14,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.analysis.error_shares import is_trusted
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import check_accelerators
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
@@ -122,7 +121,9 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
             emulation = Emulation(slow, crashed, measure_once=measure_once)
             found = _instrument(task, target, called.outputs, send, emulation)
             send(found)
-            _measure_shares(task, target, found, called, send, system.thread_time() - started)
+            seconds = system.thread_time() - started
+            for each in measured_shares(task, target, found, called.outputs, called.seconds, seconds=seconds):
+                send(each)
     if task.predicted is not None:
         send(StandInOps(known_ops(), assumed_ops()))
 
@@ -257,18 +258,6 @@ def _try_ranges(task: AnalysisTask, target: Target, found: Instrumented) -> list
             seed=task.seed,
             seconds=task.explain_budget / 2,
         )
-
-
-def _measure_shares(
-    task: AnalysisTask, target: Target, found: Instrumented, called: _Called, send: Send, seconds: float
-) -> None:
-    """Send the shares of modules that plain runs show, if the budget names causes; ``seconds`` is what the instrumented part took."""
-    if called.outputs is None or called.seconds is None or found.budget is None or not is_trusted(found.budget):
-        return
-    if not (task.is_reference or task.keep_fp32 or task.predicted):
-        limits = {"seconds": seconds, "call_seconds": called.seconds}
-        for each in measured_shares(task, target, found.budget, called.outputs, **limits):
-            send(each)
 
 
 @contextlib.contextmanager
