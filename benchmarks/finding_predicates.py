@@ -150,6 +150,12 @@ def _outside(c: Case, **figures: float) -> bool:
     return all(same(value, found[name]) for name, value in figures.items())
 
 
+def _untold(c: Case, steps: int) -> bool:
+    found, varied = c.first["divergence"], {*c.setup["varied"]} - {"random draws", "1 % noise on the initial weights"}
+    tells = bool(varied) if found["what"] == "loss" else found["what"] == "progress" and found["value"] < 0.5
+    return steps == c.setup["steps"] and not tells
+
+
 def _loss_at(after: int) -> Claim:
     return lambda c, step: c.first["losses"].index(None) == step - 1 + after
 
@@ -346,6 +352,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "from step {step} on, the weights differ from those of fp32 by {value} of the way that these moved; the limit is {limit}": _outside,
         "from step {step} on, the weights have moved {value} times as far as in fp32; the limit is {limit}": _outside,
         "furthest from fp32: {parameter}": _outside,
+        "{steps} cannot tell whether it trains worse": _untold,
     },
     "LP508": {
         **{f"{how}, {what}": _course(name) for how, name in (("in one autocast block around all steps", "one-autocast"), ("entered in each step", "")) for what in ("the loss goes from {first} to {last}", "the loss is still {loss} after the last step")},

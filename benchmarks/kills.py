@@ -216,15 +216,13 @@ class Running:
 
     def processes(self) -> list[psutil.Process]:
         """Those that inherited the mark, but for zombies and the command itself."""
-        found = []
-        for process in psutil.process_iter():
-            try:
-                zombie = process.status() == psutil.STATUS_ZOMBIE
-                if not zombie and process.environ().get("LOWPREC_KILLS_MARK") == self.mark:
-                    found.append(process)
-            except psutil.Error:
-                continue
-        return [process for process in found if process.pid != self.process.pid or self.process.poll() is not None]
+        return [
+            process
+            for process in psutil.process_iter(["cmdline", "environ", "status"])
+            if process.info["status"] != psutil.STATUS_ZOMBIE
+            and (process.info["environ"] or {}).get("LOWPREC_KILLS_MARK") == self.mark
+            and (process.pid != self.process.pid or self.process.poll() is not None)
+        ]
 
     def left(self) -> list[str]:
         """What is left of it for :data:`SETTLE_SECONDS`: names in shared memory that other programs make come and go."""
@@ -235,15 +233,15 @@ class Running:
             now = self._left()
             found = [one for one in found if one in now]
         for process in self.processes():
-            process.kill()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
         return found
 
     def _left(self) -> list[str]:
-        processes = [
-            f"process {' '.join(process.cmdline()[:4])[:120]}" for process in self.processes() if process.is_running()
-        ]
-        files = [str(path.relative_to(self.folder)) for path in sorted(self.folder.rglob("*"))]
-        kept = [f"file {name}" for name in files if not _RESULTS.fullmatch(name)]
+        processes = [f"process {' '.join((one.info['cmdline'] or [])[:4])[:120]}" for one in self.processes()]
+        walk = os.walk(self.folder)  # what vanishes meanwhile is not an error
+        files = [os.path.relpath(Path(at, name), self.folder) for at, below, names in walk for name in below + names]
+        kept = [f"file {name}" for name in sorted(files) if not _RESULTS.fullmatch(name)]
         new = {*os.listdir("/dev/shm")} - self.shared
         shared = [f"shared memory {name}" for name in new - (names_in_use() if new else set())]
         return processes + kept + shared + self._lock()

@@ -493,23 +493,20 @@ def mutate_and_call(
 
 def render(data: Mapping[str, Any]) -> str:
     """The report in Markdown."""
-    calls = data["calls"]
-    wrong = [each for each in calls if "wrong" in each]
+    kinds, wrong = data["kinds"], data["wrong"]
     lines = head("Mutated files", data)
     lines += [
-        f"{len(calls):,} mutated files and odd names were given to commands, {sum(each['own'] for each in calls):,} of them to processes of "
-        f"their own (seed {data['seed']}). {len(wrong):,} ended with a traceback or another exit code than 0, 1 and 2, took more than "
-        f"{data['limit']:g} s of processor time, or left a half-written file.",
+        f"{sum(each['files'] for each in kinds):,} mutated files and odd names were given to commands, {sum(each['own'] for each in kinds):,} of "
+        f"them to processes of their own (seed {data['seed']}). {len(wrong):,} ended with a traceback or another exit code than 0, 1 and 2, took "
+        f"more than {data['limit']:g} s of processor time, or left a half-written file.",
         "",
         "| what is mutated | files | exit 0 | exit 1 | exit 2 | wrong | longest in this process |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
-    for name in KINDS:
-        found = [each for each in calls if each["kind"] == name]
-        codes = Counter(each["code"] for each in found)
-        longest = max((each["seconds"] for each in found if not each["own"]), default=0)
-        of_kind = sum(each["kind"] == name for each in wrong)
-        lines.append(f"| {name} | {len(found)} | {codes[0]} | {codes[1]} | {codes[2]} | {of_kind} | {longest:.1f} s |")
+    for each in kinds:
+        bad = sum(one["kind"] == each["kind"] for one in wrong)
+        codes = " | ".join(str(each["exits"].get(code, 0)) for code in "012")
+        lines.append(f"| {each['kind']} | {each['files']} | {codes} | {bad} | {each['longest']:.1f} s |")
     for each in wrong:
         lines += [
             "",
@@ -542,7 +539,24 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
                     print(found, file=sys.stderr)
                 if len(calls) % 100 == 0:
                     print(f"{len(calls)} of {len(numbers)}", file=sys.stderr)
-    return {"made": made(note=options.note), "seed": options.seed, "limit": options.limit, "calls": calls}
+    return {
+        "made": made(note=options.note),
+        "seed": options.seed,
+        "limit": options.limit,
+        "kinds": [totals(name, [each for each in calls if each["kind"] == name]) for name in chosen],
+        "wrong": [each for each in calls if "wrong" in each],
+    }
+
+
+def totals(name: str, calls: list[dict[str, Any]]) -> dict[str, Any]:
+    """What is saved of the calls of a kind."""
+    return {
+        "kind": name,
+        "files": len(calls),
+        "own": sum(each["own"] for each in calls),
+        "exits": Counter(str(each["code"]) for each in calls),
+        "longest": max((each["seconds"] for each in calls if not each["own"]), default=0),
+    }
 
 
 if __name__ == "__main__":
@@ -564,4 +578,4 @@ if __name__ == "__main__":
     given = parser.parse_args()
     found = run(given)
     save(given.output, found, render)
-    sys.exit(any("wrong" in each for each in found["calls"]))
+    sys.exit(bool(found["wrong"]))

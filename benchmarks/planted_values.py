@@ -2,9 +2,11 @@
 
     python benchmarks/planted_values.py --output reports/planted-values      # 1000 models, seed 0
     python benchmarks/planted_values.py --count 100 --seed 7 --verbose
+    python benchmarks/planted_values.py --seconds 3600 --output reports/planted-values      # as many as an hour allows
 
 A model is a chain of ordinary blocks, with one to four plants among them: an op of which values become Inf, NaN or zero in fp16, an
 input or a weight for which its cast does that. What uses the result makes it harmful, or harmless: a clamp, a mask, a quotient.
+Inputs are arguments of their own, or in a dictionary, a list or a dataclass; there are one or several outputs.
 
 Which it is comes from plain torch, not from the kind of plant: every other plant is computed in fp32, the one in question in 16 bits.
 If the output is not finite, or too far from fp32's, it is harmful; if it passes, harmless. Models that fail with every plant in
@@ -12,7 +14,7 @@ fp32, or in which two plants are harmful, are drawn again. Then the scan must ha
 LP207) at the harmful one, at the line of the planted op, and at most notes at the harmless ones and everywhere else.
 
 Every scan is made in this process; with ``--isolated N`` the first N are made again in processes of their own, as a user does, and
-must find the same. Writes OUTPUT.md and OUTPUT.json; exits with 1 if a model is judged wrongly.
+must find the same. Writes OUTPUT.md and OUTPUT.json every few models; exits with 1 if a model is judged wrongly.
 """
 
 from __future__ import annotations
@@ -21,9 +23,11 @@ import argparse
 import math
 import random
 import sys
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -38,6 +42,7 @@ from lowprec_check.schema.findings import Diagnostic
 WIDTH, ROWS, TOLERANCE = 32, 16, 1e-2
 CODES = ("LP201", "LP202", "LP203", "LP207")
 Severity = str
+SAVE_EVERY = 10
 RANKS = {"error": 3, "warning": 2, "note": 1, "nothing": 0}
 
 
@@ -265,6 +270,16 @@ BLOCKS: list[Callable[[], nn.Module]] = [
 ]
 
 
+@dataclass
+class Batch:
+    """Inputs of plants."""
+
+    first: Tensor
+    second: Tensor | None = None
+    third: Tensor | None = None
+    fourth: Tensor | None = None
+
+
 class Planted(nn.Module):
     """A chain of blocks and plants; every plant for an input takes one, in order."""
 
@@ -281,23 +296,54 @@ class Planted(nn.Module):
         self.chain = nn.ModuleList([*chain, nn.Linear(WIDTH, WIDTH)])
         takes_input = any(kind.given == "input" for kind in kinds)  # which autocast does not cast
         self.precision = "half" if takes_input else draw.choice(["half", "half", "half", "autocast-fp16"])
+        self.container = draw.choice(["arguments", "dictionary", "list", "dataclass"])
+        """What holds the inputs of plants."""
+        self.returned = draw.choice([None, None, draw.randrange(len(self.chain))])
+        """The number of the module whose result is a second output."""
 
     @property
-    def inputs(self) -> tuple[Tensor, ...]:
+    def inputs(self) -> tuple[Any, ...]:
         """In fp32."""
         x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(7))
-        return x, *(plant.wide for plant in self.takers if plant.wide is not None)
+        values = [plant.wide for plant in self.takers if plant.wide is not None]
+        if self.container == "arguments" or not values:
+            return x, *values
+        if self.container == "dataclass":
+            return x, Batch(*values)
+        return x, {"nested": dict(zip("abcd", values, strict=False))} if self.container == "dictionary" else [values]
 
     @property
     def takers(self) -> list[Plant]:
         """The plants that take an input, in their order."""
         return [plant for plant in self.chain if isinstance(plant, Plant) and plant.kind.given == "input"]
 
-    def forward(self, x: Tensor, *inputs: Tensor) -> Tensor:
-        given = dict(zip(self.takers, inputs, strict=True))
-        for module in self.chain:
+    def input_path(self, plant: Plant) -> str:
+        """Where the inputs have that of a plant."""
+        number = self.takers.index(plant)
+        fields = ("first", "second", "third", "fourth")
+        paths = {
+            "dictionary": f"1.nested.{'abcd'[number]}",
+            "list": f"1.0.{number}",
+            "dataclass": f"1.{fields[number]}",
+        }
+        return paths.get(self.container, str(1 + number))
+
+    def forward(self, x: Tensor, *inputs: Any) -> Any:
+        given = dict(zip(self.takers, tensors(inputs), strict=True))
+        second = None
+        for number, module in enumerate(self.chain):
             x = module(x, given.get(module)) if isinstance(module, Plant) else module(x)
-        return x
+            second = x if number == self.returned else second
+        return x if second is None else {"output": x, "hidden": second}
+
+
+def tensors(value: Any) -> list[Tensor]:
+    """Those in inputs or outputs, in order."""
+    if isinstance(value, Tensor) or value is None:
+        return [] if value is None else [value]
+    if isinstance(value, Batch):
+        value = vars(value)
+    return [tensor for each in (value.values() if isinstance(value, dict) else value) for tensor in tensors(each)]
 
 
 def error(seed: int, active: Sequence[int] | None) -> float:
@@ -309,19 +355,19 @@ def error(seed: int, active: Sequence[int] | None) -> float:
         warnings.simplefilter("ignore")
         model = Planted(seed).eval()
         inputs = model.inputs
-        exact = model(*inputs).double()
-        if not bool(exact.isfinite().all()):
+        exact = [tensor.double() for tensor in tensors(model(*inputs))]
+        if not all(bool(tensor.isfinite().all()) for tensor in exact):
             return float("nan")
         if active is None:
             return 0.0
         for index, plant in enumerate(model.plants):
             plant.fixed = index not in active
         if model.precision == "half":
-            model, inputs = model.half(), tuple(tensor.half() for tensor in inputs)
+            model, inputs = model.half(), tuple(tensor.half() for tensor in tensors(inputs))
         with torch.autocast("cpu", torch.float16, enabled=model.precision != "half"):
-            out = model(*inputs).double()
-    found = float((out - exact).norm() / exact.norm())
-    return float("inf") if math.isnan(found) else found
+            found = [tensor.double() for tensor in tensors(model(*inputs))]
+    errors = [float((out - y).norm() / y.norm()) for out, y in zip(found, exact, strict=True)]
+    return max(float("inf") if math.isnan(each) else each for each in errors)
 
 
 def truth(seed: int) -> list[bool] | None:
@@ -348,8 +394,7 @@ def is_at(found: Diagnostic, plant: Plant, path: str, model: Planted) -> bool:
     if plant.kind.given == "weight":
         return found.module == path and found.op == "cast weight"
     if plant.kind.given == "input":
-        number = 1 + model.takers.index(plant)
-        return found.op == f"cast input {number}"
+        return found.op == f"cast input {model.input_path(plant)}"
     line = int((found.source or ":0").rpartition(":")[2])
     return found.module == path and line in lines_of(plant.kind)
 
@@ -433,26 +478,29 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--count", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seconds", type=float, default=math.inf, help="start no further model after this time")
     parser.add_argument("--isolated", type=int, default=0, help="scans to make again in processes of their own")
     parser.add_argument("--output", type=Path)
     parser.add_argument("--verbose", action="store_true", help="print what is judged wrongly at once")
     arguments = parser.parse_args()
+    torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
-    same = 0
-    for number, seed in zip(range(arguments.count), seeds(arguments.seed), strict=False):
+    data: dict[str, Any] = {"made": made(), "isolated": 0, "same": 0, "rows": rows}
+    started = time.monotonic()
+    for number, seed in zip(range(1, arguments.count + 1), seeds(arguments.seed), strict=False):
         found = judged(seed)
         rows += found
-        if number < arguments.isolated:
-            same += judged(seed, None) == found
+        if number <= arguments.isolated:
+            data |= {"isolated": number, "same": data["same"] + (judged(seed, None) == found)}
         for row in found if arguments.verbose else ():
             if not is_right(row):
                 print(row, file=sys.stderr)
-    save(
-        arguments.output,
-        {"made": made(), "isolated": arguments.isolated, "same": same, "rows": rows},
-        render,
-    )
-    return int(not all(map(is_right, rows)) or same != arguments.isolated)
+        if time.monotonic() - started > arguments.seconds:
+            break
+        if number % SAVE_EVERY == 0 and arguments.output:
+            save(arguments.output, data, render)
+    save(arguments.output, data, render)
+    return int(not all(map(is_right, rows)) or data["same"] != data["isolated"])
 
 
 if __name__ == "__main__":

@@ -715,8 +715,11 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         and batches == ("" if steps == 1 else f", {'a new batch' if c.setup['new_batches'] else 'the same batch'} each step"),
     },
     "seeds": {
-        "judged by {seeds} from other seeds, after the last step": lambda c, seeds: c.setup is not None and seeds == c.setup["seeds"],
-        "{text}": lambda c, text: text.startswith("no fp32 run from another seed finished") and c.setup is not None and not c.setup["seeds"],
+        "judged by {seeds} from other seeds": lambda c, seeds: c.setup is not None and seeds == c.setup["seeds"],
+        " (other {varied})": lambda c, varied: c.setup is not None and varied == c.setup["varied"] and {*varied} - {"random draws"} != set(),
+        " ({varied} only)": lambda c, varied: c.setup is not None and varied == c.setup["varied"] and {*varied} <= {"random draws", "1 % noise on the initial weights"},
+        "{steps} cannot tell whether the loss falls: one that does not change is within the limits": lambda c, steps: c.setup is not None and steps == c.setup["steps"] and c.setup["limit_low"][-1] <= 0 <= c.setup["limit_high"][-1],
+        "{text}": lambda c, text: c.setup is not None and (text == "after the last step" if c.setup["seeds"] else text.startswith("no fp32 run from another seed finished")),
     },
     "inputs": {
         "{batches} of inputs": lambda c, batches: batches == _least_batches(c),

@@ -136,7 +136,7 @@ def call(capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> 
             open(1, "w", encoding="utf-8", closefd=False) as stdout,  # as in a process of its own: workers redirect it
             open(2, "w", encoding="utf-8", closefd=False) as stderr,
         ):
-            patch.setattr("lowprec_check.cli.main._end_workers_when_terminated", lambda: None)
+            patch.setattr("lowprec_check.cli.main._end_workers_when_terminated", list)
             patch.setattr(sys, "argv", ["lowprec-check", *map(str, arguments)])
             patch.setattr(sys, "stdout", stdout)
             patch.setattr(sys, "stderr", stderr)

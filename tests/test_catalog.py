@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.catalog import declared, measured
 from lowprec_check.catalog.answers import difference, find_fix, gaps, lookup
+from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.names import bare, dtype_of, find
 from lowprec_check.catalog.records import DTYPES, LOW, MODES, Dtype, Failure, Header, OpRecord, OpTimes, State
 from lowprec_check.catalog.support import OpSupport
@@ -86,7 +87,7 @@ def test_shipped_files_are_complete_and_sorted(path: Path) -> None:
         names = list(sweep.records)
         assert names == sorted(names)
         assert len(names) == sweep.header.ops > 600
-        assert path.stem == sweep.header.stem
+        assert path.stem == f"measured-{sweep.header.device}-{sweep.header.capability.replace('_', '')}"
         for op, found in sweep.records.items():
             assert op == found.op
             for failure in found.failures:
@@ -354,6 +355,23 @@ def test_gaps_name_the_release_that_fixes_them(catalog_of: Callable[..., None]) 
     assert str(found) == "supported since torch 2.2"
     assert find_fix("aten.z.default", device="cpu", dtype="float16", torch="2.1.2") is None
     assert find_fix("aten.a.default", device="cuda", dtype="float16", torch="2.1.2") is None
+
+
+def test_an_operator_that_fails_in_a_later_op_does_not_delay_the_fix(catalog_of: Callable[..., None]) -> None:
+    catalog_of(
+        {
+            "2.1.2": [record("a", "none", at="a"), record("loss", "none", at="a")],
+            "2.2.0": [record("a", "all"), record("loss", "none", at="b")],
+            "2.3.0": [record("a", "all"), record("loss", "all")],
+        }
+    )
+    found = find_fix("aten.a.default", device="cpu", dtype="float16", torch="2.1.2")
+    assert str(found) == "supported since torch 2.2"
+    assert AtenCatalog("cpu", "float16", "2.1").of("aten.a.default").fixed_in == "2.2"
+    assert {missing.op: missing.fixed_in for missing in gaps("cpu", "float16", "2.1").missing} == {
+        "a": "2.2",
+        "loss": "2.3",
+    }
 
 
 def test_a_version_with_the_extension_is_separate() -> None:

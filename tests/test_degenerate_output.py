@@ -11,6 +11,7 @@ from shared_result import shared_result
 from torch import nn
 
 from lowprec_check.analysis.run_summary import degenerate_output
+from lowprec_check.analysis.statements.status import why
 from lowprec_check.engine.scan import scan
 from lowprec_check.schema.measures import ErrorBudget
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -58,15 +59,28 @@ def test_an_output_of_zeros_is_no_success() -> None:
 
 def test_the_tensor_with_the_error_counts() -> None:
     class Two(Scaled):
-        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:  # type: ignore[override]
-            return self.fc(x), self.fc(x) * 1e-10
+        def forward(self, x: torch.Tensor) -> dict[str, Any]:  # type: ignore[override]
+            return {"mean": self.fc(x), "more": [self.fc(x) * 1e-10, torch.arange(3)]}
 
     torch.manual_seed(0)
     result = scan(
-        Two(1.0).eval(), torch.randn(4, 16), precisions="half", errors="none", plan=False, times="off", isolation="none"
+        Two(1.0).eval(),
+        torch.randn(4, 16),
+        precisions=["half", "bfloat16"],
+        errors="none",
+        plan=False,
+        times="off",
+        isolation="none",
+        tolerance=1e-9,
     )
     assert (result.run("half").output_rms or 1) < 1e-9 < 0.1 < (result.run("fp32").output_rms or 0)
-    assert "flushes" in (degenerate_output(result.run("half"), result) or "")
+    half, bf16 = result.run("half"), result.run("bfloat16")
+    assert (degenerate_output(half, result) or "").startswith("output more.0 is tiny (rms ")
+    assert half.compared_output == "more.0"
+    assert "flushes" in (degenerate_output(half, result) or "")
+    assert f"of output {bf16.compared_output} over the tolerance" in why(bf16).text
+    messages = [finding.message for finding in result.diagnostics if finding.code == "LP301"]
+    assert any(f"of output {bf16.compared_output} exceeds the tolerance" in message for message in messages)
 
 
 def half_run(**changes: Any) -> tuple[Run, ScanResult]:

@@ -28,7 +28,6 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace import instrument
 from lowprec_check.engine.trace.instrument import Options
 from lowprec_check.schema.measures import ErrorBudget, Share
-from lowprec_check.schema.module_paths import common_module
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -661,25 +660,6 @@ def test_a_budget_survives_saving() -> None:
     assert not ErrorBudget().known
 
 
-@pytest.mark.parametrize(
-    ("paths", "expected"),
-    [
-        (["a.b.c", "a.b.d.e"], "a.b"),
-        (["a.b"], "a.b"),
-        (["a.b", "a.b"], "a.b"),
-        (["a.b", "a.b.c"], "a.b"),
-        (["a.b", "a.bc"], "a"),
-        (["a", "b"], ""),
-        (["a", ""], ""),
-        ([""], ""),
-        ([], ""),
-    ],
-)
-def test_the_common_module_is_the_innermost_that_holds_all(paths: list[str], expected: str) -> None:
-    assert common_module(paths) == expected
-    assert common_module(paths[::-1]) == expected
-
-
 # -- what goes with a module in fp32, compared with the plain model
 
 
@@ -777,6 +757,76 @@ def test_what_goes_with_any_of_several_modules_counts_once() -> None:
     assert all(share.share > -0.05 for share in budget.shares)
     names = [its.module for its in budget.modules]
     assert names == sorted(names, key=lambda name: -alone[name])
+
+
+def overlapping(x: Tensor) -> Tensor:
+    y = x.flatten().clone()
+    y.as_strided((6, 4), (2, 1)).mul_(1.1)
+    return y.exp()
+
+
+def bits(x: Tensor) -> Tensor:
+    y = x * 1.1
+    integers = y.view(torch.int16 if y.element_size() == 2 else torch.int32)
+    return (integers & -16).view(y.dtype) * 2.7
+
+
+def bits_in_place(x: Tensor) -> Tensor:
+    y = x * 1.1
+    y.view(torch.int16 if y.element_size() == 2 else torch.int32).bitwise_and_(-16)
+    return y * 2.7
+
+
+@pytest.mark.parametrize(
+    ("function", "why"),
+    [
+        (overlapping, "aten.mul_.Tensor writes several times to the same memory"),
+        (bits, "aten.bitwise_and.Scalar takes floating-point values as integers"),
+        (bits_in_place, "aten.bitwise_and_.Scalar takes floating-point values as integers"),
+    ],
+)
+@pytest.mark.parametrize("budget", [True, False])
+def test_an_op_that_the_reference_cannot_follow_is_a_note(
+    function: Callable[[Tensor], Tensor], why: str, budget: bool
+) -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return function(x)
+
+    result = lowprec_check.scan(
+        Model(),
+        torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 0.5,
+        precisions=["half"],
+        times="off",
+        budget_error="on" if budget else "off",
+        plan=False,
+        isolation="none",
+        tolerance=1e-9,
+    )
+    run = result.run("half")
+    assert [note for note in run.notes if note.startswith(why)]
+    [row] = [row for row in run.op_calls.rows() if why.startswith(row.op)]
+    assert (row.local_error, row.accumulated_error, row.share) == (None, None, None)
+    assert run.lockstep_error is None  # it would be smaller than the error of the output
+    if budget:
+        assert run.budget is not None
+        assert run.budget.blocked == [row.op]
+
+
+def test_views_of_one_storage_that_do_not_overlap_are_followed() -> None:
+    class Model(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            y = x.clone()
+            y[:, ::2].mul_(1.1)
+            y.as_strided((2, 8), (16, 1)).add_(0.3)
+            return y.t().mul_(1.3)
+
+    x = torch.rand(4, 8, generator=torch.Generator().manual_seed(0)) + 0.5
+    result = lowprec_check.scan(Model(), x, precisions=["half"], times="off", plan=False, isolation="none")
+    run = result.run("half")
+    assert run.notes == []
+    assert run.lockstep_error is not None
+    assert run.lockstep_error.rel_l2 == pytest.approx(run.rel_l2)
 
 
 def test_an_op_that_the_fp32_reference_cannot_run_is_a_note() -> None:

@@ -15,14 +15,14 @@ import torch
 from conftest import Mlp, call_process
 from torch import Tensor, nn
 
-from lowprec_check.engine.backends import ipex, ipex_compile, ipex_jit
+from lowprec_check.engine.backends import ipex
 from lowprec_check.engine.backends.jit import frozen_trace, frozen_trace_code
 from lowprec_check.engine.core.installation import IPEX
 from lowprec_check.schema.axes import Backend, Example, replaced
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
 
-BACKENDS: list[Backend] = [ipex.BACKEND, ipex_jit.BACKEND, ipex_compile.BACKEND]
+BACKENDS: list[Backend] = [ipex.PLAIN, ipex.TRACED, ipex.COMPILED]
 MODEL = """
 import torch
 from torch import nn

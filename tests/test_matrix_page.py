@@ -14,6 +14,7 @@ from lowprec_check.compat.scan_process import Request, failed_row, row_of
 from lowprec_check.report.matrix import matrix_document, status_of
 from lowprec_check.report.registry import format_of
 from lowprec_check.schema.matrix import Matrix, MatrixCell, MatrixRow, load
+from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.scan_result import ScanResult
 
 COLUMNS = ("bfloat16", "half", "autocast-fp16")
@@ -93,6 +94,24 @@ def test_degenerate_outputs_are_no_verdict() -> None:
         ["half", "2", "1", "0", "0"],
         ["autocast-fp16", "1", "1", "1", "0"],
     ]
+
+
+def test_a_run_that_fails_on_a_further_input_is_not_shown_as_one_that_passes() -> None:
+    def on_inputs(**statuses: int) -> InputsTried:
+        tried = sum(statuses.values())
+        return InputsTried(kind="drawn", tried=tried, failed=tried - statuses["ok"], statuses=statuses, worst=0.02)
+
+    some = cell("half", further_inputs=on_inputs(ok=14, inaccurate=2))
+    worse = cell("half", further_inputs=on_inputs(ok=14, inaccurate=1, nonfinite=1))
+    passing = cell("half", further_inputs=on_inputs(ok=16))
+    assert [status_of(each) for each in (some, worse, passing)] == ["inaccurate", "nonfinite", "ok"]
+    text = shown(Matrix(rows=[model("a.py", some), model("b.py", worse), model("c.py", passing)]))
+    assert "❌ passes here, fails on 2 of 16 further inputs (drawn anew)" in text
+    assert "✅ 1.0e-03" in text
+    result = shared_result()
+    tried = msgspec.structs.replace(result.run("half"), status="ok", further_inputs=some.further_inputs)
+    row = row_of(msgspec.structs.replace(result, runs=[result.runs[0], tried]), Request("net.py", slug="n"), 1.0, {})
+    assert row.cells[0].further_inputs == some.further_inputs
 
 
 def test_speed_has_one_unit() -> None:

@@ -31,11 +31,12 @@ from lowprec_check.report.blocks import (
     Table,
 )
 from lowprec_check.report.layout.html import fragment, html
-from lowprec_check.report.operator_blocks import MOST_CALLS, operator_table
 from lowprec_check.report.page_blocks import (
+    MOST_CALLS,
     MOST_ROWS,
     calls_inside,
     module_table,
+    operator_table,
     page_blocks,
     range_blocks,
     scan_page,

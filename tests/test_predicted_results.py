@@ -262,6 +262,13 @@ def test_the_head_says_what_is_predicted_and_how_sure_it_is() -> None:
     assert prediction_text(shared_result()) == ""
 
 
+def test_ops_of_a_run_that_did_not_end_are_not_known() -> None:
+    for status in ("timeout", "crashed"):
+        run = msgspec.structs.replace(a_prediction("half"), known_ops=[], assumed_ops=[], status=status)
+        text = prediction_text(msgspec.structs.replace(RESULT, runs=[run], recommendation=None))
+        assert text.endswith("; which ops run in 16 bits is not known, since a run did not end")
+
+
 @pytest.mark.parametrize(
     ("known", "assumed", "text"),
     [

@@ -125,6 +125,19 @@ def test_the_true_one_is_the_error_and_the_harmless_one_a_note() -> None:
     assert "first in mul of bad" in " ".join(statement.text for statement in result.statements)
 
 
+def test_an_op_that_gives_inf_and_nan_is_said_to_give_both() -> None:
+    def normalized(v: Tensor) -> Tensor:
+        small = v * 1e-5
+        return small / (small.square().sum(-1, keepdim=True) + 1e-12).sqrt()
+
+    values = x()
+    values[0, 0] = 1e-4  # zero in half after the multiplication: 0 / 0
+    at = {d.code: d for d in blamed(scanned(Fn(normalized), values)) if d.op == "aten.div.Tensor"}
+    assert "became Inf" in at["LP201"].message
+    assert "became NaN" in at["LP203"].message
+    assert all("this Inf or NaN reaches the output" in its.message for its in at.values())
+
+
 def test_two_ops_on_one_line_are_two_places() -> None:
     def line(v: Tensor) -> Tensor:
         return 1 / (1 + torch.exp(v * -20)) + torch.exp(v.abs() * 9 + 8) * 1e-6

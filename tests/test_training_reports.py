@@ -136,7 +136,9 @@ def test_the_head_names_what_is_a_default(setup: TrainingSetup, shown: str) -> N
 
 
 def test_the_head_says_what_a_run_is_judged_by() -> None:
-    assert said(RESULT, "seeds") == ["judged by 3 fp32 runs from other seeds, after the last step"]
+    assert said(RESULT, "seeds") == [
+        "judged by 3 fp32 runs from other seeds (other initial weights, batches, random draws), after the last step"
+    ]
     alone = msgspec.structs.replace(RESULT, training=setup(seeds=0))
     assert said(alone, "seeds") == ["no fp32 run from another seed finished, so the loss is not judged"]
 

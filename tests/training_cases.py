@@ -30,6 +30,7 @@ SETUP = TrainingSetup(
     optimizer="SGD(lr=0.1)",
     optimizer_code="optimizer(parameters)",
     seeds=3,
+    varied=["initial weights", "batches"],
     losses=[loss for loss in LOSSES if loss is not None],
     distances=[0.1] * STEPS,
 )

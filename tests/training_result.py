@@ -47,6 +47,7 @@ def way(name: str, status: str = "ok", **more: Any) -> TrainingWay:
         "losses": losses(0.0004),
         "distances": distances(0.012, 1.08),
         "progress": 0.99,
+        "moved": 0.99,
         "state_bytes": 140 << 20,
     }
     return TrainingWay(name=name, status=status, **fields | more)  # type: ignore[arg-type]
@@ -70,6 +71,7 @@ def setup(text: str = "", **more: Any) -> TrainingSetup:
         "loss_code": text or "torch.nn.functional.cross_entropy(output, labels)",
         "optimizer_code": text or "torch.optim.AdamW(parameters, lr=0.001, weight_decay=0.01)",
         "seeds": 3,
+        "varied": ["initial weights", "batches", "random draws"],
         "losses": FP32_LOSSES,
         "loss_low": [loss - FP32_LOSSES[0] - 0.012 * step for step, loss in enumerate(FP32_LOSSES)],
         "loss_high": [loss - FP32_LOSSES[0] + 0.009 * step for step, loss in enumerate(FP32_LOSSES)],
@@ -168,6 +170,7 @@ def _bfloat16(text: str) -> TrainingRun:
                 losses=losses(0.06, from_step=1),
                 distances=distances(0.93, 1.005),
                 progress=0.05,
+                moved=0.05,
                 divergence=diverges,
                 lost_updates=0.962,
                 state_bytes=70 << 20,
@@ -175,7 +178,13 @@ def _bfloat16(text: str) -> TrainingRun:
             way("master-weights", state_bytes=175 << 20),
             way("split-weights", state_bytes=140 << 20),
             way(
-                "kahan", "inaccurate", state_bytes=93 << 20, distances=distances(0.97), progress=0.03, divergence=stalls
+                "kahan",
+                "inaccurate",
+                state_bytes=93 << 20,
+                distances=distances(0.97),
+                progress=0.03,
+                moved=0.03,
+                divergence=stalls,
             ),
             way(
                 "stochastic-rounding",
@@ -223,6 +232,7 @@ def _autocast_bf16(text: str) -> TrainingRun:
                 losses=[2.303] * 9,
                 distances=distances(1.0),
                 progress=0.0,
+                moved=0.0,
                 divergence=stale,
             ),
         ],

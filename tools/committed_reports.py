@@ -172,6 +172,7 @@ PARTS = {
             "margin.md", "Does the interval for the share of inputs that fail hold it, and what does it cost?", "margin"
         ),
         Report("kills.md", "What do commands leave that are killed?", "kills"),
+        Report("mutated-files.md", "How do commands end that read broken files?", "mutated_files"),
         Report("plan-search.md", "How many trials does a plan take, with and without predicted errors?", "plan_search"),
         Report("plans-cuda.md", "For how many models that fail is there a plan, and does it hold?", "plan_breadth"),
         Report("catalog-replay.md", "Is the support of aten ops in the catalog that of bare calls?", "catalog_replay"),

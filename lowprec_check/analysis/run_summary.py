@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowprec_check.schema.measures import PlaceRange
+from lowprec_check.schema.measures import InputsTried, PlaceRange
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -55,9 +55,10 @@ def passes_all(run: Run) -> bool:
     return run.status == "ok" and not fails_elsewhere(run)
 
 
-def fails_elsewhere(run: Run) -> bool:
-    """Whether the run passes on the inputs of the scan, and fails on further ones."""
-    return run.status == "ok" and run.further_inputs is not None and run.further_inputs.failed > 0
+def fails_elsewhere(run: Run) -> InputsTried | None:
+    """The further inputs on some of which the run fails, while it passes on those of the scan; ``None`` if it does not."""
+    found = run.further_inputs
+    return found if run.status == "ok" and found is not None and found.failed else None
 
 
 def part_of_tolerance(run: Run) -> float:
@@ -117,7 +118,10 @@ def degenerate_output(run: Run, result: ScanResult) -> str | None:
         return f"the fp32 output is all zeros{instead}"
     if run.status != "inaccurate":
         return None
-    return "a tensor of the fp32 output is all zeros" if output_rms(run) == 0 else tiny_output(run)
+    if output_rms(run) == 0:
+        which = "a tensor of the fp32 output" if run.compared_output is None else f"{judged_output(run)} of fp32"
+        return f"{which} is all zeros"
+    return tiny_output(run)
 
 
 def tiny_output(run: Run) -> str | None:
@@ -127,7 +131,12 @@ def tiny_output(run: Run) -> str | None:
         return None
     flushed = "flushes it to zero" if run.rel_l2 is None or run.rel_l2 >= ALL_LOST else "flushes part of it to zero"
     what = flushed if rms < known.smallest_subnormal else "has few digits for it"
-    return f"the output is tiny (rms {rms:.0e}): {known.short} {what}"
+    return f"{judged_output(run)} is tiny (rms {rms:.0e}): {known.short} {what}"
+
+
+def judged_output(run: Run) -> str:
+    """What the status of ``run`` is about, in words: ``the output``, ``output logits.0`` if it has several tensors."""
+    return "the output" if run.compared_output is None else f"output {run.compared_output}"
 
 
 def output_rms(run: Run) -> float | None:

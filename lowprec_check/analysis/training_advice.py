@@ -42,16 +42,24 @@ def training_code(
 ) -> str:
     """Code that trains ``model`` on ``inputs``, both as the user's file defines them, in ``way``, as the run of ``key`` does.
 
-    It makes the steps of the scan, on one batch. ``keep_fp32`` and ``untied`` as in :func:`~lowprec_check.analysis.snippet.snippet`.
+    It makes the steps of the scan, on one batch; for a script, it is what to change: a switch of what trains there, or its step.
+    ``keep_fp32`` and ``untied`` as in :func:`~lowprec_check.analysis.snippet.snippet`.
     """
+    switch = None if keep_fp32 else _switch(key, setup, way)
+    if switch is not None:
+        return switch
     found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
     found = found._replace(imports=[*found.imports, *way.declared.imports])
     class_code, updates = way.declared.class_code(), _updates(way, setup, device_type(key.device))
     lines = ["", class_code, "", ""] if class_code else []
-    lines += setup.loss_setup
+    has_optimizer = _uses_optimizer(way, setup)
+    lines += [line for line in setup.loss_setup if not (has_optimizer and line.startswith("def optimizer_like"))]
     if any(line.startswith("targets =") for line in setup.loss_setup):
         lines += convert_targets(found.conversion)
-    lines += ["parameters = [p for p in model.parameters() if p.requires_grad]", *updates.before]
+    lines += ["parameters = [p for p in model.parameters() if p.requires_grad]"] * (
+        not has_optimizer or bool(setup.clip_code)
+    )
+    lines += updates.before
     if setup.average_code:
         lines.append(f"average = {setup.average_code}")
     forward = [*found.inside, f"output = {model.call}", f"step_loss = {setup.loss_code or 'loss(output)'}"]
@@ -68,6 +76,7 @@ def training_code(
 def _updates(way: TrainingWay, setup: TrainingSetup, device: str) -> _Updates:
     """The optimizer, what scales the loss, and what updates 16-bit weights."""
     made, class_code = setup.optimizer_code or "optimizer(parameters)", way.declared.class_code()
+    clips = setup.clip_code
     scale = "" if way.initial_scale in (None, DEFAULT_SCALE) else f", init_scale={way.initial_scale}"
     scaler = f'torch.amp.GradScaler("{device}"{scale})' if way.initial_scale is not None else None
     if class_code:
@@ -75,13 +84,47 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str) -> _Updates:
         make = "optimizer" if made == "optimizer(parameters)" else f"lambda parameters: {made}"
         arguments = ", ".join(filter(None, ("parameters", make, scaler)))
         before = [f"updater = {updater}({arguments})"]
+        for clip in clips:
+            own = clip.replace("(parameters", '([p for group in optimizer.param_groups for p in group["params"]]', 1)
+            before.append(f"updater.optimizer.register_step_pre_hook(lambda optimizer, *_: {own} and None)")
         return _Updates(before, "updater.zero_grad()", "updater.backward(step_loss)", ["updater.step()"])
-    name = "optimizer" if setup.default_optimizer else "updater"  # the file's own `optimizer` is a function
-    before = [f"{name} = {made}", *way.declared.optimizer_code(name)]
+    is_own = _uses_optimizer(way, setup)
+    name = "optimizer" if setup.default_optimizer or is_own else "updater"  # the file's own `optimizer` is a function
+    before = [] if is_own else [f"{name} = {made}", *way.declared.optimizer_code(name)]
     if scaler is None:
-        return _Updates(before, f"{name}.zero_grad()", "step_loss.backward()", [f"{name}.step()"])
-    after = [f"scaler.step({name})", "scaler.update()"]
+        return _Updates(before, f"{name}.zero_grad()", "step_loss.backward()", [*clips, f"{name}.step()"])
+    after = [*([f"scaler.unscale_({name})"] if clips else []), *clips, f"scaler.step({name})", "scaler.update()"]
     return _Updates([*before, f"scaler = {scaler}"], f"{name}.zero_grad()", "scaler.scale(step_loss).backward()", after)
+
+
+def _uses_optimizer(way: TrainingWay, setup: TrainingSetup) -> bool:
+    """Whether the optimizer of a script is used as it is."""
+    return bool(setup.script) and way.declared.leaves_weights
+
+
+_SWITCHES = {
+    "lightning": 'trainer = lightning.Trainer(precision="{}-mixed")',
+    "pytorch_lightning": 'trainer = pytorch_lightning.Trainer(precision="{}-mixed")',
+    "transformers": "arguments = transformers.TrainingArguments({}=True)",
+    "accelerate": 'accelerator = accelerate.Accelerator(mixed_precision="{}")',
+}
+"""How what trains in a script enters autocast, and makes a ``GradScaler`` for fp16."""
+
+
+def _switch(key: RunKey, setup: TrainingSetup, way: TrainingWay) -> str | None:
+    """The argument that makes what trains in a script do as the run does; ``None`` if there is none. None enters autocast to fp16 on a CPU."""
+    name = {"autocast-bf16": "bf16", "autocast-fp16": "fp16"}.get(key.precision)
+    code, is_bf16 = _SWITCHES.get(setup.framework), name == "bf16"
+    usual = (
+        way.declared.leaves_weights
+        and not way.declared.is_trap
+        and way.initial_scale == (None if is_bf16 else DEFAULT_SCALE)
+    )
+    if name is None or code is None or not usual or not (is_bf16 or device_type(key.device) == "cuda"):
+        return None
+    if setup.framework.endswith("lightning"):
+        name = name.replace("fp16", "16")
+    return f"import {setup.framework}\n\n{code.format(name)}  # and what you pass already"
 
 
 # -- The recommendation: a way that was run and passed
@@ -116,7 +159,7 @@ def recommend_training(
 
     1. Runs that passed as their user would write them (the first way): those under autocast, which keeps the weights in fp32,
        before casts of the whole model; among these by the rules for inference, with the distance of the weights as the
-       error. Of ``GradScaler`` with its own and with the suggested scale, the one that skips fewer steps.
+       error. Of ``GradScaler`` with its own and with the suggested scale, the one that skips fewer steps, or keeps more gradients.
     2. If there is none, the other ways, in their order: autocast with ``GradScaler`` or the suggested scale, then those that keep more
        bits of the weights than the model sees.
     """
@@ -142,7 +185,10 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
         other = run.training.way("grad-scaler-suggested") if run.training else None
         if way.initial_scale is None or other is None or other.status != "ok":
             return first[best.key]
-        return min(first[best.key], Trained(run, other), key=lambda found: found.way.skipped_steps)
+        scale = run.training.loss_scale if run.training else None
+        keeps_more = scale is not None and scale.scale == other.initial_scale and scale.underflow_unscaled >= FEW
+        mine, its = way.skipped_steps, other.skipped_steps
+        return Trained(run, other) if its < mine or (its == mine and keeps_more) else first[best.key]
     order = WAYS.names()
 
     def rank(found: Trained) -> tuple[bool, int]:

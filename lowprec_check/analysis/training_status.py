@@ -10,6 +10,7 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 from lowprec_check.schema.training import (
     BEYOND,
+    STALLED,
     Divergence,
     LostUpdates,
     TrainingRun,
@@ -62,6 +63,16 @@ def way_text(name: str | None) -> str:
 def steps_of(way: TrainingWay) -> int:
     """Steps that a way made that was not ended by a failure."""
     return len(way.losses) - 1 if way.status in ("ok", "inaccurate") and way.losses else 0
+
+
+def told(way: TrainingWay, setup: TrainingSetup) -> bool:
+    """Whether the steps tell that a way that does not pass trains worse than fp32: it fails, its loss is beyond that of real other seeds,
+    or its weights hardly move. Of weights that differ otherwise, and the same loss, only more steps tell what comes of it.
+    """
+    found = way.divergence
+    if way.status != "inaccurate" or found is None:
+        return way.status != "ok"
+    return setup.is_varied if found.what == "loss" else found.what != "weights" and found.value < STALLED
 
 
 def distance_limit(run: Run, way: TrainingWay, setup: TrainingSetup) -> float | None:

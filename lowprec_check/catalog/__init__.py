@@ -21,13 +21,9 @@ if TYPE_CHECKING:
 __all__ = ["declared", "difference", "find_fix", "gaps", "history", "lookup", "matching", "sweep_of"]
 
 _MODULES = {
-    "difference": "answers",
-    "find_fix": "answers",
-    "gaps": "answers",
-    "history": "measured",
-    "lookup": "answers",
+    **dict.fromkeys(("difference", "find_fix", "gaps", "lookup"), "answers"),
+    **dict.fromkeys(("history", "sweep_of"), "measured"),
     "matching": "known_issues",
-    "sweep_of": "measured",
 }
 
 

@@ -205,10 +205,7 @@ def gaps(device: AnyDevice = "cpu", dtype: AnyDtype = "float16", torch: str | No
                 MissingOp(
                     op=op,
                     states={mode: release.state(op, low, mode) for mode in release.modes},
-                    kind=failure.kind if failure else None,
-                    at=failure.at if failure else None,
-                    message=failure.message if failure else None,
-                    condition=failure.condition if failure else None,
+                    **{name: getattr(failure, name, None) for name in ("kind", "at", "message", "condition")},
                     fixed_in=max(known, key=version_key) if len(known) == len(fixes) else None,
                 )
             )
@@ -347,5 +344,6 @@ def find_fix(
             if failure and (name.removeprefix("nn.functional.") == function or failure.at == overload_name(op))
         ]
         if ops:
-            return Fix(fixed_since(sweep, ops, low, mode), history(kind)[-1].release, ops)
+            at = overload_name(op) if function is None else None
+            return Fix(fixed_since(sweep, ops, low, mode, at), history(kind)[-1].release, ops)
     return None

@@ -91,11 +91,6 @@ class TorchRelease(abc.ABC):
         return f"{self.release}+{self.extension.split()[0]}" if self.extension else self.release
 
     @property
-    def label(self) -> str:
-        """``2.13``, ``2.8 + ipex 2.8.0``."""
-        return f"{self.release} + {self.extension}" if self.extension else self.release
-
-    @property
     @abc.abstractmethod
     def operators(self) -> Collection[str]:
         """The names of all that are known, sorted."""
@@ -144,11 +139,21 @@ class TorchRelease(abc.ABC):
         )
 
 
-def fixed_since(release: TorchRelease, ops: Sequence[str], dtype: Dtype, mode: Mode) -> str | None:
-    """The first later release since which all ``ops`` run in all samples; ``None`` if there is none yet."""
+def fixed_since(
+    release: TorchRelease, ops: Sequence[str], dtype: Dtype, mode: Mode, at: str | None = None
+) -> str | None:
+    """The first later release since which all ``ops`` run in all samples; ``None`` if there is none yet.
+
+    ``at``: the aten op that they fail in. Those that fail in another one there do not count.
+    """
     since = None
     for other in release.history():
         if other.key > release.key:
-            runs = [other.state(op, dtype, mode) == "all" for op in ops if other.counts_for(op)]
+            found = [other.support(op, dtype, mode) for op in ops if other.counts_for(op)]
+            runs = [
+                its is not None and its.state == "all"
+                for its in found
+                if at is None or not its or not its.failure or its.failure.at in (None, at)
+            ]
             since = (since or other.release) if runs and all(runs) else None
     return since

@@ -10,6 +10,7 @@ import re
 import signal
 import sys
 import tempfile
+import threading
 import warnings
 
 import typer
@@ -38,11 +39,15 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=TRANSLITERATE)
-    _end_workers_when_terminated()
+    signals = _end_workers_when_terminated()
     try:
-        modules_in(__name__.rpartition(".")[0])  # each registers its command
-        code = app(standalone_mode=False) or 0
-        close_stdout()
+        try:
+            modules_in(__name__.rpartition(".")[0])  # each registers its command
+            code = app(standalone_mode=False) or 0
+            close_stdout()
+        finally:
+            for number in signals:  # one more would interrupt the report; exit handlers print an exception, and go on
+                signal.signal(number, signal.SIG_DFL)
     except BaseException as error:
         code = _report(error)
         with contextlib.suppress(OSError):
@@ -107,20 +112,35 @@ def _report_output_error(error: OSError) -> int:
     return USAGE_ERROR
 
 
-def _end_workers_when_terminated() -> None:
-    """Turn SIGTERM and SIGHUP, unless they are ignored, into an exception, but not in workers, which are forks."""
+def _end_workers_when_terminated() -> list[signal.Signals]:
+    """Turn SIGTERM and SIGHUP, unless they are ignored, into an exception, but not in workers, which are forks.
+
+    Returns which of these and SIGINT, which Python turns into one, were not ignored.
+    """
 
     def end(number: int, _frame: object) -> None:
         raise Terminated(number)
 
     def reset() -> None:
+        if sys.unraisablehook == raise_again:  # what a model's destructor raises is the model's
+            sys.unraisablehook = report
         for number in numbers:
             if signal.getsignal(number) == end:
                 signal.signal(number, signal.SIG_DFL)
 
-    numbers = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    def raise_again(lost: sys.UnraisableHookArgs) -> None:
+        """Destructors and callbacks, as of an import, print an exception and go on: the signal is sent once more when they have ended."""
+        if not isinstance(lost.exc_value, (KeyboardInterrupt, Terminated)):
+            report(lost)
+            return
+        number = getattr(lost.exc_value, "number", signal.SIGINT)
+        threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, number)).start()
+
+    report, sys.unraisablehook = sys.unraisablehook, raise_again
+    numbers = [signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__]
     numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]
     for number in numbers:
         signal.signal(number, end)
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=reset)
+    return numbers + [signal.SIGINT] * (signal.getsignal(signal.SIGINT) == signal.default_int_handler)

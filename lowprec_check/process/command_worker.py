@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import IO, Generic, NoReturn, Protocol, TypeVar
 
@@ -55,9 +56,9 @@ class LineWorker(Worker[Message]):
             self._tasks.write(task + b"\n")
             self._tasks.flush()
 
-    def waitables(self) -> list[int]:
+    def waitables(self) -> list[int | Connection]:
         """Return standard output, while it is open, and a descriptor that becomes ready when the process ends."""
-        return [*([] if self._at_end else [self._messages.fileno()]), *self._group.waitables()]
+        return [*([] if self._at_end else [self._messages.fileno()]), *super().waitables()]
 
     def receive(self) -> list[Message]:
         """Return the messages in one chunk of the output; an incomplete line is kept until its rest arrives."""
@@ -68,14 +69,9 @@ class LineWorker(Worker[Message]):
         *lines, self._partial_line = (self._partial_line + chunk).split(b"\n")
         return [self._decode(line) for line in lines]
 
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code of the process; ``None`` while it runs."""
-        return self._group.exit_code
-
     def end(self) -> None:
-        """Kill the process if it still runs, with all that it started, and wait until it has ended."""
-        self._group.end()
+        """End the process, and close its pipes."""
+        super().end()
         self._at_end = True
         for stream in (self._tasks, self._messages):
             with contextlib.suppress(BrokenPipeError):
@@ -193,20 +189,3 @@ class CommandWorker(Worker[NoReturn]):
         """``output`` and ``errors`` must be files: nobody reads them while the command runs, and a full pipe would block it."""
         super().__init__()
         self._group = start_command(command, environment=environment, output=output, errors=errors)
-
-    def waitables(self) -> list[int]:
-        """Return a descriptor that becomes ready when the process ends."""
-        return self._group.waitables()
-
-    def receive(self) -> list[NoReturn]:
-        """Return nothing: it sends no messages."""
-        return []
-
-    @property
-    def exit_code(self) -> int | None:
-        """Exit code of the process; ``None`` while it runs."""
-        return self._group.exit_code
-
-    def end(self) -> None:
-        """Kill the process, if it still runs, and the processes it started; may be called from any thread."""
-        self._group.end()

@@ -173,7 +173,7 @@ class FunctionWorker(Worker[Message]):
     def waitables(self) -> list[int | Connection]:
         """Return the pipe, while it is open, and a descriptor that becomes ready when the process ends."""
         pipe = [] if self._at_end else [self._connection]
-        return [*pipe, *self._group.waitables()]
+        return [*pipe, *super().waitables()]
 
     def receive(self) -> list[Message]:
         """Return the messages that have arrived. A worker that sends anything else is killed."""
@@ -204,7 +204,7 @@ class FunctionWorker(Worker[Message]):
     @property
     def exit_code(self) -> int | None:
         """Exit code of the process, or :data:`FOREIGN_BYTES`; ``None`` while it runs."""
-        return FOREIGN_BYTES if self._is_foreign else self._group.exit_code
+        return FOREIGN_BYTES if self._is_foreign else super().exit_code
 
     def idle_seconds(self) -> float:
         """Seconds since the process or one that it started was last seen to use the processor."""
@@ -225,8 +225,8 @@ class FunctionWorker(Worker[Message]):
         return size != first
 
     def end(self) -> None:
-        """Kill the process if it still runs, with all that it started, and wait until it has ended."""
-        self._group.end()
+        """End the process, and close the pipe."""
+        super().end()
         if not self._connection.closed:
             PRIVATE.discard(self._connection.fileno())
         self._connection.close()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import abc
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb, Position
-from lowprec_check.process.process_group import UNKNOWN_EXIT
+from lowprec_check.process.process_group import UNKNOWN_EXIT, ProcessGroup
 
 # -- Describes how a process ended
 #
@@ -58,8 +57,11 @@ BATCH = 64
 """Messages read from a worker at once, so that a worker that floods its pipe cannot delay the check of deadlines."""
 
 
-class Worker(abc.ABC, Generic[Message]):
-    """A process that sends messages and may die, hang or take too long."""
+class Worker(Generic[Message]):
+    """A process that may send messages, and may die, hang or take too long."""
+
+    _group: ProcessGroup
+    """The process, and what it starts; a subclass starts it."""
 
     def __init__(self, breadcrumb: Breadcrumb | None = None) -> None:
         self.breadcrumb = breadcrumb
@@ -86,22 +88,25 @@ class Worker(abc.ABC, Generic[Message]):
         """Have the process log which line it runs, before it is killed; whether it has begun to. That may crash it."""
         return False
 
-    @abc.abstractmethod
     def waitables(self) -> Sequence[int | Connection]:
         """Return the objects to wait on: they become ready when the worker sends a message or ends. May be empty."""
+        return self._group.waitables()
 
-    @abc.abstractmethod
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived, about :data:`BATCH` at most, without waiting."""
+        """Return the messages that have arrived, about :data:`BATCH` at most, without waiting; by default, it sends none."""
+        return []
 
     @property
-    @abc.abstractmethod
     def exit_code(self) -> int | None:
         """Exit code of the process; ``None`` while it runs."""
+        return self._group.exit_code
 
-    @abc.abstractmethod
     def end(self) -> None:
-        """Kill the process if it still runs, wait until it has ended, and close its pipes."""
+        """Kill the process if it still runs, with all that it started, wait until it has ended, and close its pipes.
+
+        May be called from any thread if there are no pipes.
+        """
+        self._group.end()
 
 
 # -- Watches workers: receives their messages, notices when they end, kills those past a limit

@@ -7,6 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Callable
 
+from lowprec_check.analysis.statements.status import fails_on_further
 from lowprec_check.report.blocks import (
     Block,
     Column,
@@ -88,8 +89,11 @@ def column_of(cell: MatrixCell) -> str:
 
 
 def status_of(cell: MatrixCell) -> str:
-    """Its status; ``unjudged`` too if its output tells nothing."""
-    return "unjudged" if cell.degenerate else cell.status
+    """Its status; ``unjudged`` too if its output tells nothing. Of a run that passes, the worst one on further inputs."""
+    if cell.degenerate:
+        return "unjudged"
+    further = cell.further_inputs.statuses if cell.status == "ok" and cell.further_inputs else {}
+    return max([cell.status, *further], key=lambda status: look(status).rank)
 
 
 def _models(rows: list[MatrixRow], columns: list[str], name_of: Callable[[MatrixRow], str], pages: str | None) -> Table:
@@ -112,7 +116,7 @@ def _outcome(cell: MatrixCell) -> StatusOf:
     """``1.2e-03 · 1.8 × as fast``, or why there is no error; ``1.2e-03 · predicted``."""
     status = status_of(cell)
     parts = [why(cell) or look(status).word]
-    if status in ("ok", "inaccurate"):
+    if status in ("ok", "inaccurate") and status == cell.status:
         parts = ["infinite" if cell.rel_l2 is None else cell_text(cell.rel_l2, "error")]
         parts += [cell_text(speed_of(1 / cell.time), "speed")] if cell.time else []
     return StatusOf(status, " · ".join([*parts, *([] if cell.evidence == "measured" else [cell.evidence])]))
@@ -124,7 +128,9 @@ def why(cell: MatrixCell) -> str | None:
         return f"no {short_op(cell.gaps[0])}{f' +{len(cell.gaps) - 1}' if len(cell.gaps) > 1 else ''}"
     if cell.status == "error" and cell.first_gap:
         return f"{cell.first_gap_kind}: {short_op(cell.first_gap)}"
-    return cell.degenerate
+    if cell.degenerate or status_of(cell) == cell.status or cell.further_inputs is None:
+        return cell.degenerate
+    return fails_on_further(cell.further_inputs).text
 
 
 def _runs(rows: list[MatrixRow], name_of: Callable[[MatrixRow], str]) -> Table:

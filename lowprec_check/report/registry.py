@@ -6,7 +6,6 @@ package (CONTRIBUTING.md).
 
 from __future__ import annotations
 
-import importlib
 from pathlib import Path
 from typing import ClassVar
 
@@ -17,7 +16,7 @@ from lowprec_check.report.blocks import Document
 from lowprec_check.report.diff import diff_document
 from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.base import write_file
-from lowprec_check.schema.registry import Registry, modules_in
+from lowprec_check.schema.registry import Registry, objects_in
 from lowprec_check.schema.scan_result import ScanResult
 
 
@@ -61,14 +60,11 @@ def document_of(diff: ScanDiff | CoverageDiff) -> Document:
     return coverage_diff_document(diff)
 
 
-def _built_in() -> list[ReportFormat]:
-    package = importlib.import_module("lowprec_check.report.formats")
-    modules = [package, *modules_in(package.__name__)]
-    found = [value for module in modules for value in vars(module).values() if isinstance(value, ReportFormat)]
-    return sorted(found, key=lambda known: known.name)
-
-
-FORMATS: Registry[ReportFormat] = Registry("format", ReportFormat, _built_in)
+FORMATS: Registry[ReportFormat] = Registry(
+    "format",
+    ReportFormat,
+    lambda: sorted(objects_in("lowprec_check.report.formats", ReportFormat), key=lambda known: known.name),
+)
 
 
 def diff_formats() -> list[str]:

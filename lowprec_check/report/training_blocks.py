@@ -80,7 +80,7 @@ def _columns() -> tuple[Column, ...]:
     judged = (
         "A way fails if, up to its last step, the change of its loss is outside the 99.5 % prediction interval of fp32 runs from other "
         f"seeds, or its weights are more than {BEYOND:g} times as far from those of fp32 as in any such run (not judged with "
-        f"{random}, which is right on average), or move less or further in the direction of fp32."
+        f"{random}, which is right on average), or move less or further."
     )
     return (
         Column("precision", "run"),
@@ -88,7 +88,7 @@ def _columns() -> tuple[Column, ...]:
         Column("status", "status", judged),
         Column("loss", "figure", "After the last step."),
         Column("distance", "error", "Of the weights from those of fp32, relative to how far these moved."),
-        Column("moved", "share", "How far the weights moved in the direction of fp32, relative to fp32."),
+        Column("moved", "share", "How far the weights moved, relative to fp32."),
         Column("lost", "percent", "Share of the updates of weights that rounding loses."),
         Column("state", "bytes", "Weights, their copies and the state of the optimizer."),
         Column("why", "sentence"),
@@ -145,7 +145,7 @@ def _way(run: Run, way: TrainingWay, setup: TrainingSetup, recommended: str | No
     figures = (
         way.losses[-1] if ended else None,
         ErrorOf(way.distances[-1], distance_limit(run, way, setup)) if ended and way.distances else None,
-        way.progress if ended else None,
+        (way.progress if way.moved is None else way.moved) if ended else None,
         way.lost_updates,
         way.state_bytes,
     )

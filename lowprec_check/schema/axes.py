@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import PRECISIONS, Precision
-from lowprec_check.schema.registry import Registry, choices, modules_in
+from lowprec_check.schema.registry import Registry, choices, objects_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 # -- The backends: each a way to execute a model in its precision
 #
-# To add one, add a module with a ``BACKEND`` to :mod:`lowprec_check.engine.backends`, or register it from another package
+# To add one, add a module with an instance of :class:`Backend` to :mod:`lowprec_check.engine.backends`, or register it from another package
 # (CONTRIBUTING.md).
 
 
@@ -100,15 +100,6 @@ class Backend:
         return Code()
 
 
-def _built_in() -> list[Backend]:
-    found: list[Backend] = [module.BACKEND for module in modules_in("lowprec_check.engine.backends")]
-    return sorted(found, key=lambda backend: (backend.name != EAGER, backend.name))
-
-
-def _problem(backend: Backend) -> str | None:
-    return None if isinstance(getattr(backend, "summary", None), str) else "it has no summary"
-
-
 def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
     """The backends that run when those of ``names`` are asked for, each once, and a note for each that replaces others."""
     running: list[str] = []
@@ -125,7 +116,14 @@ def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(running)), notes
 
 
-BACKENDS: Registry[Backend] = Registry("backend", Backend, _built_in, _problem)
+BACKENDS: Registry[Backend] = Registry(
+    "backend",
+    Backend,
+    lambda: sorted(
+        objects_in("lowprec_check.engine.backends", Backend), key=lambda each: (each.name != EAGER, each.name)
+    ),
+    lambda each: None if isinstance(getattr(each, "summary", None), str) else "it has no summary",
+)
 """All backends, eager first."""
 
 

@@ -9,6 +9,7 @@ import msgspec
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import Struct, decode, encode, write_file
+from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.scan_result import Evidence, GapKind, WeightsOrigin
 from lowprec_check.schema.verdict import Status
 
@@ -27,6 +28,8 @@ class MatrixCell(Struct, frozen=True, kw_only=True):
     evidence: Evidence = "measured"
     degenerate: str | None = None
     """Why the run cannot be judged by its output, whatever its status is; ``None`` if it can, and in older files."""
+    further_inputs: InputsTried | None = None
+    """How a run that passes does on further inputs; ``None`` also in older files."""
     rel_l2: float | None = None
     time: float | None = None
     """Latency relative to fp32."""

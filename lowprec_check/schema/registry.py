@@ -46,6 +46,12 @@ def modules_in(package: str) -> list[ModuleType]:
     return [importlib.import_module(f"{package}.{module.name}") for module in pkgutil.iter_modules(path)]
 
 
+def objects_in(package: str, kind: type[Item]) -> list[Item]:
+    """The objects of a ``kind`` that a package and its modules define."""
+    modules = [importlib.import_module(package), *modules_in(package)]
+    return [value for module in modules for value in vars(module).values() if isinstance(value, kind)]
+
+
 @functools.cache
 def added_by_packages() -> tuple[tuple[str, Any], ...]:
     """The objects that installed packages register, each with the name of its package; raises :class:`UsageError` naming the package that registers something wrong."""

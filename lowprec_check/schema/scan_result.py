@@ -99,6 +99,9 @@ class Run(Struct, frozen=True, kw_only=True):
     """How it does on further inputs; ``None`` if it does not pass, or they were not asked for."""
     output_error: ErrorStats | None = None
     """The largest of the calls compared."""
+    compared_output: str | None = None
+    """Where in the output the tensor is that ``output_error`` and the status are about, ``logits.0``; ``None`` if there is only one,
+    and for the output of ``compared_module``."""
     compared_module: str | None = None
     """The module whose output was compared, because that of the model holds nothing to compare (all zeros, ``None``)."""
     budget: ErrorBudget | None = None

@@ -13,6 +13,12 @@ Values = Literal["weight", "buffer", "optimizer state", "average"]
 """What an update changes: a parameter, a buffer (running statistics), the state of the optimizer, or an average of the weights."""
 
 
+NOISE_ALONE = "1 % noise on the initial weights"
+"""What differs between runs from other seeds where all else is fixed."""
+
+STALLED = 0.5
+"""Weights that have moved less than this part of the way of fp32 do not train as fp32 does, however few the steps were."""
+
 BEYOND = 2.0
 """How many times the largest distance of another seed to fp32 the weights of a run may be from those of fp32."""
 
@@ -38,6 +44,12 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     """The loss as an expression of ``output``, and perhaps ``inputs`` and ``targets``: ``loss(output, *targets)``."""
     optimizer_code: str = ""
     """The optimizer as an expression of ``parameters``, a list: ``torch.optim.AdamW(parameters, lr=0.001)``, ``optimizer(parameters)``."""
+    script: str = ""
+    """The line of a script that calls the model, ``train.py:36``, if the step is that of the script; its `optimizer` exists then."""
+    framework: str = ""
+    """What trains in the script: ``lightning``, ``transformers`` or ``accelerate``; empty if it has a loop of its own."""
+    clip_code: list[str] = []
+    """Calls that clip the gradients of ``parameters`` before each step of the optimizer."""
     average_code: str = ""
     """The average of the weights as an expression of ``model``; empty if the file defines none."""
     new_batches: bool = False
@@ -45,7 +57,12 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     repeatable: bool = True
     """Whether the first step of fp32, made again, gave the same bits."""
     seeds: int = 0
-    """fp32 runs from other seeds, on the same batches: other random draws, and 1 % noise on each initial weight."""
+    """fp32 runs from other seeds."""
+    varied: list[str] = []
+    """What differs between fp32 and the runs from other seeds: ``initial weights``; ``batches``, ``order of the batches`` or ``rows of
+    the batch`` (drawn with replacement); ``random draws``; ``1 % noise on the initial weights`` if all else is fixed. Empty in a file of a
+    version that added such noise to all.
+    """
     losses: list[float] = []
     """The loss of fp32 before each step, and after the last."""
     loss_low: list[float] = []
@@ -61,6 +78,16 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     distances: list[float] = []
     """After each step, the largest distance of another seed to fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw is how far the weights moved."""
 
+    @property
+    def loss_tells(self) -> bool:
+        """Whether a loss that does not change in all steps is outside the limits."""
+        return bool(self.limit_low and self.limit_high) and not self.limit_low[-1] <= 0.0 <= self.limit_high[-1]
+
+    @property
+    def is_varied(self) -> bool:
+        """Whether more than random draws and noise differs in the runs from other seeds."""
+        return any(what not in (NOISE_ALONE, "random draws") for what in self.varied)
+
 
 class Divergence(Struct, frozen=True, kw_only=True):
     """Where a run leaves the range of the fp32 runs for good."""
@@ -70,12 +97,12 @@ class Divergence(Struct, frozen=True, kw_only=True):
     what: Literal["loss", "weights", "progress"]
     """What leaves the range first."""
     value: float
-    """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of the progress: how much of the way
-    of fp32 they moved."""
+    """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of the progress: how far they moved,
+    ‖Δw‖ / ‖Δw₃₂‖."""
     limit: float
     """The limit that it crosses."""
     parameter: str | None = None
-    """The parameter that adds most to the distance to fp32 after this step, beyond what it adds in runs from other seeds."""
+    """The parameter that adds most to the distance to fp32 after this step."""
 
 
 class TrainingWay(Struct, frozen=True, kw_only=True):
@@ -95,10 +122,21 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     """After each step, how far the weights are from those of fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖."""
     progress: float | None = None
     """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
+    moved: float | None = None
+    """After the last step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32; that of one parameter, if it
+    moves notably in fp32 (a tenth of the squared way) and stands still here (less than a tenth as far)."""
     divergence: Divergence | None = None
     """Where it leaves the range of the fp32 runs for good; ``None`` if it does not."""
     lost_updates: float | None = None
-    """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None`` if the weights are in fp32."""
+    """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None`` if none was counted: the weights are in
+    fp32, or NaN or Inf after the first step. Those of fp32 are counted in its own run, if 1 % of a sample is lost.
+    """
+    underflow: dict[str, float] | None = None
+    """With a loss scale: by parameter, the share (0 to 1) of the elements of its gradient that are zero and not zero in fp32, in the first
+    step that was not skipped; without those that lose none. ``None`` if gradients were not compared.
+    """
+    peak_memory_bytes: int | None = None
+    """Peak bytes of a step, if the first way fails and this one passes; that of the first way is the run's."""
     skipped_steps: int = 0
     """Steps that ``GradScaler`` skipped, because gradients overflowed."""
     initial_scale: float | None = None
@@ -211,6 +249,10 @@ class TrainingRun(Struct, frozen=True, kw_only=True):
     """rel_l2 of all gradients of the first step together."""
     underflow: float | None = None
     """Share of all elements of gradients that underflow in the first step, without loss scaling."""
+    same_draws: bool = False
+    """Whether the gradients and the output of the first step are compared with those of fp32 for the same random numbers: those that this
+    precision draws.
+    """
     lost_updates: list[LostUpdates] = []
     """Of the first way; empty if everything is in fp32."""
     loss_scale: LossScale | None = None

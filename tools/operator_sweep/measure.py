@@ -16,7 +16,7 @@ from lowprec_check.catalog.records import DTYPES, LOW, MODES, Dtype, Mode, OpRec
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.sweep.calls import SEED, Caller, Trial, exit_if_device_lost
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.measure import OperatorMeasurement
+from lowprec_check.engine.sweep.operator_worker import OperatorMeasurement
 from lowprec_check.engine.sweep.samples import Sample
 from tools.operator_sweep.ulp import summary, ulp_errors
 

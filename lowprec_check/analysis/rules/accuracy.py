@@ -18,7 +18,7 @@ from lowprec_check.analysis.rules.relevance import (
     recommended_instead,
     weighed_places,
 )
-from lowprec_check.analysis.run_summary import degenerate_output, on_which_call
+from lowprec_check.analysis.run_summary import degenerate_output, judged_output, on_which_call
 from lowprec_check.schema.measures import MATTERS, CompilerCheck
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.run_key import EAGER
@@ -82,11 +82,14 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
 
 def _mismatch(run: Run) -> Sentence:
     if run.status == "nonfinite":
-        return say("the output has NaN or Inf where fp32 is finite")
+        return say("{output:text} has NaN or Inf where fp32 is finite", output=judged_output(run))
     limit = run.tolerance or 0.0
     if run.rel_l2 is not None:
         over = "output error {error:error} exceeds the tolerance {limit:limit}"
-        return say(over, error=run.rel_l2, limit=limit)
+        if run.compared_output is None:
+            return say(over, error=run.rel_l2, limit=limit)
+        over = "error {error:error} of {output:text} exceeds the tolerance {limit:limit}"
+        return say(over, error=run.rel_l2, output=judged_output(run), limit=limit)
     if run.distance is not None:
         differ = "{share:percent} of the integers differ, over the tolerance {limit:limit}"
         return say(differ, share=run.distance, limit=limit)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import recommended_instead
-from lowprec_check.analysis.training_status import first_way, trained_runs, way_text
+from lowprec_check.analysis.training_status import first_way, told, trained_runs, way_text
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import Sentence, chained, say
 from lowprec_check.schema.training import Divergence, TrainingSetup, TrainingWay
@@ -64,9 +64,12 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
     """Training in this precision leaves what fp32 runs from other seeds reach.
 
     Observed: the steps were made as the user would make them, without instruments, from the same weights, with the same
-    data and random numbers as fp32. fp32 runs from other seeds, with other random numbers, other batches and 1 % of
-    noise on each initial weight, give the range in which a run may end. This run leaves that range for good, or its loss
-    is NaN or Inf. The finding has the step in which it leaves it, and the module whose weights are furthest out then.
+    data and random numbers as fp32. fp32 runs from other seeds, with other initial weights, batches and random numbers,
+    give the range in which a run may end. This run leaves that range for good, or its loss is NaN or Inf. The finding
+    has the step in which it leaves it, and the module whose weights are furthest from fp32 then.
+
+    It is a warning if the steps cannot tell whether the run trains worse: if only its weights differ and they move at
+    least half as far as in fp32, or if the file lets the scan vary neither initial weights nor batches.
 
     Usual causes: the other findings of this precision, above all LP501, LP502, LP503 and LP506.
 
@@ -99,7 +102,9 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
             advice = f"keep the modules in fp32 that the recommendation names{trained}"
         elif best is not None:
             advice = f"use {best.label}{way_text(best.way)}"
-        yield Finding(message, run, module, help=advice)
+        if not told(way, setup):
+            message = chained(message, say("{steps:count step} cannot tell whether it trains worse", steps=setup.steps))
+        yield Finding(message, run, module, help=advice, severity=None if told(way, setup) else "warning")
 
 
 def _nonfinite(way: TrainingWay, setup: TrainingSetup) -> Sentence:

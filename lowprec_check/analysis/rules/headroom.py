@@ -1,4 +1,4 @@
-"""LP205: how close the values of a run that passes come to the limits of their dtype."""
+"""LP205, LP307: how close the values of a run that passes come to the limits of their dtype, and whether it fails on other inputs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from lowprec_check.analysis.rules.ranges import narrowest
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.rules.relevance import wider_range
-from lowprec_check.analysis.run_summary import ranges_by_place
+from lowprec_check.analysis.rules.relevance import recommended_instead, wider_range
+from lowprec_check.analysis.run_summary import fails_elsewhere, ranges_by_place
+from lowprec_check.analysis.statements.status import fails_on_further
+from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.precisions import FP32, FloatFormat
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, say
+from lowprec_check.schema.statements import Sentence, chained, plain, say
 
 LITTLE_ROOM = 4.0
 """A note if a value this many times as large would overflow."""
@@ -167,3 +169,50 @@ def _with_others(told: Sentence, places: Sequence[object]) -> Sentence:
     """``told`` of the first, and how many more places there are."""
     more = say(" (and {more:count more place})", more=len(places) - 1) if len(places) > 1 else None
     return chained(told, more, between="")
+
+
+# -- Whether a run that passes fails on other inputs
+
+
+@rule("LP307", "input-dependent", "warning", timed=True)
+def input_dependent(result: ScanResult) -> Iterator[Finding]:
+    """The run passes on the inputs of the scan, and fails on others like them.
+
+    Observed: a run that passes was tried on further inputs, each compared with fp32 on the same input. On some of them
+    the error exceeds the tolerance, the output has NaN or Inf where that of fp32 is finite, or the run raises an
+    exception or crashes. The status stays that of the inputs of the scan; the run is not recommended.
+
+    The further inputs are drawn anew, if `inputs` is a function, or are the next batches of a loader. Else they have
+    resampled values: each tensor draws from its own, with replacement, while masks and integers in order stay. How many
+    are tried depends on the time of a call; the interval is that of Clopper and Pearson for the share that fails.
+
+    Usual causes: an error near the tolerance, which some inputs exceed; values that overflow on some inputs; decisions
+    (argmax, top-k, comparisons) between values that are almost equal.
+
+    What to do: use a precision that passes on all inputs that it was tried on. If none does, find the modules to keep in
+    fp32 with inputs on which the run fails: `lowprec-check plan --inputs-from 8`. Resampled values may be unlike yours,
+    so let `inputs` return real ones:
+
+        # before
+        inputs = torch.randn(8, 16)
+        # after
+        def inputs(batch=0):
+            return torch.randn(8, 16, generator=torch.Generator().manual_seed(batch))
+    """
+    for run in low_runs(result):
+        found = fails_elsewhere(run)
+        if found is not None:
+            share = "at least {low:share} and at most {high:share} of such inputs fail (95 % confidence)"
+            message = chained(fails_on_further(found), say(share, low=found.low, high=found.high), between=": ")
+            yield Finding(message, run=run, help=_advice(run, found, result))
+
+
+def _advice(run: Run, found: InputsTried, result: ScanResult) -> Sentence:
+    if found.kind == "resampled":
+        search = plain("check it on inputs of yours: make `inputs` a function of the batch number")
+    else:
+        batches = (found.first_failed or 1) + 1
+        search = say("find modules to keep in fp32: lowprec-check plan --inputs-from {batches:number}", batches=batches)
+    best = recommended_instead(run, result)
+    instead = say("use {run:text}, which passes on every input tried", run=best.label) if best is not None else None
+    return chained(instead, search, between="; or ")

@@ -20,6 +20,7 @@ from lowprec_check.analysis.error_shares import (
 )
 from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, low_runs
 from lowprec_check.analysis.run_summary import passes_all
+from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.module_paths import is_inside
@@ -50,8 +51,10 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
         for gap in run.gaps:
             if gap.kind != kind:
                 continue
-            advice = help if isinstance(help, str) else help(gap, run)
-            if gap.phase in _ADVICE:
+            advice, fix = help if isinstance(help, str) else help(gap, run), catalog_fix(gap, run, result)
+            if gap.custom_function is not None and run.is_autocast:
+                advice, fix = _with_own_casts(gap.custom_function, run), None
+            elif gap.phase in _ADVICE and gap.custom_function is None:
                 advice = _ADVICE[gap.phase] + or_autocast(gap, run, result)
             yield Finding(
                 chained(_in_phase(gap.phase, say("{error:text}", error=gap.message)), continued),
@@ -59,11 +62,20 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 gap.module,
                 gap.op,
                 gap.source or result.model.source,
-                help="; ".join(filter(None, (advice, catalog_fix(gap, run, result)))),
+                help="; ".join(filter(None, (advice, fix))),
                 calls=gap.calls,
                 severity="note" if caught else None,
                 rests_on=gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None),
             )
+
+
+def _with_own_casts(function: str, run: Run) -> str:
+    """What to do about a ``torch.autograd.Function`` whose ``backward``, which runs without autocast, gets other dtypes than in fp32."""
+    device = device_type(run.device)
+    return (
+        f'decorate {function}.forward with @torch.amp.custom_fwd(device_type="{device}", cast_inputs=torch.float32) '
+        f'and {function}.backward with @torch.amp.custom_bwd(device_type="{device}")'
+    )
 
 
 def weighed_places(
@@ -201,7 +213,8 @@ class Relevance:
 
     def _weigh_nonfinite(self, finding: Finding, row: OpCall) -> Finding:
         """:meth:`weigh` in a run whose output is not finite."""
-        what = "NaN" if row.introduced_nan else "Inf"
+        kinds = {"Inf": row.introduced_inf, "NaN": row.introduced_nan}
+        what = " or ".join(kind for kind, values in kinds.items() if values)
         if not _gives_nonfinite(row):
             return finding._replace(severity="note")
         if row.reaches_output is False:

@@ -232,7 +232,7 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
     if run not in candidates(result.runs) or run.precision == PLAN or run.status == "skipped" or like_best:
         return None
     if run.status == "ok":
-        return Said(fails_on_further(run), "bad") if fails else None
+        return Said(fails_on_further(fails), "bad") if fails else None
     odd = degenerate_output(run, result)
     reason = say("it cannot be judged: {odd:text}", odd=odd) if odd else why(run)
     passing = remedies(run)

@@ -216,7 +216,13 @@ def seeds(result: ScanResult) -> Iterator[Made]:
     if setup is None:
         return
     if setup.seeds:
-        yield say("judged by {seeds:count fp32 run} from other seeds, after the last step", seeds=setup.seeds)
+        varied = say(" (other {varied:names})", varied=setup.varied) if setup.is_varied else None
+        varied = say(" ({varied:names} only)", varied=setup.varied) if setup.varied and varied is None else varied
+        seeds = say("judged by {seeds:count fp32 run} from other seeds", seeds=setup.seeds)
+        yield chained(chained(seeds, varied, between=""), plain("after the last step"), between=", ")
+        if setup.limit_low and not setup.loss_tells:
+            few = "{steps:count step} cannot tell whether the loss falls: one that does not change is within the limits"
+            yield Said(say(few, steps=setup.steps), "warn")
     else:
         yield Said(plain("no fp32 run from another seed finished, so the loss is not judged"), "warn")
 
@@ -273,7 +279,10 @@ def prediction(result: ScanResult) -> Iterator[Made]:
     policy = f"; its autocast policy: torch {device.autocast}" if device.autocast != device.torch else ""
     assumed = sorted({op for run in result.runs for op in run.assumed_ops})
     known = {op for run in result.runs for op in run.known_ops} - {*assumed}
-    covered = plain("no op ran in 16 bits")
+    unfinished = any(run.is_low and run.status in ("timeout", "crashed", "skipped") for run in result.runs)
+    covered = plain(
+        "which ops run in 16 bits is not known, since a run did not end" if unfinished else "no op ran in 16 bits"
+    )
     if known or assumed:
         knows = "the catalog knows {known:number} of {total:count op} in 16 bits"
         covered = say(knows, known=len(known), total=len(known) + len(assumed))

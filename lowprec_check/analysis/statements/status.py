@@ -13,6 +13,7 @@ from lowprec_check.analysis.error_shares import (
 from lowprec_check.analysis.run_summary import (
     degenerate_output,
     fails_elsewhere,
+    judged_output,
     missing_kernels,
     on_which_call,
     part_of_tolerance,
@@ -22,7 +23,7 @@ from lowprec_check.analysis.run_summary import (
 from lowprec_check.analysis.speed import failure_while_timed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
-from lowprec_check.schema.measures import MATTERS
+from lowprec_check.schema.measures import MATTERS, InputsTried
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say, short_op, some
 
@@ -94,6 +95,7 @@ def _inaccurate(run: Run) -> Sentence:
         differ = "{share:percent} of the integers differ, tolerance {limit:percent}"
         return say(differ, share=run.distance, limit=limit)
     what = f" of the output of {run.compared_module}" if run.compared_module else ""
+    what = what or (f" of {judged_output(run)}" if run.compared_output is not None else "")
     over = "error {error:error}{what:text} over the tolerance {limit:limit}"
     return chained(say(over, error=run.rel_l2, what=what, limit=limit), shares(run), between="; ")
 
@@ -113,7 +115,7 @@ def shares(run: Run) -> Sentence | None:
 
 def _nonfinite(run: Run) -> Sentence:
     way = first_way(run)
-    what = nonfinite(way) if way is not None else plain("NaN or Inf in the output")
+    what = nonfinite(way) if way is not None else plain(f"NaN or Inf in {judged_output(run)}")
     first = next((row for row in run.op_calls.rows() if row.spoils_output), None)
     if first is None:
         return what
@@ -127,8 +129,9 @@ def failure(run: Run, result: ScanResult) -> Made:
     odd = degenerate_output(run, result)
     if odd is not None:
         return Said(say("cannot be judged: {odd:text}", odd=odd), "none")
-    if fails_elsewhere(run):
-        return Said(fails_on_further(run), "bad")
+    further = fails_elsewhere(run)
+    if further is not None:
+        return Said(fails_on_further(further), "bad")
     if run.status == "ok" or run.is_reference:
         return None
     return Said(why(run), "none" if run.status in ("skipped", "unjudged") else "bad")
@@ -166,10 +169,8 @@ def on_further(run: Run) -> Sentence | None:
     return say(words, tried=found.tried, kind=WHERE_FROM[found.kind], part=part, high=found.high)
 
 
-def fails_on_further(run: Run) -> Sentence:
+def fails_on_further(found: InputsTried) -> Sentence:
     """On how many further inputs a run fails that passes on those of the scan."""
-    found = run.further_inputs
-    assert found is not None
     words = "passes here, fails on {failed:number} of {tried:count further input} ({kind:text})"
     return say(words, failed=found.failed, tried=found.tried, kind=WHERE_FROM[found.kind])
 

@@ -21,4 +21,4 @@ class Eager(Backend):
         return called
 
 
-BACKEND = Eager()
+AS_IT_IS = Eager()

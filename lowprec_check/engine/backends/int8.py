@@ -58,4 +58,4 @@ class Int8(Backend):
         return quantization_code(model)
 
 
-BACKEND = Int8()
+INT8 = Int8()

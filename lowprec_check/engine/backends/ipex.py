@@ -1,4 +1,4 @@
-"""Intel's extension for PyTorch: ``ipex.optimize``, called eagerly, and what the other backends with it share."""
+"""Intel's extension for PyTorch: ``ipex.optimize``, called eagerly, compiled by ``torch.compile(backend="ipex")``, or traced and frozen."""
 
 from __future__ import annotations
 
@@ -6,12 +6,13 @@ import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from lowprec_check.catalog.versions import installed_version
+from lowprec_check.engine.backends.jit import frozen_trace, frozen_trace_code
 from lowprec_check.engine.core.installation import (
     ARCHIVED,
     IPEX,
     LAST_FIT,
     extension_problem,
-    installed_version,
     minor_version,
 )
 from lowprec_check.schema.axes import Backend, Code, Example, Replacement
@@ -90,4 +91,44 @@ class Ipex(ExtensionBackend):
         return Code(imports=(IMPORT,), before=(f"model = {optimize_code(key)}",))
 
 
-BACKEND = Ipex()
+class IpexCompile(ExtensionBackend):
+    """Optimizes the model, without prepacked weights, which the compiler lays out itself, and compiles it."""
+
+    name = "ipex-compile"
+    summary = 'ipex.optimize, then torch.compile(backend="ipex"); torch 2.8 only'
+    successor = "inductor"
+    setup_budget = 600.0
+
+    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+        """The compiled model, which is compiled in its first call."""
+        import torch
+
+        found = optimized(model, example.precision, weights_prepack=False)
+        compiled: Callable[..., Any] = torch.compile(found, backend="ipex")
+        return compiled
+
+    def code(self, key: RunKey, model: ModelInfo) -> Code:
+        """``ipex.optimize`` and ``torch.compile`` before the call."""
+        optimize = optimize_code(key, "weights_prepack=False")
+        return Code(imports=(IMPORT,), before=(f'model = torch.compile({optimize}, backend="ipex")',))
+
+
+class IpexJit(ExtensionBackend):
+    """Optimizes the model and runs the graph of a trace, in which the extension fuses ops."""
+
+    name = "ipex-jit"
+    summary = "ipex.optimize, then torch.jit.trace and freeze; torch 2.8 only"
+    successor = "inductor-freeze"
+    setup_budget = 600.0
+
+    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+        """The frozen graph of the optimized copy of the model."""
+        return frozen_trace(optimized(model, example.precision), example)
+
+    def code(self, key: RunKey, model: ModelInfo) -> Code:
+        """``ipex.optimize`` before the call, the trace inside its context."""
+        inside = frozen_trace_code(model.call, key)
+        return Code(imports=(IMPORT,), before=(f"model = {optimize_code(key)}",), inside=inside)
+
+
+PLAIN, COMPILED, TRACED = Ipex(), IpexCompile(), IpexJit()

@@ -29,7 +29,7 @@ class Jit(Backend):
         return Code(inside=frozen_trace_code(model.call, key))
 
 
-BACKEND = Jit()
+JIT = Jit()
 
 _WARM_UP_CALLS = 2
 """The first call profiles the graph and the second one optimizes it, so their results may differ in the last bits."""

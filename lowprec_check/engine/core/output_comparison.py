@@ -62,6 +62,8 @@ class OutputComparison(NamedTuple):
     """False if the output contains no number, or no integers and floating leaves that are all zero, in fp32 too."""
     rms: float | None = None
     """Root mean square of the reference's floating leaf that the error is about; ``None`` if there is none."""
+    leaf: int | None = None
+    """The number of that leaf."""
 
 
 @torch_as_imported()
@@ -83,19 +85,21 @@ def compare_outputs(
         if out.shape != reference.shape:
             shapes = f"the output has shape {tuple(out.shape)}, {called} {tuple(reference.shape)}"
             return _incomparable(shapes, outputs, references)
-    floating = [pair for pair in pairs if is_float(pair[0]) or is_float(pair[1])]
-    integers = [pair for pair in pairs if not (is_float(pair[0]) or is_float(pair[1]))]
+    floating = {number: pair for number, pair in enumerate(pairs) if is_float(pair[0]) or is_float(pair[1])}
+    integers = [pair for number, pair in enumerate(pairs) if number not in floating]
     shares = (float((out != reference).double().mean()) for out, reference in integers if reference.numel())
     mismatched = max(shares, default=None)
-    if all(is_zero(tensor) for pair in floating for tensor in pair):  # they tell nothing
+    if all(is_zero(tensor) for pair in floating.values() for tensor in pair):  # they tell nothing
         if mismatched is None:
             return OutputComparison(NOTHING, 0.0, compared=False, rms=0.0)
-        rms = 0.0 if any(pair[1].numel() for pair in floating) else None
+        rms = 0.0 if any(pair[1].numel() for pair in floating.values()) else None
         return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=mismatched), mismatched, rms=rms)
-    leaves = [_compare_leaf(*pair, called) for pair in floating]
-    worst = max(leaves, key=lambda compared: compared.distance)
+    leaves = {number: _compare_leaf(*pair, called) for number, pair in floating.items()}
+    leaf = max(leaves, key=lambda number: leaves[number].distance)
+    worst = leaves[leaf]
     error = worst.error if worst.error is NOTHING else msgspec.structs.replace(worst.error, mismatched=mismatched)
-    return worst._replace(error=error, nonfinite=any(compared.nonfinite for compared in leaves))
+    nonfinite = any(compared.nonfinite for compared in leaves.values())
+    return worst._replace(error=error, nonfinite=nonfinite, leaf=leaf)
 
 
 def _incomparable(note: str, outputs: Sequence[Tensor], references: Sequence[Tensor]) -> OutputComparison:

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,18 +16,21 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers
+from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers, with_labels
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
     BatchMaker,
     accepts,
+    as_call,
     bind,
     inputs_code,
     is_function,
     parse_inputs,
 )
+from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedTraining, ScriptStep
 from lowprec_check.engine.model.target import (
-    DEFAULTS_OF_A_SCRIPT,
+    NOT_TRAINED,
+    Observed,
     Target,
     check,
     check_calibration,
@@ -61,12 +65,16 @@ ZOOS: dict[str, Callable[[str, tuple[str, ...]], Target]] = {
 
 
 def load_target(
-    spec: str, inputs: tuple[str, ...] = (), weights: str | None = None, arguments: tuple[str, ...] = ()
+    spec: str,
+    inputs: tuple[str, ...] = (),
+    weights: str | None = None,
+    arguments: tuple[str, ...] = (),
+    steps: int = 0,
 ) -> Target:
     """Load ``file.py``, ``file.py:attr``, ``package.module:attr`` or a name in one of the :data:`ZOOS`.
 
     ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) that replace the inputs of the file; ``weights`` is a file
-    with a state dict; ``arguments`` are those of a script. Raises :class:`UsageError` for everything the user can fix.
+    with a state dict; ``arguments`` are those of a script, of whose training ``steps`` steps are observed. Raises :class:`UsageError` for everything the user can fix.
     """
     zoo, _, name = spec.partition(":")
     if zoo in ZOOS and not name:
@@ -74,7 +82,9 @@ def load_target(
     kept, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec, *arguments]
     try:
         with contextlib.redirect_stdout(sys.stderr), torchvision_works():
-            target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs)
+            target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs, steps)
+            if steps and zoo in ("transformers", "hf"):
+                target = with_labels(target)
             if weights is not None:
                 setup = (*target.setup, *load_weights(target.model, weights))
                 target = target._replace(setup=setup, weights="loaded")
@@ -90,15 +100,22 @@ class _UndefinedError(UsageError):
     """The module does not define a model and its inputs; a script may call one."""
 
 
-def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
+def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     path, attribute = _split(spec)
     is_file = path.endswith(".py")
-    imported = import_file(Path(path)) if is_file else import_name(path)
-    module, (call, notes) = imported
+    is_script = is_file and attribute is None
+    imported = import_file(Path(path), steps if is_script else 0) if is_file else import_name(path)
+    module, (call, notes, _) = imported
+    script = None
+    if steps and is_script and call is None and _trains_as_script(module):
+        script = run_script(Path(path), module.__package__, steps)
+    for run in (imported, script):
+        if run is not None and run.ran.training is not None:
+            return _target_of_training(run.ran.training, run, inputs)
     try:
         given = _given_inputs(module, inputs)
         if call is not None and attribute is None and (given is None or "model" not in vars(module)):
-            return _target_of_call(call, imported, inputs)
+            return _target_of_call(call, imported, inputs, steps)
         name, found = _find_model(module, attribute)
         model = found
         if not isinstance(found, nn.Module) and callable(found):
@@ -113,10 +130,12 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
         if given is None:
             raise _UndefinedError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
     except _UndefinedError as error:
-        script = run_script(Path(path), module.__package__) if is_file and attribute is None else None
+        script = script or (run_script(Path(path), module.__package__, steps) if is_script else None)
         if script is None or script.ran.call is None:
             raise error from None
-        return _target_of_call(script.ran.call, script, inputs)
+        if script.ran.training is not None:
+            return _target_of_training(script.ran.training, script, inputs)
+        return _target_of_call(script.ran.call, script, inputs, steps)
     made_at = file_start(module)
     title = f"{Path(path).stem if is_file else path}:{name}" if attribute else type(model).__name__
     return unchecked_target(
@@ -131,9 +150,50 @@ def _load_from_module(spec: str, inputs: tuple[str, ...]) -> Target:
     )
 
 
-def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...]) -> Target:
-    """The target of the first call of a model in a script."""
-    module, (_, notes) = script
+def _trains_as_script(module: types.ModuleType) -> bool:
+    """Whether the file may make steps of training when it is run as a script: it has a main guard, and defines no loss and no optimizer."""
+    defined = any(attribute_of(module, name) is not None for name in ("loss", "criterion", "optimizer"))
+    return not defined and bool(_MAIN_GUARD.search(Path(module.__file__ or "").read_text("utf-8", "replace")))
+
+
+_MAIN_GUARD = re.compile(r"^if __name__ ==", re.MULTILINE)
+
+
+def _target_of_training(training: ObservedTraining, script: UserModule, inputs: tuple[str, ...]) -> Target:
+    """The target of the training step of a script."""
+    if inputs:
+        raise UsageError(
+            f"{display_name(script.module)} is trained on its own batches, which --inputs cannot replace.", DEFINE_PARTS
+        )
+    forward = forward_of(training.model)
+    calls = [ModelCall(training.model, batch.args, batch.kwargs, training.line) for batch in training.batches]
+    batches = [
+        (*as_call(_inputs_of(call), forward)[:2], batch.targets)
+        for call, batch in zip(calls, training.batches, strict=True)
+    ]
+    target = unchecked_target(
+        training.model,
+        _inputs_of(calls[0]),
+        source=training.line,
+        setup=(f"# in the step at {training.line}: {_STANDS_FOR[isinstance(training.model, ScriptStep)]}",),
+        notes=(*training.notes, *script.ran.notes),
+        loss=training.loss,
+        optimizer=training.optimizer,
+        observed=Observed(training.line or "", training.framework, tuple(batches)),
+    )
+    return target._replace(targets=training.batches[0].targets)
+
+
+_STANDS_FOR = {
+    False: "`model` is the model that it calls, `inputs` what it is called with",
+    True: "`model(...)` stands for all that it computes up to its loss",
+}
+"""What the names of code to paste mean in a script, with one call or with several."""
+
+
+def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...], steps: int) -> Target:
+    """The target of the first call of a model in a script, which makes no ``steps`` of training if they are wanted."""
+    module, notes = script.module, script.ran.notes
     given = _given_inputs(module, inputs)
     return unchecked_target(
         call.model,
@@ -143,7 +203,7 @@ def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...]
         notes=(
             f"model and inputs are those of the first call of a model in the script, at {call.line}",
             *notes,
-            DEFAULTS_OF_A_SCRIPT,
+            *([NOT_TRAINED] if steps else []),
         ),
         **_other_parts(module, inputs),
     )
@@ -157,7 +217,7 @@ def _inputs_of(call: ModelCall) -> Any:
     return call.kwargs if not call.args else call.args[0] if is_tensor else call.args
 
 
-_NAMES = ("loss", "optimizer", "average", "metric", "calibration")
+_NAMES = ("loss", "criterion", "optimizer", "average", "metric", "calibration")
 """What a file may define besides its model and inputs."""
 
 
@@ -247,6 +307,8 @@ def _setup(
         lines.append(f"inputs = {inputs_code(parse_inputs(inputs))}")
     elif is_function(given := attribute_of(module, "inputs")):
         lines.append("inputs = inputs()" if accepts(given) else "inputs = inputs(0)")
+    if imported is None and _criterion(module) is not None and not callable(attribute_of(module, "loss")):
+        lines.append("loss = criterion")
     return tuple(lines)
 
 
@@ -258,6 +320,12 @@ def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
     given = attribute_of(module, "inputs")
     is_loop_variable = definition_line(module, "inputs") and not definition_line(module, "inputs", loops=False)
     return None if is_loop_variable else given
+
+
+def _criterion(module: types.ModuleType) -> Any:
+    """The file's ``criterion``, another name of the loss, if it can be called."""
+    found = attribute_of(module, "criterion")
+    return found if is_function(found) and not isinstance(found, type) else None
 
 
 def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[int], Any] | None:
@@ -276,6 +344,8 @@ def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str,
         value = attribute_of(module, name)
         if name == "loss" and isinstance(value, (Tensor, int, float)):
             value = None
+        if name == "loss" and value is None:
+            value = _criterion(module)
         if value is not None and not callable(value):
             raise UsageError(
                 f"`{name}` in {display_name(module)} has type {type(value).__name__}, not a function.",

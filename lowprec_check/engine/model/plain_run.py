@@ -9,7 +9,7 @@ import sys
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -63,6 +63,7 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     output_is_zero: bool = False
     output_rms: float | None = None
     """Root mean square of the fp32 tensor that the verdict is about; of the fp32 run, of its largest tensor."""
+    compared_output: str | None = None
     compared_module: str | None = None
 
 
@@ -91,6 +92,8 @@ class PlainCalls:
         self._prepares = prepares
         self.outputs: list[list[Tensor]] = []
         """The leaves of the outputs, one list per call."""
+        self.paths: list[str] = []
+        """Where the first output has its leaves."""
 
     def run(self, *, seconds: float, too_slow: float = math.inf) -> PlainResult:
         """Call the model :data:`COMPARED_CALLS` times, unless a call fails.
@@ -114,8 +117,10 @@ class PlainCalls:
                     drew = drew or generator_states() != before
                     if loss is None and isinstance(output, WithLoss) and math.isfinite(value := float(output.loss)):
                         loss = value
-                    self.outputs.append([tensor.clone() for tensor in output_tensors(output)])
-                    del output
+                    named = named_output_tensors(output)
+                    self.outputs.append([tensor.clone() for _, tensor in named])
+                    self.paths = self.paths or [path for path, _ in named]
+                    del output, named
                     sets_up = self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules)
                     fast = min(taken) <= too_slow and sum(taken[1:]) + last <= seconds
                     goes_on = (len(taken) == 1 and sets_up) or (len(taken) < most and fast)
@@ -142,7 +147,9 @@ class PlainCalls:
             first_seconds=taken[0],
             calls=len(taken),
         )
-        return found if self._references is None else judged(found, self.outputs, self._references, self._tolerance)
+        if self._references is None:
+            return found
+        return judged(found, self.outputs, self._references, self._tolerance, self.paths)
 
 
 def reraise_interrupt(error: BaseException) -> None:
@@ -183,14 +190,20 @@ def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
 
 
 def judged(
-    plain: PlainResult, outputs: list[list[Tensor]], references: list[list[Tensor]], tolerance: float | None
+    plain: PlainResult,
+    outputs: list[list[Tensor]],
+    references: list[list[Tensor]],
+    tolerance: float | None,
+    paths: Sequence[str],
 ) -> PlainResult:
-    """``plain`` with the worst verdict over the calls."""
+    """``plain`` with the worst verdict over the calls, of whose outputs ``paths`` name the tensors."""
     verdicts = [judge(output, reference, tolerance) for output, reference in zip(outputs, references, strict=False)]
     badness = [(_FROM_GOOD_TO_BAD.index(status), compared.distance) for status, compared in verdicts]
     worst = badness.index(max(badness))
     later = verdicts[worst][0] != verdicts[0][0]
-    return with_verdict(msgspec.structs.replace(plain, failed_call=worst + 1 if later else None), *verdicts[worst])
+    return with_verdict(
+        msgspec.structs.replace(plain, failed_call=worst + 1 if later else None), *verdicts[worst], paths
+    )
 
 
 def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> tuple[Status, OutputComparison]:
@@ -207,11 +220,16 @@ def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | Non
     return ("inaccurate" if tolerance is not None and not compared.distance <= tolerance else "ok"), compared
 
 
-def with_verdict(plain: PlainResult, status: Status, compared: OutputComparison) -> PlainResult:
-    """Return ``plain`` with another verdict on its output."""
+def with_verdict(
+    plain: PlainResult, status: Status, compared: OutputComparison, paths: Sequence[str] = ()
+) -> PlainResult:
+    """Return ``plain`` with another verdict on its output, of which ``paths`` name the tensors."""
+    path = paths[compared.leaf] if compared.leaf is not None and len(paths) > 1 else None
     notes = (*plain.notes, compared.note) if compared.note else plain.notes
     error = compared.error if compared.compared else None
-    return msgspec.structs.replace(plain, status=status, output_error=error, output_rms=compared.rms, notes=notes)
+    return msgspec.structs.replace(
+        plain, status=status, output_error=error, output_rms=compared.rms, compared_output=path, notes=notes
+    )
 
 
 # -- The tensors of an output

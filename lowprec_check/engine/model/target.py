@@ -17,8 +17,9 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import own_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, is_function, take_batch
+from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.prepared import converted_dtypes
-from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of, optimizer_like
+from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of
 from lowprec_check.engine.model.user_code import call_function, call_user_code, class_line, is_own_class
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.axes import Call
@@ -28,11 +29,11 @@ IN_TRAINING_MODE = (
     "the model is in training mode: for inference, call model.eval() in your file; to scan training, add --train"
 )
 """A note on a model whose forward pass alone is scanned."""
-DEFAULTS_OF_A_SCRIPT = (
-    "a scan of training takes the model and the inputs of a script; it takes the loss and the optimizer only if they are `loss` "
-    "and `optimizer` outside functions, and clipping, schedulers and accumulation not at all"
+NOT_TRAINED = (
+    "the script computes no gradients: its model is trained with a `loss` and an `optimizer` that it defines outside functions, else with "
+    "those shown as default"
 )
-"""A note on a script that is trained."""
+"""A note on a script that is trained, and does not train."""
 
 _PASTE_BATCHES = """Make `inputs` a function of the batch number:
 
@@ -46,6 +47,17 @@ class WithLoss(NamedTuple):
 
     output: Any
     loss: Tensor
+
+
+class Observed(NamedTuple):
+    """Steps of a script's own training."""
+
+    line: str
+    """That calls the model."""
+    framework: str
+    """What calls ``backward()``: ``lightning``, ``transformers`` or ``accelerate``; empty if the script does."""
+    batches: tuple[tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]], ...]
+    """Arguments of the model, and targets, of each step."""
 
 
 class Target(NamedTuple):
@@ -89,6 +101,10 @@ class Target(NamedTuple):
     """What a quantized model is calibrated on without ``calibrate``, if not on the inputs: those of the first batch."""
     weights: WeightsOrigin = "unknown"
     """Where the values of the weights come from."""
+    remake: Callable[[int], nn.Module] | None = None
+    """Makes the model again from another seed, as the user's file does; ``None`` if that takes long, or there is no file."""
+    observed: Observed | None = None
+    """The training of a script that the loss and the optimizer are taken from."""
     compiled: nn.Module | None = None
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
@@ -137,6 +153,9 @@ class Target(NamedTuple):
         """This target with the inputs of another batch; raises :class:`UsageError` if there is only one."""
         if index == 0:
             return self
+        if self.observed is not None and index < len(self.observed.batches):
+            args, kwargs, targets = self.observed.batches[index]
+            return self._replace(args=args, kwargs=kwargs, targets=targets)
         if self.make_batch is None:
             raise NoBatchError(
                 "`inputs` is neither a function nor a loader, so there is only one batch.", _PASTE_BATCHES
@@ -254,7 +273,7 @@ def check(target: Target) -> Target:
         note = f"the model has {names} weights: the fp32 run converts them, autocast runs the model unchanged"
         target = _noted(target, note)
     if isinstance(target.optimizer, torch.optim.Optimizer):
-        target = target._replace(optimizer=optimizer_like(target.optimizer, model))
+        target = target._replace(optimizer=OptimizerLike(target.optimizer, model))
     if torchvision_ops.replaced_in(model):
         target = _noted(target, torchvision_ops.NOTE)
     return _noted(target, IN_TRAINING_MODE) if model.training else target

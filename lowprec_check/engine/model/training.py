@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.model.observed_training import ObservedLoss
+from lowprec_check.engine.model.optimizer_like import OptimizerLike, takes_closure
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, message_of, type_name
 
@@ -90,8 +92,8 @@ def _default_loss(output: Any) -> Tensor:
             "Define `loss(output)` in the file.",
         )
     generator = torch.Generator().manual_seed(0)
-    if _are_scores(tensors):
-        scores = tensors[0]
+    scores = _scores(output, tensors)
+    if scores is not None:
         labels = torch.randint(0, scores.shape[1], scores.shape[:1], generator=generator)
         return nn.functional.cross_entropy(scores, labels.to(scores.device))
     terms = []
@@ -102,9 +104,13 @@ def _default_loss(output: Any) -> Tensor:
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
-def _are_scores(tensors: list[Tensor]) -> bool:
-    """Whether it is one output of shape (N, classes)."""
-    return len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex()
+def _scores(output: Any, tensors: list[Tensor]) -> Tensor | None:
+    """The scores of classes of shape (N, classes): the only tensor, or the ``logits`` of shape (…, classes) of a model of transformers."""
+    logits = getattr(output, "logits", None)
+    found = logits.flatten(0, -2) if isinstance(logits, Tensor) and logits.ndim in (2, 3) else None
+    if found is None and len(tensors) == 1 and tensors[0].ndim == 2:
+        found = tensors[0]
+    return found if found is not None and found.shape[1] > 1 and not found.is_complex() else None
 
 
 class DescribedLoss(NamedTuple):
@@ -119,6 +125,10 @@ class DescribedLoss(NamedTuple):
 
 def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targets_code: str) -> DescribedLoss:
     """The loss for an ``output`` of the model, which is called as ``form``: ``model(*inputs)``."""
+    own = _own_loss(output)
+    if isinstance(loss, ObservedLoss):
+        code = own.code if loss.is_returned and own is not None else "loss(output)"
+        return DescribedLoss(loss.words, code, loss.setup)
     if loss is not None:
         words = f"{getattr(loss, '__name__', type(loss).__name__)} of the file"
         if required_arguments(loss) <= 1:
@@ -126,22 +136,29 @@ def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targe
         if targets_code:
             return DescribedLoss(words, "loss(output, *targets)", (f"targets = {targets_code}",))
         return DescribedLoss(words, form.replace("model(", "loss(output, ", 1))
-    own = _own_loss(output)
     if own is not None:
         return DescribedLoss("the loss that the model returns", own.code)
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor)]
-    if _are_scores(tensors):
-        return DescribedLoss("cross-entropy with random labels", setup=(_CROSS_ENTROPY,))
-    return DescribedLoss("mean squared difference from random targets", setup=(_MEAN_SQUARE,))
+    if _scores(output, tensors) is not None:
+        code = _CROSS_ENTROPY if getattr(output, "logits", None) is None else _OF_LOGITS
+        default = ("cross-entropy with random labels", code)
+    else:
+        default = ("mean squared difference from random targets", _MEAN_SQUARE)
+    return DescribedLoss(default[0], setup=default[1:])
 
 
-_CROSS_ENTROPY = """\
+_SCORES = (
+    "(scores,) = (t for t in torch.utils._pytree.tree_leaves(output) if torch.is_tensor(t) and t.is_floating_point())"
+)
+_CROSS_ENTROPY = f"""\
 def loss(output):  # replace it with your own
-    (scores,) = (t for t in torch.utils._pytree.tree_leaves(output) if torch.is_tensor(t) and t.is_floating_point())
+    {_SCORES}
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, scores.shape[1], scores.shape[:1], generator=generator)
     return torch.nn.functional.cross_entropy(scores, labels.to(scores.device))
 """
+
+_OF_LOGITS = _CROSS_ENTROPY.replace(_SCORES, "scores = output.logits.flatten(0, -2)")
 
 _MEAN_SQUARE = """\
 def loss(output):  # replace it with your own
@@ -188,49 +205,18 @@ def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     """Make the optimizer for copies of ``parameters``, as some ways to train do; raises :class:`UsageError` if that is not possible."""
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     made = call_user_code("Calling optimizer(parameters)", lambda: make_optimizer(optimizer, copies))
-    needs = parameters_of(made.step).values()
-    if any(need.default is need.empty and need.kind is need.POSITIONAL_OR_KEYWORD for need in needs):
+    if takes_closure(made):
         raise UsageError(
             f"{type(made).__name__}.step() needs a closure, and a scan of training calls step() without one.",
             "Use another optimizer, such as torch.optim.AdamW(parameters, lr=1e-3).",
         )
 
 
-def optimizer_like(given: torch.optim.Optimizer, model: nn.Module) -> MakeOptimizer:
-    """What makes an optimizer with the class and the parameter groups of ``given``, which a file made for ``model``.
-
-    A scheduler may have set a learning rate for its first step, such as 0 for a warm-up: the one before it is used.
-    """
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    position = {id(parameter): index for index, parameter in enumerate(trained)}
-    groups = []
-    for group in given.param_groups:
-        settings = {name: value for name, value in group.items() if name != "params"}
-        if "initial_lr" in settings:
-            settings["lr"] = settings.pop("initial_lr")
-        groups.append(([position[id(known)] for known in group["params"] if id(known) in position], settings))
-    kind: Any = type(given)
-
-    def make(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        if not any(indices for indices, _ in groups):
-            raise UsageError(
-                "`optimizer` has none of the parameters of the model that is scanned.",
-                "Make it of model.parameters(), or define `optimizer(parameters)`.",
-            )
-        listed = list(parameters)
-        made: torch.optim.Optimizer = kind(
-            [{"params": [listed[index] for index in indices], **settings} for indices, settings in groups]
-        )
-        return made
-
-    return make
-
-
 def optimizer_code(given: Any) -> tuple[tuple[str, ...], str]:
     """Lines of code, and the expression that makes the optimizer from ``parameters``; ``given`` is what the user's file defines."""
     if given is None:
         return (), f"torch.optim.AdamW(parameters, lr={DEFAULT_LEARNING_RATE})"
-    if getattr(given, "__qualname__", "").startswith(optimizer_like.__name__):
+    if isinstance(given, OptimizerLike):
         return (_LIKE,), "optimizer_like(parameters)"
     return (), "optimizer(parameters)"
 

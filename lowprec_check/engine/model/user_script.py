@@ -1,4 +1,6 @@
-"""Runs the user's code up to its first call of a model and leaves it there: neither handlers around the call nor later lines run."""
+"""Runs the user's code up to its first call of a model, or the end of a step of training, and leaves it there: neither handlers around that
+place nor later lines run.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn
 
@@ -21,6 +23,9 @@ from torch.utils import _python_dispatch as dispatch_modes
 
 from lowprec_check.engine.core.source_location import is_own_file, own_line, source_line
 from lowprec_check.engine.model.kept_files import KeptFiles, replaced
+from lowprec_check.engine.model.loss_program import function_modes, set_function_modes
+from lowprec_check.engine.model.observed_step import StepObserver
+from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.process.function_worker import end_if_forked
 
 
@@ -38,13 +43,30 @@ class Ran(NamedTuple):
     """How far the user's code ran."""
 
     call: ModelCall | None
-    """The call of a model at which it was stopped; ``None`` if it calls none."""
+    """The first call of a model, at which it was stopped unless its training was observed; ``None`` if it calls none."""
     notes: tuple[str, ...]
     """What was done to keep the user's files as they are."""
+    training: ObservedTraining | None = None
+    """Its training, if that was observed and there is any."""
 
 
-def run_to_first_call(work: Callable[[], object]) -> Ran:
-    """Run ``work`` up to the first call of a module that has parameters; raises what it raises before.
+def run_user_code(work: Callable[[], object], script: str, steps: int) -> Ran:
+    """Run ``work`` up to the first call of a model, or until ``steps`` steps of training are complete; raises what it raises before.
+
+    Raises :class:`UsageError` if steps of ``script`` cannot be made as it makes them.
+    """
+    if not steps:
+        return run_to_first_call(work)
+    observer = StepObserver(steps)
+    try:
+        ran = run_to_first_call(work, observer)
+        return ran if ran.call is None else ran._replace(training=observer.found.training(script))
+    finally:
+        observer.forget()  # user code may keep functions that refer to it
+
+
+def run_to_first_call(work: Callable[[], object], observer: StepObserver | None = None) -> Ran:
+    """Run ``work`` up to the first call of a module that has parameters; raises what it raises before. An ``observer`` lets it run on.
 
     A call in another thread counts; one in another process, or while a module is constructed, does not. The code runs in a greenlet of
     this thread, which is never resumed after the call, so that no ``finally``, ``except`` or ``with`` around it runs; exit and signal
@@ -60,9 +82,16 @@ def run_to_first_call(work: Callable[[], object]) -> Ran:
         if not running:  # `torch.compile` keeps this function as that of the module inside
             return kept_call(self, *args, **kwargs)
         frame, is_here = sys._getframe(1), threading.get_ident() == thread
-        if os.getpid() != process or not (is_here or interrupt is not None) or not _counts(self, frame):
+        is_next = observer is not None and bool(calls)
+        stops = is_here or (interrupt is not None and not is_next)
+        if os.getpid() != process or not stops or not _counts(self, frame):
             return kept_call(self, *args, **kwargs)
-        calls.append(ModelCall(self, args, kwargs, own_line(frame) or source_line(frame)))
+        if not is_next:
+            calls.append(ModelCall(self, args, kwargs, own_line(frame) or source_line(frame)))
+        if observer is not None and is_here:
+            return observer.call(self, args, kwargs, kept_call)
+        if observer is not None:
+            observer.give_up("it calls its model in another thread")
         if is_here or interrupt is None:
             leave()
         _park(interrupt, left, anywhere)
@@ -76,15 +105,10 @@ def run_to_first_call(work: Callable[[], object]) -> Ran:
         while True:
             caller.switch()
 
-    def run() -> None:
-        try:
-            work()
-        except BaseException as caught:
-            end_if_forked(caught)
-            if not calls:
-                errors.append(caught)
+    def is_failure(caught: BaseException) -> bool:  # a script that has trained may call exit()
+        return not calls or (observer is not None and not isinstance(caught.__context__, SystemExit))
 
-    script = greenlet.greenlet(run)
+    script = greenlet.greenlet(lambda: errors.extend(_failures_of(work, is_failure)))
     script.gr_context = caller.gr_context
     before = _Surroundings()
     with (
@@ -92,17 +116,25 @@ def run_to_first_call(work: Callable[[], object]) -> Ran:
         KeptFiles() as files,
         _interrupted_by(leave_if_possible) as interrupt,
     ):
-        with _threads_that_do_not_last(), replaced(nn.Module, "__call__", call):
+        observing = contextlib.nullcontext() if observer is None else observer.observing(leave)
+        with _threads_that_do_not_last(), replaced(nn.Module, "__call__", call), observing:
             script.switch()
         running = False
     if errors:
         raise errors[0]
     if calls:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(script))  # else it would be unwound when it is freed, also at exit
-        before.restore()
-        for handler in handlers:
-            atexit.unregister(handler)
+        before.restore(handlers)
     return Ran(calls[0] if calls else None, files.notes)
+
+
+def _failures_of(work: Callable[[], object], is_failure: Callable[[BaseException], bool]) -> Iterator[BaseException]:
+    try:
+        work()
+    except BaseException as caught:
+        end_if_forked(caught)
+        if is_failure(caught):
+            yield caught
 
 
 def _counts(module: nn.Module, frame: FrameType | None) -> bool:
@@ -131,6 +163,7 @@ def parked_threads() -> list[threading.Thread]:
 def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: threading.Event) -> NoReturn:
     """Interrupt the main thread until it has ``left``, after a while ``anywhere``, and wait forever; the interpreter ends without this."""
     thread = threading.current_thread()
+    _parked.append(thread)
     interrupt()
     for number in itertools.count():
         if left.wait(0.01):
@@ -138,7 +171,6 @@ def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: thread
         if number == _TRIES:
             anywhere.set()
         interrupt()
-    _parked.append(thread)
     thread.join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005  # pools of threads do at exit
     lock = threading.Lock()
     while True:
@@ -188,19 +220,29 @@ def _threads_that_do_not_last() -> Iterator[None]:
 
 # -- What code that is stopped leaves behind
 
+_PROGRESS = {"rich.live": "stop", "tqdm._monitor": "exit"}
+"""How to end threads that redraw progress bars, by the module of their class."""
+
 
 class _Surroundings:
     """What contexts that are never left would change for good: those of torch, a stream, signal handlers, unfinished imports."""
 
     def __init__(self) -> None:
         self._stream, self._gradients = sys.stderr, torch.is_grad_enabled()
-        self._functions, self._dispatched = _function_modes(), torch._C._len_torch_dispatch_stack()
+        self._functions, self._dispatched = function_modes(), torch._C._len_torch_dispatch_stack()
         self._hooks = set(_hooks_of_torch())
         self._in_main_thread = threading.current_thread() is threading.main_thread()
         self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
 
-    def restore(self) -> None:
-        """Make them as they were."""
+    def restore(self, handlers: Sequence[Callable[..., Any]]) -> None:
+        """Make them as they were; remove exit ``handlers``, and threads that redraw progress bars."""
+        for registered in handlers:
+            atexit.unregister(registered)
+        for thread in threading.enumerate():
+            end = _PROGRESS.get(type(thread).__module__)
+            if end is not None:
+                getattr(thread, end)()
+                thread.join(1.0)
         sys.stderr = self._stream
         torch.set_grad_enabled(self._gradients)
         if torch.is_inference_mode_enabled():
@@ -216,11 +258,8 @@ class _Surroundings:
         while torch._C._len_torch_dispatch_stack() > self._dispatched:
             dispatch_modes._pop_mode()
         device_of_the_file = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-        kept = [mode for mode in _function_modes() if mode in self._functions or mode is device_of_the_file]
-        while torch._C._len_torch_function_stack():
-            torch._C._pop_torch_function_stack()
-        for mode in kept:
-            torch._C._push_on_torch_function_stack(mode)
+        known = [*self._functions, device_of_the_file]
+        set_function_modes([mode for mode in function_modes() if mode in known])
         for name, key in set(_hooks_of_torch()) - self._hooks:
             del vars(torch.nn.modules.module)[name][key]
         for number, handler in self._handlers.items():
@@ -245,10 +284,6 @@ def _hooks_of_torch() -> list[tuple[str, int]]:
         for key, hook in table.items()
         if str(getattr(hook, "__module__", "")).startswith("torch.")
     ]
-
-
-def _function_modes() -> list[Any]:
-    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
 
 
 @contextlib.contextmanager

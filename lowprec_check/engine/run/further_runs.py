@@ -13,9 +13,8 @@ import msgspec
 from lowprec_check.analysis.error_shares import blamed_modules
 from lowprec_check.analysis.run_summary import error_of, ranges_by_place
 from lowprec_check.engine.core.devices import kept_generators
-from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_source import OnProgress, TargetSource
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.measures import Ablation, BatchRanges
@@ -114,7 +113,7 @@ def _ranges_of(runs: Sequence[Run]) -> BatchRanges:
 
 @contextlib.contextmanager
 def open_batches(
-    source: TargetSource, number: int, options: RunOptions, isolation: Isolation, on_progress: OnProgress | None = None
+    source: TargetSource, number: int, options: RunOptions, isolation: Isolation
 ) -> Iterator[list[TargetRuns]]:
     """Yield the batches after the first of ``number``; raises :class:`UsageError` if `inputs` has fewer.
 
@@ -124,9 +123,9 @@ def open_batches(
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_generators())
         for index in range(1, number):
-            report = None if on_progress is None else functools.partial(_report_batch, on_progress, index)
-            opened = open_runs(source.batch(index, options.seed), options, isolation, report)
-            batches.append(stack.enter_context(opened))
+            batch = source.batch(index, options.seed)
+            batch.on_progress = functools.partial(_report_batch, source.on_progress, index)
+            batches.append(stack.enter_context(open_runs(batch, options, isolation)))
         yield batches
 
 

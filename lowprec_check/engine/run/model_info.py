@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_flatten
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.prepared import IMAGE_DIMENSIONS
-from lowprec_check.engine.model.target import DEFAULTS_OF_A_SCRIPT, IN_TRAINING_MODE, Target
+from lowprec_check.engine.model.target import IN_TRAINING_MODE, Target
 from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.scan_result import ModelInfo, Run
 
@@ -21,10 +21,8 @@ IN_EVAL_MODE = "the file's model is in eval mode; it is trained after model.trai
 def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> ModelInfo:
     """Describe the model and its inputs; ``trains``: the scan is of training, which calls ``model.train()``."""
     model = target.model
-    notes = (
-        _notes_on_training(target.notes) if trains else [note for note in target.notes if note != DEFAULTS_OF_A_SCRIPT]
-    )
-    if trains and not model.training:
+    notes = _notes_on_training(target.notes) if trains else list(target.notes)
+    if trains and not model.training and target.observed is None:
         notes.append(IN_EVAL_MODE)
     notes += fp32.notes
     if fp32.output_is_zero:
@@ -77,7 +75,7 @@ def _training_setup(target: Target) -> list[str]:
             lines += [f"batch = {target.batch_code}", line.replace(target.batch_code, "batch")]
         else:
             lines.append(line)
-    return [*lines, *([] if target.model.training else ["model.train()"])]
+    return [*lines, *([] if target.model.training or target.observed else ["model.train()"])]
 
 
 def _layout(target: Target) -> InputLayout:

@@ -60,8 +60,6 @@ class Outcome:
     """The further input that the model runs on, and the results before it."""
     training: TrainingDone | None = None
     explained: Instrumented | None = None
-    shares_measured: dict[str, float] = dataclasses.field(default_factory=dict)
-    """By module, the share of the error that goes with it in fp32, as plain runs showed it."""
     gaps: list[Gap] = dataclasses.field(default_factory=list)
     """Gaps in the order they were found, for an instrumented part that did not finish."""
     op_calls_found: list[OpCalls] = dataclasses.field(default_factory=list)
@@ -108,7 +106,7 @@ class Outcome:
                 self.explained = message
                 self.op_calls_found.clear()  # it has them all
             case ShareMeasured():
-                self.shares_measured |= message.shares
+                self._add_shares(message.shares)
             case GapFound():
                 self.gaps.append(message.gap)
             case OpCallsFound():
@@ -119,6 +117,13 @@ class Outcome:
                 self.turns.append(message)
             case PartFailed():
                 self.faults.append(message.message)
+
+    def _add_shares(self, measured: dict[str, float]) -> None:
+        replace, budget = msgspec.structs.replace, self.explained.budget if self.explained is not None else None
+        if self.explained is None or budget is None:
+            return
+        modules = [replace(its, measured=measured.get(its.module, its.measured)) for its in budget.modules]
+        self.explained = replace(self.explained, budget=replace(budget, modules=modules))
 
     @property
     def passed(self) -> bool:
@@ -189,10 +194,6 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         **_saved_fields(outcome.stand_in_ops),
     }
     status, fields["reason"] = _status(task, outcome)
-    budget, measured = fields.get("budget"), outcome.shares_measured
-    if budget is not None and measured:
-        modules = [msgspec.structs.replace(its, measured=measured.get(its.module)) for its in budget.modules]
-        fields["budget"] = msgspec.structs.replace(budget, modules=modules)
     memory = [part.peak_memory_bytes for part in (measures, explained) if part is not None]
     fields |= {
         "status": status,

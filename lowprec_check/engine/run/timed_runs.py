@@ -1,4 +1,4 @@
-"""Adds times to runs: in rounds over all of them, unless they are too slow to be called again.
+"""Adds times to runs: in rounds over all of them, unless they are too slow to be called again; and in a scenario, as it is served.
 
 Forks each prepare one run, wait for their turn, and keep what they compiled. Elsewhere (one fresh interpreter, this process, an
 accelerator, whose memory holds one model) the model is cast in place and back for each turn.
@@ -7,6 +7,8 @@ accelerator, whose memory holds one model) the model is cast in place and back f
 from __future__ import annotations
 
 import math
+import os
+import statistics
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -15,15 +17,18 @@ import torch
 
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, latency_outside_rounds
 from lowprec_check.engine.core.devices import free_memory
-from lowprec_check.engine.run.launcher import TaskWorker, start_worker
-from lowprec_check.engine.run.messages import Loaded, NextTurn, Ready, TaskMessage, TurnTimed
-from lowprec_check.engine.run.outcome import Outcome
+from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.run.launcher import Launcher, TaskWorker, start_worker
+from lowprec_check.engine.run.messages import InstanceTimed, Loaded, NextTurn, Ready, TaskMessage, TurnTimed
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import ModelTask, TimeTask, TurnsTask
-from lowprec_check.engine.run.turns import RoundSchedule
-from lowprec_check.process.function_worker import Ended
+from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
+from lowprec_check.engine.run.turns import INSTANCE_SECONDS, RoundSchedule
+from lowprec_check.engine.run.worker import work
+from lowprec_check.errors import UsageError
+from lowprec_check.process.function_worker import Ended, Method
 from lowprec_check.process.supervisor import StateEvent, Supervisor
-from lowprec_check.schema.measures import Latency, TimingConditions
+from lowprec_check.schema.axes import Call
+from lowprec_check.schema.measures import Latency, Scenario, Timing, TimingConditions
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Run
 
@@ -46,24 +51,8 @@ class TimedRuns(NamedTuple):
     """``None`` if nothing was timed in rounds."""
 
 
-OnRound = Callable[[int], None]
-"""Called with the number of the round that starts, from 0."""
-
-
-def time_runs(
-    fp32: Run,
-    runs: Sequence[Run],
-    task_of: Callable[[Run], ModelTask],
-    source: TargetSource,
-    execute: Callable[[ModelTask], Outcome],
-    on_round: OnRound,
-    *,
-    forks: bool,
-) -> TimedRuns:
-    """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part.
-
-    ``forks``: whether each may have a fork of its own.
-    """
+def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher) -> TimedRuns:
+    """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part."""
     timed = [run for run in runs if _is_timed(run, fp32)]
     latencies: dict[RunKey, Latency] = {}
     failures: dict[RunKey, str] = {}
@@ -71,8 +60,8 @@ def time_runs(
     for start in range(0, max(1, len(timed)), AT_ONCE):
         group = [fp32, *timed[start : start + AT_ONCE]]
         tasks = [task_of(run) for run in group]
-        in_forks = forks and tasks[0].device == "cpu" and _copies_fit(tasks, source)
-        schedule = time_in_rounds(tasks, source, execute, on_round, in_forks=in_forks)
+        forks = launcher.isolation == "fork" and tasks[0].device == "cpu" and _copies_fit(tasks, launcher.source)
+        schedule = time_in_rounds(tasks, launcher, in_forks=forks)
         conditions.append(schedule.conditions())
         for row, run in enumerate(group):
             latency = schedule.latency(row)
@@ -123,26 +112,23 @@ def _copies_fit(tasks: Sequence[ModelTask], source: TargetSource) -> bool:
 # -- The rounds
 
 
-def time_in_rounds(
-    tasks: Sequence[ModelTask],
-    source: TargetSource,
-    execute: Callable[[ModelTask], Outcome],
-    on_round: OnRound,
-    *,
-    in_forks: bool,
-) -> RoundSchedule:
+def time_in_rounds(tasks: Sequence[ModelTask], launcher: Launcher, *, in_forks: bool) -> RoundSchedule:
     """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process."""
     schedule = RoundSchedule(len(tasks))
     if in_forks:
         with Supervisor[TaskWorker, TaskMessage]() as supervisor:
-            _Forks(tasks, source, schedule, supervisor).run(on_round)
+            _Forks(tasks, launcher.source, schedule, supervisor).run()
     else:
-        on_round(0)
+        _report_round(launcher.source, 0)
         longest = max(task.call_budget for task in tasks)
-        outcome = execute(tasks[0].as_task(TimeTask, runs=tuple(tasks), budget=3 * longest, setup_budget=0.0))
+        outcome = launcher.execute(tasks[0].as_task(TimeTask, runs=tuple(tasks), budget=3 * longest, setup_budget=0.0))
         for turn in outcome.turns:
             schedule.note(turn)
     return schedule
+
+
+def _report_round(source: TargetSource, number: int) -> None:
+    source.on_progress("times", f"round {number + 1}")
 
 
 class _Forks:
@@ -156,7 +142,7 @@ class _Forks:
         supervisor: Supervisor[TaskWorker, TaskMessage],
     ) -> None:
         """Start them one after another, and wait until each is prepared."""
-        self._tasks, self._schedule = tasks, schedule
+        self._tasks, self._source, self._schedule = tasks, source, schedule
         self._events = supervisor.events()
         self._workers: list[TaskWorker] = []
         for row, task in enumerate(tasks):
@@ -165,12 +151,12 @@ class _Forks:
             self._workers.append(worker)
             self._wait_for(row, Ready)
 
-    def run(self, on_round: OnRound) -> None:
+    def run(self) -> None:
         """Give the turns."""
         schedule = self._schedule
         for row in schedule:
             if row == 0:
-                on_round(schedule.number)
+                _report_round(self._source, schedule.number)
             worker = self._workers[row]
             worker.set_timeout(3 * self._tasks[row].call_budget)
             worker.send(msgspec.msgpack.encode(NextTurn(schedule.number, on_one_core=schedule.is_disturbed)))
@@ -197,3 +183,111 @@ class _Forks:
             elif sender == row and isinstance(event.message, kind):
                 return event.message
         return None
+
+
+# -- As a run is served: one instance on all cores (offline), or several with batches of 1 (realtime)
+
+CORES_OF_INSTANCE = 4
+"""Most cores of an instance in realtime."""
+
+
+class NotTimedError(Exception):
+    """Why a run could not be timed in its scenario."""
+
+
+def cores_of_instances(scenario: Scenario, device: str) -> list[tuple[int, ...]]:
+    """The numbers of the cores of each instance of a scenario on this machine; an accelerator is given one instance."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    if scenario == "offline" or device != "cpu":
+        return [tuple(cores)]
+    each = min(CORES_OF_INSTANCE, max(1, len(cores) // 2))
+    return [tuple(cores[start : start + each]) for start in range(0, len(cores) - each + 1, each)]
+
+
+def time_in_scenario(task: ModelTask, launcher: Launcher, scenario: Scenario) -> Timing:
+    """Times of all instances together; raises :class:`NotTimedError` if one of them fails."""
+    source, isolation = launcher.source, launcher.isolation
+    batch, single = batch_of(source.target.inputs), scenario == "realtime"
+    if single and batch is None:
+        raise NotTimedError("the inputs have no common first dimension to take one item of")
+    instances = cores_of_instances(scenario, torch.device(task.device).type)
+    if isolation == "none":
+        instances = instances[:1]
+        # This process belongs to the user: its threads are not pinned to cores.
+        samples = _time_here(task.as_task(InstanceTask, cores=(), single=single), source, threads=len(instances[0]))
+    else:
+        tasks = [task.as_task(InstanceTask, cores=cores, single=single) for cores in instances]
+        samples = _time_in_workers(tasks, source, source.method if isolation == "shared" else isolation)
+    items = 1 if single else batch
+    median = statistics.median(samples)
+    return Timing(
+        scenario=scenario,
+        batch=items,
+        instances=len(instances),
+        cores=len(instances[0]),
+        calls=len(samples),
+        median_ms=median * 1e3,
+        p99_ms=percentile(samples, 0.99) * 1e3,
+        throughput=len(instances) * items / median if items else None,
+    )
+
+
+def batch_of(call: Call) -> int | None:
+    """The size of the first dimension that all tensors of a call share; ``None`` if they do not."""
+    sizes = {tensor.shape[0] for _, tensor in leaves(call) if tensor.ndim}
+    return sizes.pop() if len(sizes) == 1 else None
+
+
+def percentile(samples: list[float], share: float) -> float:
+    """The smallest sample that at least ``share`` of all do not exceed (nearest rank)."""
+    return sorted(samples)[math.ceil(share * len(samples)) - 1]
+
+
+def _time_here(task: InstanceTask, source: TargetSource, *, threads: int) -> list[float]:
+    found: list[float] = []
+
+    def send(message: TaskMessage) -> None:
+        if isinstance(message, InstanceTimed):
+            found.extend(message.seconds)
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        work(task, source.forked(), send, lambda: None)
+    except UsageError as error:
+        raise NotTimedError(error.message) from None
+    finally:
+        torch.set_num_threads(before)
+    return found
+
+
+def _time_in_workers(tasks: list[InstanceTask], source: TargetSource, method: Method) -> list[float]:
+    """Seconds of all calls of all instances, which start to be timed together."""
+    samples: list[float] = []
+    budget, ready = tasks[0].call_budget, 0
+    workers = [start_worker(task, source, method) for task in tasks]
+    finished = set[TaskWorker]()
+    with Supervisor[TaskWorker, TaskMessage](workers) as supervisor:
+        for event in supervisor.events():
+            if isinstance(event, StateEvent):
+                if event.state != "running" and event.worker not in finished:
+                    how = "ended early" if event.state == "ended" else "exceeded the budget"
+                    raise NotTimedError(f"an instance {how}")
+            elif isinstance(event.message, Loaded):
+                event.worker.set_timeout(3 * budget)
+            elif isinstance(event.message, Ready):
+                ready += 1
+                if ready == len(workers):
+                    for worker in workers:
+                        worker.send(b"start")
+                        worker.set_timeout(INSTANCE_SECONDS + budget)
+            elif isinstance(event.message, InstanceTimed):
+                samples.extend(event.message.seconds)
+            elif isinstance(event.message, Ended):
+                if event.message.message is not None:
+                    raise NotTimedError(event.message.message)
+                event.message.check()
+                finished.add(event.worker)
+                if len(finished) == len(workers):
+                    break
+    return samples

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -34,8 +32,15 @@ from lowprec_check.engine.run.messages import (
     encode,
 )
 from lowprec_check.engine.run.place_log import note_model, packages_of
-from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart, judge_with_same_draws
-from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_backend, on_device, prepared_for
+from lowprec_check.engine.run.plain_part import Called, Fp32Outputs, PlainPart, judge_with_same_draws
+from lowprec_check.engine.run.preparation import (
+    in_eager_mode,
+    in_fp32,
+    in_training,
+    on_backend,
+    on_device,
+    prepared_for,
+)
 from lowprec_check.engine.run.share_trials import measured_shares
 from lowprec_check.engine.run.tasks import (
     AnalysisTask,
@@ -48,8 +53,8 @@ from lowprec_check.engine.run.tasks import (
     TurnsTask,
     WhatIfTask,
 )
-from lowprec_check.engine.run.training_part import TrainingPart
-from lowprec_check.engine.run.training_reference import ReferenceTraining
+from lowprec_check.engine.run.training_part import TrainingPart, with_draws_of
+from lowprec_check.engine.run.training_reference import ReferenceTraining, TrainingReference
 from lowprec_check.engine.run.turns import Receive, time_in_place, time_instance, time_turns
 from lowprec_check.engine.stand_in.stand_in_process import (
     assumed_ops,
@@ -74,8 +79,7 @@ from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.measures import RangeTrial
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
-from lowprec_check.schema.ways_to_train import ways_of
+from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
 
 
 def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
@@ -113,13 +117,14 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     if isinstance(task, RunTask):
         called = (_train if task.steps else _run_plain)(task, target, send)
     else:
-        slow, crashed, called = dict(task.slow), dict(task.crashed), _Called(task.measure_once)
+        way = ways_of(PRECISIONS.get(task.precision), task.steps)[0] if task.steps else None
+        slow, crashed, called = dict(task.slow), dict(task.crashed), Called(task.measure_once, way=way)
     if not isinstance(task, RunTask) or task.instrumented:
         measure_once = called.too_slow and task.predicted is None  # the times of emulated kernels mean nothing
         started = system.thread_time()
         with _report_faults("instrumenting", send):
             emulation = Emulation(slow, crashed, measure_once=measure_once)
-            found = _instrument(task, target, called.outputs, send, emulation)
+            found = _instrument(task, target, called.outputs, send, emulation, called.way)
             send(found)
             seconds = system.thread_time() - started
             for each in measured_shares(task, target, found, called.outputs, called.seconds, seconds=seconds):
@@ -139,21 +144,11 @@ def predict_formats(task: WhatIfTask, target: Target, send: Send) -> None:
 def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> None:
     """Send how the model trains in the ways of Intel's extension."""
     with _report_faults("training with Intel's extension", send), in_training(task, target) as ready:
-        TrainingPart(task, target, ready, send, batches_of(target, task.steps)).compare_extension()
+        reference = TrainingReference.load(task.files)
+        TrainingPart(task, target, ready, send, batches_of(target, task.steps), reference).compare_extension()
 
 
-class _Called(NamedTuple):
-    """What the plain part leaves for those after it."""
-
-    too_slow: bool
-    """Whether the model failed, or is too slow to be called again."""
-    outputs: list[Tensor] | None = None
-    """The first output, if the instrumented part must give the same one."""
-    seconds: float | None = None
-    """What a call takes, if another one gives the same."""
-
-
-def _run_plain(task: RunTask, target: Target, send: Send) -> _Called:
+def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
     with prepared_for(task, target) as ready, _kernels(task):
         part = PlainPart(task, target, on_backend(task, target, ready), send)
         part.run()
@@ -168,32 +163,44 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> _Called:
                 measure()
     if part.draws:
         what = "comparing with the same random numbers"
-        with _report_faults(what, send), prepared_for(_in_fp32(task), target) as ready:
+        with _report_faults(what, send), prepared_for(in_fp32(task), target) as ready:
             judge_with_same_draws(in_eager_mode(ready, target), part, send)
-    seconds = None if part.result.random else part.result.seconds
-    return _Called(part.too_slow, part.comparable_output(), seconds)
+    return part.called()
 
 
-def _train(task: RunTask, target: Target, send: Send) -> _Called:
-    """Like :func:`_run_plain`, for a task that trains."""
-    frames = compiled_frames()
+def _train(task: RunTask, target: Target, send: Send) -> Called:
+    """Like :func:`_run_plain`, for a task that trains; and the way to explain."""
+    reference = None if task.saves_reference else TrainingReference.load(task.files)
+    if reference is not None and reference.draws:
+        with _report_faults("comparing with the same random numbers", send), _kernels(task):
+            reference = with_draws_of(task, target, reference, send)
+    frames, batches = compiled_frames(), batches_of(target, task.steps)
     with in_training(task, target) as ready, _kernels(task):
-        kind = ReferenceTraining if task.saves_reference else TrainingPart
-        part = kind(task, target, ready, send, batches_of(target, task.steps))
+        part: ReferenceTraining | TrainingPart = (
+            ReferenceTraining(task, target, ready, send, batches)
+            if reference is None
+            else TrainingPart(task, target, ready, send, batches, reference)
+        )
         part.run()
         with _report_faults("measuring", send):
             part.measure(memory=task.measured)
         with _report_faults("comparing the ways to train", send):
             part.compare_ways()
-    return _Called(
-        part.too_slow, part.outputs if compiled_frames() == frames else None
-    )  # compiled code rounds differently
+    outputs = part.outputs if compiled_frames() == frames else None  # compiled code rounds differently
+    return Called(part.too_slow, outputs, way=part.explained)
 
 
 def _instrument(
-    task: AnalysisTask, target: Target, outputs: list[Tensor] | None, send: Send, emulation: Emulation
+    task: AnalysisTask,
+    target: Target,
+    outputs: list[Tensor] | None,
+    send: Send,
+    emulation: Emulation,
+    way: WayToTrain | None = None,
 ) -> Instrumented:
-    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued."""
+    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued; ``way`` is that of a step of
+    training.
+    """
     allowed = allowance(task, target.model)
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")
@@ -218,12 +225,12 @@ def _instrument(
     is_quick = (task.fp32_ms or 0.0) / 1e3 <= task.explain_budget / 20
     if emulation.measure_once and is_quick and not task.is_reference:
         # What a first call imports must not count against the time limit of an op.
-        with prepared_for(_in_fp32(task), target) as ready, contextlib.suppress(Exception):
+        with prepared_for(in_fp32(task), target) as ready, contextlib.suppress(Exception):
             run_once(in_eager_mode(ready, target), target.args, target.kwargs, task.seed)
     fp32 = fp32_state(target.model)
     with (in_training if task.steps else prepared_for)(task, target) as ready, _kernels(task):
-        if task.steps:
-            step = TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0], target.model)
+        if way is not None:
+            step = TrainingStep(target, ready, way, target.model)
             options, called = options._replace(step=step), with_step(ready, step)
         else:
             called = in_eager_mode(ready, target)
@@ -246,7 +253,7 @@ def _try_ranges(task: AnalysisTask, target: Target, found: Instrumented) -> list
     saved = Fp32Outputs.load(task.files) if rows else None
     if known is None or saved is None or saved.probe is not None:
         return []
-    with prepared_for(_in_fp32(task), target) as ready, _kernels(task):
+    with prepared_for(in_fp32(task), target) as ready, _kernels(task):
         return try_places(
             in_eager_mode(ready, target),
             target.args,
@@ -279,10 +286,6 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
     except BaseException as error:  # the user's metric may exit
         reraise_interrupt(error)
         send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
-
-
-def _in_fp32(task: ModelTask) -> ModelTask:
-    return dataclasses.replace(task, precision=REFERENCE, memory_format=CONTIGUOUS, keep_fp32=())
 
 
 # -- The process, for one task or for one after another

@@ -1,4 +1,4 @@
-"""Measures operators in worker processes, which may crash; :func:`measure_briefly` keeps one for as long as this process lives.
+"""Measures operators in worker processes, which may crash, by messages; :func:`measure_briefly` keeps one as long as this process lives.
 
 A worker measures one operator at a time. If it dies, or one call takes too long, its breadcrumb names the cell (dtype and
 mode) it was in. That cell is recorded as lost, a new worker starts, and the operator is measured again without the cell.
@@ -12,18 +12,80 @@ import contextlib
 import os
 import shutil
 import threading
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from lowprec_check.catalog.records import DTYPES, Failure, OpRecord
+import msgspec
+
+from lowprec_check.catalog.records import DTYPES, Failure, Header, OpRecord, OpTimes
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, FromWorker, Hello, OperatorFault, Task, decode
 from lowprec_check.errors import UsageError
 from lowprec_check.process.command_worker import LineWorker, TaskQueue
 from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.process.supervisor import StateEvent
+from lowprec_check.schema.base import Struct, encoded
+
+# -- The messages between a sweep and its workers, one JSON object per line
+
+
+class Hello(Struct, frozen=True, tag="hello"):
+    """The worker's first line: the version of torch, and the names of all operators."""
+
+    torch: str
+    operators: list[str]
+    header: Header | None = None
+    """What a full sweep measures, on which machine."""
+
+
+class CannotMeasure(Struct, frozen=True, tag="cannot-measure"):
+    """Sent instead of :class:`Hello`: why nothing can be measured."""
+
+    message: str
+    hint: str | None = None
+
+
+class Task(Struct, frozen=True):
+    """Sent to the worker: an operator, and the cells in which earlier workers died."""
+
+    op: str
+    lost: dict[str, Raised] = {}
+
+
+class Answer(Struct, frozen=True, tag="answer"):
+    """The results of one operator; ``times`` are of full sweeps."""
+
+    record: OpRecord
+    times: OpTimes | None = None
+
+
+class OperatorFault(Struct, frozen=True, tag="fault"):
+    """The tool itself failed at an operator; the text is the traceback."""
+
+    op: str
+    traceback: str
+
+
+FromWorker = Hello | CannotMeasure | Answer | OperatorFault
+decode: Callable[[bytes], FromWorker] = msgspec.json.Decoder(FromWorker).decode
+"""Decodes a line from a worker; raises ``msgspec.DecodeError`` if it is not a message."""
+
+
+def open_channel() -> Callable[[Struct], None]:
+    """In a worker: a function that sends a message. What ops print goes to standard error from now on, and warnings are ignored."""
+    stream = os.fdopen(os.dup(1), "wb", buffering=0)
+    os.dup2(2, 1)
+    warnings.simplefilter("ignore")
+
+    def send(message: Struct) -> None:
+        stream.write(encoded(message, msgspec.json.encode) + b"\n")
+
+    return send
+
+
+# -- The sweep
 
 SAMPLES = 24
 CALL_SECONDS = 30.0

@@ -1,4 +1,4 @@
-"""The worker process of a sweep: reads names of operators from stdin, writes results to stdout, one per line.
+"""The worker process of a sweep: reads names of operators from stdin, measures them, writes results to stdout, one per line.
 
 Before every call the breadcrumb is updated, so that a crash can be located. Runs with torch 2.1 and later, and needs msgspec only.
 """
@@ -7,19 +7,151 @@ from __future__ import annotations
 
 import argparse
 import sys
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import msgspec
 import torch
 
-from lowprec_check.engine.sweep.calls import Caller
-from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.measure import OperatorMeasurement
-from lowprec_check.engine.sweep.messages import Answer, CannotMeasure, Hello, OperatorFault, Task, open_channel
-from lowprec_check.engine.sweep.samples import load_operators
+from lowprec_check.catalog.records import DTYPES, MODES, Dtype, Failure, Mode, OpRecord
+from lowprec_check.engine.sweep.calls import Caller, Trial
+from lowprec_check.engine.sweep.failures import Raised, condition, kind_of, merged
+from lowprec_check.engine.sweep.kept_sweep import Answer, CannotMeasure, Hello, OperatorFault, Task, open_channel
+from lowprec_check.engine.sweep.samples import (
+    Sample,
+    argument_names,
+    features,
+    larger,
+    load_operators,
+    samples_of,
+    seed_all,
+)
 from lowprec_check.errors import UsageError, traceback_of
 from lowprec_check.process.breadcrumb import Breadcrumb
+
+# -- One operator: which of its samples run in which dtype, forward and backward
+
+
+class OperatorMeasurement:
+    """One operator. ``enter(cell, detail)`` is called before each step, so that a crash can be located.
+
+    ``bound`` is the maximum number of samples, not counting larger ones. ``lost`` maps the cells in which an earlier process died or
+    hung to the failure.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        caller: Caller,
+        bound: int,
+        lost: dict[str, Raised],
+        enter: Callable[[str, str], None],
+    ) -> None:
+        self.name, self.caller, self.bound, self.lost, self.enter = name, caller, bound, lost, enter
+        self.samples: list[Sample] = []
+        self.outcomes: dict[tuple[Dtype, Mode], list[Raised | bool]] = {}
+
+    def modes(self, dtype: Dtype) -> tuple[Mode, ...]:
+        """The modes to measure."""
+        return MODES[:2]
+
+    def measure(self) -> OpRecord:
+        """Measure everything; exceptions of the operator become results."""
+        reason = self.draw()
+        if reason is not None:
+            return OpRecord(op=self.name, samples=(0, 0), note=reason)
+        for dtype in DTYPES:
+            for mode in self.modes(dtype):
+                cell, found = f"{dtype}/{mode}", list[Raised | bool]()
+                for index, sample in enumerate(self.samples):
+                    if cell in self.lost:
+                        found.append(self.lost[cell])
+                        continue
+                    self.enter(cell, str(index))
+                    trial = self.caller.attempt(sample, getattr(torch, dtype), mode)
+                    found.append(trial.outcome)
+                    self.compare(index, dtype, mode, trial)
+                self.outcomes[dtype, mode] = found
+        return self.record()
+
+    def draw(self) -> str | None:
+        """Draw the samples; return the reason if there are none."""
+        if "samples" in self.lost:
+            return f"samples cannot be drawn: {self.lost['samples'].message}"
+        self.enter("samples", "")
+        seed_all(self.name)
+        try:
+            drawn = samples_of(self.caller.operator, self.caller.device, self.bound)
+        except Exception as error:
+            return f"samples cannot be drawn: {Raised.of(error).message}"
+        floating = [sample for sample in drawn if sample.floating()]
+        if not floating:
+            return "takes no floating tensor or dtype"
+        self.enter("float32/forward", "size")
+        self.samples = [sample for sample in floating if self.caller.size_of_result(sample) != 0] or floating
+        if "larger" not in self.lost:
+            self.enter("larger", "")
+            self.samples += larger(self.samples, self.caller.size_of_result)
+        return None
+
+    def compare(self, index: int, dtype: Dtype, mode: Mode, trial: Trial) -> None:
+        """Look at the result of a sample."""
+
+    def record(self) -> OpRecord:
+        """The results."""
+        valid: list[list[int]] = []
+        """For forward and backward, the samples that run in at least one dtype; only these are counted."""
+        for mode in MODES[:2]:
+            tried = [self.outcomes[dtype, mode] for dtype in DTYPES]
+            valid.append([i for i in range(len(self.samples)) if any(outcomes[i] is True for outcomes in tried)])
+        passed: dict[Dtype, list[int]] = {}
+        for dtype in DTYPES if valid[0] else ():
+            cells = [(self.outcomes[dtype, mode], valid[MODES.index(mode) % 2]) for mode in self.modes(dtype)]
+            counts = [sum(outcomes[i] is True for i in counted) for outcomes, counted in cells]
+            if counts != [len(counted) for _, counted in cells]:
+                passed[dtype] = counts
+        note = None
+        if not valid[0]:
+            raised = next((one for one in self.outcomes["float32", "forward"] if isinstance(one, Raised)), None)
+            note = f"runs in no floating dtype: {raised.message}" if raised else "has no sample that runs"
+        return OpRecord(
+            op=self.name,
+            samples=(len(valid[0]), len(valid[1])),
+            passed=passed,
+            note=note,
+            failures=merged(filter(None, (self._failure(dtype, mode, valid) for dtype, mode in self.outcomes))),
+        )
+
+    def _failure(self, dtype: Dtype, mode: Mode, valid: list[list[int]]) -> Failure | None:
+        """The most frequent failure of one cell, among the counted samples (all samples, if none runs forward)."""
+        outcomes, direction = self.outcomes[dtype, mode], MODES.index(mode) % 2
+        counted = valid[direction] if valid[0] else range(len(outcomes))
+        failed = [index for index in counted if isinstance(outcomes[index], Raised)]
+        if not failed:
+            return None
+        raised, _ = Counter(cast("Raised", outcomes[index]) for index in failed).most_common(1)[0]
+        at = None
+        if not raised.died:  # the overload that raises is found by running the sample once more
+            index = outcomes.index(raised)
+            self.enter(f"{dtype}/{mode}", f"{index}, once more")
+            at = self.caller.record(self.samples[index], getattr(torch, dtype), mode).failed
+        fp32 = self.outcomes["float32", MODES[direction]]
+        in_fp32 = dtype == "float32" or not any(fp32[index] is True for index in counted)
+        ran, names = [index for index in counted if outcomes[index] is True], argument_names(self.caller.operator)
+        return Failure(
+            cells=[f"{dtype}/{mode}"],
+            type=raised.type,
+            kind=kind_of(raised, at, fails_in_fp32=in_fp32),
+            message=raised.message,
+            at=at,
+            condition=condition(
+                *([features(self.samples[index], names) for index in those] for those in (ran, failed))
+            ),
+        )
+
+
+# -- The process
 
 Enter = Callable[[str, str], None]
 """Called with the cell and a detail before each step of an operator."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -211,7 +212,8 @@ class ErrorTape:
                     energy = _energy(directions, self._twins.reference_of(tensor), tensor.dtype, part)
                     returned.setdefault(writer, []).append(Read(writer, energy, widens=False))
         found: list[TapedOp] = []
-        with self._gradients():
+        with self._gradients(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # those about missing derivatives
             while self._nodes:
                 node = self._nodes.pop()
                 gradients = [buffers.take(out.part) for out in node.outputs]

@@ -45,7 +45,7 @@ from lowprec_check.schema.module_paths import module_around, paths_above
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
 
-_UNKNOWN = "{} fails in the fp32 reference ({}): its errors and those before it are not known, later ones count from its result"
+_UNKNOWN = "{} {}: its errors and those before it are not known, later ones count from its result"
 
 
 class Options(NamedTuple):

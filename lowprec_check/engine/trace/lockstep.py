@@ -51,9 +51,9 @@ class Lockstep:
         self.parameters: set[int] = set()
         """Storages of the model's parameters and buffers."""
         self.is_partial = False
-        """Whether it has low-precision values of a weight or an input: sparse tensors have no twins."""
+        """Whether it has low-precision values: of a weight or an input, since sparse tensors have no twins, or after a failure."""
         self.failures: dict[str, str] = {}
-        """Ops that fail on its tensors, and why, in words."""
+        """Ops that it cannot follow, and why: words after the name of the op."""
 
     @property
     def wide(self) -> torch.dtype:
@@ -121,6 +121,10 @@ class Lockstep:
 
     def prepare_writes(self, call: DispatchedCall) -> None:
         """Before the op runs: make a separate twin, or a copy, of each tensor that it writes to."""
+        for tensor in call.inputs:
+            twin = None if is_float(tensor) else self.twins.find(tensor)
+            if twin is not None and twin.tensor is not None:
+                self._cannot_follow(call, "takes floating-point values as integers")
         written = list(call.written()) if call.traits.mutable else []
         if written and self.figures.deferred:
             twins = [twin.tensor for twin in map(self.twins.find, written) if twin is not None]
@@ -137,16 +141,21 @@ class Lockstep:
     def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> list[Tensor] | None:
         """Run the op on the reference's tensors; the results, paired with ``outputs``, become their twins.
 
-        Returns the results; ``None`` if the op fails on the reference, or returns a different number of tensors: the reference then
-        restarts from ``outputs``, and :attr:`failures` has the op.
+        Returns the results; ``None`` if the op cannot be followed: the reference then restarts from ``outputs``, and :attr:`failures`
+        has the op. It fails on the reference, returns a different number of tensors, or writes to one place several times, in an
+        order that depends on the dtype.
         """
-        call.wide_seconds = None
+        call.wide_seconds, why = None, None
         try:
             args, references = self._run(call, functools.partial(self._results, outputs=outputs))
             if len(references) != len(outputs):
                 raise RuntimeError(f"it returns {len(references)} tensors, not {len(outputs)}")
         except Exception as error:
-            self.failures.setdefault(call.traits.name, f"{type_name(error)}: {first_line(message_of(error))}")
+            why = f"fails in the fp32 reference ({type_name(error)}: {first_line(message_of(error))})"
+        if call.traits.mutable and any(map(_overlaps, filter(is_float, call.written()))):
+            why = "writes several times to the same memory"
+        if why is not None:
+            self._cannot_follow(call, why)
             for tensor in outputs:
                 self.twins.restart(tensor)
             return None
@@ -164,6 +173,12 @@ class Lockstep:
             elif self.tape is not None:
                 self.twins.write(out, reference)
         return references
+
+    def _cannot_follow(self, call: DispatchedCall, why: str) -> None:
+        self.failures.setdefault(call.traits.name, why)
+        self.is_partial = True
+        if self.tape is not None:
+            self.tape.blocked[call.traits.name] = None
 
     def _run(self, call: DispatchedCall, results: Callable[..., list[Tensor]]) -> tuple[Args, list[Tensor]]:
         """The arguments in the reference, and the ``results`` of the call on them; the tape records it."""
@@ -213,6 +228,16 @@ class Lockstep:
                 else:
                     self.twins.reference_of(out).copy_(values)
         return exact
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements may share memory, as those of ``as_strided`` can."""
+    spanned = 0
+    for step, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and step <= spanned:
+            return True
+        spanned += step * (size - 1)
+    return False
 
 
 def _selected_dim(call: DispatchedCall, args: Args, kwargs: Kwargs) -> int | None:

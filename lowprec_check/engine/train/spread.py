@@ -14,17 +14,15 @@ from torch import Tensor
 from lowprec_check.engine.train.steps import Samples, Trajectory
 from lowprec_check.schema.training import BEYOND, Divergence
 
-NOISE = 0.01
-"""Relative noise on each initial weight of a run from another seed: where nothing else is random, runs would be equal."""
-
-SEEDS = 4
-"""fp32 runs from other seeds."""
-
 NOTABLE = 0.1
 """The share of the squared distance to fp32 from which on a parameter is named."""
 
 _STUDENT = {1: 127.3, 2: 14.09, 3: 7.45, 4: 5.60, 5: 4.77, 6: 4.32, 7: 4.03}
 """By degrees of freedom, the 99.75 % quantile of Student's t."""
+
+
+STILL = 0.1
+"""A parameter that moves less than this part of the way of fp32 stands still."""
 
 
 class Interval(NamedTuple):
@@ -52,7 +50,13 @@ class Spread:
 
     def __init__(self, base: Trajectory, others: Sequence[Trajectory], samples: Samples, tolerance: float) -> None:
         self._base, self._others, self._samples, self._tolerance = base, others, samples, tolerance
-        self._changes = [_changes(run) for run in (base, *others)]
+        runs = [run.losses for run in (base, *others)]
+        self._known = [
+            min([loss - run[0] for run, loss in found], [loss - base.losses[0] for _, loss in found], key=_deviation)
+            for found in (list(zip(runs, losses, strict=True)) for losses in zip(*runs, strict=False))
+        ]
+        """By step, the change of the loss in each fp32 run: since its own first loss, or since that of ``base``, whichever differs less
+        among them. Other initial weights may start from other losses and end at the same one, or the other way round."""
 
     def distances(self, run: Trajectory) -> list[float]:
         """After each step: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw is how far the weights have moved since the first step."""
@@ -61,6 +65,13 @@ class Spread:
     def progress(self, run: Trajectory) -> list[float]:
         """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
         return [self._progress(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
+
+    def moved(self, run: Trajectory) -> list[float]:
+        """After each step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32.
+
+        It is that of one parameter, if that moves notably in fp32 and stands still here.
+        """
+        return [self._moved(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
     def distance_limits(self) -> list[float]:
         """The largest distance of another seed, after each step."""
@@ -71,14 +82,13 @@ class Spread:
 
     def loss_band(self) -> tuple[list[float], list[float]]:
         """The smallest and the largest change of the loss since the first step, over all fp32 runs."""
-        known = list(zip(*self._changes, strict=False))
-        return [min(values) for values in known], [max(values) for values in known]
+        return [min(values) for values in self._known], [max(values) for values in self._known]
 
     def loss_limits(self) -> tuple[list[float], list[float]]:
         """The limits of the change of the loss, for a run whose forward pass computes the loss of fp32; empty without other seeds."""
         if not self._others:
             return [], []
-        found = [Interval.of(known, 0.0) for known in zip(*self._changes, strict=False)]
+        found = [Interval.of(known, 0.0) for known in self._known]
         return [interval.low for interval in found], [interval.high for interval in found]
 
     def divergence(self, run: Trajectory, roundoff: float, *, noisy: bool) -> Divergence | None:
@@ -89,24 +99,24 @@ class Spread:
         forward = abs(run.losses[0] - self._base.losses[0])
 
         def of_loss(step: int) -> Interval:
-            known = [changes[step] for changes in self._changes if step < len(changes)]
-            return Interval.of(known, 2 * (forward + roundoff * abs(self._base.losses[step])))
+            return Interval.of(self._known[step], 2 * (forward + roundoff * abs(self._base.losses[step])))
 
-        def of_progress(step: int) -> Interval:
-            """Weights may move less, or further, in the direction of fp32 than those of any fp32 run, within the tolerance."""
-            known = [self._progress(other, step) for other in self._others if step <= other.steps]
+        def of_moved(step: int) -> Interval:
+            """Weights may move less, or further, than those of any fp32 run, within the tolerance; noise only makes them move further."""
+            known = [self._moved(other, step) for other in (self._base, *self._others)]
             low, high = Interval.of(known, self._tolerance)
-            return Interval(min(low, 1.0 - self._tolerance), max(high, 1.0 + self._tolerance))
+            high = math.inf if noisy else max(high, 1.0 + self._tolerance)
+            return Interval(min(low, 1.0 - self._tolerance), high)
 
         allowed = self.distance_limits()
 
         def of_distance(step: int) -> Interval:
             return Interval(-math.inf, max(BEYOND * allowed[step - 1], self._tolerance))
 
-        losses = _changes(run)[: len(self._base.losses)]
+        losses = [loss - run.losses[0] for loss in run.losses[: len(self._base.losses)]]
         found = [
             self._left(run, "loss", losses, 0, of_loss),
-            self._left(run, "progress", self.progress(run), 1, of_progress),
+            self._left(run, "progress", self.moved(run), 1, of_moved),
             None if noisy else self._left(run, "weights", self.distances(run), 1, of_distance),
         ]
         return min(filter(None, found), key=lambda divergence: divergence.step, default=None)
@@ -139,18 +149,25 @@ class Spread:
         product = float((_moved(run, step).double() * reference * self._samples.weights).sum())
         return _ratio(product, float((reference.square() * self._samples.weights).sum()), both_zero=1.0)
 
-    def _furthest(self, run: Trajectory, step: int) -> str | None:
-        """The parameter that adds most to the distance to fp32, beyond what it adds in runs from other seeds.
+    def _moved(self, run: Trajectory, step: int) -> float:
+        """How far all weights moved, relative to fp32; or one parameter that moves notably in fp32, if that stands still here."""
+        mine, fp32 = (self._squares(_moved(each, step)) for each in (run, self._base))
+        total = _ratio(float(mine.sum()) ** 0.5, float(fp32.sum()) ** 0.5, both_zero=1.0)
+        notable = fp32 > NOTABLE * fp32.sum()
+        least = float((mine[notable] / fp32[notable]).min().sqrt()) if notable.any() else total
+        return least if least < STILL else total
 
-        ``None`` if none adds :data:`NOTABLE` of the squared distance.
-        """
-        best, found = NOTABLE * self._apart(run, step) ** 2, None
-        for name, part in self._samples.slices.items():
-            others = (self._apart(other, step, part) for other in self._others if step <= other.steps)
-            excess = self._apart(run, step, part) ** 2 - (BEYOND * max(others, default=0.0)) ** 2
-            if excess > best:
-                best, found = excess, name
-        return found
+    def _squares(self, values: Tensor) -> Tensor:
+        """By parameter, the sum of the squares of ``values``."""
+        ends = torch.tensor([0, *(part.stop for part in self._samples.slices.values())])
+        sums = torch.cat([torch.zeros(1).double(), (values.double().square() * self._samples.weights).cumsum(0)])
+        return sums[ends].diff()
+
+    def _furthest(self, run: Trajectory, step: int) -> str | None:
+        """The parameter that adds most to the distance to fp32; ``None`` if none adds :data:`NOTABLE` of the squared distance."""
+        parts = {name: self._apart(run, step, part) for name, part in self._samples.slices.items()}
+        name = max(parts, key=lambda each: parts[each], default=None)
+        return name if name is not None and parts[name] ** 2 > NOTABLE * self._apart(run, step) ** 2 else None
 
     def _apart(self, run: Trajectory, step: int, part: slice = slice(None)) -> float:
         return self._norm((_moved(run, step) - _moved(self._base, step))[part], part)
@@ -163,21 +180,11 @@ def _moved(run: Trajectory, step: int) -> Tensor:
     return run.weights[step] - run.weights[0]
 
 
-def _changes(run: Trajectory) -> list[float]:
-    """The loss less its value before the first step."""
-    return [loss - run.losses[0] for loss in run.losses]
+def _deviation(values: Sequence[float]) -> float:
+    return statistics.stdev(values) if len(values) > 1 else 0.0
 
 
 def _ratio(value: float, reference: float, *, both_zero: float = 0.0) -> float:
     if reference == 0.0:
         return both_zero if value == 0.0 else math.inf
     return value / reference
-
-
-def add_noise(parameters: Sequence[Tensor], seed: int) -> None:
-    """Multiply each element of ``parameters`` by 1 + :data:`NOISE` · N(0, 1), in place."""
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for parameter in parameters:
-            noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
-            parameter.mul_(1 + NOISE * noise)

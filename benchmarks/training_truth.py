@@ -1,0 +1,376 @@
+"""Compare scans of training with plain loops that do not use this program: figures of 8 steps, and what becomes of 300.
+
+    python benchmarks/training_truth.py --output reports/training-truth             # all set-ups of training_setups.py
+    python benchmarks/training_truth.py --only gan lstm --minutes 10
+
+Each set-up is a file that is scanned for 8 steps, then trained by loops of torch alone:
+
+- *figures*: the losses of fp32 and of the first way of each precision are those of a loop with the same seeds, bit for bit; and how far the
+  weights end from those of fp32 is the same;
+- *recommended*: after 300 steps, the mean of the last 30 losses of the recommended way is within the 99.5 % prediction interval of eight
+  fp32 runs with other initial weights, batches and random draws;
+- *false errors*: a run with an error LP507 or LP502 whose first way ends in that interval;
+- *missed*: the first way of ``bfloat16`` passes the scan and ends outside.
+
+Saves after each set-up, and stops after ``--minutes``; the same command resumes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import inspect
+import json
+import math
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from report_files import head, made, save
+from tabulate import tabulate
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from training_setups import SETUPS
+
+from lowprec_check.engine.run.target_source import TargetSpec, load_here
+from lowprec_check.engine.scan import scan_target
+from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.scan_result import Run, ScanResult
+
+SHORT, LONG, LAST, SEEDS = 8, 300, 30, 8
+QUANTILE = 4.03
+"""The 99.75 % quantile of Student's t with seven degrees of freedom."""
+
+LOW = ("bfloat16", "autocast-bf16", "half", "autocast-fp16")
+JUDGED = ("LP507", "LP502")
+
+
+# -- plain loops
+
+
+class Trained(NamedTuple):
+    """What a loop gave: the loss before each step and after the last, and the weights, first and last."""
+
+    losses: list[float]
+    first: Tensor
+    last: Tensor
+
+    @property
+    def moved(self) -> Tensor:
+        """How far the weights moved."""
+        return self.last - self.first
+
+
+def loop(
+    text: str, seed: int, steps: int, precision: str = "fp32", way: str = "plain", scale: float = 65536.0
+) -> Trained:
+    """Train the model of the file ``text``, whose seed is replaced by ``seed``; other seeds get other batches."""
+    space: dict[str, Any] = {}
+    torch.manual_seed(seed)
+    exec(compile(text.replace("torch.manual_seed(0)", f"torch.manual_seed({seed})"), "setup.py", "exec"), space)
+    model: nn.Module = (space.get("model") or space["make_model"]()).train()
+    kind, _, short = precision.partition("-")
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.half, "bfloat16": torch.bfloat16, "half": torch.half}.get(
+        short or kind
+    )
+    cast = dtype if kind in ("bfloat16", "half") else None
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    copies = [nn.Parameter(parameter.detach().clone()) for parameter in trained] if "master" in way else None
+    if cast is not None:
+        model.to(cast)
+    optimizer = space["optimizer"](copies or trained)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale) if "scale" in way else None
+    batches, losses, number, skipped = batches_of(space, seed), list[float](), 0, 0
+    first = flat(copies or trained)
+    start = batch = next(batches)
+    while len(losses) < steps:
+        torch.manual_seed(1_000_003 * number + seed)
+        model.zero_grad()
+        with torch.autocast("cpu", dtype=dtype) if kind == "autocast" else contextlib.nullcontext():
+            loss = loss_of(space, model, batch, cast)
+        (loss if scaler is None else scaler.scale(loss)).backward()
+        if copies is not None:
+            for copy, parameter in zip(copies, trained, strict=True):
+                copy.grad = None if parameter.grad is None else parameter.grad.float()
+        before = None if scaler is None else scaler.get_scale()
+        if scaler is None:
+            optimizer.step()
+        else:
+            scaler.step(optimizer)
+            scaler.update()
+        if copies is not None:
+            with torch.no_grad():
+                for copy, parameter in zip(copies, trained, strict=True):
+                    parameter.copy_(copy)
+        if before is not None and scaler is not None and scaler.get_scale() < before and skipped < 24:
+            skipped += 1  # a scan repeats a step that is skipped
+            continue
+        losses.append(float(loss.detach()))
+        if not math.isfinite(losses[-1]):
+            return Trained(losses, first, flat(copies or trained))
+        number, batch = number + 1, next(batches)
+    torch.manual_seed(1_000_003 * number + seed)
+    with torch.autocast("cpu", dtype=dtype) if kind == "autocast" else contextlib.nullcontext():
+        losses.append(float(loss_of(space, model, start, cast).detach()))  # a scan has as many batches as steps
+    return Trained(losses, first, flat(copies or trained))
+
+
+def batches_of(space: dict[str, Any], seed: int) -> Iterator[tuple[Any, tuple[Any, ...]]]:
+    """Endless batches: the inputs of the model, and targets."""
+    given, number = space["inputs"], 5000 * seed
+    if isinstance(given, DataLoader):
+        known = [(batch[0], tuple(batch[1:])) for batch in given]
+        generator = torch.Generator().manual_seed(seed)
+        while True:
+            order = torch.randperm(len(known), generator=generator).tolist() if seed else range(len(known))
+            yield from (known[index] for index in order)
+    while True:
+        yield (given(number) if callable(given) else given), ()
+        number += 1
+
+
+def loss_of(space: dict[str, Any], model: nn.Module, batch: Any, cast: torch.dtype | None) -> Any:
+    """The loss of the file on a batch; of a file without one, cross-entropy with random labels, or what the model returns."""
+
+    def low(value: Any) -> Any:
+        return value.to(cast) if cast is not None and value.is_floating_point() else value
+
+    inputs, targets = batch
+    named = {name: low(value) for name, value in inputs.items()} if isinstance(inputs, dict) else {}
+    args = () if named else tuple(map(low, inputs if isinstance(inputs, tuple) else (inputs,)))
+    output, loss = model(*args, **named), space.get("loss")
+    if isinstance(output, dict):
+        return output["loss"]
+    if loss is None:
+        labels = torch.randint(0, output.shape[1], output.shape[:1], generator=torch.Generator().manual_seed(0))
+        return nn.functional.cross_entropy(output, labels)
+    if isinstance(loss, nn.Module):
+        return loss(output, *map(low, targets))
+    return loss(output) if len(inspect.signature(loss).parameters) == 1 else loss(output, *args)
+
+
+def flat(tensors: list[Any]) -> Tensor:
+    """All values, in fp64."""
+    return torch.cat([tensor.detach().reshape(-1).double() for tensor in tensors])
+
+
+# -- one set-up
+
+
+def scanned(text: str) -> ScanResult:
+    """A scan of the file."""
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "setup_file.py"
+        path.write_text(text, encoding="utf-8")
+        options = ScanOptions(train=True, steps=SHORT, device="cpu", times="off", errors="none", plan=False)
+        return scan_target(load_here(TargetSpec(str(path)), 0), "none", options)
+
+
+def figures(text: str, result: ScanResult) -> list[dict[str, Any]]:
+    """For fp32 and each precision, whether the losses and the distance of the scan are those of a loop."""
+    base, rows = loop(text, 0, SHORT), []
+    for run in result.runs:
+        way = run.training.ways[0] if run.training is not None and run.training.ways else None
+        if way is None or way.status == "error":
+            continue
+        scale = way.initial_scale or 65536.0
+        mine = base if run.is_reference else loop(text, 0, SHORT, run.precision, way.name, scale)
+        found = [math.nan if loss is None else loss for loss in way.losses]
+        same = len(found) == len(mine.losses) and all(
+            a == b or (not math.isfinite(a) and not math.isfinite(b)) for a, b in zip(found, mine.losses, strict=True)
+        )
+        row: dict[str, Any] = {"precision": run.precision, "losses": same}
+        if way.distances and not run.is_reference and math.isfinite(mine.losses[-1]):
+            distance = float((mine.moved - base.moved).norm() / base.moved.norm())
+            row["distance"] = abs(distance - way.distances[-1]) <= 1e-3 * distance
+            if not row["distance"]:
+                row["detail"] = f"{way.distances[-1]:.4g} in the scan, {distance:.4g} in the loop"
+        rows.append(row)
+    return rows
+
+
+def end_of(trained: Trained) -> float:
+    """The mean of the last losses; NaN if training ended early."""
+    return math.nan if not math.isfinite(trained.losses[-1]) else statistics.fmean(trained.losses[:-1][-LAST:])
+
+
+def compare(text: str) -> dict[str, Any]:
+    """One set-up."""
+    started = time.monotonic()
+    result = scanned(text)
+    setup, best = result.training, result.recommendation
+    assert setup is not None, [(run.status, run.exception, run.notes) for run in result.runs]
+    seconds = time.monotonic() - started
+    row: dict[str, Any] = {
+        "scan_seconds": round(seconds, 1),
+        "varied": setup.varied,
+        "seeds": setup.seeds,
+        "loss_tells": setup.loss_tells,
+    }
+    row["statuses"] = {run.precision: run.status for run in result.runs}
+    row["figures"] = figures(text, result)
+    ends = [end_of(loop(text, seed, LONG)) for seed in range(1, SEEDS + 1)]
+    half = QUANTILE * statistics.stdev(ends) * math.sqrt(1 + 1 / SEEDS)
+    low, high = statistics.fmean(ends) - half, statistics.fmean(ends) + half
+
+    def judged(precision: str, way: str, scale: float | None = None) -> dict[str, Any]:
+        end = end_of(loop(text, 0, LONG, precision, way, scale or 65536.0))
+        return {
+            "precision": precision,
+            "way": way,
+            "end": end if math.isfinite(end) else None,
+            "inside": low <= end <= high,
+            "in_range": min(ends) <= end <= max(ends),
+        }
+
+    row["ends"], row["interval"], row["fp32"] = ends, [low, high], judged("fp32", "plain")
+    if best is not None and best.precision != "fp32":
+        run = result.run(best.precision)
+        way = run.training.way(best.way or "plain") if run.training is not None else None
+        name = "master-weights" if best.way == "split-weights" else best.way or "plain"  # they hold the same values
+        row["recommended"] = judged(best.precision, name, way.initial_scale if way is not None else None)
+    row["errors"] = [
+        judged(run.precision, first_way(run)) | {"codes": codes}
+        for run in result.runs
+        if (codes := error_codes(result, run))
+    ]
+    if row["statuses"].get("bfloat16") == "ok":
+        row["bfloat16"] = judged("bfloat16", "plain")
+    return row | {"seconds": round(time.monotonic() - started, 1)}
+
+
+def first_way(run: Run) -> str:
+    """The way whose status is that of the run."""
+    return run.training.ways[0].name if run.training is not None and run.training.ways else "plain"
+
+
+def error_codes(result: ScanResult, run: Run) -> list[str]:
+    """The codes of errors about how it trains."""
+    return sorted(
+        {
+            found.code
+            for found in result.diagnostics
+            if found.code in JUDGED and found.severity == "error" and found.precision == run.precision
+        }
+    )
+
+
+def main() -> None:
+    """Compare the set-ups, one optimizer of each task after another, and save after each."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="parts of names")
+    parser.add_argument("--minutes", type=float, default=240.0)
+    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    names = [name for name in SETUPS if not options.only or any(part in name for part in options.only)]
+    tasks = [name.partition("/")[0] for name in names]
+    order = [
+        (sum(other.startswith(task + "/") for other in names[:number]), number) for number, task in enumerate(tasks)
+    ]
+    names = [names[number] for _, number in sorted(order)]
+    started, rows, problems = time.monotonic(), list[dict[str, Any]](), list[str]()
+    if options.output is not None and options.output.with_suffix(".json").exists():
+        rows = json.loads(options.output.with_suffix(".json").read_text(encoding="utf-8"))["setups"]
+    known = {row["setup"] for row in rows}
+    for number, name in enumerate(names, 1):
+        if name in known:
+            continue
+        if time.monotonic() - started > 60 * options.minutes:
+            break
+        try:
+            rows.append({"setup": name} | compare(SETUPS[name]))
+            print(f"[{number}/{len(names)}] {rows[-1]}", file=sys.stderr, flush=True)
+        except Exception as error:
+            problems.append(f"{name}: {type(error).__name__}: {error}")
+            print(problems[-1], file=sys.stderr, flush=True)
+        data = {
+            "made": made(note=f"{len(set(tasks))} tasks."),
+            "problems": problems,
+            "total": len(names),
+            "setups": rows,
+        }
+        if options.output is not None:
+            save(options.output, data, render)
+    print("\n".join(totals(data)), flush=True)
+
+
+# -- the report
+
+
+def totals(data: dict[str, Any]) -> list[str]:
+    """The ratios."""
+    rows = data["setups"]
+    cells = [cell for row in rows for cell in row["figures"]]
+    distances = [cell for cell in cells if "distance" in cell]
+    advised = [row["recommended"] for row in rows if "recommended" in row]
+    errors = [(row["setup"], found) for row in rows for found in row["errors"]]
+    false = [(name, found) for name, found in errors if found["inside"]]
+    passed = [row["bfloat16"] for row in rows if "bfloat16" in row]
+    runs = sum(len(row["statuses"]) - 1 for row in rows)
+    return [
+        f"- set-ups: {len(rows)} of {data['total']}, {len(data['problems'])} failed",
+        f"- losses equal those of a loop, bit for bit: {sum(cell['losses'] for cell in cells)} of {len(cells)} runs",
+        f"- distances of the weights equal those of a loop: {sum(cell['distance'] for cell in distances)} of {len(distances)}",
+        f"- **recommended way inside the interval of eight seeds after {LONG} steps: {sum(each['inside'] for each in advised)} of "
+        f"{len(advised)}** (between the smallest and the largest of them: {sum(each['in_range'] for each in advised)}; fp32 from seed 0: "
+        f"{sum(row['fp32']['inside'] for row in rows)} of {len(rows)} inside, {sum(row['fp32']['in_range'] for row in rows)} between)",
+        f"- **false errors LP507 and LP502: {len(false)}**, of {len(errors)} errors in {runs} runs"
+        + "".join(f"; {name} {found['precision']} ({', '.join(found['codes'])})" for name, found in false),
+        f"- `bfloat16` as it is passes the scan and ends outside: {sum(not each['inside'] for each in passed)} of {len(passed)}",
+        f"- scans that say that {SHORT} steps cannot tell whether the loss falls: {sum(not row['loss_tells'] for row in rows)} of {len(rows)}",
+    ]
+
+
+def render(data: dict[str, Any]) -> str:
+    """The report as Markdown."""
+
+    def of(found: dict[str, Any] | None) -> str:
+        if found is None:
+            return "–"
+        end = "not finite" if found["end"] is None else f"{found['end']:.4g}"
+        return f"{found['precision']}, {found['way']}: {end}{'' if found['inside'] else ' **outside**'}"
+
+    table = [
+        [
+            row["setup"],
+            ", ".join(row["varied"]),
+            f"{sum(cell['losses'] for cell in row['figures'])}/{len(row['figures'])}",
+            f"{row['interval'][0]:.4g} – {row['interval'][1]:.4g}",
+            of(row.get("recommended")),
+            "; ".join(f"{', '.join(found['codes'])} {of(found)}" for found in row["errors"]) or "–",
+        ]
+        for row in data["setups"]
+    ]
+    header = [
+        "set-up",
+        "varied",
+        "losses equal",
+        f"eight seeds after {LONG} steps",
+        "recommended",
+        "errors LP507, LP502",
+    ]
+    return "\n".join(
+        [
+            *head("Scans of training against plain loops", data),
+            f"Scans of {SHORT} steps; the mean of the last {LAST} losses after {LONG} steps, against the 99.5 % prediction interval of eight fp32 runs",
+            "with other initial weights, batches and random draws.",
+            "",
+            *totals(data),
+            *(f"  - {problem}" for problem in data["problems"]),
+            "",
+            tabulate(table, header, tablefmt="github"),
+            "",
+        ]
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,376 @@
+"""Records what the user's code computes between the calls of models and a loss, and computes it again."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lowprec_check.engine.core.pytree import leaves, map_tensors
+from lowprec_check.engine.core.source_location import own_line
+from lowprec_check.errors import UsageError
+
+_AUTOCASTS = ("cpu", "cuda", "xpu", "mps")
+_NUMBERS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+"""Methods that turn a tensor into something that no function of torch sees."""
+
+
+class UnrepeatableError(Exception):
+    """What the user's code computed cannot be computed again; the text says why, and where."""
+
+
+@dataclasses.dataclass
+class Node:
+    """A call of a function of torch, or of a model that no other model called."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    line: str | None
+    has_gradients: bool
+    """Whether gradients were enabled."""
+    autocasts: dict[str, torch.dtype]
+    reads: list[Tensor]
+    versions: list[int]
+    """Of what it reads, before the call: how often each was written to in place."""
+    given: Any = None
+    """Of a model: copies of the arguments, which it may change."""
+    restore_generators: Sequence[Callable[[], Any]] = ()
+    """Of a model: what restores the random numbers that it draws."""
+    results: list[Tensor] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        """A call that is about to be made, by the line that calls the caller of this function."""
+        reads = [tensor for _, tensor in leaves((args, kwargs))]
+        return cls(
+            call,
+            args,
+            kwargs,
+            own_line(sys._getframe(2)),
+            torch.is_grad_enabled(),
+            autocasts_now(),
+            reads,
+            [_version(tensor) for tensor in reads],
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.call, "__name__", "")
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """What it writes to in place."""
+        in_place = self.name.endswith("_") and not self.name.endswith("__")
+        first = in_place or self.name == "__setitem__" or self.name.startswith("__i")
+        return [*self.reads[:first], *(tensor for _, tensor in leaves(self.kwargs.get("out")))]
+
+    def written(self) -> set[int]:
+        """Ids of the tensors that it makes or changes."""
+        return {id(tensor) for tensor in (*self.results, *self.changed)}
+
+    def read_instead(self, tensor: Tensor, copy: Tensor) -> None:
+        """Let it read a copy of ``tensor``."""
+        self.args, self.kwargs = map_tensors((self.args, self.kwargs), lambda one: copy if one is tensor else one)
+        self.reads = [copy if one is tensor else one for one in self.reads]
+
+
+def autocasts_now() -> dict[str, torch.dtype]:
+    """The dtype of autocast, by the type of the device for which it is enabled."""
+    found = {}
+    for kind in _AUTOCASTS:
+        with contextlib.suppress(RuntimeError):  # not known to this torch
+            if torch.is_autocast_enabled(kind):
+                found[kind] = torch.get_autocast_dtype(kind)
+    return found
+
+
+def _version(tensor: Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class CallRecorder(TorchFunctionMode):
+    """Records the functions of torch that the user's code calls while it is ``on``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.copies: dict[tuple[int, int], Tensor] = {}
+        """Of tensors that were read and changed later, by id and version."""
+        self.on = False
+        self.is_paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorded(func, tuple(args), kwargs or {}) if self.on else func(*args, **(kwargs or {}))
+
+    def recorded(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call, which is recorded if it reads tensors and makes some, or makes numbers of them."""
+        node = Node.of(call, args, kwargs)
+        for tensor in node.changed:
+            place = id(tensor), _version(tensor)
+            if (
+                not tensor.requires_grad
+                and place not in self.copies
+                and any(tensor is one for known in self.nodes for one in known.reads)
+            ):
+                self.copies[place] = tensor.detach().clone()
+        result = call(*args, **kwargs)
+        node.results = [tensor for _, tensor in leaves(result)]
+        if node.reads and (node.written() or node.name in _NUMBERS):
+            self.nodes.append(node)
+        return result
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is recorded, and no function of torch comes by here."""
+        kept, self.on, self.is_paused = (self.on, self.is_paused), False, True
+        stack = function_modes()
+        set_function_modes([mode for mode in stack if mode is not self])
+        try:
+            yield
+        finally:
+            set_function_modes(stack)
+            self.on, self.is_paused = kept
+
+
+def function_modes() -> list[Any]:
+    """The modes that see functions of torch in this thread, the innermost last."""
+    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
+
+
+def set_function_modes(modes: Iterable[Any]) -> None:
+    """Replace the modes of this thread."""
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+# -- What of it leads from a batch to the loss
+
+
+@dataclasses.dataclass
+class _Step:
+    """A node, with a tensor without elements in place of each that it reads."""
+
+    node: Node
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    results: list[int]
+    """Keys."""
+    model: str | None
+    """The name of the model that it calls."""
+
+
+class Program:
+    """What leads from tensors, and the weights that are ``trained``, to ``losses``: calls of models, and functions of torch.
+
+    Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after they were read. Tensors that do not depend on the trained weights are :attr:`inputs`.
+    """
+
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        losses: Sequence[Tensor],
+        trained: dict[int, nn.Parameter],
+        copies: Mapping[tuple[int, int], Tensor],
+    ) -> None:
+        dependent, needed = set(trained), {id(loss) for loss in losses}
+        depends = []
+        for node in nodes:
+            calls_trained = isinstance(node.call, nn.Module) and any(id(p) in trained for p in node.call.parameters())
+            depends.append(calls_trained or any(id(tensor) in dependent for tensor in node.reads))
+            if depends[-1]:
+                dependent |= node.written()
+        last, kept = 0, []
+        for index in reversed(range(len(nodes))):
+            node = nodes[index]
+            if depends[index] and node.written() & needed and node.name not in _NUMBERS:
+                needed |= {id(tensor) for tensor in node.reads}
+                kept.append(node)
+                last = max(last, index)
+        self.nodes = kept[::-1]
+        self.losses = list(losses)
+        after = {id(loss) for loss in losses}
+        for node in nodes:
+            if any(id(tensor) in after for tensor in node.reads):
+                after |= node.written()
+        self.numbers = [
+            node
+            for index, node in enumerate(nodes[:last])
+            if node.name in _NUMBERS and depends[index] and id(node.reads[0]) not in after
+        ]
+        """Where the user's code made numbers of what the loss may depend on."""
+        self.calls = [node for node in self.nodes if isinstance(node.call, nn.Module)]
+        self.trained, self._keys = trained, dict[int, Tensor]()
+        self._inputs = self._found_inputs(copies)
+        self._parameters: dict[int, str] = {}
+        """Names in the root, by key."""
+        self._steps: list[_Step] = []
+
+    def _found_inputs(self, copies: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:
+        made: set[int] = set()
+        found: dict[int, Tensor] = {}
+        for node in self.nodes:
+            for tensor, version in zip(node.reads, node.versions, strict=True):
+                if id(tensor) in made or id(tensor) in self.trained:
+                    continue
+                if tensor.grad_fn is not None and _reaches(tensor, self.trained):
+                    raise UnrepeatableError(
+                        f"{node.line} reads a tensor that {tensor.grad_fn.name()} made of the weights, in code that is not Python"
+                    )
+                source = tensor
+                if not isinstance(node.call, nn.Module) and _version(tensor) != version:
+                    if (id(tensor), version) not in copies:
+                        raise UnrepeatableError(f"a tensor that {node.line} reads is changed in place later")
+                    source = copies[id(tensor), version]
+                    node.read_instead(tensor, source)
+                found[id(source)] = source
+            made |= node.written()
+        lost = [loss for loss in self.losses if id(loss) not in made]
+        if lost:
+            raise UnrepeatableError("the loss was computed in a way that no function of torch shows")
+        return found
+
+    @property
+    def single(self) -> Node | None:
+        """The only call of a model, if the loss follows from its output, and it does not depend on what is computed before it."""
+        if len(self.calls) != 1 or len(self.losses) > 1:
+            return None
+        (call,) = self.calls
+        own = {id(parameter) for parameter in call.call.parameters()}  # type: ignore[attr-defined]
+        others = [tensor for node in self.nodes if node is not call for tensor in node.reads]
+        is_leaf = all(id(tensor) in self._inputs for tensor in call.reads)
+        shared = any(tensor.requires_grad and any(tensor is one for one in call.reads) for tensor in others)
+        foreign = any(id(tensor) in self.trained and id(tensor) not in own for tensor in others)
+        return call if is_leaf and not shared and not foreign else None
+
+    def bind(self, root: nn.Module, models: dict[nn.Module, str]) -> list[Tensor]:
+        """Prepare to be run with ``root``, in which the weights are, and in which the ``models`` have names.
+
+        Returns copies of the inputs: those of models too, unless ``root`` is the only model, which is then called by others.
+        """
+        names = {id(parameter): name for name, parameter in root.named_parameters()}
+        single = self.single if not models else None
+        given: dict[int, Tensor] = {}
+        for call in self.calls:
+            copies = [tensor for _, tensor in leaves(call.given)]
+            given |= {id(tensor): copy for tensor, copy in zip(call.reads, copies, strict=True)}
+        wanted = {id(t) for node in self.nodes if node is not single for t in node.reads if id(t) in self._inputs}
+        inputs = []
+        self.input_keys = []
+        for identity in (identity for identity in self._inputs if identity in wanted):
+            tensor = given.get(identity, self._inputs[identity])
+            inputs.append(tensor.detach().clone().requires_grad_(self._inputs[identity].requires_grad))
+            self.input_keys.append(self._key(self._inputs[identity]))
+        for node in self.nodes:
+            args, kwargs = ((), {}) if node is single else map_tensors((node.args, node.kwargs), self._placeholder)
+            name = None
+            if isinstance(node.call, nn.Module):
+                name = models.get(node.call, "")
+            self._steps.append(_Step(node, args, kwargs, [self._key(tensor) for tensor in node.results], name))
+            for tensor in node.reads:
+                if id(tensor) in self.trained and id(tensor) in names:
+                    self._parameters[self._key(tensor)] = names[id(tensor)]
+        self.loss_keys = [self._key(loss) for loss in self.losses]
+        self.form = repr([self._form_of(step) for step in self._steps])
+        return inputs
+
+    def release(self) -> None:
+        """Free the tensors that were recorded."""
+        self.losses, self.nodes, self.calls, self.numbers = [], [], [], []
+        self._inputs, self.trained = {}, {}
+        for step in self._steps:
+            step.node = dataclasses.replace(
+                step.node, args=(), kwargs={}, reads=[], versions=[], given=None, results=[], restore_generators=()
+            )
+
+    def _placeholder(self, tensor: Tensor) -> Tensor:
+        return self._keys.setdefault(id(tensor), torch.empty(0))
+
+    def _key(self, tensor: Tensor) -> int:
+        return id(self._placeholder(tensor))
+
+    def _form_of(self, step: _Step) -> Any:
+        """What two programs have in common if they differ by their tensors only."""
+        order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
+        what = step.model if step.model is not None else getattr(step.node.call, "__qualname__", step.node.name)
+        return what, map_tensors((step.args, step.kwargs), lambda tensor: order[id(tensor)])
+
+    def run(
+        self, root: nn.Module, inputs: Sequence[Tensor], output: Any = None, *, again: Callable[[], Any] | None = None
+    ) -> list[Tensor]:
+        """The losses, from inputs like those of :meth:`bind`, and the ``output`` of the only model.
+
+        ``again`` calls the only model, if there is one: everything is then computed under autocast and from the random numbers of the recording.
+        """
+        values = dict(zip(self.input_keys, inputs, strict=True))
+        values |= {key: root.get_parameter(name) for key, name in self._parameters.items()}
+
+        def value_of(placeholder: Tensor) -> Tensor:
+            return values.get(id(placeholder), placeholder)
+
+        for step in self._steps:
+            with contextlib.ExitStack() as stack:
+                if not step.node.has_gradients:
+                    stack.enter_context(torch.no_grad())
+                if again is not None:
+                    _enter_autocasts(stack, step.node.autocasts)
+                    for restore in step.node.restore_generators:
+                        restore()
+                if step.model == "":
+                    result = output if again is None else again()
+                else:
+                    call = step.node.call if step.model is None else root.get_submodule(step.model)
+                    args, kwargs = map_tensors((step.args, step.kwargs), value_of)
+                    result = call(*args, **kwargs)
+            found = [tensor for _, tensor in leaves(result)]
+            if len(found) != len(step.results):
+                raise UsageError(
+                    f"At {step.node.line}, {len(step.results)} tensors came back in the script, and {len(found)} here."
+                )
+            values |= dict(zip(step.results, found, strict=True))
+        return [values[key] for key in self.loss_keys]
+
+
+def _enter_autocasts(stack: contextlib.ExitStack, wanted: dict[str, torch.dtype]) -> None:
+    """Enter the autocasts ``wanted``, and leave others."""
+    for kind, dtype in autocasts_now().items():
+        if kind not in wanted:
+            stack.enter_context(torch.autocast(kind, dtype, enabled=False))
+    for kind, dtype in wanted.items():
+        stack.enter_context(torch.autocast(kind, dtype))
+
+
+def _reaches(tensor: Tensor, trained: dict[int, nn.Parameter]) -> bool:
+    """Whether its gradient reaches one of the parameters."""
+    waiting, seen = [tensor.grad_fn], set[Any]()
+    while waiting:
+        function = waiting.pop()
+        if function is None or function in seen:
+            continue
+        seen.add(function)
+        if id(getattr(function, "variable", None)) in trained:
+            return True
+        waiting += [found for found, _ in function.next_functions]
+    return False
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """A copy that requires a gradient if ``tensor`` does."""
+    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+
+
+def sum_of(losses: Sequence[Tensor]) -> Tensor:
+    """One loss, as it is, or the sum of several."""
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total

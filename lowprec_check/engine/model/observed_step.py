@@ -1,0 +1,258 @@
+"""Observes the steps that a training script makes: its models, batches, losses, optimizer and clipping, as they happen."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lowprec_check.engine.core.devices import generator_restorers
+from lowprec_check.engine.core.pytree import leaves, map_tensors
+from lowprec_check.engine.core.source_location import own_line
+from lowprec_check.engine.model.kept_files import replaced
+from lowprec_check.engine.model.loss_program import CallRecorder, Node, Program, UnrepeatableError, copy_of
+from lowprec_check.engine.model.observed_training import SECONDS, Backward, ObservedStep, ObservedSteps
+from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
+from lowprec_check.engine.model.snapshot import saved_tensor
+from lowprec_check.errors import message_of
+from lowprec_check.process import system
+
+_FRAMEWORKS = {
+    "transformers.trainer": "transformers",
+    "lightning": "lightning",
+    "pytorch_lightning": "pytorch_lightning",
+    "accelerate": "accelerate",
+}
+"""What trains, by the start of the name of a module that calls ``backward()``."""
+
+
+class StepObserver:
+    """Observes ``steps`` steps of the first optimizer that makes one, in this thread; :attr:`found` is what was observed.
+
+    Enter :meth:`observing` around the script, and let its calls of models come by :meth:`call`.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self._recorder = CallRecorder()
+        self._place = os.getpid(), threading.get_ident()
+        self._is_over = False
+        self._since: float | None = None
+        self._backwards: list[Backward] = []
+        self._cleared: list[tuple[int, frozenset[int]]] = []
+        """How many of them parameters, by their ids, have no gradients of any more."""
+        self._scaled: dict[int, tuple[Tensor, Tensor, float]] = {}
+        self._clips: dict[int, list[Clip]] = {}
+        """By the number of backward passes before them."""
+        self._states: dict[Optimizer, Any] = {}
+        """Of optimizers, before their first step."""
+        self.found = ObservedSteps(steps)
+
+    def give_up(self, why: str) -> None:
+        """Note why no step can be made as the script makes it; the first reason counts."""
+        self.found.problem = self.found.problem or why
+
+    # -- While the script runs
+
+    @contextlib.contextmanager
+    def observing(self, leave: Callable[[], Any]) -> Iterator[None]:
+        """Inside, the functions of torch that train a model are observed. ``leave`` leaves the script, and does not return."""
+        self._leave = leave
+        places = [(torch.nn.utils, self._clip), (torch.nn.utils.clip_grad, self._clip)]
+        observed: list[tuple[Any, str, Callable[..., Any]]] = [
+            (torch.autograd, "backward", self._backward),
+            (torch.autograd, "grad", self._grad),
+            (torch.amp.GradScaler, "scale", self._scale),
+            (Optimizer, "__init__", self._made),
+            (Optimizer, "zero_grad", self._zero_grad),
+            (nn.Module, "zero_grad", self._zero_grad),
+            *((place, f"clip_grad_{what}_", clip) for place, clip in places for what in ("norm", "value")),
+        ]
+        with contextlib.ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            for place, name, function in observed:
+                stack.enter_context(replaced(place, name, self._unless_over(getattr(place, name), function)))
+            kept = vars(torch.autograd.Function)["apply"]
+
+            def apply(kind: Any, *args: Any, **kwargs: Any) -> Any:
+                return self._unless_over(kept.__get__(None, kind), self._grad)(*args, **kwargs)
+
+            torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
+            stack.callback(setattr, torch.autograd.Function, "apply", kept)
+            stack.enter_context(self._recorder)
+            yield
+        self._is_over = True
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._is_over or (os.getpid(), threading.get_ident()) != self._place
+
+    def _unless_over(self, kept: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
+        """What replaces ``kept``: the user's code may keep it for good, and call it in other threads."""
+
+        @functools.wraps(kept)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            if self._is_elsewhere:
+                return kept(*args, **kwargs)
+            return observed(kept, *args, **kwargs)
+
+        return function
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+        """The result of the user's call of a model, ``call(module, *args, **kwargs)``."""
+        self._since = self._since or system.monotonic()
+        if self._recorder.is_paused:
+            return call(module, *args, **kwargs)
+        in_step = bool(self._recorder.nodes or self._backwards) and not self.found.steps
+        if system.monotonic() - self._since > SECONDS * (5 if in_step else 1):
+            if not self.found.steps:
+                self.give_up(f"no step of an optimizer is complete {SECONDS:g} s after the first call of a model")
+            self._leave()
+        if not torch.is_grad_enabled():
+            return call(module, *args, **kwargs)
+        if not self.found.steps:
+            self._save((*module.parameters(), *module.buffers()))
+        node = Node.of(module, args, kwargs)
+        node.given = map_tensors((args, kwargs), copy_of)
+        node.restore_generators = list(generator_restorers())
+        with self._recorder.paused(), replaced(nn.Module, "__call__", call):  # a compiler looks at it
+            output = call(module, *args, **kwargs)
+        node.results = [tensor for _, tensor in leaves(output)]
+        self._recorder.nodes.append(node)
+        self._recorder.on = True
+        return output
+
+    def _save(self, tensors: Iterable[Tensor]) -> None:
+        for tensor in tensors:
+            if id(tensor) not in self.found.values and not is_lazy(tensor):
+                self.found.values[id(tensor)] = (tensor, *saved_tensor(tensor))
+
+    def _grad(self, kept: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """A function that is no function of torch to its modes."""
+        return self._recorder.recorded(kept, args, kwargs) if self._recorder.on else kept(*args, **kwargs)
+
+    def _scale(self, kept: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = kept(scaler, outputs)
+        if isinstance(outputs, Tensor) and scaler.is_enabled():
+            self._scaled[id(scaled)] = (scaled, outputs, float(scaler.get_scale()))
+        return scaled
+
+    def _made(self, kept: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.found.made.append((optimizer, own_line(sys._getframe(2))))
+        return kept(optimizer, *args, **kwargs)
+
+    def _zero_grad(self, kept: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = owner.parameters() if isinstance(owner, nn.Module) else _trained_by(owner).values()
+        if self._backwards:
+            self._cleared.append((len(self._backwards), frozenset(map(id, parameters))))
+        return kept(owner, *args, **kwargs)
+
+    def _clip(self, kept: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
+        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        self._clips[len(self._backwards)] = [
+            *self._clips.get(len(self._backwards), []),
+            Clip(kept, [id(parameter) for parameter in listed], args, kwargs),
+        ]
+        with self._recorder.paused():
+            return kept(listed, *args, **kwargs)
+
+    def _backward(self, kept: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._recorder.is_paused:  # inside a model, or another backward pass
+            return kept(tensors, *args, **kwargs)
+        frame = sys._getframe(2)
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        _, loss, scale = self._scaled.get(id(given[0]), (None, given[0], 1.0))
+        if len(given) > 1 or loss.numel() != 1 or any(found is not None for found in args[:1]):
+            self.give_up(f"{own_line(frame)} calls backward() of more than one number")
+        self.found.has_gradients = True
+        self._backwards.append(Backward(loss, loss.detach().clone(), len(self._recorder.nodes), scale))
+        self.found.framework = self.found.framework or _framework_of(frame)
+        with self._recorder.paused():
+            return kept(tensors, *args, **kwargs)
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._is_elsewhere:
+            return
+        if not self.found.steps:
+            self._save(_trained_by(optimizer).values())
+        if optimizer not in self._states:
+            self._states[optimizer] = copy.deepcopy(optimizer.state_dict()["state"]) if optimizer.state else None
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        trained = _trained_by(optimizer).keys()
+        start = max((count for count, cleared in self._cleared if trained <= cleared), default=0)
+        backwards = self._backwards[start:]
+        if self._is_elsewhere or not backwards:
+            return  # without gradients, as a step is made to please a scheduler
+        self.found.optimizer = self.found.optimizer or optimizer
+        if takes_closure(optimizer):
+            self.give_up(f"{type(optimizer).__name__}.step() needs a closure, and a scan calls step() without one")
+        if optimizer is self.found.optimizer:
+            with self._recorder.paused():
+                try:
+                    self._add(optimizer, backwards)
+                except UnrepeatableError as problem:
+                    if self.found.steps:
+                        self.found.unlike = message_of(problem)
+                    else:
+                        self.give_up(message_of(problem))
+        self._forget_step()
+        if self.found.problem is not None or self.found.unlike or len(self.found.steps) >= self.found.wanted:
+            self._leave()
+
+    def _forget_step(self) -> None:
+        recorder = self._recorder
+        recorder.on = False
+        for kept in (recorder.nodes, recorder.copies, self._backwards, self._cleared, self._scaled, self._clips):
+            kept.clear()
+
+    def forget(self) -> None:
+        """Free all that was observed."""
+        self._forget_step()
+        self._states.clear()
+        self.found = ObservedSteps(0)
+
+    # -- After a step of the optimizer
+
+    def _add(self, optimizer: Optimizer, backwards: list[Backward]) -> None:
+        found = self.found
+        trained = _trained_by(optimizer)
+        nodes = self._recorder.nodes[: backwards[-1].nodes]
+        program = Program(nodes, [backward.loss for backward in backwards], trained, self._recorder.copies)
+        step = ObservedStep.of(program, found.steps[0] if found.steps else None)
+        if not found.steps:
+            clips = self._clips.get(len(self._backwards), [])
+            found.first, found.state = backwards, self._states[optimizer]
+            found.clips = [clip for clip in clips if any(known in trained for known in clip.parameters)]
+            found.gradients = {known: p.grad.clone() for known, p in trained.items() if p.grad is not None}
+            found.note_facts(program)
+        else:
+            program.release()
+        found.schedule.append(settings_of(optimizer))
+        found.steps.append(step)
+
+
+def _trained_by(optimizer: Optimizer) -> dict[int, nn.Parameter]:
+    """Its parameters, by id."""
+    return {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
+
+
+def _framework_of(frame: FrameType | None) -> str:
+    """The outermost that calls it: the Trainer of transformers uses accelerate."""
+    found = ""
+    while frame is not None:
+        name = f"{frame.f_globals.get('__name__')}."
+        found = next((one for start, one in _FRAMEWORKS.items() if name.startswith(f"{start}.")), found)
+        frame = frame.f_back
+    return found

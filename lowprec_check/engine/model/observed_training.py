@@ -1,0 +1,338 @@
+"""What a scan trains of a script: its observed step, made again to check that it gives the same loss and the same gradients."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lowprec_check.engine.core.devices import kept_generators
+from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.model.loss_program import Program, UnrepeatableError, copy_of, sum_of
+from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, Settings
+from lowprec_check.engine.model.snapshot import restore_tensor
+from lowprec_check.errors import UsageError
+
+SECONDS = 60.0
+"""After the first call of a model, until its script is left with the steps that it has made."""
+
+DEFINE_PARTS = "Define `model`, `inputs`, `loss` and `optimizer` in a file and scan that: see docs/training.md."
+
+
+class ScriptStep(nn.Module):
+    """What a script computes of a batch, up to its loss, with several models or calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.programs: list[Program] = []
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """The sum of the losses that the script calls ``backward()`` of for one step."""
+        return _loss_of(self.programs, self, inputs)
+
+
+def _loss_of(programs: Sequence[Program], root: nn.Module, inputs: Sequence[Any], output: Any = None) -> Tensor:
+    """The loss of a step; of several programs, the first of the inputs is the number of the step's."""
+    number, given = (0, inputs) if len(programs) == 1 else (inputs[0], inputs[1:])
+    return sum_of(programs[number].run(root, given, output))
+
+
+class ObservedLoss:
+    """``loss(output, *targets)``: what a script computes of the output of ``model``; the targets are what it reads besides."""
+
+    def __init__(self, programs: Sequence[Program], model: nn.Module) -> None:
+        program = programs[0]
+        functional = [node for node in program.nodes if getattr(nn.functional, node.name, None) is node.call]
+        self.line = (functional or program.nodes)[-1].line
+        """Where it is computed: ``train.py:12``."""
+        of_model = len(program.nodes) == 1
+        self.is_returned = of_model or isinstance(model, ScriptStep)
+        """Whether the scanned model returns it."""
+        self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
+        """What the words are of, as code."""
+        self.words = f"{functional[-1].name if functional else 'the loss'} of {self.line}"
+        if of_model:
+            self.words = "the loss that the model returns"
+        self._programs, self._model = programs, model
+        reads = not isinstance(model, ScriptStep) and (len(programs) > 1 or bool(program.input_keys))
+        self.__signature__ = inspect.signature(_with_targets if reads else _without_targets)
+
+    def __call__(self, output: Any, *targets: Any) -> Tensor:
+        """The loss, with one element."""
+        if isinstance(self._model, ScriptStep):
+            return sum_of([output])
+        return _loss_of(self._programs, self._model, targets, output)
+
+
+def _with_targets(output: Any, target: Any, /, *targets: Any) -> None:
+    """The signature of a loss that reads targets."""
+
+
+def _without_targets(output: Any, /) -> None:
+    """The signature of one that reads none."""
+
+
+class ObservedBatch(NamedTuple):
+    """What a step reads."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    targets: tuple[Any, ...]
+
+    def numbered(self, number: int, *, is_input: bool) -> ObservedBatch:
+        """The same, with the number of the program that computes its loss: an input of the model, or a target."""
+        return self._replace(args=(number, *self.args)) if is_input else self._replace(targets=(number, *self.targets))
+
+
+class ObservedTraining(NamedTuple):
+    """The training step of a script; made again, it gave the same loss and the same gradients."""
+
+    model: nn.Module
+    loss: ObservedLoss
+    optimizer: OptimizerLike
+    batches: list[ObservedBatch]
+    """Of the first step, and of those after it."""
+    line: str | None
+    """That calls the model."""
+    framework: str
+    """What calls ``backward()``: ``lightning``, ``transformers`` or ``accelerate``; empty if the script does."""
+    notes: tuple[str, ...]
+
+
+class Backward(NamedTuple):
+    """A call of ``backward()``."""
+
+    loss: Tensor
+    value: Tensor
+    """Of the loss, which may be changed in place later."""
+    nodes: int
+    """How many were recorded before it."""
+    scale: float
+    """Of a ``GradScaler``; 1 without one."""
+
+
+class ObservedStep(NamedTuple):
+    """What computes the losses of a step, from what."""
+
+    program: Program
+    batch: ObservedBatch
+    root: nn.Module
+    """The model that the program calls, or a :class:`ScriptStep`."""
+
+    @classmethod
+    def of(cls, program: Program, first: ObservedStep | None) -> ObservedStep:
+        """The step of ``program``; raises :class:`UnrepeatableError` if it calls other models than the ``first``."""
+        call = program.single
+        is_single = call is not None and (first is None or first.root is call.call)
+        if first is not None and not is_single and not isinstance(first.root, ScriptStep):
+            raise UnrepeatableError(f"{program.calls[0].line} calls other models than in the step before")
+        if call is not None and is_single and isinstance(call.call, nn.Module):
+            targets = program.bind(call.call, {})
+            args, kwargs = call.given
+            return cls(program, ObservedBatch(args, kwargs, tuple(targets)), call.call)
+        root = ScriptStep() if first is None else first.root
+        names = {module: name for name, module in root.named_children()}
+        for model in [node.call for node in program.calls if isinstance(node.call, nn.Module)]:
+            if model not in names:
+                stem = type(model).__name__.lower()
+                same = sum(name.rstrip("0123456789") == stem for name in names.values())
+                names[model] = f"{stem}{same + 1}" if same else stem
+                root.add_module(names[model], model)
+        inside = {id(parameter) for parameter in root.parameters()}
+        for tensor in [tensor for node in program.nodes for tensor in node.reads]:
+            if id(tensor) in program.trained and id(tensor) not in inside:
+                root.register_parameter(f"weight{len(inside)}", program.trained[id(tensor)])
+                inside.add(id(tensor))
+        return cls(program, ObservedBatch(tuple(program.bind(root, names)), {}, ()), root)
+
+
+@dataclasses.dataclass
+class ObservedSteps:
+    """What was observed of the first ``wanted`` steps of an optimizer."""
+
+    wanted: int
+    optimizer: Optimizer | None = None
+    state: dict[int, Any] | None = None
+    """Of the optimizer, before its first step."""
+    schedule: list[Settings] = dataclasses.field(default_factory=list)
+    """Of each step."""
+    steps: list[ObservedStep] = dataclasses.field(default_factory=list)
+    unlike: str = ""
+    """Why the next step was not like those before it."""
+    values: dict[int, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = dataclasses.field(default_factory=dict)
+    """Of parameters and buffers, before the first step."""
+    first: Sequence[Backward] = ()
+    """Of the first step, and so are these."""
+    clips: list[Clip] = dataclasses.field(default_factory=list)
+    gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
+    """By the id of the parameter, as the optimizer got them."""
+    facts: dict[str, None] = dataclasses.field(default_factory=dict)
+    """Notes."""
+    framework: str = ""
+    made: list[tuple[Optimizer, str | None]] = dataclasses.field(default_factory=list)
+    """All optimizers, and the lines that make them."""
+    has_gradients: bool = False
+    """Whether the script computes gradients."""
+    problem: str | None = None
+    """Why no step can be made as the script makes it."""
+
+    def note_facts(self, program: Program) -> None:
+        """Note what the first step does that a scan does otherwise."""
+        facts = self.facts
+        dtypes = {dtype: None for node in program.nodes for dtype in node.autocasts.values()}
+        made = [f"under autocast to {str(dtype).removeprefix('torch.')}" for dtype in dtypes]
+        if self.first[0].scale != 1.0:
+            made.append(f"with a GradScaler at {self.first[0].scale:g}")
+        if made:
+            facts[f"the script trains {' and '.join(made)}: fp32 is trained without"] = None
+        if len(self.first) > 1:
+            facts[
+                f"the script calls backward() {len(self.first)} times for a step: the scan calls it once, of the sum of the losses, "
+                "which gives the same gradients and takes more memory"
+            ] = None
+        if len(program.calls) > 1:
+            names = ", ".join(dict.fromkeys(type(node.call).__name__ for node in program.calls))
+            facts[
+                f"the loss follows from {len(program.calls)} calls ({names}): the scanned module makes all of them"
+            ] = None
+        for node in program.numbers[:1]:
+            facts[
+                f"{node.line} makes a number of what the model computes ({node.name}): where the loss depends on it, it is that of the "
+                "script's step"
+            ] = None
+
+    def training(self, script: str) -> ObservedTraining | None:
+        """What a scan trains, after the first step was made again; ``None`` if the script computes no gradients.
+
+        Raises :class:`UsageError` if no step can be made as the script makes it.
+        """
+        try:
+            if self.problem is not None:
+                raise UnrepeatableError(self.problem)
+            if not self.steps and not self.has_gradients:
+                return None
+            if not self.steps or self.optimizer is None:
+                raise UnrepeatableError(
+                    "it makes no step of a torch.optim.Optimizer with the gradients that it computes"
+                )
+            program, _, root = self.steps[0]
+            forms: dict[str, Program] = {}
+            for step in self.steps:
+                forms.setdefault(step.program.form, step.program)
+            programs, line = list(forms.values()), program.calls[0].line
+            loss = ObservedLoss(programs, root)
+            if isinstance(root, ScriptStep):
+                for parameter in root.parameters():  # of other optimizers
+                    parameter.requires_grad_(id(parameter) in program.trained)
+            optimizer = OptimizerLike(self.optimizer, root, self.clips, self.state, self.schedule)
+            self._check(optimizer, loss)
+        except UnrepeatableError as problem:
+            raise UsageError(f"The training of {script} cannot be scanned: {problem}.", DEFINE_PARTS) from None
+        for module in root.modules():
+            _detach(module, self.facts)
+        notes = (f"the training step is that of the script, observed at {line}", *self._notes(optimizer))
+        program.release()
+        batches, is_input = [step.batch for step in self.steps], isinstance(root, ScriptStep)
+        if isinstance(root, ScriptStep):
+            root.programs = programs
+        if len(programs) > 1:
+            numbers = [list(forms).index(step.program.form) for step in self.steps]
+            pairs = zip(batches, numbers, strict=True)
+            batches = [batch.numbered(number, is_input=is_input) for batch, number in pairs]
+        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, notes)
+
+    def _check(self, made: OptimizerLike, loss: ObservedLoss) -> None:
+        """Make the first step again up to its gradients; raises :class:`UnrepeatableError` if they or the loss differ."""
+        program, batch, root = self.steps[0]
+        given = batch.args if isinstance(root, ScriptStep) else batch.targets
+        scale = self.first[0].scale
+
+        def again() -> Any:
+            args, kwargs = map_tensors((batch.args, batch.kwargs), copy_of)
+            return root(*args, **kwargs)
+
+        self._restore()
+        try:
+            with kept_generators(), torch.enable_grad():
+                losses = program.run(root, map_tensors(given, copy_of), again=again)
+                for found, first in zip(losses, self.first, strict=True):
+                    if not torch.allclose(found, first.value, rtol=_rounding(found), atol=0, equal_nan=True):
+                        raise UnrepeatableError(
+                            f"computed again from the same batch, the loss at {loss.line} is {found.item():g}, not {first.value.item():g}"
+                        )
+                (sum_of(losses) * scale).backward()
+                for parameter in root.parameters():
+                    if parameter.grad is not None:
+                        parameter.grad.div_(scale)
+                made.clip([parameter for parameter in root.parameters() if parameter.requires_grad])
+                pairs = [
+                    (torch.zeros_like(p) if p.grad is None else p.grad, self.gradients[id(p)])
+                    for p in root.parameters()
+                    if id(p) in self.gradients
+                ]
+            error = sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
+            norm = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
+        finally:
+            self._restore()
+        if not error <= _SAME * norm:
+            raise UnrepeatableError(
+                f"the gradients that the optimizer gets differ from those of the loss at {loss.line} by {error / (norm or 1.0):.1%}"
+            )
+
+    def _restore(self) -> None:
+        """Make parameters and buffers as they were before the first step."""
+        for saved in self.values.values():
+            restore_tensor(*saved)
+            saved[0].grad = None
+
+    def _notes(self, made: OptimizerLike) -> Iterator[str]:
+        for clip in made.clips:
+            yield f"gradients are clipped as in the script: {clip.code.removeprefix('torch.nn.utils.')}"
+        rates, count = made.rates, len(self.steps)
+        if not any(rates) and "initial_lr" in made.schedule[0][0]:
+            for settings in [found for step in made.schedule for found in step]:
+                settings["lr"] = settings["initial_lr"]
+            yield f"the learning rate of the script is 0 in its first step (a warm-up): the scan uses {made.rates[0]:g}"
+        elif len(set(rates)) > 1:
+            yield f"the learning rate is that of the script in each step: {rates[0]:g} to {rates[-1]:g}"
+        if made.state:
+            yield "the optimizer starts from the state that it has in the script"
+        if count < self.wanted:
+            why = self.unlike or f"the script makes no more within {SECONDS:g} s"
+            batches = "is observed: its batch is" if count == 1 else "are observed: their batches are"
+            yield f"{count} of the {self.wanted} steps {batches} repeated, since {why}"
+        trained = self.steps[0].program.trained
+        for optimizer, line in self.made:
+            known = [parameter for group in getattr(optimizer, "param_groups", []) for parameter in group["params"]]
+            if not any(id(parameter) in trained for parameter in known):
+                kind = type(optimizer).__name__
+                yield f"the script has another optimizer, {kind}, made at {line}: the scan does not make its steps"
+        yield from self.facts
+
+
+_SAME = 1e-3
+"""How far gradients may differ, as a part of their norm: sums of several losses are rounded otherwise."""
+
+
+def _rounding(tensor: Tensor) -> float:
+    """How far two results may differ: not at all on the CPU; kernels of accelerators may add in another order."""
+    return 0.0 if tensor.device.type == "cpu" else 1e-4
+
+
+def _detach(module: nn.Module, facts: dict[str, None]) -> None:
+    """Take the module from what trains it: a trainer of Lightning, the mixed precision of accelerate."""
+    state = vars(module)
+    for name in ("_trainer", "_fabric"):
+        if state.get(name) is not None:
+            state[name] = None
+    original = state.pop("_original_forward", None)
+    if original is not None:
+        state.pop("forward", None)
+        if getattr(original, "__func__", None) is not type(module).forward:
+            state["forward"] = original
+        facts["accelerate makes the model compute in mixed precision: the scan trains it without that"] = None

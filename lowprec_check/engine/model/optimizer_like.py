@@ -1,0 +1,136 @@
+"""Makes optimizers like one of the user's, which may change its learning rate and clip gradients from step to step."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.model.user_code import parameters_of
+from lowprec_check.errors import UsageError
+
+Settings = list[dict[str, Any]]
+"""Of each parameter group, everything but its parameters."""
+
+
+class Clip(NamedTuple):
+    """A call of ``clip_grad_norm_`` or ``clip_grad_value_``."""
+
+    function: Callable[..., Any]
+    parameters: list[int]
+    """Their ids."""
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+    @property
+    def code(self) -> str:
+        """``torch.nn.utils.clip_grad_norm_(parameters, 1.0)``."""
+        given = [*map(repr, self.args), *(f"{name}={value!r}" for name, value in self.kwargs.items())]
+        return f"torch.nn.utils.{self.function.__name__}({', '.join(['parameters', *given])})"
+
+
+class OptimizerLike:
+    """Makes an optimizer with the class and the parameter groups of ``given``, which the user made for ``model``.
+
+    A scheduler may have set a learning rate for its first step, such as 0 for a warm-up: the one before it is used, unless the settings
+    of each step are given in ``schedule``. ``state`` is what the user's had before the first step, by number.
+    """
+
+    def __init__(
+        self,
+        given: torch.optim.Optimizer,
+        model: nn.Module,
+        clips: Sequence[Clip] = (),
+        state: dict[int, Any] | None = None,
+        schedule: Sequence[Settings] = (),
+    ) -> None:
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        position = {id(parameter): index for index, parameter in enumerate(trained)}
+        known = [[id(parameter) for parameter in group["params"]] for group in given.param_groups]
+        self._kind: Any = type(given)
+        self._groups = [[position[each] for each in group if each in position] for group in known]
+        self.schedule = list(schedule) or [[_without_warmup(settings) for settings in settings_of(given)]]
+        needs = parameters_of(self._kind).items()
+        self._needed = {
+            name: given.defaults[name] for name, found in needs if _is_needed(found) and name in given.defaults
+        }
+        numbers = [number for number, each in enumerate(itertools.chain(*known)) if each in position]
+        self.state = {new: (state or {})[old] for new, old in enumerate(numbers) if old in (state or {})}
+        self.clips = [
+            clip._replace(parameters=[position[each] for each in clip.parameters if each in position]) for clip in clips
+        ]
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        """An optimizer of ``parameters``, in the order of those of the model; raises :class:`UsageError` if it has none of them."""
+        if not any(self._groups):
+            raise UsageError(
+                "`optimizer` has none of the parameters of the model that is scanned.",
+                "Make it of model.parameters(), or define `optimizer(parameters)`.",
+            )
+        listed, first = list(parameters), self.schedule[0]
+        groups = zip(self._groups, first, strict=True)
+        made: torch.optim.Optimizer = self._kind(
+            [{"params": [listed[index] for index in indices], **settings} for indices, settings in groups],
+            **self._needed,
+        )
+        if self.state:
+            made.load_state_dict(made.state_dict() | {"state": copy.deepcopy(self.state)})
+        done = 0
+
+        def before_step(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+            nonlocal done
+            if len(self.schedule) > 1:
+                settings = self.schedule[min(done, len(self.schedule) - 1)]
+                for group, values in zip(optimizer.param_groups, settings, strict=True):
+                    group.update(copy.deepcopy(values))
+            done += 1
+            self.clip(listed, optimizer)
+
+        if self.clips or len(self.schedule) > 1:
+            made.register_step_pre_hook(before_step)
+        return made
+
+    def clip(self, parameters: Sequence[nn.Parameter], optimizer: Any = None) -> None:
+        """Clip the gradients; a fused optimizer may have left it to its step to unscale them."""
+        scale = getattr(optimizer, "grad_scale", None)
+        if self.clips and isinstance(scale, Tensor):
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.div_(scale.to(parameter.grad.device))
+            optimizer.grad_scale = torch.ones_like(scale)
+        for clip in self.clips:
+            clip.function([parameters[index] for index in clip.parameters], *clip.args, **clip.kwargs)
+
+    @property
+    def rates(self) -> list[float]:
+        """The learning rate of the first group in each step."""
+        return [float(settings[0].get("lr", 1.0)) for settings in self.schedule]
+
+
+def takes_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``step()`` cannot be called without a closure."""
+    _, *given = parameters_of(type(optimizer).step).values()  # a scheduler wraps that of the object
+    return any(map(_is_needed, given))
+
+
+def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
+    """A copy of the settings of each parameter group."""
+    return [
+        copy.deepcopy({name: value for name, value in group.items() if name not in ("params", "param_names")})
+        for group in optimizer.param_groups
+    ]
+
+
+def _without_warmup(settings: dict[str, Any]) -> dict[str, Any]:
+    rate = settings.get("initial_lr", settings.get("lr"))
+    return {name: value for name, value in settings.items() if name != "initial_lr"} | (
+        {} if rate is None else {"lr": rate}
+    )
+
+
+def _is_needed(parameter: Any) -> bool:
+    return parameter.default is parameter.empty and parameter.kind is parameter.POSITIONAL_OR_KEYWORD

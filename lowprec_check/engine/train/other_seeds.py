@@ -1,0 +1,229 @@
+"""Other seeds of a training: other initial weights where the file can make them, other batches, other random draws."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import random
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.engine.core.devices import seed_everything
+from lowprec_check.engine.core.pytree import leaves, map_tensors
+from lowprec_check.engine.model.kept_files import replaced
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_code import required_arguments
+from lowprec_check.errors import Terminated, UsageError
+from lowprec_check.schema.training import NOISE_ALONE
+
+SEEDS = 4
+"""fp32 runs from other seeds."""
+
+NOISE = 0.01
+"""Relative noise on each initial weight, where nothing else differs between two runs of the training."""
+
+STRIDE = 7919
+"""What each further seed adds to those that the user's file sets."""
+
+_FRESH_STD, _FRESH_MAX, _LEAST = 1.25, 1.5, 64
+"""Weights with at least so many elements are as a module initializes them if their standard deviation and maximum differ by no
+more than these factors from new ones."""
+
+
+class OtherSeeds:
+    """Makes the start of runs from other seeds: the initial weights of ``model`` in place, and batches in place of ``batches``.
+
+    ``draws``: whether steps draw random numbers, which another seed changes too. ``keep_alive`` is called before user code that may
+    take long.
+    """
+
+    def __init__(
+        self,
+        target: Target,
+        model: nn.Module,
+        batches: Sequence[Target],
+        seed: int,
+        *,
+        draws: bool,
+        keep_alive: Callable[[], None],
+    ) -> None:
+        self._target, self._model, self._batches, self._seed = target, model, list(batches), seed
+        self._keep_alive = keep_alive
+        self._ended, self._last = target.make_batch is None, list[Target]()
+        """Whether there are no further batches, and the last ones."""
+        self.varied = ["random draws"] if draws else []
+        """What differs between the runs, in words."""
+
+    def start(self, number: int) -> list[Target]:
+        """Give the model the initial weights of run ``number``, counted from 1, and return its batches."""
+        generator = torch.Generator().manual_seed(self._seed + number)
+        if self._new_weights(number):
+            self._add("initial weights", 0)
+        batches = self._new_batches(number, generator)
+        if self.varied in ([], [NOISE_ALONE]):
+            self.varied = [NOISE_ALONE]
+            self._add_noise(generator)
+        return batches
+
+    def _add(self, what: str, place: int) -> None:
+        if what not in self.varied:
+            self.varied.insert(place, what)
+
+    # -- initial weights
+
+    def _new_weights(self, number: int) -> bool:
+        """Whether initial weights, or buffers, are others now."""
+        made = self._made_again(number)
+        return _reset(self._model, self._seed + number) if made is None else _copy(made, self._model)
+
+    def _made_again(self, number: int) -> nn.Module | None:
+        """The model that the user's file makes if all its seeds are others; ``None`` if it cannot be loaded again."""
+        if self._target.remake is None:
+            return None
+        self._keep_alive()
+        modules = dict(sys.modules)
+        try:
+            with _other_seeds(number), contextlib.redirect_stderr(io.StringIO()):
+                made = self._target.remake(self._seed + STRIDE * number)
+        except Terminated:
+            raise
+        except Exception:
+            return None
+        finally:
+            sys.modules.update(modules)
+        return None if made is self._target.model else made
+
+    def _add_noise(self, generator: torch.Generator) -> None:
+        """Noise relative to each weight; to all weights, where a tensor is zero."""
+        trained = [parameter for parameter in self._model.parameters() if parameter.requires_grad]
+        total = sum(float(parameter.detach().abs().square().sum()) for parameter in trained)
+        size = (total / max(1, sum(parameter.numel() for parameter in trained))) ** 0.5 or 1.0
+        with torch.no_grad():
+            for parameter in trained:
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter.device, parameter.dtype)
+                parameter.add_(NOISE * noise * (parameter.clone() if parameter.any() else size))
+
+    # -- batches
+
+    def _new_batches(self, number: int, generator: torch.Generator) -> list[Target]:
+        """The next batches; the same in another order, if there are no more; the rows of the only one, drawn with replacement."""
+        count = len(self._batches)
+        further = list(itertools.islice(self._further(number * count), count))
+        place = self.varied[:1].count("initial weights")
+        if len(further) == count:
+            self._add("batches", place)
+            self._last = further
+            return further
+        self._ended, self._last = True, [*self._last, *further]
+        pool = [*self._batches, *self._last]
+        if len(pool) > 1:
+            self._add("batches" if len(pool) > count else "order of the batches", place)
+            return [pool[index] for index in torch.randperm(len(pool), generator=generator).tolist()[:count]]
+        drawn = _with_other_rows(self._batches[0], generator)
+        if drawn is not None:
+            self._add("rows of the batch", place)
+        return [drawn or self._batches[0]]
+
+    def _further(self, first: int) -> Iterator[Target]:
+        for index in itertools.count(first):
+            if self._ended:
+                return
+            seed_everything(self._seed + index)
+            try:
+                yield self._target.batch(index)
+            except UsageError:  # there are no more, or the last one has another form
+                return
+
+
+@contextlib.contextmanager
+def _other_seeds(number: int) -> Iterator[None]:
+    """Inside, seeds that the user's code sets are others."""
+
+    def shifted(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
+            known = (int(seed) + STRIDE * number) % 2**32 if isinstance(seed, (int, Tensor)) else seed
+            return function(known, *args, **kwargs)
+
+        return call
+
+    numpy = sys.modules.get("numpy")
+    places: list[tuple[Any, str]] = [(torch, "manual_seed"), (torch.random, "manual_seed"), (random, "seed")]
+    places += [(numpy.random, "seed")] if numpy is not None else []
+    with contextlib.ExitStack() as stack:
+        for place, name in places:
+            stack.enter_context(replaced(place, name, shifted(getattr(place, name))))
+        yield
+
+
+def _state(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}
+
+
+def _copy(made: nn.Module, model: nn.Module) -> bool:
+    """Copy the parameters and buffers of ``made``, if ``model`` has the same; whether any value was another one."""
+    new, known = _state(made), _state(model)
+    shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (new, known)]
+    if shapes[0] != shapes[1]:
+        return False
+    differs = False
+    with torch.no_grad():
+        for name, tensor in known.items():
+            values = new[name].detach().to(tensor.device, tensor.dtype)
+            differs = differs or not torch.equal(values, tensor)
+            tensor.copy_(values)
+    return differs
+
+
+def _reset(model: nn.Module, seed: int) -> bool:
+    """Initialize all parameters again, if every module can do so, and if they are as a module initializes them: not trained."""
+    owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    functions = [getattr(one, "reset_parameters", getattr(one, "_reset_parameters", None)) for one in owners]
+    if not owners or not all(map(callable, functions)):
+        return False
+    kept = {name: tensor.detach().clone() for name, tensor in _state(model).items()}
+    seed_everything(seed)
+    with torch.no_grad():
+        for function in filter(callable, functions):
+            function()
+        fresh = all(_alike(kept[name], tensor) for name, tensor in model.named_parameters())
+        if not fresh:
+            for name, tensor in _state(model).items():
+                tensor.copy_(kept[name])
+    return fresh and any(not torch.equal(kept[name], tensor) for name, tensor in _state(model).items())
+
+
+def _alike(known: Tensor, new: Tensor) -> bool:
+    """Whether both may be drawn from one distribution."""
+    if known.numel() < 2 or float(known.std()) == 0.0 or float(new.std()) == 0.0:
+        return torch.equal(known, new) or (known.numel() < 2 and bool(new.any()) == bool(known.any()))
+    if known.numel() < _LEAST:
+        return True
+    ratios = [
+        (float(known.std() / new.std()), _FRESH_STD),
+        (float(known.abs().max() / new.abs().max()), _FRESH_MAX),
+    ]
+    return all(1 / limit <= ratio <= limit for ratio, limit in ratios)
+
+
+def _with_other_rows(target: Target, generator: torch.Generator) -> Target | None:
+    """The batch with its rows drawn with replacement, targets with their inputs; ``None`` if it has no rows, or the loss knows them."""
+    if target.loss is not None and required_arguments(target.loss) <= 1:
+        return None  # labels in the file belong to the rows as they are
+    given = (target.args, target.kwargs, target.targets)
+    sizes = {tensor.shape[0] for _, tensor in leaves(given) if tensor.layout == torch.strided and tensor.ndim}
+    if len(sizes) != 1 or (rows := sizes.pop()) < 2:
+        return None
+    index = torch.randint(rows, (rows,), generator=generator)
+    args, kwargs, targets = map_tensors(given, lambda tensor: _picked(tensor, index))
+    return target._replace(args=args, kwargs=kwargs, targets=targets)
+
+
+def _picked(tensor: Tensor, index: Tensor) -> Tensor:
+    if not tensor.ndim:
+        return tensor
+    return tensor.detach()[index.to(tensor.device)].requires_grad_(tensor.requires_grad)

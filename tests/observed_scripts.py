@@ -1,0 +1,456 @@
+"""Training scripts of many kinds, each with three steps; every one is compared with itself, run as it is."""
+
+from __future__ import annotations
+
+HEAD = """
+import torch
+from torch import nn
+import torch.nn.functional as F
+torch.manual_seed(0)
+X, Y = torch.randn(96, 8), torch.randint(0, 3, (96,))
+def batches():
+    return zip(X.split(32), Y.split(32))
+def net(out=3):
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, out))
+"""
+
+SCRIPTS = {
+    "classification": """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+criterion = nn.CrossEntropyLoss(label_smoothing=0.1, weight=torch.tensor([1.0, 2.0, 3.0]))
+for x, y in batches():
+    optimizer.zero_grad()
+    loss = criterion(model(x), y)
+    loss.backward()
+    optimizer.step()
+""",
+    "a function and a guard": """
+def train(model, optimizer):
+    for step, (x, y) in enumerate(batches()):
+        out = model(x)
+        loss = F.cross_entropy(out, y) + 0.1 * out.square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+if __name__ == "__main__":
+    model = net()
+    train(model, torch.optim.Adam(model.parameters(), lr=1e-2))
+""",
+    "evaluation first": """
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+model.eval()
+with torch.no_grad():
+    print((model(X).argmax(1) == Y).float().mean())
+model.train()
+for x, y in batches():
+    optimizer.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    optimizer.step()
+""",
+    "an autoencoder with a penalty on its weights": """
+model = nn.Sequential(nn.Linear(8, 4), nn.Tanh(), nn.Linear(4, 8))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, _ in batches():
+    x = x * 2
+    noisy = x + 0.1 * torch.randn_like(x)
+    loss = F.mse_loss(model(noisy), x)
+    loss += 1e-2 * sum(p.pow(2).sum() for p in model.parameters())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "clipping and a scheduler": """
+model = net()
+optimizer = torch.optim.SGD([{"params": model[0].parameters(), "lr": 0.5}, {"params": model[3].parameters()}, {"params": model[1].parameters(), "weight_decay": 0.0}], lr=0.2, weight_decay=0.1)
+scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=6)
+for x, y in batches():
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    scheduler.step()
+""",
+    "clipping by value": """
+from torch.nn.utils import clip_grad_value_
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+for x, y in batches():
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    clip_grad_value_(model.parameters(), 0.01)
+    optimizer.step()
+""",
+    "a siamese network": """
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+temperature = nn.Parameter(torch.tensor(0.5))
+optimizer = torch.optim.AdamW([*model.parameters(), temperature], lr=1e-2)
+for x, _ in batches():
+    a, b = F.normalize(model(x), dim=1), F.normalize(model(x + 0.1 * torch.randn_like(x)), dim=1)
+    loss = F.cross_entropy(a @ b.T / temperature, torch.arange(len(x)))
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "an encoder and a decoder": """
+encoder, decoder = nn.Linear(8, 3), nn.Sequential(nn.Linear(3, 8))
+optimizer = torch.optim.Adam([*encoder.parameters(), *decoder.parameters()], lr=1e-2)
+for x, _ in batches():
+    code = encoder(x).relu()
+    loss = F.smooth_l1_loss(decoder(code), x) + 1e-3 * code.abs().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a GAN": """
+generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+of_critic, of_generator = torch.optim.SGD(critic.parameters(), lr=0.1), torch.optim.Adam(generator.parameters(), lr=1e-2)
+for x, _ in batches():
+    fake = generator(torch.randn(len(x), 2))
+    of_critic.zero_grad()
+    F.binary_cross_entropy_with_logits(critic(x), torch.ones(len(x), 1)).backward()
+    F.binary_cross_entropy_with_logits(critic(fake.detach()), torch.zeros(len(x), 1)).backward()
+    of_critic.step()
+    of_generator.zero_grad()
+    F.binary_cross_entropy_with_logits(critic(fake), torch.ones(len(x), 1)).backward()
+    of_generator.step()
+""",
+    "a GAN that trains its generator first": """
+generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+of_critic, of_generator = torch.optim.Adam(critic.parameters(), lr=0.0), torch.optim.SGD(generator.parameters(), lr=1e-2)
+for x, _ in batches():
+    fake = generator(torch.randn(len(x), 2))
+    of_generator.zero_grad()
+    (-critic(fake).mean()).backward()
+    of_generator.step()
+    of_critic.zero_grad()
+    (critic(fake.detach()).mean() - critic(x).mean()).backward()
+    of_critic.step()
+""",
+    "a gradient penalty": """
+model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 1))
+optimizer = torch.optim.RMSprop(model.parameters(), lr=1e-2)
+for x, _ in batches():
+    x = x.clone().requires_grad_()
+    out = model(x)
+    (grad,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+    loss = out.mean() + (grad.norm(dim=1) - 1).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "accumulation": """
+model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 3))
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in batches():
+    for xs, ys in zip(x.split(8), y.split(8)):
+        (F.cross_entropy(model(xs), ys) / 4).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+    "a model that returns its loss": """
+class Output(dict):
+    __getattr__ = dict.__getitem__
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = net()
+    def forward(self, ids, labels=None):
+        logits = self.body(ids)
+        return Output(loss=F.cross_entropy(logits, labels), logits=logits)
+model = Model()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+for x, y in batches():
+    model(ids=x, labels=y).loss.backward()
+    optimizer.step()
+    model.zero_grad()
+""",
+    "checkpointing": """
+from torch.utils.checkpoint import checkpoint
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.a, self.b = nn.Linear(8, 16), nn.Linear(16, 3)
+    def forward(self, x):
+        return self.b(checkpoint(lambda x: self.a(x).tanh(), x, use_reentrant=False))
+model = Model()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in batches():
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a custom function of autograd": """
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x * x
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * ctx.saved_tensors[0] * grad
+model = nn.Linear(8, 1)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in batches():
+    loss = Square.apply(model(x).squeeze(1) - y).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "a closure": """
+model = net()
+optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+for x, y in batches():
+    def closure():
+        optimizer.zero_grad()
+        loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+    optimizer.step(closure)
+""",
+    "a buffer that is filled anew, and in-place functions": """
+model = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+batch = torch.empty(32, 8)
+for x, y in batches():
+    batch.copy_(x)
+    out = model(batch)
+    out[:, 0] = out[:, 0] * 2
+    loss = out.mul_(0.5).logsumexp(1).mean() - out.gather(1, y[:, None]).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    batch.zero_()
+    optimizer.step()
+""",
+    "mixture of a teacher": """
+model, teacher = net(), net().eval()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in batches():
+    with torch.no_grad():
+        soft = teacher(x).softmax(1)
+    hard = teacher(x)
+    out = model(x)
+    loss = F.kl_div(out.log_softmax(1), soft, reduction="batchmean") + F.mse_loss(out, hard.detach())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+    "pseudo labels": """
+model = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for x, y in batches():
+    out = model(x)
+    loss = F.cross_entropy(out, out.argmax(1)) + F.cross_entropy(out, y)
+    print(loss.item())
+    optimizer.zero_grad(set_to_none=False)
+    loss.backward()
+    optimizer.step()
+""",
+    "a loader with workers, and a step for the scheduler": """
+from torch.utils.data import DataLoader, TensorDataset
+if __name__ == "__main__":
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.step()
+    for x, y in DataLoader(TensorDataset(X, Y), batch_size=32, num_workers=1):
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+    "a resumed optimizer": """
+model = nn.Linear(8, 3)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
+for p in model.parameters():
+    optimizer.state[p] = {"step": torch.tensor(5.0), "exp_avg": torch.full_like(p, 0.1), "exp_avg_sq": torch.full_like(p, 0.2)}
+for x, y in batches():
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
+}
+"""By kind; each makes its steps in fp32."""
+
+REFUSED = {
+    "an update without an optimizer": (
+        "for x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n    with torch.no_grad():\n"
+        "        for p in model.parameters():\n            p -= 0.1 * p.grad\n            p.grad = None\n",
+        "makes no step of a torch.optim.Optimizer",
+    ),
+    "gradients that the script changes": (
+        "for x, y in batches():\n    F.cross_entropy(model(x), y).backward()\n    for p in model.parameters():\n        p.grad *= 0.5\n"
+        "    optimizer.step()\n",
+        "the gradients that the optimizer gets differ from those of the loss at train.py:14 by 100.0%",
+    ),
+    "a gradient of its own": (
+        "for x, y in batches():\n    out = model(x)\n    out.backward(torch.ones_like(out))\n    optimizer.step()\n",
+        "train.py:15 calls backward() of more than one number",
+    ),
+    "a random number from elsewhere": (
+        "count = iter(range(9))\nclass Odd(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.body = model\n"
+        "    def forward(self, x):\n        return self.body(x) * (1 + next(count))\nodd = Odd()\nfor x, y in batches():\n"
+        "    optimizer.zero_grad()\n    F.cross_entropy(odd(x), y).backward()\n    optimizer.step()\n",
+        "computed again from the same batch, the loss at train.py:23 is",
+    ),
+    "a thread": (
+        "import threading\ndef work():\n    for x, y in batches():\n        F.cross_entropy(model(x), y).backward()\n        optimizer.step()\n"
+        "t = threading.Thread(target=work)\nt.start()\nt.join()\n",
+        "it calls its model in another thread",
+    ),
+}
+"""Scripts that cannot be made again, and what is said of each."""
+
+FRAMEWORKS = {
+    "lightning": """
+import lightning
+from torch.utils.data import DataLoader, TensorDataset
+class Module(lightning.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.body = net()
+    def training_step(self, batch, index):
+        x, y = batch
+        return F.cross_entropy(self.body(x), y)
+    validation_step = training_step
+    def configure_optimizers(self):
+        optimizer = torch.optim.SGD(self.parameters(), lr=0.5)
+        return [optimizer], [{"scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5), "interval": "step"}]
+data = DataLoader(TensorDataset(X, Y), batch_size=32)
+trainer = lightning.Trainer(max_steps=3, gradient_clip_val=0.1, accelerator="cpu", logger=False, enable_checkpointing=False)
+trainer.fit(Module(), data, data)
+""",
+    "transformers": """
+from transformers import BertConfig, BertForSequenceClassification, Trainer, TrainingArguments
+sizes = dict(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=32, vocab_size=50)
+model = BertForSequenceClassification(BertConfig(**sizes, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0))
+data = [{"input_ids": torch.randint(0, 50, (12,)), "labels": torch.tensor(number % 2)} for number in range(32)]
+options = TrainingArguments(output_dir="out", per_device_train_batch_size=8, max_steps=3, report_to=[], use_cpu=True, save_strategy="no")
+Trainer(model, options, train_dataset=data).train()
+""",
+    "accelerate": """
+from accelerate import Accelerator
+from torch.utils.data import DataLoader, TensorDataset
+accelerator = Accelerator(cpu=True)
+model = net()
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+loader = DataLoader(TensorDataset(X, Y), batch_size=32)
+model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+for x, y in loader:
+    loss = F.cross_entropy(model(x), y)
+    accelerator.backward(loss)
+    accelerator.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step()
+    optimizer.zero_grad()
+""",
+}
+"""By what trains."""
+
+MIXED = {
+    "autocast": 'with torch.autocast("cpu", dtype=torch.bfloat16):\n    loss = F.cross_entropy(model(x), y)\n',
+    "autocast around the model alone": 'with torch.autocast("cpu", dtype=torch.bfloat16):\n    out = model(x)\n'
+    "loss = F.cross_entropy(out.float(), y)\n",
+    "dropout and random numbers": "loss = F.cross_entropy(F.dropout(model(x + torch.rand_like(x)), 0.5), y)\n",
+}
+"""How the loss of a step is computed; scans compute it otherwise or draw other numbers, so only the first step is made again."""
+
+SCRIPTS["the official example of a GAN"] = """
+netG, netD = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.Linear(8, 1), nn.Sigmoid())
+criterion = nn.BCELoss()
+optimizerD, optimizerG = torch.optim.Adam(netD.parameters(), lr=2e-4), torch.optim.Adam(netG.parameters(), lr=2e-4)
+for data, _ in batches():
+    netD.zero_grad()
+    label = torch.full((len(data),), 1.0)
+    output = netD(data).view(-1)
+    errD_real = criterion(output, label)
+    errD_real.backward()
+    D_x = output.mean().item()
+    fake = netG(torch.randn(len(data), 2))
+    label.fill_(0.0)
+    output = netD(fake.detach()).view(-1)
+    errD_fake = criterion(output, label)
+    errD_fake.backward()
+    optimizerD.step()
+    netG.zero_grad()
+    label.fill_(1.0)
+    output = netD(fake).view(-1)
+    criterion(output, label).backward()
+    optimizerG.step()
+"""
+SCRIPTS["a global model and inputs, and a guard"] = """
+model, inputs = net(), X[:32]
+def main():
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""
+SCRIPTS["mixup, and a weight that changes from step to step"] = """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step, (x, y) in enumerate(batches()):
+    share = float(torch.rand(()))
+    other = torch.randperm(len(x))
+    out = model(share * x + (1 - share) * x[other])
+    loss = share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other])
+    if step:
+        loss = loss + 0.1 * step * out.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SCRIPTS["accumulation of a varying number of batches"] = """
+model = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step, (x, y) in enumerate(batches()):
+    optimizer.zero_grad()
+    for xs, ys in zip(x.split(16 >> step), y.split(16 >> step)):
+        F.cross_entropy(model(xs), ys, reduction="sum").div(32).backward()
+    optimizer.step()
+"""
+SCRIPTS["lazy modules"] = """
+model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
+model(X)
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+for x, y in batches():
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+REFUSED["an optimizer that needs a closure"] = (
+    "optimizer = torch.optim.LBFGS(model.parameters())\nfor x, y in batches():\n    def closure():\n        optimizer.zero_grad()\n"
+    "        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n        return loss\n    optimizer.step(closure)\n",
+    "LBFGS.step() needs a closure",
+)
+REFUSED["a loss that torch cannot see"] = (
+    "@torch.jit.script\ndef f(a):\n    return (a.logsumexp(1) - a[:, 0]).mean()\nfor x, y in batches():\n    loss = f(model(x))\n"
+    "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n",
+    "the loss was computed in a way that no function of torch shows",
+)
+STEP = "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+NOTED = {
+    "the script has another optimizer, Adam, made at train.py:14: the scan does not make its steps": "other = nn.Linear(8, 8)\n"
+    "second = torch.optim.Adam(other.parameters())\nfor x, y in batches():\n    loss = F.cross_entropy(model(other(x)), y)\n"
+    + STEP,
+    "2 of the 4 steps are observed: their batches are repeated, since the script makes no more within 60 s": "for x, y in [*batches()][:2]:\n"
+    "    loss = F.cross_entropy(model(x), y)\n" + STEP,
+    "1 of the 4 steps is observed: its batch is repeated, since train.py:16 calls other models than in the step before": "first = nn.Linear(8, 8)\n"
+    "optimizer.add_param_group({'params': first.parameters()})\nfor step, (x, y) in enumerate(batches()):\n    out = model(first(x)) if step else model(x)\n    loss = F.cross_entropy(out, y)\n"
+    + STEP,
+    "train.py:15 makes a number of what the model computes (item)": "for x, y in batches():\n    out = model(x)\n"
+    "    loss = F.cross_entropy(out, y) * out.max().item()\n" + STEP,
+    "the script calls backward() 2 times for a step": "for x, y in batches():\n    for half in x.split(16):\n        model(half).mean().backward()\n"
+    "    optimizer.step()\n    optimizer.zero_grad()\n",
+    "the loss follows from 2 calls (Linear)": "for x, y in batches():\n    loss = (model(x) - model(x + 1)).square().mean()\n"
+    + STEP,
+}
+"""By what is said of it, scripts that a scan trains otherwise in some way."""

@@ -1,0 +1,328 @@
+"""The training step of a script is observed as it happens: the same batches, losses and weights as when the script is run."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import Call
+from observed_scripts import FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from lowprec_check import ScanResult, UsageError
+from lowprec_check.analysis.training_advice import training_code
+from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.optimizer_like import OptimizerLike
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
+from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_of
+from lowprec_check.schema.run_key import RunKey
+from lowprec_check.schema.scan_result import ModelInfo
+from lowprec_check.schema.training import TrainingSetup, TrainingWay
+
+Write = Callable[..., Path]
+MODEL = "model = nn.Linear(8, 3)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
+
+
+def run_as_it_is(path: Path) -> tuple[list[float], list[list[torch.Tensor]]]:
+    """The losses of a script, summed for each step of its first optimizer, and the weights of that optimizer after each."""
+    losses: list[float] = []
+    weights: list[list[torch.Tensor]] = []
+    pending: list[float] = []
+    first: list[Any] = []
+    kept = torch.Tensor.backward
+
+    def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
+        pending.append(self.item())
+        kept(self, *args, **kwargs)
+
+    def after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not pending:
+            return
+        first.append(optimizer)
+        if optimizer is first[0]:
+            losses.append(sum(pending))
+            weights.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
+        pending.clear()
+
+    hook = register_optimizer_step_post_hook(after)
+    torch.Tensor.backward = backward  # type: ignore[assignment,method-assign]
+    try:
+        with torchvision_works():  # as beside a torch that it was not built for
+            exec(compile(path.read_bytes(), str(path), "exec"), {"__name__": "__main__"})
+    finally:
+        hook.remove()
+        torch.Tensor.backward = kept  # type: ignore[method-assign]
+    return losses, weights
+
+
+def run_observed(target: Target, steps: int) -> tuple[list[float], list[list[torch.Tensor]]]:
+    """The same of a target."""
+    assert callable(target.optimizer)
+    optimizer = target.optimizer([p for p in target.model.parameters() if p.requires_grad])
+    losses, weights = [], []
+    for number in range(steps):
+        batch = target.batch(number)
+        optimizer.zero_grad()
+        output = target.model(*batch.args, **batch.kwargs)
+        loss = loss_of(target.loss, output, LossInputs(batch.args, batch.kwargs, batch.targets))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        weights.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
+    return losses, weights
+
+
+@pytest.mark.parametrize("kind", SCRIPTS)
+def test_steps_are_those_of_the_script(here: Path, write: Write, kind: str) -> None:
+    path = write(HEAD + SCRIPTS[kind], "train.py")
+    losses, weights = run_as_it_is(path)
+    target = load_target("train.py", steps=3)
+    found, after = run_observed(target, 3)
+    assert len(losses) == 3
+    several = "accumul" in kind or "a GAN" in kind  # one backward pass of a sum
+    torch.testing.assert_close(found, losses, rtol=1e-6 if several else 0, atol=0)
+    for step, wanted in zip(after, weights, strict=True):
+        for one, other in zip(step, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5 if several else 0, atol=1e-7 if several else 0)
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_what_cannot_be_made_again_is_refused(here: Path, write: Write, kind: str) -> None:
+    body, message = REFUSED[kind]
+    write(HEAD + MODEL + body, "train.py")
+    with pytest.raises(UsageError, match=r"The training of train.py cannot be scanned") as raised:
+        load_target("train.py", steps=1)
+    assert message in str(raised.value)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_steps_are_those_of_what_trains(here: Path, write: Write, framework: str) -> None:
+    losses, weights = run_as_it_is(write(HEAD + FRAMEWORKS[framework], "train.py"))
+    target = load_target("train.py", steps=3)
+    found, after = run_observed(target, 3)
+    assert target.observed is not None
+    assert (target.observed.framework, len(losses)) == (framework, 3)
+    assert found == losses
+    for step, wanted in zip(after, weights, strict=True):
+        for one, other in zip(step, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("how", MIXED)
+@pytest.mark.parametrize("scaler", [False, True])
+def test_steps_in_mixed_precision_are_made_again(here: Path, write: Write, how: str, scaler: bool) -> None:
+    step = f"{MIXED[how]}scaler.scale(loss).backward()\nscaler.unscale_(optimizer)\nnn.utils.clip_grad_norm_(model.parameters(), 0.1)\n"
+    step += "scaler.step(optimizer)\nscaler.update()\noptimizer.zero_grad()\n"
+    made = f"scaler = torch.amp.GradScaler('cpu', enabled={scaler})\n{MODEL}"
+    write(f"{HEAD}{made}for x, y in batches():\n{textwrap.indent(step, '    ')}", "train.py")
+    target = load_target("train.py", steps=3)
+    assert target.observed is not None
+    assert len(target.observed.batches) == 3
+    notes = " ".join(target.notes)
+    assert ("autocast to bfloat16" in notes, "GradScaler at 65536" in notes) == ("autocast" in how, scaler)
+    assert "clip_grad_norm_(parameters, 0.1)" in notes
+
+
+AFTER = "open('after.txt', 'w').close()\nos.remove('ckpt.pt')\nshutil.rmtree('old')\n"
+DELETES = f"""
+import atexit, os, shutil
+open('ckpt.pt', 'w').close()
+atexit.register(lambda: os.remove('ckpt.pt'))
+{MODEL}
+for number, (x, y) in enumerate(batches()):
+    loss = F.cross_entropy(model(x), y)
+    torch.save(model.state_dict(), 'ckpt.pt')
+    optimizer.zero_grad()
+    loss.backward()
+    try:
+        optimizer.step()
+    finally:
+        if number == 1:
+{textwrap.indent(AFTER, " " * 12)}
+{AFTER}"""
+
+
+def functions_of_torch() -> list[Any]:
+    places = (
+        torch.autograd,
+        torch.amp.GradScaler,
+        torch.optim.Optimizer,
+        torch.nn.utils,
+        torch.autograd.Function,
+        torch.nn.Module,
+    )
+    names = "backward", "grad", "scale", "zero_grad", "clip_grad_norm_", "apply", "__call__"
+    return [vars(place).get(name) for place in places for name in names]
+
+
+def test_a_script_is_left_after_its_steps_and_its_files_are_kept(here: Path, write: Write) -> None:
+    kept = {"ckpt.pt": "a checkpoint", "old/weights": "weights"}
+    (here / "old").mkdir()
+    for name, content in kept.items():
+        (here / name).write_text(content)
+    write(HEAD + DELETES, "train.py")
+    functions = functions_of_torch()
+    target = load_target("train.py", steps=2)
+    assert target.observed is not None
+    assert len(target.observed.batches) == 2
+    assert not (here / "after.txt").exists()
+    assert {name: (here / name).read_text() for name in kept} == kept
+    assert torch.is_grad_enabled()
+    assert functions == functions_of_torch()
+
+
+def test_a_script_that_stops_is_the_user_s(here: Path, write: Write) -> None:
+    write(f"{HEAD}{MODEL}for x, y in batches():\n    F.cross_entropy(model(x), y[:3]).backward()\n", "train.py")
+    with pytest.raises(UsageError, match=r"ValueError at train.py:14"):
+        load_target("train.py", steps=1)
+
+
+def test_a_script_without_gradients_is_trained_by_default(here: Path, write: Write) -> None:
+    write(f"{HEAD}{MODEL}criterion = nn.CrossEntropyLoss()\nprint(model(X))", "infer.py")
+    target = load_target("infer.py", steps=1)
+    assert isinstance(target.loss, torch.nn.CrossEntropyLoss)
+    assert any("computes no gradients" in note for note in target.notes)
+    assert not any("computes no gradients" in note for note in load_target("infer.py").notes)
+
+
+def test_warm_up_from_zero(here: Path, write: Write) -> None:
+    schedule = "scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: step / 10)\n"
+    step = "    F.cross_entropy(model(x), y).backward()\n    optimizer.step()\n    scheduler.step()\n    optimizer.zero_grad()\n"
+    write(f"{HEAD}{MODEL}{schedule}for x, y in batches():\n{step}", "train.py")
+    target = load_target("train.py", steps=1)
+    assert isinstance(target.optimizer, OptimizerLike)
+    assert target.optimizer.rates == [0.1]
+    assert any("is 0 in its first step (a warm-up): the scan uses 0.1" in note for note in target.notes)
+    target = load_target("train.py", steps=3)
+    assert isinstance(target.optimizer, OptimizerLike)
+    assert target.optimizer.rates == pytest.approx([0.0, 0.01, 0.02])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"), [("GPT2LMHeadModel", "returns"), ("BertForSequenceClassification", "cross-entropy")]
+)
+def test_a_model_of_transformers_by_name_has_a_loss(name: str, words: str) -> None:
+    sizes = (
+        "n_embd=16,n_layer=1,n_head=2"
+        if name.startswith("GPT2")
+        else "hidden_size=16,num_hidden_layers=1,num_attention_heads=2"
+    )
+    target = load_target(f"transformers:{name},{sizes}", steps=2)
+    for batch in (target, target.batch(1)):
+        output = batch.model(*batch.args, **batch.kwargs)
+        described = describe_loss(None, output, target.form, "")
+        assert words in described.words
+        wanted = None
+        if "labels" in batch.kwargs:
+            wanted = output.loss
+        else:
+            labels = torch.randint(0, 2, (1,), generator=torch.Generator().manual_seed(0))
+            wanted = torch.nn.functional.cross_entropy(output.logits, labels)
+        torch.testing.assert_close(loss_of(None, output, LossInputs(batch.args, batch.kwargs)), wanted, rtol=0, atol=0)
+        space = {"torch": torch, "output": output}
+        exec("\n".join(described.setup), space)
+        torch.testing.assert_close(eval(described.code, space), wanted, rtol=0, atol=0)
+
+
+def setup_of(**changes: Any) -> TrainingSetup:
+    return TrainingSetup(
+        steps=1,
+        loss="mse_loss of train.py:3",
+        optimizer="SGD(lr=0.1)",
+        script="train.py:3",
+        optimizer_code="optimizer(parameters)",
+        **changes,
+    )
+
+
+INFO = ModelInfo(name="Linear", parameters=6, inputs=["(4, 2)"], modules=1, training=True, call="model(inputs)")
+
+
+@pytest.mark.parametrize(
+    ("framework", "precision", "device", "wanted"),
+    [
+        ("lightning", "autocast-bf16", "cpu", 'lightning.Trainer(precision="bf16-mixed")'),
+        ("lightning", "autocast-fp16", "cuda", 'lightning.Trainer(precision="16-mixed")'),
+        ("transformers", "autocast-bf16", "cpu", "transformers.TrainingArguments(bf16=True)"),
+        ("transformers", "autocast-fp16", "cuda", "transformers.TrainingArguments(fp16=True)"),
+        ("accelerate", "autocast-bf16", "cpu", 'accelerate.Accelerator(mixed_precision="bf16")'),
+        ("accelerate", "autocast-fp16", "cpu", None),
+        ("lightning", "bfloat16", "cpu", None),
+    ],
+)
+def test_the_switch_of_what_trains(framework: str, precision: str, device: str, wanted: str | None) -> None:
+    scale = 65536.0 if precision == "autocast-fp16" else None
+    way = TrainingWay(name="plain" if scale is None else "grad-scaler", status="ok", initial_scale=scale)
+    code = training_code(RunKey(precision, "eager", device, "contiguous"), INFO, setup_of(framework=framework), way)
+    assert (wanted in code) if wanted else ("Trainer" not in code and "Accelerator" not in code)
+    compile(code, "code", "exec")
+
+
+@pytest.mark.parametrize("way", ["plain", "grad-scaler", "master-weights"])
+def test_the_code_for_a_script_clips_as_it_does(way: str) -> None:
+    clip = "torch.nn.utils.clip_grad_norm_(parameters, 0.01)"
+    scale = 65536.0 if way == "grad-scaler" else None
+    key = RunKey("bfloat16" if way == "master-weights" else "autocast-bf16", "eager", "cpu", "contiguous")
+    code = training_code(key, INFO, setup_of(clip_code=[clip]), TrainingWay(name=way, status="ok", initial_scale=scale))
+    torch.manual_seed(0)
+    model = torch.nn.Linear(2, 2)
+    before = [p.detach().clone() for p in model.parameters()]
+    optimizer: Any = torch.optim.SGD(model.parameters(), lr=1.0)
+    if way == "master-weights":
+        optimizer = lambda parameters: torch.optim.SGD(parameters, lr=1.0)  # noqa: E731
+    exec(
+        code,
+        {
+            "model": model,
+            "inputs": torch.ones(4, 2),
+            "optimizer": optimizer,
+            "loss": lambda output: output.float().sum(),
+        },
+    )
+    moved = torch.cat([(p.float() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
+    assert 0 < moved.norm() < (0.0102 if way != "master-weights" else 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["fork", "spawn", "none"])
+def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, isolation: str) -> None:
+    """The script would overwrite its checkpoint, and gets an argument."""
+    (here / "ckpt.pt").write_bytes(b"kept")
+    body = "import sys\nmodel = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))\n"
+    body += (
+        "optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]), momentum=0.9)\nfor x, y in batches():\n"
+    )
+    body += "    loss = F.cross_entropy(model(x), y)\n    optimizer.zero_grad()\n    loss.backward()\n"
+    body += "    nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n    optimizer.step()\n    torch.save(model, 'ckpt.pt')\n"
+    path = write(HEAD + body, "train.py")
+    options = ["--train", "--steps", "2", "-p", "autocast-bf16", "--times", "off", "--isolation", isolation]
+    done = call("scan", str(path), *options, "--json", "-", "--", "0.5")
+    assert done.returncode in (0, 1), done.stderr
+    result = ScanResult.from_json(done.stdout.encode())
+    assert (here / "ckpt.pt").read_bytes() == b"kept"
+    assert result.training is not None
+    assert (result.training.script, result.training.optimizer) == (
+        "train.py:15",
+        "SGD(lr=0.5, momentum=0.9, weight_decay=0)",
+    )
+    assert (result.training.loss, result.training.default_loss) == ("cross_entropy of train.py:15", False)
+    assert result.training.clip_code == ["torch.nn.utils.clip_grad_norm_(parameters, 0.1)"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train.py", "0.5"])
+        patch.setattr(torch, "save", lambda *_: None)
+        losses, _ = run_as_it_is(path)
+    assert result.training.losses[:2] == pytest.approx(losses[:2], rel=1e-6)
+
+
+@pytest.mark.parametrize("note", NOTED)
+def test_what_a_scan_does_otherwise_is_said(here: Path, write: Write, note: str) -> None:
+    write(HEAD + MODEL + NOTED[note], "train.py")
+    assert note in "\n".join(load_target("train.py", steps=4).notes)
