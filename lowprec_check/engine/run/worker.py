@@ -127,8 +127,9 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
             found = _instrument(task, target, called.outputs, send, emulation, called.way)
             send(found)
             seconds = system.thread_time() - started
-            for each in measured_shares(task, target, found, called.outputs, called.seconds, seconds=seconds):
-                send(each)
+            with _kernels(task):
+                for each in measured_shares(task, target, found, called.outputs, called.seconds, seconds=seconds):
+                    send(each)
     if task.predicted is not None:
         send(StandInOps(known_ops(), assumed_ops()))
 
