@@ -18,6 +18,7 @@ from lowprec_check.engine.core.floating_dtypes import NARROW, torch_dtype
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.precisions import BF16, FP16, Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, MemoryFormat
@@ -57,7 +58,8 @@ def prepared(
             application.apply(model, device.type, keep_fp32)
             if memory_format != CONTIGUOUS:
                 model.to(memory_format=getattr(torch, memory_format))  # type: ignore[call-overload]
-        except Exception as error:
+        except BaseException as error:
+            reraise_interrupt(error)
             of_model = isinstance(error, RecursionError)  # torch itself, in a module that contains itself
             if not of_model and traceback_line(error.__traceback__) is None:
                 raise
@@ -109,7 +111,7 @@ class Prepared(NamedTuple):
 class FailedCast:
     """Takes the place of a model whose own code (``half()``, ``_apply()``) raised an exception when it was cast."""
 
-    error: Exception
+    error: BaseException
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Raise its exception, as the model's user sees it."""

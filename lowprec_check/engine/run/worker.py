@@ -15,8 +15,9 @@ from torch import Tensor
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import check_accelerators
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error, reraise_interrupt, run_once
+from lowprec_check.engine.model.plain_run import PlainResult, describe_error, run_once
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.leftovers import Leftovers
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
