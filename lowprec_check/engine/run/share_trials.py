@@ -12,9 +12,10 @@ from torch import Tensor
 from lowprec_check.analysis.error_shares import is_trusted
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs
-from lowprec_check.engine.model.plain_run import output_tensors, reraise_interrupt, run_once
+from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.messages import ShareMeasured
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.preparation import in_eager_mode, prepared_for
