@@ -27,7 +27,7 @@ from lowprec_check.engine.model.inputs import (
     is_function,
     parse_inputs,
 )
-from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedTraining
+from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedTraining, ScriptStep
 from lowprec_check.engine.model.target import (
     NOT_TRAINED,
     Observed,
@@ -175,15 +175,20 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
         training.model,
         _inputs_of(calls[0]),
         source=training.line,
-        setup=(
-            f"# in the step at {training.line}: `model` is the model that it calls, `inputs` what it is called with",
-        ),
+        setup=(f"# in the step at {training.line}: {_STANDS_FOR[isinstance(training.model, ScriptStep)]}",),
         notes=(*training.notes, *script.ran.notes),
         loss=training.loss,
         optimizer=training.optimizer,
         observed=Observed(training.line or "", training.framework, tuple(batches)),
     )
     return target._replace(targets=training.batches[0].targets)
+
+
+_STANDS_FOR = {
+    False: "`model` is the model that it calls, `inputs` what it is called with",
+    True: "`model(...)` stands for all that it computes up to its loss",
+}
+"""What the names of code to paste mean in a script, with one call or with several."""
 
 
 def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...], steps: int) -> Target:

@@ -17,17 +17,16 @@ from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import as_real, is_float
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.inputs import NoBatchError
-from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.model.prepared import FailedCast, Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of, make_optimizer
-from lowprec_check.engine.model.user_code import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code, reraise_interrupt
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.ways_to_train import Updates, WayToTrain
 
-SAMPLED = 1024
-"""Elements of each tensor that are kept of every step, chosen at random; all, if it has no more."""
+SAMPLED, TOGETHER = 1024, 2**17
+"""Elements of each tensor that are kept of every step, chosen at random; more, if those of all tensors are no more than ``TOGETHER``."""
 
 MAX_SKIPPED = 24
 """Steps that a ``GradScaler`` may skip: from 2¹⁶, it is then below 2⁻⁸."""
@@ -169,13 +168,14 @@ class Samples:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         generator = torch.Generator().manual_seed(0)
         self.sizes = dict(sizes)
+        most = max(SAMPLED, TOGETHER // max(1, len(self.sizes)))
         self._picked: dict[str, Tensor | None] = {}
         self.slices: dict[str, slice] = {}
         """By name, where its elements are in what :meth:`take` returns."""
         weights, end = [torch.zeros(0)], 0
         for name, size in self.sizes.items():
-            count = min(size, SAMPLED)
-            self._picked[name] = torch.randint(size, (SAMPLED,), generator=generator) if size > SAMPLED else None
+            count = min(size, most)
+            self._picked[name] = torch.randint(size, (most,), generator=generator) if size > most else None
             self.slices[name] = slice(end, end + count)
             end += count
             weights.append(torch.full((count,), size / max(count, 1)))
