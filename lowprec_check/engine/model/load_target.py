@@ -184,8 +184,8 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
 
 
 _STANDS_FOR = {
-    False: "`model` is the model that it calls, `inputs` what it is called with",
-    True: "`model(...)` stands for all that it computes up to its loss",
+    False: "`model` is the model that it calls, `inputs` what it is called with, `optimizer` its optimizer",
+    True: "`model(...)` stands for all that it computes up to its loss, `optimizer` for its optimizer",
 }
 """What the names of code to paste mean in a script, with one call or with several."""
 
