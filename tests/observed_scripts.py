@@ -357,3 +357,127 @@ MIXED = {
     "dropout and random numbers": "loss = F.cross_entropy(F.dropout(model(x + torch.rand_like(x)), 0.5), y)\n",
 }
 """How the loss of a step is computed; scans compute it otherwise or draw other numbers, so only the first step is made again."""
+
+SCRIPTS["the official example of a GAN"] = """
+netG, netD = nn.Sequential(nn.Linear(2, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.LeakyReLU(), nn.Linear(8, 1), nn.Sigmoid())
+criterion = nn.BCELoss()
+optimizerD, optimizerG = torch.optim.Adam(netD.parameters(), lr=2e-4), torch.optim.Adam(netG.parameters(), lr=2e-4)
+for data, _ in batches():
+    netD.zero_grad()
+    label = torch.full((len(data),), 1.0)
+    output = netD(data).view(-1)
+    errD_real = criterion(output, label)
+    errD_real.backward()
+    D_x = output.mean().item()
+    fake = netG(torch.randn(len(data), 2))
+    label.fill_(0.0)
+    output = netD(fake.detach()).view(-1)
+    errD_fake = criterion(output, label)
+    errD_fake.backward()
+    optimizerD.step()
+    netG.zero_grad()
+    label.fill_(1.0)
+    output = netD(fake).view(-1)
+    criterion(output, label).backward()
+    optimizerG.step()
+"""
+SCRIPTS["a global model and inputs, and a guard"] = """
+model, inputs = net(), X[:32]
+def main():
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for x, y in batches():
+        loss = F.cross_entropy(model(x), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+if __name__ == "__main__":
+    main()
+"""
+SCRIPTS["mixup, and a weight that changes from step to step"] = """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step, (x, y) in enumerate(batches()):
+    share = float(torch.rand(()))
+    other = torch.randperm(len(x))
+    out = model(share * x + (1 - share) * x[other])
+    loss = share * F.cross_entropy(out, y) + (1 - share) * F.cross_entropy(out, y[other])
+    if step:
+        loss = loss + 0.1 * step * out.square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SCRIPTS["accumulation of a varying number of batches"] = """
+model = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+for step, (x, y) in enumerate(batches()):
+    optimizer.zero_grad()
+    for xs, ys in zip(x.split(16 >> step), y.split(16 >> step)):
+        F.cross_entropy(model(xs), ys, reduction="sum").div(32).backward()
+    optimizer.step()
+"""
+SCRIPTS["lazy modules"] = """
+model = nn.Sequential(nn.LazyLinear(8), nn.ReLU(), nn.Linear(8, 3))
+model(X)
+optimizer = torch.optim.Adagrad(model.parameters(), lr=0.1)
+for x, y in batches():
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SCRIPTS["a compiled step"] = """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model_too = torch.compile(model, backend="eager")
+@torch.compile(backend="eager")
+def loss_of(x, y):
+    return F.cross_entropy(model(x), y)
+for step, (x, y) in enumerate(batches()):
+    loss = loss_of(x, y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SCRIPTS["evaluation with gradients first"] = """
+model = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model.eval()
+for x, y in [*batches()] * 40:
+    print(model(x).argmax(1).eq(y).sum().item())
+model.train()
+for x, y in batches():
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    print(loss.item())
+    optimizer.step()
+"""
+REFUSED["an optimizer that needs a closure"] = (
+    "optimizer = torch.optim.LBFGS(model.parameters())\nfor x, y in batches():\n    def closure():\n        optimizer.zero_grad()\n"
+    "        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n        return loss\n    optimizer.step(closure)\n",
+    "LBFGS.step() needs a closure",
+)
+REFUSED["a loss that torch cannot see"] = (
+    "@torch.jit.script\ndef f(a):\n    return (a.logsumexp(1) - a[:, 0]).mean()\nfor x, y in batches():\n    loss = f(model(x))\n"
+    "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n",
+    "the loss was computed in a way that no function of torch shows",
+)
+STEP = "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
+NOTED = {
+    "the script has another optimizer, Adam, made at train.py:14: the scan does not make its steps": "other = nn.Linear(8, 8)\n"
+    "second = torch.optim.Adam(other.parameters())\nfor x, y in batches():\n    loss = F.cross_entropy(model(other(x)), y)\n"
+    + STEP,
+    "2 of the 4 steps are observed: their batches are repeated, since the script makes no more within 60 s": "for x, y in [*batches()][:2]:\n"
+    "    loss = F.cross_entropy(model(x), y)\n" + STEP,
+    "1 of the 4 steps is observed: its batch is repeated, since train.py:16 calls other models than in the step before": "first = nn.Linear(8, 8)\n"
+    "optimizer.add_param_group({'params': first.parameters()})\nfor step, (x, y) in enumerate(batches()):\n    out = model(first(x)) if step else model(x)\n    loss = F.cross_entropy(out, y)\n"
+    + STEP,
+    "train.py:15 makes a number of what the model computes (item)": "for x, y in batches():\n    out = model(x)\n"
+    "    loss = F.cross_entropy(out, y) * out.max().item()\n" + STEP,
+    "the script calls backward() 2 times for a step": "for x, y in batches():\n    for half in x.split(16):\n        model(half).mean().backward()\n"
+    "    optimizer.step()\n    optimizer.zero_grad()\n",
+    "the loss follows from 2 calls (Linear)": "for x, y in batches():\n    loss = (model(x) - model(x + 1)).square().mean()\n"
+    + STEP,
+}
+"""By what is said of it, scripts that a scan trains otherwise in some way."""

@@ -87,7 +87,7 @@ def test_shipped_files_are_complete_and_sorted(path: Path) -> None:
         names = list(sweep.records)
         assert names == sorted(names)
         assert len(names) == sweep.header.ops > 600
-        assert path.stem == sweep.header.stem
+        assert path.stem == f"measured-{sweep.header.device}-{sweep.header.capability.replace('_', '')}"
         for op, found in sweep.records.items():
             assert op == found.op
             for failure in found.failures:

@@ -237,17 +237,22 @@ pathlib.Path(__file__).with_suffix(".started").touch()
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.parametrize("moment", ["a destructor", "an exit handler"])
-def test_a_signal_while_exceptions_are_ignored_ends_the_command(number: int, moment: str) -> None:
+@pytest.mark.parametrize("moment", ["a destructor", "an exit handler", "an error is shown"])
+def test_a_signal_at_any_moment_ends_the_command_without_a_traceback(number: int, moment: str) -> None:
     code = f"""
 import atexit, os, time
 from lowprec_check.cli import main
 
-def send(_=None):
+def send(*_):
     os.kill(os.getpid(), {number})
     time.sleep(0.1)
 
+class WrongOption(Exception):
+    exit_code, show = 2, send
+
 def command(**_):
+    if {moment == "an error is shown"}:
+        raise WrongOption
     if {moment == "an exit handler"}:
         atexit.register(send)
     else:
@@ -262,6 +267,31 @@ main.main()
     )
     assert "Traceback" not in done.stderr
     assert done.returncode in ((128 + number,) if moment == "a destructor" else (128 + number, -number))
+
+
+def test_an_interrupt_that_a_destructor_raises_in_a_worker_is_no_signal() -> None:
+    """As in plain Python, where such an exception is printed and ignored: the model does not fail of it."""
+    code = """
+import os, time
+from lowprec_check.cli import main
+
+class Dies:
+    def __del__(self):
+        raise KeyboardInterrupt
+
+def command(**_):
+    worker = os.fork()
+    if worker == 0:
+        Dies()
+        time.sleep(0.5)
+        os._exit(7)
+    return os.waitstatus_to_exitcode(os.waitpid(worker, 0)[1])
+
+main.app = command
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=50, check=False)
+    assert (done.returncode, done.stderr.count("Exception ignored")) == (7, 1), done.stderr
 
 
 @pytest.mark.slow

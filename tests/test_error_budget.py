@@ -28,7 +28,6 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.trace import instrument
 from lowprec_check.engine.trace.instrument import Options
 from lowprec_check.schema.measures import ErrorBudget, Share
-from lowprec_check.schema.module_paths import common_module
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -659,25 +658,6 @@ def test_a_budget_survives_saving() -> None:
         assert msgspec.json.decode(msgspec.json.encode(one), type=ErrorBudget) == one
     assert budget.known
     assert not ErrorBudget().known
-
-
-@pytest.mark.parametrize(
-    ("paths", "expected"),
-    [
-        (["a.b.c", "a.b.d.e"], "a.b"),
-        (["a.b"], "a.b"),
-        (["a.b", "a.b"], "a.b"),
-        (["a.b", "a.b.c"], "a.b"),
-        (["a.b", "a.bc"], "a"),
-        (["a", "b"], ""),
-        (["a", ""], ""),
-        ([""], ""),
-        ([], ""),
-    ],
-)
-def test_the_common_module_is_the_innermost_that_holds_all(paths: list[str], expected: str) -> None:
-    assert common_module(paths) == expected
-    assert common_module(paths[::-1]) == expected
 
 
 # -- what goes with a module in fp32, compared with the plain model

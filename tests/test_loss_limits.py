@@ -42,3 +42,10 @@ def test_the_limits_hold_the_range_of_the_seeds() -> None:
 
 def test_without_seeds_there_are_no_limits() -> None:
     assert spread(1).loss_limits() == ([], [])
+
+
+@pytest.mark.parametrize(("tensors", "kept"), [(2, 5000), (1000, 1024)])
+def test_distances_in_small_models_are_exact(tensors: int, kept: int) -> None:
+    samples = Samples({str(number): 5000 for number in range(tensors)})
+    assert len(samples.weights) == tensors * kept
+    assert float(samples.weights.sum()) == pytest.approx(tensors * 5000)

@@ -9,16 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from observed_scripts import FRAMEWORKS, HEAD, MIXED, REFUSED, SCRIPTS
+from conftest import Call
+from observed_scripts import FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from lowprec_check import UsageError
+from lowprec_check import ScanResult, UsageError
 from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
-from lowprec_check.engine.model.training import LossInputs, loss_of
+from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_of
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.training import TrainingSetup, TrainingWay
@@ -83,7 +84,8 @@ def test_steps_are_those_of_the_script(here: Path, write: Write, kind: str) -> N
     target = load_target("train.py", steps=3)
     found, after = run_observed(target, 3)
     assert len(losses) == 3
-    several = "accumul" in kind or kind == "a GAN"  # one backward pass of a sum
+    assert any("makes a number" in note for note in target.notes) == ("official" in kind)  # before its second loss
+    several = "accumul" in kind or "a GAN" in kind  # one backward pass of a sum
     torch.testing.assert_close(found, losses, rtol=1e-6 if several else 0, atol=0)
     for step, wanted in zip(after, weights, strict=True):
         for one, other in zip(step, wanted, strict=True):
@@ -103,7 +105,6 @@ def test_what_cannot_be_made_again_is_refused(here: Path, write: Write, kind: st
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_steps_are_those_of_what_trains(here: Path, write: Write, framework: str) -> None:
-    pytest.importorskip(framework)
     losses, weights = run_as_it_is(write(HEAD + FRAMEWORKS[framework], "train.py"))
     target = load_target("train.py", steps=3)
     found, after = run_observed(target, 3)
@@ -205,6 +206,33 @@ def test_warm_up_from_zero(here: Path, write: Write) -> None:
     assert target.optimizer.rates == pytest.approx([0.0, 0.01, 0.02])
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "words"), [("GPT2LMHeadModel", "returns"), ("BertForSequenceClassification", "cross-entropy")]
+)
+def test_a_model_of_transformers_by_name_has_a_loss(name: str, words: str) -> None:
+    sizes = (
+        "n_embd=16,n_layer=1,n_head=2"
+        if name.startswith("GPT2")
+        else "hidden_size=16,num_hidden_layers=1,num_attention_heads=2"
+    )
+    target = load_target(f"transformers:{name},{sizes}", steps=2)
+    for batch in (target, target.batch(1)):
+        output = batch.model(*batch.args, **batch.kwargs)
+        described = describe_loss(None, output, target.form, "")
+        assert words in described.words
+        wanted = None
+        if "labels" in batch.kwargs:
+            wanted = output.loss
+        else:
+            labels = torch.randint(0, 2, (1,), generator=torch.Generator().manual_seed(0))
+            wanted = torch.nn.functional.cross_entropy(output.logits, labels)
+        torch.testing.assert_close(loss_of(None, output, LossInputs(batch.args, batch.kwargs)), wanted, rtol=0, atol=0)
+        space = {"torch": torch, "output": output}
+        exec("\n".join(described.setup), space)
+        torch.testing.assert_close(eval(described.code, space), wanted, rtol=0, atol=0)
+
+
 def setup_of(**changes: Any) -> TrainingSetup:
     return TrainingSetup(
         steps=1,
@@ -262,3 +290,40 @@ def test_the_code_for_a_script_clips_as_it_does(way: str) -> None:
     )
     moved = torch.cat([(p.float() - b).flatten() for p, b in zip(model.parameters(), before, strict=True)])
     assert 0 < moved.norm() < (0.0102 if way != "master-weights" else 0.02)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("isolation", ["fork", "spawn", "none"])
+def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, isolation: str) -> None:
+    """The script would overwrite its checkpoint, and gets an argument."""
+    (here / "ckpt.pt").write_bytes(b"kept")
+    body = "import sys\nmodel = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Tanh(), nn.Linear(16, 3))\n"
+    body += (
+        "optimizer = torch.optim.SGD(model.parameters(), lr=float(sys.argv[1]), momentum=0.9)\nfor x, y in batches():\n"
+    )
+    body += "    loss = F.cross_entropy(model(x), y)\n    optimizer.zero_grad()\n    loss.backward()\n"
+    body += "    nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n    optimizer.step()\n    torch.save(model, 'ckpt.pt')\n"
+    path = write(HEAD + body, "train.py")
+    options = ["--train", "--steps", "2", "-p", "autocast-bf16", "--times", "off", "--isolation", isolation]
+    done = call("scan", str(path), *options, "--json", "-", "--", "0.5")
+    assert done.returncode in (0, 1), done.stderr
+    result = ScanResult.from_json(done.stdout.encode())
+    assert (here / "ckpt.pt").read_bytes() == b"kept"
+    assert result.training is not None
+    assert (result.training.script, result.training.optimizer) == (
+        "train.py:15",
+        "SGD(lr=0.5, momentum=0.9, weight_decay=0)",
+    )
+    assert (result.training.loss, result.training.default_loss) == ("cross_entropy of train.py:15", False)
+    assert result.training.clip_code == ["torch.nn.utils.clip_grad_norm_(parameters, 0.1)"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.argv", ["train.py", "0.5"])
+        patch.setattr(torch, "save", lambda *_: None)
+        losses, _ = run_as_it_is(path)
+    assert result.training.losses[:2] == pytest.approx(losses[:2], rel=1e-6)
+
+
+@pytest.mark.parametrize("note", NOTED)
+def test_what_a_scan_does_otherwise_is_said(here: Path, write: Write, note: str) -> None:
+    write(HEAD + MODEL + NOTED[note], "train.py")
+    assert note in "\n".join(load_target("train.py", steps=4).notes)

@@ -315,6 +315,55 @@ def test_a_baseline_made_while_a_test_failed(project: pytest.Pytester, monkeypat
     assert run(project, *compare).ret == FAILED
 
 
+SKIPS = """
+import os, unittest
+import pytest, torch
+
+def stop():
+    if "STOP" in os.environ: pytest.skip("not today")
+    torch.linalg.qr(torch.eye(3))
+
+class TestCase(unittest.TestCase):
+    def test_sub(self):
+        with self.subTest(): stop()
+
+def test_fixture(subtests):
+    with subtests.test(): stop()
+
+@pytest.fixture
+def own():
+    yield
+    stop()
+def test_teardown(own): pass
+
+@pytest.fixture(scope="class")
+def shared():
+    yield
+    stop()
+class TestClass:
+    def test_first(self, shared): pass
+    def test_last(self, shared): pass
+"""
+
+
+@pytest.mark.skipif(not hasattr(pytest, "Subtests"), reason="the fixture subtests is built into pytest 9")
+def test_what_a_test_skips_in_part_stays(project: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a test passes, but its subtest, or the rest of a teardown, did not run."""
+    project.makepyfile(test_suite=SKIPS)
+    run(project, "--lowprec-report", "base.json").assert_outcomes(passed=5)
+    assert gaps() == {"linalg_qr": ["TestCase::test_sub", "TestClass::test_first", "TestClass::test_last", "test_fixture", "test_teardown"]}  # fmt: skip
+    before = Path("base.json").read_bytes()
+    monkeypatch.setenv("STOP", "1")
+    run(project, "--lowprec-report", "base.json")
+    saved = coverage_from_json(Path("base.json").read_bytes())
+    assert [len(saved.tests_of(use)) for use in saved.gaps] == [5]
+    assert {why for test, why in saved.incomplete.items() if "first" not in test} == {"skipped in part"}
+    assert saved.incomplete["test_suite.py::TestClass::test_first"] == "shared fixture not torn down"
+    monkeypatch.delenv("STOP")
+    run(project, "--lowprec-report", "base.json")
+    assert Path("base.json").read_bytes() == before
+
+
 def test_reruns_are_incomplete(suite: pytest.Pytester, monkeypatch: pytest.MonkeyPatch) -> None:
     """As pytest-rerunfailures runs tests again: the report that failed is logged as ``rerun``, and the teardown's is not."""
     rerun = """

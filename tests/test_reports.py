@@ -182,6 +182,14 @@ def test_tables_keep_their_columns() -> None:
         assert set(widths) == {7, 3, 8, 5}, nasty
 
 
+@pytest.mark.parametrize("text", ["a\nb", "a|b", "a`|`b", "\\\\|", "\u202ea"])
+def test_a_row_stays_a_row_whatever_its_columns_and_tag_are_called(text: str) -> None:
+    shown = markdown.markdown(Document("", [Table([Column(text), Column("b")], [Row([text, text], tag=text)])]))
+    rendered = github_flavored_markdown_to_html(shown)
+    assert (rendered.count("<th "), rendered.count("<td "), rendered.count("<tr>")) == (2, 2, 2), shown
+    assert "\u202e" not in rendered
+
+
 def html_in(shown: str) -> set[str]:
     """Tags that a Markdown renderer would pass on."""
     tokens = MarkdownIt("commonmark").enable("table").parse(shown)
@@ -214,6 +222,8 @@ LINKS = (
     "ftp://a.example",
     "see mailto:someone@example.org",
     "someone@example.org",
+    "someone@.example",
+    "someone@-a.example",
     "xmpp:someone@example.org/x",
     "<http://a.example>",
     "<someone@example.org>",

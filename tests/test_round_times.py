@@ -171,6 +171,18 @@ def test_rounds_are_timed_as_long_as_time_is_left_and_longer_if_they_are_noisy(
     assert len(taken(schedule, [1.0, 1.02], noise)) == rounds
 
 
+def test_a_ratio_that_cannot_be_told_gets_enough_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Three rounds of 2 s are more than the 4 s that rounds may take, and their ratios, from 0.8 to 1.6, tell nothing."""
+    for fastest, count in ((0.8, ENOUGH), (1.58, FEW)):
+        schedule, found = RoundSchedule(2, seconds=4), 0
+        monkeypatch.setattr(system, "monotonic", lambda schedule=schedule: schedule.number * 2)
+        for row in schedule:
+            found += row == 0
+            seconds = 1.0 if row == 0 else 1 / (fastest if schedule.number % 2 else 1.6)
+            schedule.note(turn(row, schedule.number, seconds))
+        assert found == count
+
+
 def test_a_run_that_fails_is_left_out_and_without_fp32_nothing_is_timed() -> None:
     schedule = RoundSchedule(3, seconds=60)
     found = []

@@ -49,7 +49,8 @@ def timed(
             progress.append(f"{name}: {doing}")
 
     source = TargetSource(make_target(model, inputs))
-    with open_runs(source, RunOptions(errors="none"), isolation, on_progress) as target_runs:
+    source.on_progress = on_progress
+    with open_runs(source, RunOptions(errors="none"), isolation) as target_runs:
         target_runs.reference()
         runs = [target_runs.run(name, instrumented=False) for name in precisions]
         return runs, target_runs.time(runs)

@@ -75,16 +75,35 @@ def test_gradients_that_underflow_are_grouped_by_module() -> None:
     assert not found("LP501", a_trained("half", gradients=UNDERFLOWING[:1]))
 
 
-def test_underflow_is_a_note_where_the_loss_is_scaled() -> None:
-    scale = LossScale(scale=1024.0, largest=1.0, underflow_unscaled=0.4, underflow=0.01, skipped_steps=0)
-    scaled = a_way("grad-scaler", initial_scale=65536.0)
-    run = a_trained("autocast-fp16", scaled, a_way(), gradients=UNDERFLOWING[:2], loss_scale=scale)
-    finding = one("LP501", run)
-    assert finding.severity == "note"
-    assert "training with GradScaler passes" in finding.message
-    assert "init_scale=1024" in (finding.help or "")
-    failed = a_way("grad-scaler", "nonfinite", initial_scale=65536.0, losses=NAN_LOSSES)
-    assert one("LP501", a_trained("autocast-fp16", failed, a_way(), gradients=UNDERFLOWING[:2])).severity == "warning"
+STILL = {"body.0.weight": 0.3}
+
+
+@pytest.mark.parametrize(
+    ("default", "suggested", "severity", "says", "helps"),
+    [
+        (None, None, "note", "training with GradScaler passes", 'GradScaler("cpu")'),  # of a version that did not count
+        ({}, None, "note", "training with GradScaler passes", 'GradScaler("cpu")'),
+        (STILL, {}, "warning", "still 30 % with GradScaler from 65536", "init_scale=16777216"),
+        (STILL, STILL, "warning", "still 30 % with GradScaler from 65536", "try a larger initial scale"),
+    ],
+)
+def test_a_scaled_loss_avoids_underflow_where_that_was_tried(
+    default: Any, suggested: Any, severity: str, says: str, helps: str
+) -> None:
+    ways = [a_way("grad-scaler", initial_scale=65536.0, underflow=default), a_way()]
+    if suggested is not None:
+        ways.append(a_way("grad-scaler-suggested", initial_scale=2.0**24, underflow=suggested))
+    finding = one("LP501", a_trained("autocast-fp16", *ways, gradients=UNDERFLOWING[:2]))
+    assert finding.severity == severity
+    assert says in finding.message
+    assert helps in (finding.help or "")
+
+
+def test_a_way_that_fails_is_no_way_to_avoid_underflow() -> None:
+    failed = a_way("grad-scaler", "nonfinite", initial_scale=65536.0, losses=NAN_LOSSES, underflow={})
+    finding = one("LP501", a_trained("autocast-fp16", failed, a_way(), gradients=UNDERFLOWING[:2]))
+    assert finding.severity == "warning"
+    assert (finding.help or "").startswith("try to scale the loss")
 
 
 def test_underflow_names_bf16_only_if_it_passes() -> None:

@@ -64,7 +64,8 @@ class MeasuredSweep(NamedTuple):
         Returns the two paths. Raises :class:`UsageError` if the earlier sweep has more operators or a file cannot be written, and
         :class:`CatalogError` if the existing files cannot be read.
         """
-        path, build = folder / f"{self.header.stem}.jsonl", self.header.build
+        machine = f"{self.header.device}-{self.header.capability.replace('_', '')}"
+        path, build = folder / f"measured-{machine}.jsonl", self.header.build
         earlier = {sweep.header.build: sweep for sweep in (read_sweeps(path) if path.exists() else ())}
         existing = earlier[build].header.ops if build in earlier else 0
         if existing > self.header.ops:

@@ -72,8 +72,6 @@ class FindingGroup(NamedTuple):
     """The largest share of the squared output error that one of them has, if one is known."""
     rests_on: list[str]
     """Of a prediction: what it is known from."""
-    urls: list[str]
-    """Reported issues."""
     size: int
     """Number of findings."""
     calls: int
@@ -148,7 +146,6 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
         matters=any(d.matters for d in members),
         share=max((d.share for d in members if d.share is not None), default=None),
         rests_on=list(dict.fromkeys(d.rests_on for d in members if d.rests_on)),
-        urls=list(dict.fromkeys(d.url for d in members if d.url)),
         size=len(members),
         calls=sum(d.calls for d in members),
     )

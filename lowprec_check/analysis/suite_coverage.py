@@ -283,16 +283,8 @@ def _rests_on_calls(change: GapChange) -> bool:
 
 
 def _side(found: Coverage) -> CoverageSide:
-    return CoverageSide(
-        device=found.device,
-        torch=found.torch,
-        evidence=found.evidence,
-        recorded_torch=found.recorded_torch,
-        dtypes=found.dtypes,
-        operators=len(found.ops),
-        gaps=len(found.gaps),
-        tests=len(found.tests),
-    )
+    alike = {name: getattr(found, name) for name in ("device", "torch", "evidence", "recorded_torch", "dtypes")}
+    return CoverageSide(**alike, operators=len(found.ops), gaps=len(found.gaps), tests=len(found.tests))
 
 
 def _warnings(old: Coverage, new: Coverage) -> Iterator[str]:

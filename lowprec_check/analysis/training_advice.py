@@ -159,7 +159,7 @@ def recommend_training(
 
     1. Runs that passed as their user would write them (the first way): those under autocast, which keeps the weights in fp32,
        before casts of the whole model; among these by the rules for inference, with the distance of the weights as the
-       error. Of ``GradScaler`` with its own and with the suggested scale, the one that skips fewer steps.
+       error. Of ``GradScaler`` with its own and with the suggested scale, the one that skips fewer steps, or keeps more gradients.
     2. If there is none, the other ways, in their order: autocast with ``GradScaler`` or the suggested scale, then those that keep more
        bits of the weights than the model sees.
     """
@@ -185,7 +185,10 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
         other = run.training.way("grad-scaler-suggested") if run.training else None
         if way.initial_scale is None or other is None or other.status != "ok":
             return first[best.key]
-        return min(first[best.key], Trained(run, other), key=lambda found: found.way.skipped_steps)
+        scale = run.training.loss_scale if run.training else None
+        keeps_more = scale is not None and scale.scale == other.initial_scale and scale.underflow_unscaled >= FEW
+        mine, its = way.skipped_steps, other.skipped_steps
+        return Trained(run, other) if its < mine or (its == mine and keeps_more) else first[best.key]
     order = WAYS.names()
 
     def rank(found: Trained) -> tuple[bool, int]:

@@ -205,10 +205,7 @@ def gaps(device: AnyDevice = "cpu", dtype: AnyDtype = "float16", torch: str | No
                 MissingOp(
                     op=op,
                     states={mode: release.state(op, low, mode) for mode in release.modes},
-                    kind=failure.kind if failure else None,
-                    at=failure.at if failure else None,
-                    message=failure.message if failure else None,
-                    condition=failure.condition if failure else None,
+                    **{name: getattr(failure, name, None) for name in ("kind", "at", "message", "condition")},
                     fixed_in=max(known, key=version_key) if len(known) == len(fixes) else None,
                 )
             )

@@ -185,14 +185,7 @@ class AtenCatalog:
                 and (failure := backward.failure)
                 and not failure.at
             ):
-                return AtenSupport(
-                    state=backward.state,
-                    kind=failure.kind,
-                    message=failure.message,
-                    condition=failure.condition if backward.state == "some" else None,
-                    fixed_in=fixed_since(release, [name], self.dtype, self._modes[1]),
-                    shown_by=[name],
-                )
+                return self._failed(release, backward.state, failure, [name], self._modes[1])
         return AtenSupport(state="all")
 
     def _autocast_dtype(self, op: str, policies: Policies) -> AutocastDtype:
@@ -232,12 +225,15 @@ class AtenCatalog:
         first = failing[0]
         assert first.failure is not None
         ops = list(dict.fromkeys(use.record.op for use in failing))
+        return self._failed(self.sweep, state, first.failure, ops, first.mode)
+
+    def _failed(self, release: TorchRelease, state: State, failure: Failure, ops: list[str], mode: Mode) -> AtenSupport:
         return AtenSupport(
             state=state,
-            kind=first.failure.kind,
-            message=first.failure.message,
-            condition=first.failure.condition if state == "some" else None,
-            fixed_in=fixed_since(self.sweep, ops, self.dtype, first.mode, first.failure.at),
+            kind=failure.kind,
+            message=failure.message,
+            condition=failure.condition if state == "some" else None,
+            fixed_in=fixed_since(release, ops, self.dtype, mode, failure.at),
             shown_by=ops,
         )
 

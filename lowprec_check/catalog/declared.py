@@ -179,11 +179,6 @@ class Release(TorchRelease):
         """The row of an overload, in any usual spelling; `None` if this release does not have the op."""
         return self.ops.get(overload_name(op))
 
-    def overloads(self, name: str) -> dict[str, DeclaredRow]:
-        """All overloads of a base name, `add` or `aten.add`."""
-        base = overload_name(name).partition(".")[0]
-        return {op: row for op, row in self.ops.items() if op.partition(".")[0] == base}
-
     def worst(self, ops: Iterable[str]) -> Registration:
         """The worst registration among the ops that a function dispatches. Ops that the release does not have count as *none*."""
         found = [row.registration if (row := self.row(op)) else "none" for op in ops]

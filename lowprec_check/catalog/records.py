@@ -64,11 +64,6 @@ class Header(StrictStruct, frozen=True, kw_only=True):
         """The extension, and the version as numbers: sweeps are sorted by it."""
         return self.extension or "", version_key(self.torch)
 
-    @property
-    def stem(self) -> str:
-        """The name of its file, without suffix: ``measured-cpu-avx512``."""
-        return f"measured-{self.device}-{self.capability.replace('_', '')}"
-
 
 class Failure(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     """One failure of an operator, and the cells it occurs in: ``float16/backward``."""

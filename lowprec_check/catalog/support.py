@@ -91,11 +91,6 @@ class TorchRelease(abc.ABC):
         return f"{self.release}+{self.extension.split()[0]}" if self.extension else self.release
 
     @property
-    def label(self) -> str:
-        """``2.13``, ``2.8 + ipex 2.8.0``."""
-        return f"{self.release} + {self.extension}" if self.extension else self.release
-
-    @property
     @abc.abstractmethod
     def operators(self) -> Collection[str]:
         """The names of all that are known, sorted."""

@@ -1,4 +1,4 @@
-"""Versions of torch: ``2.13.0+cpu``, whose release is ``2.13``."""
+"""Versions of packages, and of torch: ``2.13.0+cpu``, whose release is ``2.13``."""
 
 from __future__ import annotations
 
@@ -29,9 +29,15 @@ def has_extension(version: str) -> bool:
     return version.partition("+")[2].startswith("ipex")
 
 
+def installed_version(package: str) -> str | None:
+    """The version of an installed package, from its metadata; ``None`` if it is not installed."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
 def installed_release() -> str:
     """`2.13` for torch 2.13.0+cpu; empty if torch is not installed. Does not import torch."""
-    try:
-        return release_of(importlib.metadata.version("torch"))
-    except importlib.metadata.PackageNotFoundError:
-        return ""
+    version = installed_version("torch")
+    return release_of(version) if version else ""

@@ -106,13 +106,6 @@ def output_files(output: list[Path] | None, format: str | None) -> list[Path]:
     return files
 
 
-def print_json(value: Any) -> None:
-    """Print a struct, a list of structs or a dictionary as indented JSON."""
-    from lowprec_check.schema.base import encode
-
-    print_document(encode(value))
-
-
 def print_text(document: Document, **options: Any) -> None:
     """Print blocks as text, for the width and the colours of the terminal."""
     from lowprec_check.report.layout.text import text

@@ -41,15 +41,17 @@ def main() -> None:
             stream.reconfigure(errors=TRANSLITERATE)
     signals = _end_workers_when_terminated()
     try:
-        modules_in(__name__.rpartition(".")[0])  # each registers its command
-        code = app(standalone_mode=False) or 0
-        close_stdout()
+        try:
+            modules_in(__name__.rpartition(".")[0])  # each registers its command
+            code = app(standalone_mode=False) or 0
+            close_stdout()
+        finally:
+            for number in signals:  # one more would interrupt the report; exit handlers print an exception, and go on
+                signal.signal(number, signal.SIG_DFL)
     except BaseException as error:
         code = _report(error)
         with contextlib.suppress(OSError):
             close_stdout()
-    for number in signals:  # exit handlers would print an exception, and go on
-        signal.signal(number, signal.SIG_DFL)
     if code == INTERRUPTED:  # also how the parser reports Ctrl+C
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second one would interrupt the exit handlers
         print_status("interrupted")
@@ -120,6 +122,8 @@ def _end_workers_when_terminated() -> list[signal.Signals]:
         raise Terminated(number)
 
     def reset() -> None:
+        if sys.unraisablehook == raise_again:  # what a model's destructor raises is the model's
+            sys.unraisablehook = report
         for number in numbers:
             if signal.getsignal(number) == end:
                 signal.signal(number, signal.SIG_DFL)

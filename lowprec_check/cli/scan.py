@@ -1,4 +1,4 @@
-"""``lowprec-check scan``."""
+"""``lowprec-check scan`` and ``plan``, which run a model in a session."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NamedTuple
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -18,8 +18,10 @@ from lowprec_check.cli.app import (
     check_writable,
     interrupts_ignored_after,
     last_before_end,
+    print_document,
     print_error,
     print_status,
+    print_text,
     stdout_kept,
 )
 from lowprec_check.cli.options import (
@@ -36,7 +38,7 @@ from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, Verbose, check_reports, print_report
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.registry import FORMATS, write
-from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.options import PlanOptions, ScanOptions
 from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
@@ -103,16 +105,16 @@ def scan(
         arguments, steps = script_arguments(context), options.training_steps
         spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights, arguments, steps)
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)
-    output = _Output(json, tuple(report or ()), save_plan, printed, findings, verbose)
     with interrupts_ignored_after(ended_by):
         concluded = asked_to_fail_on(_conclude(result, ended_by), fail_on, with_baseline=baseline is not None)
         if ended_by is None:
             concluded = _apply_baseline(concluded, accepted, baseline, update_baseline)
     try:
-        output.show(concluded)
+        print_report(concluded, printed, findings, verbose=verbose)
+        sys.stdout.flush()
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
         with interrupts_ignored_after(ended_by):
-            complete = output.save(concluded)
+            complete = _save(concluded, save_plan, json, report or [], verbose=verbose)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
     raise ended_by or typer.Exit(FINDINGS if failure(concluded).fails else 0)
@@ -168,42 +170,24 @@ def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
     return concluded
 
 
-class _Output(NamedTuple):
-    """Where a result goes."""
-
-    json: Path | None
-    reports: tuple[Path, ...]
-    plan: Path | None
-    format: str
-    """Of what is printed."""
-    findings: int
-    verbose: bool
-
-    def show(self, result: ScanResult) -> None:
-        """Print the result."""
-        print_report(result, self.format, self.findings, verbose=self.verbose)
-        sys.stdout.flush()
-
-    def save(self, result: ScanResult) -> bool:
-        """Write the files; false if one could not be written, which loses nothing else."""
-        done: list[bool] = []
-        if self.plan is not None and result.plan is not None:
-            done.append(_written(result.plan.save, self.plan))
-        elif self.plan is not None:
-            print_status("no plan was needed or found; nothing saved")
-        if self.json is not None and str(self.json) != "-":
-            done.append(_written(result.save, self.json))
-        done += [_written(functools.partial(write, result, verbose=self.verbose), file) for file in self.reports]
-        return all(done)
-
-
-def _written(save: Callable[[Path], None], path: Path) -> bool:
-    try:
-        save(path)
-    except UsageError as error:
-        print_error(error)
-        return False
-    return True
+def _save(result: ScanResult, plan: Path | None, json: Path | None, reports: list[Path], *, verbose: bool) -> bool:
+    """Write the files; false if one could not be written, which loses nothing else."""
+    files: list[tuple[Callable[[Path], None], Path]] = []
+    if plan is not None and result.plan is not None:
+        files.append((result.plan.save, plan))
+    elif plan is not None:
+        print_status("no plan was needed or found; nothing saved")
+    if json is not None and str(json) != "-":
+        files.append((result.save, json))
+    files += [(functools.partial(write, result, verbose=verbose), file) for file in reports]
+    complete = True
+    for save, path in files:
+        try:
+            save(path)
+        except UsageError as error:
+            print_error(error)
+            complete = False
+    return complete
 
 
 def _printed_format(json: Path | None, format: str | None) -> str:
@@ -215,3 +199,44 @@ def _printed_format(json: Path | None, format: str | None) -> str:
     if format is not None:
         raise UsageError("--json - and --format both print to stdout.", "Use one of them, or give --json a file.")
     return "json"
+
+
+@app.command(cls=WithScriptArguments)
+@takes_options
+def plan(
+    *,
+    context: typer.Context,
+    target: Target,
+    inputs: Inputs = None,
+    weights: Weights = None,
+    options: PlanOptions,
+    save: Annotated[Path | None, typer.Option("--save", help="Save the plan, for lowprec_check.apply.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the plan and all attempts as JSON.")] = False,
+    isolation: Isolation = None,
+    quiet: Quiet = False,
+) -> None:
+    """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16 bits."""
+    check_writable(save, "--save")
+    with stdout_kept(), progress(quiet) as shown:
+        from lowprec_check.engine.run.target_source import TargetSpec
+        from lowprec_check.engine.session import plan_file
+
+        spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
+        found, ended_by = last_before_end(plan_file(spec, options, isolation, shown.step))
+    try:
+        if json:
+            print_document(found.to_json())
+        else:
+            from lowprec_check.report.plan import plan_document
+
+            print_text(plan_document(found))
+        sys.stdout.flush()
+    finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
+        if save is not None:
+            with interrupts_ignored_after(ended_by):
+                if found.plan is not None:
+                    found.plan.save(save)
+                print_status("no plan was found; nothing saved" if found.plan is None else f"plan saved to {save}")
+    if ended_by is not None:
+        raise ended_by
+    raise typer.Exit(0 if found.plan is not None else FINDINGS)

@@ -11,7 +11,7 @@ from types import TracebackType
 
 from lowprec_check.errors import UsageError
 from lowprec_check.report.matrix import matrix_document
-from lowprec_check.report.registry import FORMATS, format_of, write
+from lowprec_check.report.registry import format_of, write
 from lowprec_check.schema.base import make_folder, write_file
 from lowprec_check.schema.matrix import Matrix, MatrixRow
 from lowprec_check.schema.scan_result import ResultError, ScanResult
@@ -82,8 +82,6 @@ class ReportFolder:
         self.suffixes = [".md", *([".html"] if html else [])]
         self._lock: int | None = None
         """The descriptor of the folder that is locked."""
-        if html:
-            FORMATS.get("html").check_available()
 
     def __enter__(self) -> ReportFolder:
         self._prepare()

@@ -9,12 +9,12 @@ import hashlib
 import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
 import joblib
 
+from lowprec_check.catalog.versions import installed_version
 from lowprec_check.compat.report_folder import is_done, scan_path
 from lowprec_check.compat.scan_process import (
     Request,
@@ -251,10 +251,8 @@ def scan_all(
             a file cannot be written.
     """
     make_folder(folder)
-    versions = {}
-    for name, package in (("tool", "lowprec-check"), ("torch", "torch")):
-        with contextlib.suppress(PackageNotFoundError):
-            versions[name] = version(package)
+    installed = {"tool": installed_version("lowprec-check"), "torch": installed_version("torch")}
+    versions = {name: version for name, version in installed.items() if version is not None}
     made_with = {request: versions | _file_digest(request.target) for request in requests}
     rows = {
         request_of(row): row

@@ -257,15 +257,12 @@ def end_running_scans() -> None:
 def _watch(worker: CommandWorker) -> int | None:
     """Wait for a scan to end, and return its exit code; ``None`` if it took too long. An interruption kills it."""
     _running.add(worker)
-    supervisor: Supervisor[CommandWorker, NoReturn] = Supervisor([worker])
     try:
-        with supervisor:
-            last = next(
-                event for event in supervisor.events() if isinstance(event, StateEvent) and event.state != "running"
-            )
+        with Supervisor[CommandWorker, NoReturn]([worker]) as supervisor:
+            states = (event for event in supervisor.events() if isinstance(event, StateEvent))
+            return next(event.exit_code for event in states if event.state != "running")
     finally:
         _running.discard(worker)
-    return last.exit_code
 
 
 def _reason(ended: int | None, errors: IO[bytes], limits: ScanLimits) -> str | None:

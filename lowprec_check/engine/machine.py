@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from lowprec_check.catalog.predictable import predicted_device
-from lowprec_check.catalog.versions import release_of
+from lowprec_check.catalog.versions import installed_version, release_of
 from lowprec_check.engine.core import devices
-from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem, installed_version
+from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem
 from lowprec_check.engine.run.isolation import isolated, isolation_on
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.errors import UsageError

@@ -22,12 +22,11 @@ from lowprec_check.engine.model.user_code import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_references, with_ablation
 from lowprec_check.engine.run.isolation import check_isolation
-from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_source import OnProgress, TargetSource
 from lowprec_check.engine.trace.plain_modes import parse_withheld
-from lowprec_check.errors import UsageError, encodable
+from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced
 from lowprec_check.schema.called_with import called_with
@@ -99,30 +98,17 @@ def scan(model: nn.Module, inputs: Any, given: ScanArguments) -> ScanResult:
     check_options(given)
     functions = {name: getattr(given, name) for name in ("loss", "optimizer", "average", "metric")}
     source = TargetSource(make_target(model, inputs, calibration=given.calibration, **functions))
-    return scan_target(source, given.isolation, given, on_progress=given.on_progress)
+    source.on_progress = given.on_progress or source.on_progress
+    return scan_target(source, given.isolation, given)
 
 
-def scan_target(
-    source: TargetSource,
-    isolation: Isolation | None,
-    options: ScanOptions,
-    *,
-    spec: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> ScanResult:
-    """Like :func:`scan`, for a loaded target; ``spec`` is the user's name for it."""
-    *_, result = growing_scan(source, isolation, options, spec=spec, on_progress=on_progress)
+def scan_target(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> ScanResult:
+    """Like :func:`scan`, for a loaded target."""
+    *_, result = growing_scan(source, isolation, options)
     return conclude(result)
 
 
-def growing_scan(
-    source: TargetSource,
-    isolation: Isolation | None,
-    options: ScanOptions,
-    *,
-    spec: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> Iterator[ScanResult]:
+def growing_scan(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Iterator[ScanResult]:
     """Yield the result after each run, without its conclusion; the last one has all runs."""
     check_options(options)
     machine, isolation = prepared_runs(
@@ -135,10 +121,9 @@ def growing_scan(
     if settings.steps:
         importlib.import_module("torch._dynamo")  # optimizers import it, which takes a second in each fork
     target = source.target
-    name = encodable(spec or target.name)
     with (
-        open_runs(source, settings, isolation, on_progress) as target_runs,
-        open_batches(source, options.batches, settings, isolation, on_progress) as further,
+        open_runs(source, settings, isolation) as target_runs,
+        open_batches(source, options.batches, settings, isolation) as further,
     ):
         fp32 = target_runs.reference()
         run_references(further, fp32)
@@ -146,7 +131,7 @@ def growing_scan(
         notes = [*model.notes, *replaced(options.names_of("backends"))[1]]
         result = ScanResult(
             tool=f"lowprec-check {version()}",
-            target=name,
+            target=source.name,
             model=msgspec.structs.replace(model, notes=notes),
             environment=machine.environment,
             prediction=machine.predicted,
@@ -162,7 +147,7 @@ def growing_scan(
                 result,
                 runs=[*result.runs, run],
                 options=options.saved(target_runs.isolation),
-                source_lines=result.source_lines | texts_of_lines(_lines_named_by(run), name),
+                source_lines=result.source_lines | texts_of_lines(_lines_named_by(run), source.name),
             )
             yield result
         runs, conditions = target_runs.time(result.runs[1:])
@@ -174,7 +159,7 @@ def growing_scan(
             yield result
         batches = [target_runs, *further]
         about = machine.environment | {"torch": result.torch}
-        planned = plan_for_scan(batches, result.runs, about, name, wanted=options.plan, on_progress=on_progress)
+        planned = plan_for_scan(batches, result.runs, about, source.name, wanted=options.plan)
         if planned is not None:
             yield msgspec.structs.replace(result, runs=[*result.runs, planned[0]], plan=planned[1])
 

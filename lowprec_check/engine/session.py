@@ -18,10 +18,10 @@ import msgspec
 
 from lowprec_check.engine.plan.planner import growing_planning
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation
-from lowprec_check.engine.run.launcher import LOAD_SECONDS, OnProgress
+from lowprec_check.engine.run.launcher import LOAD_SECONDS
 from lowprec_check.engine.run.messages import Loaded
 from lowprec_check.engine.run.place_log import model_line, note_model
-from lowprec_check.engine.run.target_source import TargetSource, TargetSpec, load_here
+from lowprec_check.engine.run.target_source import OnProgress, TargetSource, TargetSpec, load_here
 from lowprec_check.engine.scan import check_options, growing_scan
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation
@@ -66,10 +66,7 @@ Grow = Callable[..., Iterator[Item]]
 
 
 def scan_file(
-    spec: TargetSpec,
-    options: ScanOptions,
-    isolation: Isolation | None = None,
-    on_progress: OnProgress | None = None,
+    spec: TargetSpec, options: ScanOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
 ) -> Iterator[ScanResult]:
     """Load and scan ``spec``; yield the result after each run, without its conclusion.
 
@@ -87,23 +84,18 @@ def scan_file(
 
 
 def plan_file(
-    spec: TargetSpec,
-    options: PlanOptions,
-    isolation: Isolation | None = None,
-    on_progress: OnProgress | None = None,
+    spec: TargetSpec, options: PlanOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
 ) -> Iterator[Planning]:
     """Load ``spec`` and search for its plan; yield what was found after each base. Raises as :func:`scan_file` does."""
     yield from _Session(spec, options, isolation, options.seconds, on_progress).grow(growing_planning)
 
 
-def _growing_changes(
-    source: TargetSource, isolation: Isolation | None, options: ScanOptions, **more: Any
-) -> Iterator[ScanResult]:
+def _growing_changes(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Iterator[ScanResult]:
     """The result after each run; ``runs`` has only those that are new, and those that have changed, without the op calls that
     were sent before.
     """
     sent: dict[RunKey, Run] = {}
-    for result in growing_scan(source, isolation, options, **more):
+    for result in growing_scan(source, isolation, options):
         changed = [run for run in result.runs if sent.get(run.key) is not run]
         news = [msgspec.structs.replace(run, op_calls=OpCalls()) if run.key in sent else run for run in changed]
         yield msgspec.structs.replace(result, runs=news)
@@ -126,7 +118,8 @@ class _Session:
         best = best_isolation(can_spawn=True)
         if (self.isolation or best) == "none":
             source = load_here(self.spec, self.options.seed)
-            yield from self.found(grow, source, self.on_progress)
+            source.on_progress = self.on_progress or source.on_progress
+            yield from grow(source, self.isolation, self.options)
             return
         log = shared_file()
         try:
@@ -141,10 +134,6 @@ class _Session:
             yield from self._watch(worker, log)
         finally:
             os.close(log)
-
-    def found(self, grow: Grow[Item], source: TargetSource, on_progress: OnProgress | None) -> Iterator[Item]:
-        """What ``grow`` finds, with the target loaded."""
-        return grow(source, self.isolation, self.options, spec=self.spec.name, on_progress=on_progress)
 
     def _watch(self, worker: FunctionWorker[_Message], log: int) -> Iterator[Any]:
         loaded, step = False, (self.spec.name, "loading")
@@ -200,7 +189,8 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
         with _logged_ends(log):
             source = load_here(session.spec, session.options.seed)
         send(Loaded())
-        for item in session.found(grow, source, lambda run, doing: send(_Progressed(run, doing))):
+        source.on_progress = lambda run, doing: send(_Progressed(run, doing))
+        for item in grow(source, session.isolation, session.options):
             send(_Grown(result=item) if isinstance(item, ScanResult) else _Grown(planning=item))
 
     atexit._clear()  # those of the command

@@ -85,7 +85,7 @@ class CompletedTests:
             why = "xfailed" if hasattr(report, "wasxfail") else _SKIPPED
         else:
             why = "" if outcome == "passed" else outcome
-        if outcome in ("passed", "skipped"):
+        if outcome == "passed" or (outcome == "skipped" and report.when != "teardown"):
             self._torn_down.update(torn_down)
         if not why:
             self._passed[test].add(report.when)
@@ -102,6 +102,8 @@ class CompletedTests:
                 why = "interrupted" if passed else "not run"
             elif why is None and not self._uses[test] <= self._torn_down:
                 why = "shared fixture not torn down"
+            elif why == _SKIPPED and "call" in passed:
+                why = "skipped in part"  # a subtest, or the rest of a teardown
             if why not in (None, _SKIPPED):
                 found[test] = str(why)
         return found

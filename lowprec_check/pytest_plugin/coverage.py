@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 from collections import defaultdict
 from collections.abc import Generator
@@ -16,6 +15,7 @@ import pytest
 from lowprec_check.analysis.saved_coverage import Coverage, OpUse, indexed, updated
 from lowprec_check.catalog.aten import AtenSupport, AutocastDtype
 from lowprec_check.catalog.records import NUMBERS, Numbers, stronger
+from lowprec_check.catalog.versions import installed_version
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.pytest_plugin import coverage_gate
 from lowprec_check.pytest_plugin.completed_tests import CompletedTests
@@ -102,7 +102,13 @@ class CoverageRecorder:
 
             self.kept.keeper = CallKeeper(self.kept.position)
             self._watch = watch = Watch(
-                str(self.root), self._wants_line, self.kept.wants, self.kept.keeper, self._wants_backward
+                str(self.root),
+                wants_line=lambda op: self._may_fail(op) or self.kept.wants(op) or self._may_fail(op, "backward"),
+                wants_call=self.kept.wants,
+                keep=self.kept.keeper,
+                wants_backward=lambda op: self._may_fail(
+                    op, "backward"
+                ),  # what others dispatch is recorded in any case
             )
             process = getattr(self.config, "workerinput", {}).get("workerid", "")
             self._shared = SharedFixtures(watch.take, f"{process}:")
@@ -114,14 +120,9 @@ class CoverageRecorder:
 
     pytest_runtest_call = pytest_runtest_teardown = pytest_runtest_setup
 
-    def _wants_line(self, op: str) -> bool:
-        """Whether the op may be a gap."""
-        known = any(column.catalog.of(op).state in ("some", "none") for column in self.columns)
-        return known or self.kept.wants(op) or self._wants_backward(op)
-
-    def _wants_backward(self, op: str) -> bool:
-        """Whether the formula of its derivative is a gap; what others dispatch is recorded in any case."""
-        return any(column.catalog.of(op, phase="backward").state in ("some", "none") for column in self.columns)
+    def _may_fail(self, op: str, phase: Phase = "forward") -> bool:
+        """Whether the op, or the formula of its derivative, is a gap."""
+        return any(column.catalog.of(op, phase=phase).state in ("some", "none") for column in self.columns)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_fixture_setup(
@@ -249,11 +250,11 @@ class CoverageRecorder:
                 use = msgspec.structs.replace(use, sources=sorted(lines, key=_by_line))
             found.append(use)
         return Coverage(
-            tool=_tool(),
+            tool=f"lowprec-check {installed_version('lowprec-check') or ''}".strip(),  # a checkout has none
             device=first.device,
             torch=first.torch,
             evidence=first.evidence,
-            recorded_torch=importlib.metadata.version("torch"),
+            recorded_torch=installed_version("torch") or "",
             dtypes=[column.key for column in self.columns],
             tests=tests,
             incomplete=self.completed.incomplete(),
@@ -303,13 +304,6 @@ class CoverageRecorder:
         if self.report is not None:
             kept = f"; it has earlier runs of {counted(self.kept_tests, 'test')}" if self.kept_tests else ""
             terminalreporter.write_line(self.not_written or f"Full report: {self.report}{kept}")
-
-
-def _tool() -> str:
-    try:
-        return f"lowprec-check {importlib.metadata.version('lowprec-check')}"
-    except importlib.metadata.PackageNotFoundError:  # run from a checkout
-        return "lowprec-check"
 
 
 def _by_line(source: str) -> tuple[str, int]:

@@ -14,10 +14,6 @@ from lowprec_check.errors import UsageError
 from lowprec_check.report.foreign_text import visible_text
 
 
-def _option(name: str) -> str:
-    return f"--lowprec-{name.replace('_', '-')}"
-
-
 def option_value(config: pytest.Config, name: str) -> Any:
     """The value of ``--lowprec-NAME``, else of the ini key ``lowprec_NAME``; ``None`` or empty if neither is given."""
     return config.getoption(f"lowprec_{name}") or config.getini(f"lowprec_{name}")
@@ -35,7 +31,7 @@ def option_path(config: pytest.Config, name: str) -> Path | None:
 def wrong_option(config: pytest.Config, name: str, problem: object) -> pytest.UsageError:
     """The error about a value, which names the option or the ini key that it comes from."""
     given = config.getoption(f"lowprec_{name}")
-    where = _option(name) if given else f"lowprec_{name} in {config.inipath}"
+    where = f"--lowprec-{name.replace('_', '-')}" if given else f"lowprec_{name} in {config.inipath}"
     return pytest.UsageError(visible_text(f"{where}: {problem}"))
 
 

@@ -60,11 +60,11 @@ def document_of(diff: ScanDiff | CoverageDiff) -> Document:
     return coverage_diff_document(diff)
 
 
-def _built_in() -> list[ReportFormat]:
-    return sorted(objects_in("lowprec_check.report.formats", ReportFormat), key=lambda known: known.name)
-
-
-FORMATS: Registry[ReportFormat] = Registry("format", ReportFormat, _built_in)
+FORMATS: Registry[ReportFormat] = Registry(
+    "format",
+    ReportFormat,
+    lambda: sorted(objects_in("lowprec_check.report.formats", ReportFormat), key=lambda known: known.name),
+)
 
 
 def diff_formats() -> list[str]:

@@ -100,15 +100,6 @@ class Backend:
         return Code()
 
 
-def _built_in() -> list[Backend]:
-    found = objects_in("lowprec_check.engine.backends", Backend)
-    return sorted(found, key=lambda backend: (backend.name != EAGER, backend.name))
-
-
-def _problem(backend: Backend) -> str | None:
-    return None if isinstance(getattr(backend, "summary", None), str) else "it has no summary"
-
-
 def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
     """The backends that run when those of ``names`` are asked for, each once, and a note for each that replaces others."""
     running: list[str] = []
@@ -125,7 +116,14 @@ def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
     return list(dict.fromkeys(running)), notes
 
 
-BACKENDS: Registry[Backend] = Registry("backend", Backend, _built_in, _problem)
+BACKENDS: Registry[Backend] = Registry(
+    "backend",
+    Backend,
+    lambda: sorted(
+        objects_in("lowprec_check.engine.backends", Backend), key=lambda each: (each.name != EAGER, each.name)
+    ),
+    lambda each: None if isinstance(getattr(each, "summary", None), str) else "it has no summary",
+)
 """All backends, eager first."""
 
 

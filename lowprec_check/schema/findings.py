@@ -54,6 +54,8 @@ class Gap(Struct, frozen=True, kw_only=True):
     """Always true: a failure that is not rescued ends the run and is saved as its ``stopped_by``."""
     predicted_by: str | None = None
     """Of a predicted run: the row of the catalog that says so, in words."""
+    custom_function: str | None = None
+    """The ``torch.autograd.Function`` whose ``backward`` calls it; ``None`` if none does."""
     constant: float | None = None
     """The number in the code that exceeds the range of the dtype, for a ``scalar-overflow``."""
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Collection, Iterator
 
 
@@ -11,13 +10,6 @@ def paths_above(path: str) -> Iterator[str]:
     while "." in path:
         path = path.rpartition(".")[0]
         yield path
-
-
-def common_module(paths: Collection[str]) -> str:
-    """The innermost module that is, or is above, all of ``paths``: ``a.b`` of ``a.b.c`` and ``a.b.d.e``."""
-    parts = [path.split(".") if path else [] for path in paths]
-    common = list(itertools.takewhile(lambda level: len(set(level)) == 1, zip(*parts, strict=False)))
-    return ".".join(level[0] for level in common)
 
 
 def is_inside(path: str, module: str) -> bool:

@@ -229,13 +229,9 @@ _TYPES = get_type_hints(OpCall)
 _FLOATS = [name for name, kind in _TYPES.items() if kind == float | None]
 
 
-def _quantities() -> dict[str, Quantity]:
-    hints = get_type_hints(OpCall, include_extras=True)
-    found = {name: each for name, hint in hints.items() for each in get_args(hint) if isinstance(each, Quantity)}
-    return dict(sorted(found.items(), key=lambda item: item[1].rank))
-
-
-QUANTITIES = _quantities()
+_HINTS = get_type_hints(OpCall, include_extras=True).items()
+_QUANTITIES = [(name, each) for name, hint in _HINTS for each in get_args(hint) if isinstance(each, Quantity)]
+QUANTITIES = dict(sorted(_QUANTITIES, key=lambda item: item[1].rank))
 """What reports show of op calls, by the name of the field, in the order of their columns."""
 
 

@@ -123,11 +123,20 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     progress: float | None = None
     """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
     moved: float | None = None
-    """After the last step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32."""
+    """After the last step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32; that of one parameter, if it
+    moves notably in fp32 (a tenth of the squared way) and stands still here (less than a tenth as far)."""
     divergence: Divergence | None = None
     """Where it leaves the range of the fp32 runs for good; ``None`` if it does not."""
     lost_updates: float | None = None
-    """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None`` if the weights are in fp32."""
+    """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None`` if none was counted: the weights are in
+    fp32, or NaN or Inf after the first step. Those of fp32 are counted in its own run, if 1 % of a sample is lost.
+    """
+    underflow: dict[str, float] | None = None
+    """With a loss scale: by parameter, the share (0 to 1) of the elements of its gradient that are zero and not zero in fp32, in the first
+    step that was not skipped; without those that lose none. ``None`` if gradients were not compared.
+    """
+    peak_memory_bytes: int | None = None
+    """Peak bytes of a step, if the first way fails and this one passes; that of the first way is the run's."""
     skipped_steps: int = 0
     """Steps that ``GradScaler`` skipped, because gradients overflowed."""
     initial_scale: float | None = None
@@ -240,6 +249,10 @@ class TrainingRun(Struct, frozen=True, kw_only=True):
     """rel_l2 of all gradients of the first step together."""
     underflow: float | None = None
     """Share of all elements of gradients that underflow in the first step, without loss scaling."""
+    same_draws: bool = False
+    """Whether the gradients and the output of the first step are compared with those of fp32 for the same random numbers: those that this
+    precision draws.
+    """
     lost_updates: list[LostUpdates] = []
     """Of the first way; empty if everything is in fp32."""
     loss_scale: LossScale | None = None

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from lowprec_check.catalog.records import LOW, Dtype, Header
-from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem, installed_version
+from lowprec_check.catalog.versions import installed_version
+from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem
 from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.kept_sweep import Answer, Hello

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from lowprec_check.analysis.rules.registry import Finding, rule
 from lowprec_check.analysis.rules.relevance import passing_elsewhere
 from lowprec_check.analysis.training_status import first_way, told, trained_runs
 from lowprec_check.schema.axes import device_type
-from lowprec_check.schema.scan_result import ScanResult, Severity
-from lowprec_check.schema.statements import chained, counted, say
-from lowprec_check.schema.training import ParameterGradient
+from lowprec_check.schema.scan_result import Run, ScanResult, Severity
+from lowprec_check.schema.statements import Sentence, chained, counted, say
+from lowprec_check.schema.training import ParameterGradient, TrainingWay
+from lowprec_check.schema.ways_to_train import DEFAULT_SCALE
 
 UNDERFLOWS = 0.1
 """A share of the elements of a gradient that is worth a finding."""
@@ -29,8 +30,8 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
     Observed: in the first step, without loss scaling, at least 10 % of the elements of a parameter's gradient are zero
     and not zero in fp32. In fp16, magnitudes below 3e-8 round to zero, and those elements are not trained.
 
-    It is a note if the scan tried `GradScaler` in this precision, and recommends it or trained with it without a
-    failure.
+    It is a note if the scan trained with `GradScaler` without a failure, as the usual or the recommended way, and fewer
+    of these elements were zero. If it tried `GradScaler` and as many stay zero, the finding says so.
 
     Usual causes: a mean over many elements in the loss, which divides every gradient; many layers.
 
@@ -55,35 +56,50 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
         for gradient in training.gradients:
             if gradient.underflow >= UNDERFLOWS:
                 modules.setdefault(gradient.parameter.rpartition(".")[0], []).append(gradient)
-        best, scale, about = result.recommendation, training.loss_scale, training.ways[:1]
+        best, usual = result.recommendation, training.ways[:1]
         if best is not None and (best.label, best.keep_fp32) == (run.key.label, run.keep_fp32):
-            about = [*(way for way in training.ways if way.name == best.way), *about]
-        way = next((way for way in about if way.initial_scale and way.status == "ok"), None)
-        suits = scale is not None and not scale.skipped_steps and (scale.underflow or 0.0) < UNDERFLOWS
-        first = f", init_scale={scale.scale:g}" if scale is not None and suits else ""
-        code = f'torch.amp.GradScaler("{device_type(run.device)}"{first})'
-        needs = "" if run.is_autocast else ", with fp32 weights: under autocast, or as fp32 master weights"
-        advice = say(f"scale the loss: {{code:text}}{needs}", code=code)
+            usual = [*(way for way in training.ways if way.name == best.way), *usual]
+        tried = (way for way in (*usual, *training.ways) if way.initial_scale and way.status == "ok")
+        scaled = [way for way in tried if not way.declared.is_trap]
         for module, found in sorted(modules.items(), key=lambda item: -_mean_underflow(item[1])):
             message = say(
                 "gradients that are non-zero in fp32 became zero: {share:percent} of the elements of {parameters:names}",
                 share=_mean_underflow(found),
                 parameters=[gradient.parameter.rpartition(".")[2] for gradient in found],
             )
-            passes = say("training with {way:text} passes", way=way.declared.words) if way else None
+            left = [(way, 0.0 if way.underflow is None else _mean_underflow(found, way.underflow)) for way in scaled]
+            helps = next((way for way, share in left if share < UNDERFLOWS), None)
+            advice, added = _scaling(run, helps), None
+            if helps is not None and helps in usual:
+                added = say("training with {way:text} passes", way=helps.declared.words)
+            elif left and helps is not left[0][0]:
+                still, (way, share) = "still {share:percent} with {way:text} from {scale:scale}", left[0]
+                added = say(still, share=share, way=way.declared.words, scale=way.initial_scale)
+                advice = say("try a larger initial scale, or the module in fp32") if helps is None else advice
             yield Finding(
-                chained(message, passes),
+                chained(message, added),
                 run,
                 module,
                 _GRADIENT,
                 help=chained(advice, passing_elsewhere(run, result), between=", or "),
-                severity="note" if way is not None else None,
+                severity="note" if helps in usual else None,
             )
 
 
-def _mean_underflow(gradients: Sequence[ParameterGradient]) -> float:
+def _scaling(run: Run, way: TrainingWay | None) -> Sentence:
+    """How to scale the loss, in the ``way`` that was tried."""
+    scale = way.initial_scale if way is not None else None
+    first = "" if scale in (None, DEFAULT_SCALE) else f", init_scale={scale:.0f}"
+    needs = "" if run.is_autocast else ", with fp32 weights: under autocast, or as fp32 master weights"
+    code = f'torch.amp.GradScaler("{device_type(run.device)}"{first})'
+    return say(f"{'scale' if way is not None else 'try to scale'} the loss: {{code:text}}{needs}", code=code)
+
+
+def _mean_underflow(gradients: Sequence[ParameterGradient], scaled: Mapping[str, float] | None = None) -> float:
+    """Of all elements of ``gradients``; ``scaled`` has the shares with a loss scale, by parameter."""
     elements = sum(gradient.elements for gradient in gradients)
-    return sum(gradient.underflow * gradient.elements for gradient in gradients) / max(elements, 1)
+    shares = (one.underflow if scaled is None else scaled.get(one.parameter, 0.0) for one in gradients)
+    return sum(share * one.elements for share, one in zip(shares, gradients, strict=True)) / max(elements, 1)
 
 
 @rule("LP502", "gradient-not-finite", "error")
@@ -171,7 +187,7 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
             advice = "try a smaller initial scale"
             if suggested is not None and suggested.scale < initial and suggested.skipped_steps is not None:
                 fewer = counted(suggested.skipped_steps, "step") if suggested.skipped_steps else "no step"
-                advice = f"use GradScaler(init_scale={suggested.scale:g}), which skipped {fewer}"
+                advice = f"use GradScaler(init_scale={suggested.scale:.0f}), which skipped {fewer}"
             elif way.final_scale and way.final_scale < initial:
                 advice += f": it ended at {way.final_scale:g}"
             yield Finding(message, run, help=advice)

@@ -108,7 +108,12 @@ def updates(run: Run, result: ScanResult) -> Made:
     if way is None or run.training is None:
         return None
     if keeps_weights(run) and way.declared.leaves_weights:
-        return plain("the weights stay in fp32, so rounding loses no update")
+        reference = reference_of(result.runs)
+        fp32 = first_way(reference) if reference is not None else None
+        if fp32 is None or not fp32.lost_updates:
+            return plain("the weights stay in fp32, so rounding loses no update")
+        words = "the weights stay in fp32, where rounding loses {lost:percent} of their updates too"
+        return Said(say(words, lost=fp32.lost_updates), "warn" if fp32.lost_updates >= FEW else "none")
     plain_way = run.training.way("plain")
     lost = plain_way.lost_updates if plain_way else None
     if not way.declared.leaves_weights:
@@ -137,12 +142,16 @@ def state(run: Run, result: ScanResult) -> Made:
     """The memory of the weights and the state of the optimizer in the recommended way, against fp32's."""
     way, reference = _recommended(run, result), reference_of(result.runs)
     fp32 = first_way(reference) if reference is not None else None
-    if way is None or fp32 is None or not way.state_bytes or not fp32.state_bytes:
+    if way is None or reference is None or fp32 is None or not way.state_bytes or not fp32.state_bytes:
         return None
-    if way.state_bytes == fp32.state_bytes:
-        return say("weights and optimizer state take {state:bytes}, as in fp32", state=way.state_bytes)
     words = "weights and optimizer state take {state:bytes}, in fp32 {fp32:bytes}"
-    return say(words, state=way.state_bytes, fp32=fp32.state_bytes)
+    found = say(words, state=way.state_bytes, fp32=fp32.state_bytes)
+    if way.state_bytes == fp32.state_bytes:
+        found = say("weights and optimizer state take {state:bytes}, as in fp32", state=way.state_bytes)
+    if not way.peak_memory_bytes or not reference.peak_memory_bytes:
+        return found
+    words = "the peak of a step is {peak:bytes}, in fp32 {fp32:bytes}"
+    return chained(found, say(words, peak=way.peak_memory_bytes, fp32=reference.peak_memory_bytes))
 
 
 def drawback(run: Run) -> Sentence | None:
@@ -234,8 +243,9 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
         underflow = say(words, without=found.underflow_unscaled, here=found.underflow)
         if not found.underflow_unscaled and not found.underflow:
             underflow = plain("no element of the gradients underflows, with it or without scaling")
-    way, tried = suggested or default, None
-    if found.skipped_steps is not None and way is not None and way.initial_scale == found.scale:
+    tried = None
+    way = next((way for way in (suggested, default) if way is not None and way.initial_scale == found.scale), None)
+    if found.skipped_steps is not None and way is not None:
         done = steps_of(way)
         tried = say("tried in {done:count step}", done=done) if done else say("tried")
         tried = chained(tried, _skipped(found.skipped_steps), between=": ")

@@ -6,13 +6,13 @@ import importlib
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from lowprec_check.catalog.versions import installed_version
 from lowprec_check.engine.backends.jit import frozen_trace, frozen_trace_code
 from lowprec_check.engine.core.installation import (
     ARCHIVED,
     IPEX,
     LAST_FIT,
     extension_problem,
-    installed_version,
     minor_version,
 )
 from lowprec_check.schema.axes import Backend, Code, Example, Replacement

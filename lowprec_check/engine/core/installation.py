@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import re
 from pathlib import Path
+
+from lowprec_check.catalog.versions import installed_version
 
 IPEX = "intel-extension-for-pytorch"
 
@@ -15,14 +16,6 @@ ARCHIVED = "Intel's extension is archived and its last release fits torch 2.8 on
 
 MinorVersion = tuple[int, int]
 """Major and minor number: releases of torch and of what is built for it fit if both agree."""
-
-
-def installed_version(package: str) -> str | None:
-    """The version of an installed package, from its metadata; ``None`` if it is not installed."""
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
 
 
 def minor_version(version: str | None) -> MinorVersion | None:

@@ -141,10 +141,9 @@ def replace_autocast_kernels(key: str, ops: frozenset[str]) -> None:
 
 def forget_kernels() -> None:
     """Look kernels up again: some have been registered since they were first looked up, perhaps before this process was forked."""
-    for cached in (is_composite, has_autograd_kernel, is_explicit, shared_kernel, tracks_writes):
-        cached.cache_clear()
-    for cached in (names_with_kernel, names_with_any_kernel, has_autocast_kernel):
-        cached.cache_clear()
+    cached: tuple[Any, ...] = (is_composite, has_autograd_kernel, is_explicit, shared_kernel, tracks_writes)
+    for function in (*cached, names_with_kernel, names_with_any_kernel, has_autocast_kernel):
+        function.cache_clear()
 
 
 @functools.cache

@@ -203,6 +203,26 @@ def _target(name: str, model: nn.Module, config: Any, inputs: tuple[str, ...], c
     return zoo_target(name, model, make_batch, code, asked=bool(inputs))
 
 
+def with_labels(target: Target) -> Target:
+    """For training, the target with its tokens as labels too, if it is a language model: it then returns its loss."""
+    tokens = "decoder_input_ids" if "decoder_input_ids" in target.kwargs else "input_ids"
+    make_batch, kind = target.make_batch, type(target.model).__name__
+    if not kind.endswith(_LANGUAGE_MODELS) or tokens not in target.kwargs or make_batch is None:
+        return target
+
+    def labelled(inputs: Any) -> Any:
+        return {**inputs, "labels": inputs[tokens]}
+
+    return target._replace(
+        kwargs=labelled(target.kwargs),
+        make_batch=lambda index: labelled(make_batch(index)),
+        setup=(*target.setup, f'inputs["labels"] = inputs["{tokens}"]'),
+    )
+
+
+_LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditionalGeneration")
+
+
 def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) -> dict[str, Tensor]:
     """Random inputs of the names that ``forward`` has, in the sizes of the configuration: text, image, clip, sound."""
     names = inspect.signature(model.forward).parameters

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import re
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -15,7 +16,7 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers
+from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transformers, with_labels
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
     BatchMaker,
@@ -26,11 +27,9 @@ from lowprec_check.engine.model.inputs import (
     is_function,
     parse_inputs,
 )
-from lowprec_check.engine.model.observed_step import StepObserver
-from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedTraining
+from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedBatch, ObservedTraining, ScriptStep
 from lowprec_check.engine.model.target import (
     NOT_TRAINED,
-    Observed,
     Target,
     check,
     check_calibration,
@@ -83,6 +82,8 @@ def load_target(
     try:
         with contextlib.redirect_stdout(sys.stderr), torchvision_works():
             target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs, steps)
+            if steps and zoo in ("transformers", "hf"):
+                target = with_labels(target)
             if weights is not None:
                 setup = (*target.setup, *load_weights(target.model, weights))
                 target = target._replace(setup=setup, weights="loaded")
@@ -102,12 +103,14 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     path, attribute = _split(spec)
     is_file = path.endswith(".py")
     is_script = is_file and attribute is None
-    observer = StepObserver(steps) if steps and is_script else None
-    imported = import_file(Path(path), observer) if is_file else import_name(path)
-    module, (call, notes) = imported
-    training = None if observer is None or call is None else observer.found.training(display_name(module))
-    if training is not None:
-        return _target_of_training(training, imported, inputs)
+    imported = import_file(Path(path), steps if is_script else 0) if is_file else import_name(path)
+    module, (call, notes, _) = imported
+    script = None
+    if steps and is_script and call is None and _trains_as_script(module):
+        script = run_script(Path(path), module.__package__, steps)
+    for run in (imported, script):
+        if run is not None and run.ran.training is not None:
+            return _target_of_training(run.ran.training, run, inputs)
     try:
         given = _given_inputs(module, inputs)
         if call is not None and attribute is None and (given is None or "model" not in vars(module)):
@@ -126,13 +129,11 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
         if given is None:
             raise _UndefinedError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
     except _UndefinedError as error:
-        observer = StepObserver(steps) if steps else None
-        script = run_script(Path(path), module.__package__, observer) if is_script else None
+        script = script or (run_script(Path(path), module.__package__, steps) if is_script else None)
         if script is None or script.ran.call is None:
             raise error from None
-        training = None if observer is None else observer.found.training(display_name(module))
-        if training is not None:
-            return _target_of_training(training, script, inputs)
+        if script.ran.training is not None:
+            return _target_of_training(script.ran.training, script, inputs)
         return _target_of_call(script.ran.call, script, inputs, steps)
     made_at = file_start(module)
     title = f"{Path(path).stem if is_file else path}:{name}" if attribute else type(model).__name__
@@ -148,6 +149,15 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     )
 
 
+def _trains_as_script(module: types.ModuleType) -> bool:
+    """Whether the file may make steps of training when it is run as a script: it has a main guard, and defines no loss and no optimizer."""
+    defined = any(attribute_of(module, name) is not None for name in ("loss", "criterion", "optimizer"))
+    return not defined and bool(_MAIN_GUARD.search(Path(module.__file__ or "").read_text("utf-8", "replace")))
+
+
+_MAIN_GUARD = re.compile(r"^if __name__ ==", re.MULTILINE)
+
+
 def _target_of_training(training: ObservedTraining, script: UserModule, inputs: tuple[str, ...]) -> Target:
     """The target of the training step of a script."""
     if inputs:
@@ -155,29 +165,34 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
             f"{display_name(script.module)} is trained on its own batches, which --inputs cannot replace.", DEFINE_PARTS
         )
     forward = forward_of(training.model)
-    calls = [ModelCall(training.model, batch.args, batch.kwargs, training.line) for batch in training.batches]
+    calls = [_inputs_of(ModelCall(training.model, *batch[:2], training.line)) for batch in training.batches]
     batches = [
-        (*as_call(_inputs_of(call), forward)[:2], batch.targets)
+        ObservedBatch(*as_call(call, forward)[:2], batch.targets)
         for call, batch in zip(calls, training.batches, strict=True)
     ]
     target = unchecked_target(
         training.model,
-        _inputs_of(calls[0]),
+        calls[0],
         source=training.line,
-        setup=(
-            f"# in the step at {training.line}: `model` is the model that it calls, `inputs` what it is called with",
-        ),
+        setup=(f"# in the step at {training.line}: {_STANDS_FOR[isinstance(training.model, ScriptStep)]}",),
         notes=(*training.notes, *script.ran.notes),
         loss=training.loss,
         optimizer=training.optimizer,
-        observed=Observed(training.line or "", training.framework, tuple(batches)),
+        observed=training._replace(batches=batches),
     )
     return target._replace(targets=training.batches[0].targets)
 
 
+_STANDS_FOR = {
+    False: "`model` is the model that it calls, `inputs` what it is called with, `optimizer` its optimizer",
+    True: "`model(...)` stands for all that it computes up to its loss, `optimizer` for its optimizer",
+}
+"""What the names of code to paste mean in a script, with one call or with several."""
+
+
 def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...], steps: int) -> Target:
     """The target of the first call of a model in a script, which makes no ``steps`` of training if they are wanted."""
-    module, (_, notes) = script
+    module, notes = script.module, script.ran.notes
     given = _given_inputs(module, inputs)
     return unchecked_target(
         call.model,

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import inspect
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -66,13 +65,21 @@ class Node:
         """The name of the function."""
         return getattr(self.call, "__name__", "")
 
+    @property
+    def changed(self) -> list[Tensor]:
+        """What it writes to in place."""
+        in_place = self.name.endswith("_") and not self.name.endswith("__")
+        first = in_place or self.name == "__setitem__" or self.name.startswith("__i")
+        return [*self.reads[:first], *(tensor for _, tensor in leaves(self.kwargs.get("out")))]
+
     def written(self) -> set[int]:
         """Ids of the tensors that it makes or changes."""
-        name, found = self.name, {id(tensor) for tensor in self.results}
-        in_place = name.endswith("_") and not name.endswith("__")
-        if (in_place or name == "__setitem__" or name.startswith("__i")) and self.reads:
-            found.add(id(self.reads[0]))
-        return found | {id(tensor) for _, tensor in leaves(self.kwargs.get("out"))}
+        return {id(tensor) for tensor in (*self.results, *self.changed)}
+
+    def read_instead(self, tensor: Tensor, copy: Tensor) -> None:
+        """Let it read a copy of ``tensor``."""
+        self.args, self.kwargs = map_tensors((self.args, self.kwargs), lambda one: copy if one is tensor else one)
+        self.reads = [copy if one is tensor else one for one in self.reads]
 
 
 def autocasts_now() -> dict[str, torch.dtype]:
@@ -95,6 +102,8 @@ class CallRecorder(TorchFunctionMode):
     def __init__(self) -> None:
         super().__init__()
         self.nodes: list[Node] = []
+        self.copies: dict[tuple[int, int], Tensor] = {}
+        """Of tensors that were read and changed later, by id and version."""
         self.on = False
         self.is_paused = False
 
@@ -104,6 +113,14 @@ class CallRecorder(TorchFunctionMode):
     def recorded(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The result of a call, which is recorded if it reads tensors and makes some, or makes numbers of them."""
         node = Node.of(call, args, kwargs)
+        for tensor in node.changed:
+            place = id(tensor), _version(tensor)
+            if (
+                not tensor.requires_grad
+                and place not in self.copies
+                and any(tensor is one for known in self.nodes for one in known.reads)
+            ):
+                self.copies[place] = tensor.detach().clone()
         result = call(*args, **kwargs)
         node.results = [tensor for _, tensor in leaves(result)]
         if node.reads and (node.written() or node.name in _NUMBERS):
@@ -155,10 +172,16 @@ class _Step:
 class Program:
     """What leads from tensors, and the weights that are ``trained``, to ``losses``: calls of models, and functions of torch.
 
-    Raises :class:`UnrepeatableError`. Tensors that do not depend on the trained weights are :attr:`inputs`.
+    Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after they were read. Tensors that do not depend on the trained weights are :attr:`inputs`.
     """
 
-    def __init__(self, nodes: Sequence[Node], losses: Sequence[Tensor], trained: dict[int, nn.Parameter]) -> None:
+    def __init__(
+        self,
+        nodes: Sequence[Node],
+        losses: Sequence[Tensor],
+        trained: dict[int, nn.Parameter],
+        copies: Mapping[tuple[int, int], Tensor],
+    ) -> None:
         dependent, needed = set(trained), {id(loss) for loss in losses}
         depends = []
         for node in nodes:
@@ -166,14 +189,13 @@ class Program:
             depends.append(calls_trained or any(id(tensor) in dependent for tensor in node.reads))
             if depends[-1]:
                 dependent |= node.written()
-        last, kept = 0, []
+        kept: list[int] = []
         for index in reversed(range(len(nodes))):
             node = nodes[index]
             if depends[index] and node.written() & needed and node.name not in _NUMBERS:
                 needed |= {id(tensor) for tensor in node.reads}
-                kept.append(node)
-                last = max(last, index)
-        self.nodes = kept[::-1]
+                kept.append(index)
+        self.nodes = [nodes[index] for index in reversed(kept)]
         self.losses = list(losses)
         after = {id(loss) for loss in losses}
         for node in nodes:
@@ -181,18 +203,18 @@ class Program:
                 after |= node.written()
         self.numbers = [
             node
-            for index, node in enumerate(nodes[:last])
-            if node.name in _NUMBERS and depends[index] and id(node.reads[0]) not in after
+            for index, node in enumerate(nodes[: max(kept, default=0)])
+            if index > kept[-1] and node.name in _NUMBERS and depends[index] and id(node.reads[0]) not in after
         ]
         """Where the user's code made numbers of what the loss may depend on."""
         self.calls = [node for node in self.nodes if isinstance(node.call, nn.Module)]
         self.trained, self._keys = trained, dict[int, Tensor]()
-        self._inputs = self._found_inputs()
+        self._inputs = self._found_inputs(copies)
         self._parameters: dict[int, str] = {}
         """Names in the root, by key."""
         self._steps: list[_Step] = []
 
-    def _found_inputs(self) -> dict[int, Tensor]:
+    def _found_inputs(self, copies: Mapping[tuple[int, int], Tensor]) -> dict[int, Tensor]:
         made: set[int] = set()
         found: dict[int, Tensor] = {}
         for node in self.nodes:
@@ -203,9 +225,13 @@ class Program:
                     raise UnrepeatableError(
                         f"{node.line} reads a tensor that {tensor.grad_fn.name()} made of the weights, in code that is not Python"
                     )
+                source = tensor
                 if not isinstance(node.call, nn.Module) and _version(tensor) != version:
-                    raise UnrepeatableError(f"a tensor that {node.line} reads is changed in place later")
-                found[id(tensor)] = tensor
+                    if (id(tensor), version) not in copies:
+                        raise UnrepeatableError(f"a tensor that {node.line} reads is changed in place later")
+                    source = copies[id(tensor), version]
+                    node.read_instead(tensor, source)
+                found[id(source)] = source
             made |= node.written()
         lost = [loss for loss in self.losses if id(loss) not in made]
         if lost:
@@ -336,21 +362,6 @@ def _reaches(tensor: Tensor, trained: dict[int, nn.Parameter]) -> bool:
     return False
 
 
-# -- The model and the loss that a scan trains
-
-
-class ScriptStep(nn.Module):
-    """What a script computes of a batch, up to its loss, with several models or calls."""
-
-    def __init__(self, program: Program) -> None:
-        super().__init__()
-        self.program = program
-
-    def forward(self, *inputs: Tensor) -> Tensor:
-        """The sum of the losses that the script calls ``backward()`` of for one step."""
-        return sum_of(self.program.run(self, inputs))
-
-
 def copy_of(tensor: Tensor) -> Tensor:
     """A copy that requires a gradient if ``tensor`` does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
@@ -362,31 +373,3 @@ def sum_of(losses: Sequence[Tensor]) -> Tensor:
     for loss in losses[1:]:
         total = total + loss
     return total
-
-
-class ObservedLoss:
-    """``loss(output, *targets)``: what a script computes of the output of ``model``; the targets are what it reads besides."""
-
-    def __init__(self, program: Program, model: nn.Module) -> None:
-        functional = [node for node in program.nodes if getattr(nn.functional, node.name, None) is node.call]
-        self.line = (functional or program.nodes)[-1].line
-        """Where it is computed: ``train.py:12``."""
-        self.is_returned = len(program.nodes) == 1
-        """Whether the model returns it."""
-        self.words = f"{functional[-1].name if functional else 'the loss'} of {self.line}"
-        self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
-        """What the words are of, as code."""
-        if self.is_returned:
-            self.words = "the loss that the model returns"
-        self._run: Callable[..., Any] = program.run
-        self._model = model
-        is_step = isinstance(model, ScriptStep)
-        if is_step:
-            self._run = lambda _model, _targets, output: [output]
-        kind = inspect.Parameter.POSITIONAL_ONLY
-        names = ["output", *(f"target{number}" for number in range(0 if is_step else len(program.input_keys)))]
-        self.__signature__ = inspect.Signature([inspect.Parameter(name, kind) for name in names])
-
-    def __call__(self, output: Any, *targets: Tensor) -> Tensor:
-        """The loss, with one element."""
-        return sum_of(self._run(self._model, targets, output))

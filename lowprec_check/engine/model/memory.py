@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +25,7 @@ class MeasuredCall(NamedTuple):
     """The memory of a call of a model."""
 
     peak: int
-    """Peak bytes: weights, buffers, inputs, and all tensors alive at the peak.
+    """Peak bytes: weights, buffers, inputs, what is kept beside them, and all tensors alive at the peak.
 
     Copies of weights that a backend made before are not counted on a CPU.
     """
@@ -33,10 +33,12 @@ class MeasuredCall(NamedTuple):
     """Its output, if the call was one as its user makes it; else ``None``."""
 
 
-def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int) -> MeasuredCall:
-    """Call the model once, with ``seed`` as always, and measure the memory that it takes."""
+def measure_memory(
+    ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, kept: Iterable[Tensor] = ()
+) -> MeasuredCall:
+    """Call the model once, with ``seed`` as always, and measure the memory that it takes, with that of the tensors ``kept`` beside it."""
     inputs, named = ready.inputs(args, kwargs)
-    counter, output, peak = StorageCounter(ready, inputs, named), None, None
+    counter, output, peak = StorageCounter(ready, inputs, named, kept), None, None
 
     def work() -> None:
         nonlocal output
@@ -59,11 +61,11 @@ def measure_memory(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 class StorageCounter:
-    """Counts the bytes of live storages, including those of the model and its inputs."""
+    """Counts the bytes of live storages, including those of the model, its inputs, and the tensors ``kept`` beside it."""
 
-    def __init__(self, ready: Prepared, inputs: Any, named: Any) -> None:
+    def __init__(self, ready: Prepared, inputs: Any, named: Any, kept: Iterable[Tensor] = ()) -> None:
         inside = [tensor for _, tensor in (*leaves(inputs), *leaves(named))]
-        tensors = [*ready.model.parameters(), *ready.model.buffers(), *inside]
+        tensors = [*ready.model.parameters(), *ready.model.buffers(), *inside, *kept]
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         self._known = set(sizes)

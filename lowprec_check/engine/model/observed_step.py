@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from lowprec_check.engine.core.devices import generator_restorers
@@ -22,7 +23,7 @@ from lowprec_check.engine.core.source_location import own_line
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.loss_program import CallRecorder, Node, Program, UnrepeatableError, copy_of
 from lowprec_check.engine.model.observed_training import SECONDS, Backward, ObservedStep, ObservedSteps
-from lowprec_check.engine.model.optimizer_like import Clip, settings_of
+from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
 from lowprec_check.engine.model.snapshot import saved_tensor
 from lowprec_check.errors import message_of
 from lowprec_check.process import system
@@ -34,6 +35,10 @@ _FRAMEWORKS = {
     "accelerate": "accelerate",
 }
 """What trains, by the start of the name of a module that calls ``backward()``."""
+
+
+_EVALUATED = 100
+"""Calls that are kept of models in eval mode, outside ``torch.no_grad()``: of an evaluation, unless a ``backward()`` follows."""
 
 
 class StepObserver:
@@ -48,8 +53,8 @@ class StepObserver:
         self._is_over = False
         self._since: float | None = None
         self._backwards: list[Backward] = []
-        self._cleared: dict[int, int] = {}
-        """How many of them the gradients of an optimizer, by its id, do not have any more."""
+        self._cleared: list[tuple[int, frozenset[int]]] = []
+        """How many of them parameters, by their ids, have no gradients of any more."""
         self._scaled: dict[int, tuple[Tensor, Tensor, float]] = {}
         self._clips: dict[int, list[Clip]] = {}
         """By the number of backward passes before them."""
@@ -72,7 +77,9 @@ class StepObserver:
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "grad", self._grad),
             (torch.amp.GradScaler, "scale", self._scale),
+            (Optimizer, "__init__", self._made),
             (Optimizer, "zero_grad", self._zero_grad),
+            (nn.Module, "zero_grad", self._zero_grad),
             *((place, f"clip_grad_{what}_", clip) for place, clip in places for what in ("norm", "value")),
         ]
         with contextlib.ExitStack() as stack:
@@ -87,6 +94,7 @@ class StepObserver:
 
             torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
             stack.callback(setattr, torch.autograd.Function, "apply", kept)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code may call models
             stack.enter_context(self._recorder)
             yield
         self._is_over = True
@@ -109,10 +117,17 @@ class StepObserver:
     def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
         """The result of the user's call of a model, ``call(module, *args, **kwargs)``."""
         self._since = self._since or system.monotonic()
-        if system.monotonic() - self._since > SECONDS * (5 if self._backwards and not self.found.steps else 1):
-            self._leave()
-        if not torch.is_grad_enabled() or self._recorder.is_paused:
+        if self._recorder.is_paused:
             return call(module, *args, **kwargs)
+        in_step = bool(self._recorder.nodes or self._backwards) and not self.found.steps
+        if system.monotonic() - self._since > SECONDS * (5 if in_step else 1):
+            if not self.found.steps:
+                self.give_up(f"no step of an optimizer is complete {SECONDS:g} s after the first call of a model")
+            self._leave()
+        if not torch.is_grad_enabled():
+            return call(module, *args, **kwargs)
+        if not (module.training or self._backwards) and len(self._recorder.nodes) > _EVALUATED:
+            self._recorder.nodes.clear()
         if not self.found.steps:
             self._save((*module.parameters(), *module.buffers()))
         node = Node.of(module, args, kwargs)
@@ -127,7 +142,7 @@ class StepObserver:
 
     def _save(self, tensors: Iterable[Tensor]) -> None:
         for tensor in tensors:
-            if id(tensor) not in self.found.values:
+            if id(tensor) not in self.found.values and not is_lazy(tensor):
                 self.found.values[id(tensor)] = (tensor, *saved_tensor(tensor))
 
     def _grad(self, kept: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -140,9 +155,15 @@ class StepObserver:
             self._scaled[id(scaled)] = (scaled, outputs, float(scaler.get_scale()))
         return scaled
 
-    def _zero_grad(self, kept: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        self._cleared[id(optimizer)] = len(self._backwards)
+    def _made(self, kept: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        self.found.made.append((optimizer, own_line(sys._getframe(2))))
         return kept(optimizer, *args, **kwargs)
+
+    def _zero_grad(self, kept: Callable[..., Any], owner: Any, *args: Any, **kwargs: Any) -> Any:
+        parameters = owner.parameters() if isinstance(owner, nn.Module) else _trained_by(owner).values()
+        if self._backwards:
+            self._cleared.append((len(self._backwards), frozenset(map(id, parameters))))
+        return kept(owner, *args, **kwargs)
 
     def _clip(self, kept: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
         listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
@@ -154,6 +175,8 @@ class StepObserver:
             return kept(listed, *args, **kwargs)
 
     def _backward(self, kept: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._recorder.is_paused:  # inside a model, or another backward pass
+            return kept(tensors, *args, **kwargs)
         frame = sys._getframe(2)
         given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
         _, loss, scale = self._scaled.get(id(given[0]), (None, given[0], 1.0))
@@ -169,39 +192,51 @@ class StepObserver:
         if self._is_elsewhere:
             return
         if not self.found.steps:
-            self._save(parameter for group in optimizer.param_groups for parameter in group["params"])
+            self._save(_trained_by(optimizer).values())
         if optimizer not in self._states:
             self._states[optimizer] = copy.deepcopy(optimizer.state_dict()["state"]) if optimizer.state else None
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        backwards = self._backwards[self._cleared.get(id(optimizer), 0) :]
+        trained = _trained_by(optimizer).keys()
+        start = max((count for count, cleared in self._cleared if trained <= cleared), default=0)
+        backwards = self._backwards[start:]
         if self._is_elsewhere or not backwards:
             return  # without gradients, as a step is made to please a scheduler
         self.found.optimizer = self.found.optimizer or optimizer
-        if optimizer is not self.found.optimizer:
-            kind, line = type(optimizer).__name__, own_line(sys._getframe(1))
-            self.found.facts[
-                f"the script has another optimizer, {kind}, at {line}: the scan does not make its steps"
-            ] = None
-        else:
+        if takes_closure(optimizer):
+            self.give_up(f"{type(optimizer).__name__}.step() needs a closure, and a scan calls step() without one")
+        if optimizer is self.found.optimizer:
             with self._recorder.paused():
                 try:
                     self._add(optimizer, backwards)
                 except UnrepeatableError as problem:
-                    self.give_up(message_of(problem))
-        self._recorder.on = False
-        for kept in (self._recorder.nodes, self._backwards, self._cleared, self._scaled, self._clips):
-            kept.clear()
-        if self.found.problem is not None or self.found.is_unlike or len(self.found.steps) >= self.found.wanted:
+                    if self.found.steps:
+                        self.found.unlike = message_of(problem)
+                    else:
+                        self.give_up(message_of(problem))
+        self._forget_step()
+        if self.found.problem is not None or self.found.unlike or len(self.found.steps) >= self.found.wanted:
             self._leave()
+
+    def _forget_step(self) -> None:
+        recorder = self._recorder
+        recorder.on = False
+        for kept in (recorder.nodes, recorder.copies, self._backwards, self._cleared, self._scaled, self._clips):
+            kept.clear()
+
+    def forget(self) -> None:
+        """Free all that was observed."""
+        self._forget_step()
+        self._states.clear()
+        self.found = ObservedSteps(0)
 
     # -- After a step of the optimizer
 
     def _add(self, optimizer: Optimizer, backwards: list[Backward]) -> None:
         found = self.found
-        trained = {id(p): p for group in optimizer.param_groups for p in group["params"]}
+        trained = _trained_by(optimizer)
         nodes = self._recorder.nodes[: backwards[-1].nodes]
-        program = Program(nodes, [backward.loss for backward in backwards], trained)
+        program = Program(nodes, [backward.loss for backward in backwards], trained, self._recorder.copies)
         step = ObservedStep.of(program, found.steps[0] if found.steps else None)
         if not found.steps:
             clips = self._clips.get(len(self._backwards), [])
@@ -211,10 +246,13 @@ class StepObserver:
             found.note_facts(program)
         else:
             program.release()
-            found.is_unlike = program.form != found.steps[0].program.form
-        if not found.is_unlike:
-            found.schedule.append(settings_of(optimizer))
-            found.steps.append(step)
+        found.schedule.append(settings_of(optimizer))
+        found.steps.append(step)
+
+
+def _trained_by(optimizer: Optimizer) -> dict[int, nn.Parameter]:
+    """Its parameters, by id."""
+    return {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
 def _framework_of(frame: FrameType | None) -> str:

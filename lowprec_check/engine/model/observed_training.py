@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -12,14 +13,7 @@ from torch.optim import Optimizer
 
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.loss_program import (
-    ObservedLoss,
-    Program,
-    ScriptStep,
-    UnrepeatableError,
-    copy_of,
-    sum_of,
-)
+from lowprec_check.engine.model.loss_program import Program, UnrepeatableError, copy_of, sum_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
@@ -30,12 +24,69 @@ SECONDS = 60.0
 DEFINE_PARTS = "Define `model`, `inputs`, `loss` and `optimizer` in a file and scan that: see docs/training.md."
 
 
+class ScriptStep(nn.Module):
+    """What a script computes of a batch, up to its loss, with several models or calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.programs: list[Program] = []
+
+    def forward(self, *inputs: Any) -> Tensor:
+        """The sum of the losses that the script calls ``backward()`` of for one step."""
+        return _loss_of(self.programs, self, inputs)
+
+
+def _loss_of(programs: Sequence[Program], root: nn.Module, inputs: Sequence[Any], output: Any = None) -> Tensor:
+    """The loss of a step; of several programs, the first of the inputs is the number of the step's."""
+    number, given = (0, inputs) if len(programs) == 1 else (inputs[0], inputs[1:])
+    return sum_of(programs[number].run(root, given, output))
+
+
+class ObservedLoss:
+    """``loss(output, *targets)``: what a script computes of the output of ``model``; the targets are what it reads besides."""
+
+    def __init__(self, programs: Sequence[Program], model: nn.Module) -> None:
+        program = programs[0]
+        functional = [node for node in program.nodes if getattr(nn.functional, node.name, None) is node.call]
+        self.line = (functional or program.nodes)[-1].line
+        """Where it is computed: ``train.py:12``."""
+        of_model = len(program.nodes) == 1
+        self.is_returned = of_model or isinstance(model, ScriptStep)
+        """Whether the scanned model returns it."""
+        self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
+        """What the words are of, as code."""
+        self.words = f"{functional[-1].name if functional else 'the loss'} of {self.line}"
+        if of_model:
+            self.words = "the loss that the model returns"
+        self._programs, self._model = programs, model
+        reads = not isinstance(model, ScriptStep) and (len(programs) > 1 or bool(program.input_keys))
+        self.__signature__ = inspect.signature(_with_targets if reads else _without_targets)
+
+    def __call__(self, output: Any, *targets: Any) -> Tensor:
+        """The loss, with one element."""
+        if isinstance(self._model, ScriptStep):
+            return sum_of([output])
+        return _loss_of(self._programs, self._model, targets, output)
+
+
+def _with_targets(output: Any, target: Any, /, *targets: Any) -> None:
+    """The signature of a loss that reads targets."""
+
+
+def _without_targets(output: Any, /) -> None:
+    """The signature of one that reads none."""
+
+
 class ObservedBatch(NamedTuple):
     """What a step reads."""
 
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    targets: tuple[Tensor, ...]
+    targets: tuple[Any, ...]
+
+    def numbered(self, number: int, *, is_input: bool) -> ObservedBatch:
+        """The same, with the number of the program that computes its loss: an input of the model, or a target."""
+        return self._replace(args=(number, *self.args)) if is_input else self._replace(targets=(number, *self.targets))
 
 
 class ObservedTraining(NamedTuple):
@@ -75,14 +126,17 @@ class ObservedStep(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, first: ObservedStep | None) -> ObservedStep:
-        """The step of ``program``, like the ``first``."""
+        """The step of ``program``; raises :class:`UnrepeatableError` if it calls other models than the ``first``."""
         call = program.single
-        if call is not None and isinstance(call.call, nn.Module):
+        is_single = call is not None and (first is None or first.root is call.call)
+        if first is not None and not is_single and not isinstance(first.root, ScriptStep):
+            raise UnrepeatableError(f"{program.calls[0].line} calls other models than in the step before")
+        if call is not None and is_single and isinstance(call.call, nn.Module):
             targets = program.bind(call.call, {})
             args, kwargs = call.given
             return cls(program, ObservedBatch(args, kwargs, tuple(targets)), call.call)
-        root = ScriptStep(program) if first is None else first.root
-        names: dict[nn.Module, str] = {}
+        root = ScriptStep() if first is None else first.root
+        names = {module: name for name, module in root.named_children()}
         for model in [node.call for node in program.calls if isinstance(node.call, nn.Module)]:
             if model not in names:
                 stem = type(model).__name__.lower()
@@ -108,8 +162,8 @@ class ObservedSteps:
     schedule: list[Settings] = dataclasses.field(default_factory=list)
     """Of each step."""
     steps: list[ObservedStep] = dataclasses.field(default_factory=list)
-    is_unlike: bool = False
-    """Whether the next step was not like the first one."""
+    unlike: str = ""
+    """Why the next step was not like those before it."""
     values: dict[int, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Of parameters and buffers, before the first step."""
     first: Sequence[Backward] = ()
@@ -120,6 +174,8 @@ class ObservedSteps:
     facts: dict[str, None] = dataclasses.field(default_factory=dict)
     """Notes."""
     framework: str = ""
+    made: list[tuple[Optimizer, str | None]] = dataclasses.field(default_factory=list)
+    """All optimizers, and the lines that make them."""
     has_gradients: bool = False
     """Whether the script computes gradients."""
     problem: str | None = None
@@ -165,20 +221,29 @@ class ObservedSteps:
                     "it makes no step of a torch.optim.Optimizer with the gradients that it computes"
                 )
             program, _, root = self.steps[0]
-            loss, line = ObservedLoss(program, root), program.calls[0].line
+            forms: dict[str, Program] = {}
+            for step in self.steps:
+                forms.setdefault(step.program.form, step.program)
+            programs, line = list(forms.values()), program.calls[0].line
+            loss = ObservedLoss(programs, root)
             if isinstance(root, ScriptStep):
                 for parameter in root.parameters():  # of other optimizers
                     parameter.requires_grad_(id(parameter) in program.trained)
-            state = self.state
-            optimizer = OptimizerLike(self.optimizer, root, self.clips, state, self.schedule)
+            optimizer = OptimizerLike(self.optimizer, root, self.clips, self.state, self.schedule)
             self._check(optimizer, loss)
         except UnrepeatableError as problem:
             raise UsageError(f"The training of {script} cannot be scanned: {problem}.", DEFINE_PARTS) from None
         for module in root.modules():
             _detach(module, self.facts)
-        program.release()
-        batches = [step.batch for step in self.steps]
         notes = (f"the training step is that of the script, observed at {line}", *self._notes(optimizer))
+        program.release()
+        batches, is_input = [step.batch for step in self.steps], isinstance(root, ScriptStep)
+        if isinstance(root, ScriptStep):
+            root.programs = programs
+        if len(programs) > 1:
+            numbers = [list(forms).index(step.program.form) for step in self.steps]
+            pairs = zip(batches, numbers, strict=True)
+            batches = [batch.numbered(number, is_input=is_input) for batch, number in pairs]
         return ObservedTraining(root, loss, optimizer, batches, line, self.framework, notes)
 
     def _check(self, made: OptimizerLike, loss: ObservedLoss) -> None:
@@ -193,7 +258,7 @@ class ObservedSteps:
 
         self._restore()
         try:
-            with kept_generators(), torch.enable_grad():
+            with kept_generators(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
                 losses = program.run(root, map_tensors(given, copy_of), again=again)
                 for found, first in zip(losses, self.first, strict=True):
                     if not torch.allclose(found, first.value, rtol=_rounding(found), atol=0, equal_nan=True):
@@ -238,13 +303,15 @@ class ObservedSteps:
         if made.state:
             yield "the optimizer starts from the state that it has in the script"
         if count < self.wanted:
-            why = (
-                "the next one computes something else"
-                if self.is_unlike
-                else f"the script makes no more within {SECONDS:g} s"
-            )
+            why = self.unlike or f"the script makes no more within {SECONDS:g} s"
             batches = "is observed: its batch is" if count == 1 else "are observed: their batches are"
             yield f"{count} of the {self.wanted} steps {batches} repeated, since {why}"
+        trained = self.steps[0].program.trained
+        for optimizer, line in self.made:
+            known = [parameter for group in getattr(optimizer, "param_groups", []) for parameter in group["params"]]
+            if not any(id(parameter) in trained for parameter in known):
+                kind = type(optimizer).__name__
+                yield f"the script has another optimizer, {kind}, made at {line}: the scan does not make its steps"
         yield from self.facts
 
 

@@ -111,6 +111,12 @@ class OptimizerLike:
         return [float(settings[0].get("lr", 1.0)) for settings in self.schedule]
 
 
+def takes_closure(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether its ``step()`` cannot be called without a closure."""
+    _, *given = parameters_of(type(optimizer).step).values()  # a scheduler wraps that of the object
+    return any(map(_is_needed, given))
+
+
 def settings_of(optimizer: torch.optim.Optimizer) -> Settings:
     """A copy of the settings of each parameter group."""
     return [

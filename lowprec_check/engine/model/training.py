@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.model.loss_program import ObservedLoss
-from lowprec_check.engine.model.optimizer_like import OptimizerLike
+from lowprec_check.engine.model.observed_training import ObservedLoss
+from lowprec_check.engine.model.optimizer_like import OptimizerLike, takes_closure
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, message_of, type_name
 
@@ -92,8 +92,8 @@ def _default_loss(output: Any) -> Tensor:
             "Define `loss(output)` in the file.",
         )
     generator = torch.Generator().manual_seed(0)
-    if _are_scores(tensors):
-        scores = tensors[0]
+    scores = _scores(output, tensors)
+    if scores is not None:
         labels = torch.randint(0, scores.shape[1], scores.shape[:1], generator=generator)
         return nn.functional.cross_entropy(scores, labels.to(scores.device))
     terms = []
@@ -104,9 +104,13 @@ def _default_loss(output: Any) -> Tensor:
     return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
 
 
-def _are_scores(tensors: list[Tensor]) -> bool:
-    """Whether it is one output of shape (N, classes)."""
-    return len(tensors) == 1 and tensors[0].ndim == 2 and tensors[0].shape[1] > 1 and not tensors[0].is_complex()
+def _scores(output: Any, tensors: list[Tensor]) -> Tensor | None:
+    """The scores of classes of shape (N, classes): the only tensor, or the ``logits`` of shape (…, classes) of a model of transformers."""
+    logits = getattr(output, "logits", None)
+    found = logits.flatten(0, -2) if isinstance(logits, Tensor) and logits.ndim in (2, 3) else None
+    if found is None and len(tensors) == 1 and tensors[0].ndim == 2:
+        found = tensors[0]
+    return found if found is not None and found.shape[1] > 1 and not found.is_complex() else None
 
 
 class DescribedLoss(NamedTuple):
@@ -135,20 +139,26 @@ def describe_loss(loss: Callable[..., Any] | None, output: Any, form: str, targe
     if own is not None:
         return DescribedLoss("the loss that the model returns", own.code)
     tensors = [tensor for _, tensor in leaves(output) if is_float(tensor)]
-    if _are_scores(tensors):
-        default = ("cross-entropy with random labels", _CROSS_ENTROPY)
+    if _scores(output, tensors) is not None:
+        code = _CROSS_ENTROPY if getattr(output, "logits", None) is None else _OF_LOGITS
+        default = ("cross-entropy with random labels", code)
     else:
         default = ("mean squared difference from random targets", _MEAN_SQUARE)
     return DescribedLoss(default[0], setup=default[1:])
 
 
-_CROSS_ENTROPY = """\
+_SCORES = (
+    "(scores,) = (t for t in torch.utils._pytree.tree_leaves(output) if torch.is_tensor(t) and t.is_floating_point())"
+)
+_CROSS_ENTROPY = f"""\
 def loss(output):  # replace it with your own
-    (scores,) = (t for t in torch.utils._pytree.tree_leaves(output) if torch.is_tensor(t) and t.is_floating_point())
+    {_SCORES}
     generator = torch.Generator().manual_seed(0)
     labels = torch.randint(0, scores.shape[1], scores.shape[:1], generator=generator)
     return torch.nn.functional.cross_entropy(scores, labels.to(scores.device))
 """
+
+_OF_LOGITS = _CROSS_ENTROPY.replace(_SCORES, "scores = output.logits.flatten(0, -2)")
 
 _MEAN_SQUARE = """\
 def loss(output):  # replace it with your own
@@ -195,8 +205,7 @@ def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
     """Make the optimizer for copies of ``parameters``, as some ways to train do; raises :class:`UsageError` if that is not possible."""
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     made = call_user_code("Calling optimizer(parameters)", lambda: make_optimizer(optimizer, copies))
-    needs = parameters_of(made.step).values()
-    if any(need.default is need.empty and need.kind is need.POSITIONAL_OR_KEYWORD for need in needs):
+    if takes_closure(made):
         raise UsageError(
             f"{type(made).__name__}.step() needs a closure, and a scan of training calls step() without one.",
             "Use another optimizer, such as torch.optim.AdamW(parameters, lr=1e-3).",

@@ -14,9 +14,8 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lowprec_check.engine.model.observed_step import StepObserver
 from lowprec_check.engine.model.user_code import call_user_code
-from lowprec_check.engine.model.user_script import Ran, run_to_first_call
+from lowprec_check.engine.model.user_script import Ran, run_user_code
 from lowprec_check.errors import UsageError
 
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.", re.MULTILINE)
@@ -29,8 +28,8 @@ class UserModule(NamedTuple):
     ran: Ran
 
 
-def import_file(path: Path, observer: StepObserver | None = None) -> UserModule:
-    """Import a file, as a module of its package if it is in one, up to its first call of a model, or as far as ``observer`` lets it run."""
+def import_file(path: Path, steps: int = 0) -> UserModule:
+    """Import a file, as a module of its package if it is in one, up to its first call of a model, or the end of ``steps`` steps of its training."""
     hint = "Pass the path of the Python file that defines the model."
     if path.is_dir():
         raise UsageError(f"{path} is a folder.", hint)
@@ -70,12 +69,13 @@ def import_file(path: Path, observer: StepObserver | None = None) -> UserModule:
         sys.modules[full_name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[full_name])
 
-    return _imported(full_name, f"The import of {path.name}", execute, observer)
+    return _imported(full_name, path.name, execute, steps)
 
 
-def _imported(name: str, what: str, execute: Callable[[], object], observer: StepObserver | None = None) -> UserModule:
+def _imported(name: str, shown: str, execute: Callable[[], object], steps: int = 0) -> UserModule:
     """The module that ``execute`` imports by this ``name``."""
-    ran = run_to_first_call(lambda: call_user_code(what, execute), observer)
+    what = f"The import of {shown}"
+    ran = run_user_code(lambda: call_user_code(what, execute), shown, steps)
     if name not in sys.modules and ran.call is not None:
         raise UsageError(f"{what} calls a model, at {ran.call.line}, before it reaches the module {name}.", _STOPPED)
     return UserModule(sys.modules[name], ran)
@@ -100,11 +100,11 @@ def import_name(name: str) -> UserModule:
         missing = True
     if missing:
         raise UsageError(f"No module named {name!r}.", "Install it, or run the command in the folder that contains it.")
-    return _imported(name, f"The import of {name}", lambda: importlib.import_module(name))
+    return _imported(name, name, lambda: importlib.import_module(name))
 
 
-def run_script(path: Path, package: str | None = None, observer: StepObserver | None = None) -> UserModule:
-    """Run the file as a script, up to its first call of a model, or as far as ``observer`` lets it run.
+def run_script(path: Path, package: str | None = None, steps: int = 0) -> UserModule:
+    """Run the file as a script, up to its first call of a model, or the end of ``steps`` steps of its training.
 
     ``package`` is what its relative imports refer to, as in ``python -m package.script``. Raises :class:`UsageError` with the user's
     line if the script fails before.
@@ -118,7 +118,7 @@ def run_script(path: Path, package: str | None = None, observer: StepObserver | 
         exec(code, module.__dict__)
 
     try:
-        return UserModule(module, run_to_first_call(lambda: call_user_code(f"Running {path}", execute), observer))
+        return UserModule(module, run_user_code(lambda: call_user_code(f"Running {path}", execute), path.name, steps))
     finally:
         sys.modules["__main__"] = kept_main
 

@@ -25,6 +25,7 @@ from lowprec_check.engine.core.source_location import is_own_file, own_line, sou
 from lowprec_check.engine.model.kept_files import KeptFiles, replaced
 from lowprec_check.engine.model.loss_program import function_modes, set_function_modes
 from lowprec_check.engine.model.observed_step import StepObserver
+from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.process.function_worker import end_if_forked
 
 
@@ -45,6 +46,23 @@ class Ran(NamedTuple):
     """The first call of a model, at which it was stopped unless its training was observed; ``None`` if it calls none."""
     notes: tuple[str, ...]
     """What was done to keep the user's files as they are."""
+    training: ObservedTraining | None = None
+    """Its training, if that was observed and there is any."""
+
+
+def run_user_code(work: Callable[[], object], script: str, steps: int) -> Ran:
+    """Run ``work`` up to the first call of a model, or until ``steps`` steps of training are complete; raises what it raises before.
+
+    Raises :class:`UsageError` if steps of ``script`` cannot be made as it makes them.
+    """
+    if not steps:
+        return run_to_first_call(work)
+    observer = StepObserver(steps)
+    try:
+        ran = run_to_first_call(work, observer)
+        return ran if ran.call is None else ran._replace(training=observer.found.training(script))
+    finally:
+        observer.forget()  # user code may keep functions that refer to it
 
 
 def run_to_first_call(work: Callable[[], object], observer: StepObserver | None = None) -> Ran:
@@ -145,6 +163,7 @@ def parked_threads() -> list[threading.Thread]:
 def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: threading.Event) -> NoReturn:
     """Interrupt the main thread until it has ``left``, after a while ``anywhere``, and wait forever; the interpreter ends without this."""
     thread = threading.current_thread()
+    _parked.append(thread)
     interrupt()
     for number in itertools.count():
         if left.wait(0.01):
@@ -152,7 +171,6 @@ def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: thread
         if number == _TRIES:
             anywhere.set()
         interrupt()
-    _parked.append(thread)
     thread.join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005  # pools of threads do at exit
     lock = threading.Lock()
     while True:

@@ -18,12 +18,11 @@ from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
 from lowprec_check.engine.run.isolation import check_isolation
-from lowprec_check.engine.run.launcher import OnProgress
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_source import OnProgress, TargetSource
 from lowprec_check.engine.trace.plain_modes import parse_withheld
-from lowprec_check.errors import UsageError, encodable
+from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced
 from lowprec_check.schema.called_with import called_with
@@ -71,30 +70,18 @@ def find_plan(model: nn.Module, inputs: Any, given: PlanArguments) -> Planning:
     """
     check_isolation(given.isolation)
     target = make_target(model, inputs, loss=given.loss, metric=given.metric)
-    return plan_target(TargetSource(target), given.isolation, given, on_progress=given.on_progress)
+    source = TargetSource(target)
+    source.on_progress = given.on_progress or source.on_progress
+    return plan_target(source, given.isolation, given)
 
 
-def plan_target(
-    source: TargetSource,
-    isolation: Isolation | None,
-    options: PlanOptions,
-    *,
-    spec: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> Planning:
-    """Like :func:`find_plan`, for a loaded target; ``spec`` is the user's name for it."""
-    *_, planning = growing_planning(source, isolation, options, spec=spec, on_progress=on_progress)
+def plan_target(source: TargetSource, isolation: Isolation | None, options: PlanOptions) -> Planning:
+    """Like :func:`find_plan`, for a loaded target."""
+    *_, planning = growing_planning(source, isolation, options)
     return planning
 
 
-def growing_planning(
-    source: TargetSource,
-    isolation: Isolation | None,
-    options: PlanOptions,
-    *,
-    spec: str | None = None,
-    on_progress: OnProgress | None = None,
-) -> Iterator[Planning]:
+def growing_planning(source: TargetSource, isolation: Isolation | None, options: PlanOptions) -> Iterator[Planning]:
     """Yield the bases tried so far and the best plan found, after each base."""
     target = source.target
     if options.use_metric and target.metric is None:
@@ -112,30 +99,29 @@ def growing_planning(
         without_kernel=tuple(options.without_kernel),
         budget_error=options.predict,
     )
-    name = encodable(spec or target.name)
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_generators())
         batches = []
         for number in range(options.batches):
             batch = source.batch(number, settings.seed)
-            batches.append(stack.enter_context(open_runs(batch, settings, isolation, on_progress)))
+            batches.append(stack.enter_context(open_runs(batch, settings, isolation)))
         references = [batch.reference() for batch in batches]
         if options.use_metric and references[0].metric is None:
             why = f": {references[0].notes[-1]}" if references[0].notes else ""
             raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix the function `metric`.")
         objective = Objective(references[0], metric=options.use_metric, max_drop=options.max_drop)
         limits = Limits(max_trials=options.max_trials, seconds=options.seconds)
-        proposer = Proposer(batches, objective, limits, on_progress)
+        proposer = Proposer(batches, objective, limits)
         proposals: list[Proposal] = []
         for proposal in _search_bases(batches, proposer, options):
             proposals.append(proposal)
             winner = best(proposals)
             yield Planning(
-                target=name,
+                target=source.name,
                 model=type(target.model).__name__,
                 device=machine.runs_on,
                 attempts=[tried.attempt for tried in proposals],
-                plan=make_plan(winner, proposer, machine.environment, name) if winner is not None else None,
+                plan=make_plan(winner, proposer, machine.environment, source.name) if winner is not None else None,
             )
 
 
@@ -198,13 +184,7 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
 
 
 def plan_for_scan(
-    batches: Sequence[TargetRuns],
-    runs: Sequence[Run],
-    machine: dict[str, Any],
-    name: str,
-    *,
-    wanted: bool | None,
-    on_progress: OnProgress | None,
+    batches: Sequence[TargetRuns], runs: Sequence[Run], machine: dict[str, Any], name: str, *, wanted: bool | None
 ) -> tuple[Run, Plan] | None:
     """The best plan for the failing runs of a scan, which must pass on all ``batches``; the first run must be the fp32 one.
 
@@ -217,7 +197,7 @@ def plan_for_scan(
         return None
     backends = dict.fromkeys(run.backend for run in tried)
     bases = [(base.name, backend) for backend in backends for base in plan_bases()]
-    proposer = Proposer(batches, Objective(runs[0]), Limits() if wanted else QUICK, on_progress)
+    proposer = Proposer(batches, Objective(runs[0]), Limits() if wanted else QUICK)
     proposals: list[Proposal] = []
     for proposal in proposer.propose_each([failing[base]] for base in bases if base in failing):
         proposals.append(proposal)

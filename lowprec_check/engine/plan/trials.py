@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 from torch import nn
@@ -29,9 +29,6 @@ from lowprec_check.schema.statements import short_op, some
 
 SLOWER = 1.5
 """A base at least this many times slower than a plan already found is not searched."""
-
-OnTrial = Callable[[str, str], None]
-"""Called with the base and the progress of its search."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -88,13 +85,10 @@ class Proposal:
 class Proposer:
     """Searches the bases of one target; each batch is a model with its inputs, run in the precisions."""
 
-    def __init__(
-        self, batches: Sequence[TargetRuns], objective: Objective, limits: Limits, on_trial: OnTrial | None = None
-    ) -> None:
+    def __init__(self, batches: Sequence[TargetRuns], objective: Objective, limits: Limits) -> None:
         """The batches must have run their fp32 reference."""
         self.batches, self.objective = list(batches), objective
-        self.limits, self.on_trial = limits, on_trial
-        self.started = system.monotonic()
+        self.limits, self.started = limits, system.monotonic()
 
     def passes_as_it_is(self, runs: Sequence[Run]) -> bool:
         """Whether a base passes without modules in fp32; ``runs`` has one run per batch."""
@@ -222,10 +216,9 @@ class _Search:
         return suspects(run)
 
     def _report_progress(self, doing: str) -> None:
-        if self.proposer.on_trial is not None:
-            best = self.trials.best
-            proven = f", {len(best)} modules pass" if best is not None else ""
-            self.proposer.on_trial(f"plan from {self.base}", doing + proven)
+        best = self.trials.best
+        proven = f", {len(best)} modules pass" if best is not None else ""
+        self.proposer.batches[0].report(f"plan from {self.base}", doing + proven)
 
     def _measure(self, keep: Keep) -> Run:
         self._report_progress(f"measuring {len(keep)} modules in fp32")

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from lowprec_check.engine.core.installation import extension_problem, installed_version, minor_version
+from lowprec_check.catalog.versions import installed_version
+from lowprec_check.engine.core.installation import extension_problem, minor_version
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import Call, Code
 from lowprec_check.schema.scan_result import ModelInfo

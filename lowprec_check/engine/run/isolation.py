@@ -87,8 +87,7 @@ def isolated(function: Callable[[], Result], isolation: Isolation, kind: type[Re
 
     worker = FunctionWorker(answer, functools.partial(msgspec.msgpack.decode, type=Ended), method="fork")
     worker.idle_limit = IDLE_SECONDS
-    supervisor: Supervisor[FunctionWorker[Ended], Ended] = Supervisor([worker])
-    with supervisor:
+    with Supervisor[FunctionWorker[Ended], Ended]([worker]) as supervisor:
         ended = next((event.message for event in supervisor.events() if isinstance(event, MessageEvent)), None)
     if ended is None:
         return function()

@@ -22,13 +22,13 @@ from lowprec_check.engine.run.messages import (
 )
 from lowprec_check.engine.run.outcome import Outcome, describe_position
 from lowprec_check.engine.run.place_log import model_line
-from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ModelTask, RunTask
 from lowprec_check.engine.run.worker import QUESTION, do_task, serve, work
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import Isolation
-from lowprec_check.process.breadcrumb import Breadcrumb, Position, clear_shared, read_shared
+from lowprec_check.process.breadcrumb import Breadcrumb, clear_shared, read_shared
 from lowprec_check.process.function_worker import Activity, Ended, FunctionWorker, Method
 from lowprec_check.process.process_group import WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
@@ -41,7 +41,6 @@ LOAD_SECONDS = 600.0
 CHECK_SECONDS = 30.0
 """Time in which a shared worker must have said whether it can do another task."""
 
-OnPosition = Callable[[Position | None], None]
 TaskWorker = FunctionWorker[TaskMessage]
 
 AFTER_VERDICT = "after the output was judged: memory, metric or compiler check may be missing"
@@ -60,22 +59,17 @@ MAX_SUSPECTS = 4
 MAX_CRASHES = 6
 """Number of places at which one op crashes before its other calls are not run any more."""
 
-OnProgress = Callable[[str, str], None]
-"""Called with the name of the run and its current step."""
-
 
 class Launcher:
     """Does the tasks of a target."""
 
-    def __init__(self, source: TargetSource, isolation: Isolation, on_progress: OnProgress | None = None) -> None:
-        self.isolation = isolation
+    def __init__(self, source: TargetSource, isolation: Isolation) -> None:
+        self.source, self.isolation = source, isolation
         """Where tasks are done; ``spawn`` instead of ``fork`` after a fork has failed where a fresh interpreter has not."""
         self.changes_parameters = isolation == "none"
         """Whether a run was seen to write to parameters: their values are saved from then on."""
         self.hidden_state = False
         """Whether the model keeps state that cannot be rewound: every part of a run is then done in a process of its own."""
-        self._source = source
-        self._on_progress = on_progress
         self._forks_may_wait = True
         """Whether a fork that only waits may do so because it is a fork."""
 
@@ -94,7 +88,7 @@ class Launcher:
         if not self._can_be_sent():
             self._forks_may_wait = False
             return self.execute(task)
-        outcome = self._execute_in("spawn", task)
+        outcome = execute(task, self.source, "spawn")
         if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
             self._forks_may_wait = False
         else:
@@ -104,7 +98,7 @@ class Launcher:
 
     def renew(self) -> None:
         """Do the next task in a new worker."""
-        self._source.kept.end()
+        self.source.kept.end()
 
     # -- a run
 
@@ -160,10 +154,10 @@ class Launcher:
         outcome = self._until_sure(task)
         if not self._forks or outcome.passed:
             return outcome
-        if self._source.reload is None and outcome.ended == "done" and not other_threads():
+        if self.source.reload is None and outcome.ended == "done" and not other_threads():
             return outcome
         try:
-            fresh = self._execute_in("spawn", task)
+            fresh = execute(task, self.source, "spawn")
         except (UsageError, WorkerError):
             return outcome
         if fresh.plain is None:
@@ -182,31 +176,24 @@ class Launcher:
     @property
     def _forks(self) -> bool:
         """Whether a worker is a copy of this process."""
-        return self.isolation == "fork" or (self.isolation == "shared" and self._source.method == "fork")
+        return self.isolation == "fork" or (self.isolation == "shared" and self.source.method == "fork")
 
     def _stop_forking(self) -> None:
         """Start fresh interpreters from now on."""
-        self._source.stop_forking()
+        self.source.stop_forking()
         self.isolation = "spawn" if self.isolation == "fork" else self.isolation
 
     def _execute_here(self, task: ModelTask) -> Outcome:
         if self.hidden_state or BACKENDS.get(task.backend).changes_process:
             self.renew()
         idle_limit = max(Activity.SECONDS, min(IDLE_SECONDS, task.budget / 2))
-        return self._execute_in(self.isolation, task, idle_limit if self._forks and self._forks_may_wait else math.inf)
-
-    def _execute_in(self, isolation: Isolation, task: ModelTask, idle_limit: float = math.inf) -> Outcome:
-        def report(position: Position | None) -> None:
-            if self._on_progress is not None:
-                name, otherwise = task.progress
-                self._on_progress(name, describe_position(position) if position else otherwise)
-
-        return execute(task, self._source, isolation, on_position=report, idle_limit=idle_limit)
+        limit = idle_limit if self._forks and self._forks_may_wait else math.inf
+        return execute(task, self.source, self.isolation, idle_limit=limit)
 
     def _can_be_sent(self) -> bool:
         """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it may wait for a thread."""
         try:
-            self._source.fresh()
+            self.source.fresh()
         except UsageError as error:
             threads = other_threads()
             if threads:
@@ -281,14 +268,7 @@ class Attempts:
 # -- One task in one process
 
 
-def execute(
-    task: ModelTask,
-    source: TargetSource,
-    isolation: Isolation,
-    *,
-    on_position: OnPosition | None = None,
-    idle_limit: float = math.inf,
-) -> Outcome:
+def execute(task: ModelTask, source: TargetSource, isolation: Isolation, *, idle_limit: float = math.inf) -> Outcome:
     """Do ``task``. A worker that does not use the processor for ``idle_limit`` seconds is killed.
 
     Raises :class:`WorkerError` if the tool itself fails, and :class:`UsageError` if the worker cannot load the target or save
@@ -308,11 +288,10 @@ def execute(
         worker = start_worker(task, source, isolation)
     worker.set_timeout(LOAD_SECONDS)
     worker.idle_limit = idle_limit
-    supervisor: Supervisor[TaskWorker, TaskMessage] = Supervisor([worker])
-    with supervisor:
+    with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
         for event in supervisor.events():
             if isinstance(event, StateEvent):
-                _record_state(outcome, event, task, on_position)
+                _record_state(outcome, event, task, source)
                 continue
             message = event.message
             outcome.add(message)
@@ -328,7 +307,7 @@ def execute(
 
 def start_worker(task: ModelTask, source: TargetSource, method: Method, *, shared: bool = False) -> TaskWorker:
     """A worker for ``task`` alone; a ``shared`` one waits for it, and for those that follow."""
-    fresh = source.load_by(method)
+    fresh = FreshLoad(source.forked) if method == "fork" else source.fresh()
     worker: TaskWorker = FunctionWorker(
         functools.partial(serve, fresh.load) if shared else functools.partial(do_task, task, fresh.load),
         decode,
@@ -349,8 +328,7 @@ def _shared_worker(task: ModelTask, source: TargetSource) -> tuple[TaskWorker, b
         worker.start_anew()
         worker.send(QUESTION)
         worker.set_timeout(CHECK_SECONDS)
-        supervisor: Supervisor[TaskWorker, TaskMessage] = Supervisor([worker])
-        with supervisor:
+        with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
             for event in supervisor.events():
                 if isinstance(event, MessageEvent) and isinstance(event.message, Checked):
                     kept.left += event.message.left
@@ -381,13 +359,11 @@ def _set_limits(worker: TaskWorker, message: TaskMessage, task: ModelTask) -> No
         worker.op_limit = task.op_limit
 
 
-def _record_state(
-    outcome: Outcome, event: StateEvent[TaskWorker], task: ModelTask, on_position: OnPosition | None
-) -> None:
+def _record_state(outcome: Outcome, event: StateEvent[TaskWorker], task: ModelTask, source: TargetSource) -> None:
     outcome.position = event.position
     if event.state == "running":
-        if on_position is not None:
-            on_position(event.position)
+        name, otherwise = task.progress
+        source.on_progress(name, describe_position(event.position) if event.position else otherwise)
         return
     outcome.seconds_in_op = event.position.seconds_in_op() if event.position is not None else 0.0
     line = model_line(read_shared(task.files.log))

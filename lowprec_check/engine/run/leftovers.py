@@ -32,35 +32,18 @@ MOST_HELD = 256 << 20
 """Bytes that may remain on an accelerator after a run: libraries keep work space there."""
 
 _BACKENDS = (
-    "cudnn",
-    "cuda",
-    "cuda.matmul",
-    "mkldnn",
-    "mkldnn.matmul",
-    "mkldnn.conv",
-    "mkldnn.rnn",
-    "opt_einsum",
-    "quantized",
-    "mps",
+    *("cudnn", "cuda", "cuda.matmul", "opt_einsum", "quantized", "mps"),
+    *("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
 )
-_SWITCHES = ("enabled", "benchmark", "deterministic", "allow_tf32", "fp32_precision", "engine", "strategy")
-_REDUCED = (
-    "allow_fp16_reduced_precision_reduction",
-    "allow_bf16_reduced_precision_reduction",
+_SWITCHES = (
+    *("enabled", "benchmark", "deterministic", "allow_tf32", "fp32_precision", "engine", "strategy"),
+    *(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
     "allow_fp16_accumulation",
 )
 _ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 _PATCHED = (
-    "torch",
-    "torch.nn.functional",
-    "torch.linalg",
-    "torch.fft",
-    "torch.special",
-    "math",
-    "random",
-    "builtins",
-    "numpy",
-    "os",
+    *("torch", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special"),
+    *("math", "random", "builtins", "numpy", "os"),
 )
 """Modules whose functions a model may replace."""
 _CONTAINERS = (dict, list, set, collections.deque)
@@ -104,7 +87,7 @@ class Leftovers:
             backend: Any = torch.backends
             for part in path.split("."):
                 backend = getattr(backend, part, None)
-            for switch in (*_SWITCHES, *_REDUCED):
+            for switch in _SWITCHES:
                 yield f"torch.backends.{path}.{switch}", _value(functools.partial(getattr, backend, switch, None))
         for name in _ATTENTION:
             yield f"torch.backends.cuda.{name}", _value(getattr(torch.backends.cuda, name, lambda: None))

@@ -19,11 +19,11 @@ from lowprec_check.engine.model.plain_run import (
     judge,
     module_output,
     output_tensors,
-    reraise_interrupt,
     run_once,
 )
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.process import system
 from lowprec_check.process.function_worker import in_worker

@@ -22,7 +22,7 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> Model
     """Describe the model and its inputs; ``trains``: the scan is of training, which calls ``model.train()``."""
     model = target.model
     notes = _notes_on_training(target.notes) if trains else list(target.notes)
-    if trains and not model.training:
+    if trains and not model.training and target.observed is None:
         notes.append(IN_EVAL_MODE)
     notes += fp32.notes
     if fp32.output_is_zero:
@@ -75,7 +75,7 @@ def _training_setup(target: Target) -> list[str]:
             lines += [f"batch = {target.batch_code}", line.replace(target.batch_code, "batch")]
         else:
             lines.append(line)
-    return [*lines, *([] if target.model.training else ["model.train()"])]
+    return [*lines, *([] if target.model.training or target.observed else ["model.train()"])]
 
 
 def _layout(target: Target) -> InputLayout:

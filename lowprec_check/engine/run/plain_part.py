@@ -41,6 +41,7 @@ from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraw
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.ways_to_train import WayToTrain
 
 OTHER_DRAWS = "its output cannot be compared, since fp32 draws other random numbers"
 INFINITE = "the fp32 output has infinities: the same ones are expected in low precision"
@@ -67,6 +68,19 @@ class Fp32Outputs(NamedTuple):
         return cls(saved["outputs"], saved["probe"] and ModuleOutput(*saved["probe"]))
 
 
+class Called(NamedTuple):
+    """What the plain part of a run, or its training, leaves for the parts after it."""
+
+    too_slow: bool
+    """Whether the model failed, or is too slow to be called again."""
+    outputs: list[Tensor] | None = None
+    """The first output, if the instrumented part runs the same code and so must give the same one."""
+    seconds: float | None = None
+    """What a call takes, if another one gives the same."""
+    way: WayToTrain | None = None
+    """The way to train that is explained."""
+
+
 class PlainPart:
     """Runs the plain part of ``task`` with the model ``ready``; sends what it finds."""
 
@@ -90,9 +104,10 @@ class PlainPart:
         """Whether the model failed, or is too slow to be called again."""
         return self.result.status == "error" or self.result.seconds > self.task.slow_seconds
 
-    def comparable_output(self) -> list[Tensor] | None:
-        """The first output, if the instrumented part runs the same code and so must give the same output."""
-        return self.outputs[0] if self.outputs and not self._is_compiled else None
+    def called(self) -> Called:
+        """What it leaves for the parts after it."""
+        outputs = self.outputs[0] if self.outputs and not self._is_compiled else None
+        return Called(self.too_slow, outputs, None if self.result.random else self.result.seconds)
 
     @property
     def _is_compiled(self) -> bool:

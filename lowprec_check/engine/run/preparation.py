@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -19,7 +20,7 @@ from lowprec_check.engine.train.steps import TrainingStep, with_step
 from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.ways_to_train import ways_of
 
 
@@ -43,8 +44,10 @@ def on_device(target: Target, device: torch.device) -> Iterator[None]:
         snapshot.restore()
 
 
-def prepared_for(task: ModelTask, target: Target) -> contextlib.AbstractContextManager[Prepared]:
-    """The model of ``task``, without its backend; restored afterwards."""
+def prepared_for(
+    task: ModelTask, target: Target, snapshot: Snapshot | None = None
+) -> contextlib.AbstractContextManager[Prepared]:
+    """The model of ``task``, without its backend; restored afterwards, to ``snapshot`` if one is given."""
     return prepared(
         target.model,
         PRECISIONS.get(task.precision),
@@ -54,14 +57,20 @@ def prepared_for(task: ModelTask, target: Target) -> contextlib.AbstractContextM
         call=target.call(),
         inputs=target.inputs,
         changes_parameters=task.changes_parameters,
+        snapshot=snapshot,
     )
+
+
+def in_fp32(task: ModelTask) -> ModelTask:
+    """``task`` with the model in fp32."""
+    return dataclasses.replace(task, precision=REFERENCE, memory_format=CONTIGUOUS, keep_fp32=())
 
 
 @contextlib.contextmanager
 def in_training(task: ModelTask, target: Target) -> Iterator[Prepared]:
-    """The model of ``task`` in training mode, with gradients; restored afterwards."""
+    """The model of ``task`` in training mode, or that of its script, with gradients; restored afterwards."""
     with prepared_for(task, target) as ready, torch.enable_grad():
-        if not ready.model.training:
+        if not ready.model.training and target.observed is None:
             ready.model.train()
         yield ready
 

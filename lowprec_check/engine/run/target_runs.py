@@ -14,7 +14,7 @@ import torch
 from lowprec_check.catalog.names import why_not_covered
 from lowprec_check.engine.core.installation import extension_problem
 from lowprec_check.engine.model.prepared import autocast_problem, format_problem
-from lowprec_check.engine.run.launcher import Launcher, OnProgress
+from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import explained_by, make_run
@@ -89,18 +89,9 @@ _FROM_OPTIONS = {field.name for field in dataclasses.fields(RunOptions)} & {
 class TargetRuns:
     """Runs a target: first the fp32 reference, by :meth:`reference`, then other precisions, compared with it."""
 
-    def __init__(
-        self,
-        source: TargetSource,
-        options: RunOptions,
-        isolation: Isolation,
-        files: TaskFiles,
-        on_progress: OnProgress | None = None,
-    ) -> None:
+    def __init__(self, source: TargetSource, options: RunOptions, isolation: Isolation, files: TaskFiles) -> None:
         self.target, self.options, self._files = source.target, options, files
-        self._source = source
-        self._launcher = Launcher(source, isolation, on_progress)
-        self._on_progress = on_progress
+        self._launcher = Launcher(source, isolation)
         self.fp32: Run | None = None
         self.training: TrainingSetup | None = None
         """How the model is trained; known after the reference."""
@@ -115,6 +106,10 @@ class TargetRuns:
     def isolation(self) -> Isolation:
         """Where runs happen."""
         return self._launcher.isolation
+
+    def report(self, run: str, doing: str) -> None:
+        """Tell what happens."""
+        self._launcher.source.on_progress(run, doing)
 
     # -- the reference
 
@@ -248,12 +243,7 @@ class TargetRuns:
                 setup_budget=BACKENDS.get(run.backend).setup_budget,
             )
 
-        def on_round(number: int) -> None:
-            if self._on_progress is not None:
-                self._on_progress("times", f"round {number + 1}")
-
-        forks, execute = self.isolation == "fork", self._launcher.execute
-        return time_runs(self.fp32, runs, task_of, self._source, execute, on_round, forks=forks)
+        return time_runs(self.fp32, runs, task_of, self._launcher)
 
     def what_if(self, formats: tuple[str, ...]) -> list[WhatIf]:
         """The output error that each of ``formats`` would cause, predicted from fp32: none of them is run."""
@@ -297,7 +287,7 @@ class TargetRuns:
             return run
         task = dataclasses.replace(task, changes_parameters=self._launcher.changes_parameters or task.steps > 0)
         try:
-            timing = time_in_scenario(task, self._source, self.isolation, self.options.scenario)
+            timing = time_in_scenario(task, self._launcher, self.options.scenario)
         except NotTimedError as reason:
             return msgspec.structs.replace(run, notes=[*run.notes, f"not timed {self.options.scenario}: {reason}"])
         return msgspec.structs.replace(run, timing=timing)
@@ -340,9 +330,7 @@ class TargetRuns:
 
 
 @contextlib.contextmanager
-def open_runs(
-    source: TargetSource, options: RunOptions, isolation: Isolation, on_progress: OnProgress | None = None
-) -> Iterator[TargetRuns]:
+def open_runs(source: TargetSource, options: RunOptions, isolation: Isolation) -> Iterator[TargetRuns]:
     """Yield a :class:`TargetRuns` with its files."""
     with open_task_files() as files, contextlib.closing(source):
-        yield TargetRuns(source, options, isolation, files, on_progress)
+        yield TargetRuns(source, options, isolation, files)

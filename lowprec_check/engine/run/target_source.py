@@ -14,7 +14,7 @@ import cloudpickle
 import torch
 from torch import nn
 
-from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, seed_everything
+from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, resolve, seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.target import Target
@@ -22,7 +22,7 @@ from lowprec_check.engine.model.user_module import UserImports, separate_imports
 from lowprec_check.engine.model.user_script import parked_threads
 from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
-from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.errors import UsageError, encodable, first_line, message_of, type_name
 from lowprec_check.process import Isolation, system
 from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import KeptWorker, Method
@@ -42,11 +42,15 @@ class FreshLoad(NamedTuple):
     descriptors: tuple[int, ...] = ()
 
 
+OnProgress = Callable[[str, str], None]
+"""Called with the name of a run and its current step."""
+
+
 class TargetSource:
     """The source of ``target`` for workers.
 
     ``reload`` loads it from the user's file; without it, the target is pickled. ``imports`` is what the file imported;
-    ``best`` is how runs are isolated by default, on a CPU.
+    ``best`` is how runs are isolated by default, on a CPU; ``name`` is the user's name for the target.
     """
 
     def __init__(
@@ -56,9 +60,11 @@ class TargetSource:
         imports: UserImports | None = None,
         best: Isolation | None = None,
         kept: KeptWorker | None = None,
+        name: str | None = None,
     ) -> None:
-        self.target = target
-        self.reload = reload
+        self.target, self.reload, self.name = target, reload, encodable(name or target.name)
+        self.on_progress: OnProgress = lambda _run, _doing: None
+        """Told what its runs do."""
         self.best: Isolation = best or best_isolation(can_spawn=reload is not None)
         self.kept = kept or KeptWorker()
         """The worker that all tasks share, with ``isolation="shared"``."""
@@ -102,10 +108,6 @@ class TargetSource:
         if self.reload is not None and loads_again:
             free_weights(self.target.model)
 
-    def load_by(self, method: Method) -> FreshLoad:
-        """How a worker that starts in this way gets the target; raises :class:`UsageError` if it cannot be pickled."""
-        return FreshLoad(self.forked) if method == "fork" else self.fresh()
-
     def forked(self) -> Target:
         """The target in a fork of this process, or in this process."""
         if self._imports is not None:
@@ -134,7 +136,9 @@ class TargetSource:
         """The source of the same target with the inputs of another batch."""
         reload = functools.partial(_load_batch, self.reload, number, seed) if self.reload is not None else None
         seed_everything(seed + number)
-        return TargetSource(self.target.batch(number), reload, self._imports, self.best, self.kept)
+        batch = TargetSource(self.target.batch(number), reload, self._imports, self.best, self.kept, self.name)
+        batch.on_progress = self.on_progress
+        return batch
 
     def close(self) -> None:
         """End the worker that tasks share, and free the pickled target."""
@@ -206,11 +210,13 @@ def load_here(spec: TargetSpec, seed: int) -> TargetSource:
         with separate_imports() as imports:
             target = spec.load(seed)
         forks_safely = torch.get_num_threads() == 1 and threads_end(known=[*running, *parked_threads()])
+        if target.observed is not None and resolve(None).type != "cpu":
+            forks_safely = False  # a backward pass starts threads for accelerators
     finally:
         torch.set_num_threads(threads)
     isolation = best_isolation(can_spawn=True)
     best: Isolation = "spawn" if isolation == "fork" and not forks_safely else isolation
-    return TargetSource(target, functools.partial(_load_in, folder, spec, seed), imports, best)
+    return TargetSource(target, functools.partial(_load_in, folder, spec, seed), imports, best, name=spec.name)
 
 
 def _load_in(folder: str | None, spec: TargetSpec, seed: int) -> Target:

@@ -18,15 +18,13 @@ import torch
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, latency_outside_rounds
 from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.run.launcher import TaskWorker, start_worker
+from lowprec_check.engine.run.launcher import Launcher, TaskWorker, start_worker
 from lowprec_check.engine.run.messages import InstanceTimed, Loaded, NextTurn, Ready, TaskMessage, TurnTimed
-from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
 from lowprec_check.engine.run.turns import INSTANCE_SECONDS, RoundSchedule
 from lowprec_check.engine.run.worker import work
 from lowprec_check.errors import UsageError
-from lowprec_check.process import Isolation
 from lowprec_check.process.function_worker import Ended, Method
 from lowprec_check.process.supervisor import StateEvent, Supervisor
 from lowprec_check.schema.axes import Call
@@ -53,24 +51,8 @@ class TimedRuns(NamedTuple):
     """``None`` if nothing was timed in rounds."""
 
 
-OnRound = Callable[[int], None]
-"""Called with the number of the round that starts, from 0."""
-
-
-def time_runs(
-    fp32: Run,
-    runs: Sequence[Run],
-    task_of: Callable[[Run], ModelTask],
-    source: TargetSource,
-    execute: Callable[[ModelTask], Outcome],
-    on_round: OnRound,
-    *,
-    forks: bool,
-) -> TimedRuns:
-    """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part.
-
-    ``forks``: whether each may have a fork of its own.
-    """
+def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher) -> TimedRuns:
+    """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part."""
     timed = [run for run in runs if _is_timed(run, fp32)]
     latencies: dict[RunKey, Latency] = {}
     failures: dict[RunKey, str] = {}
@@ -78,8 +60,8 @@ def time_runs(
     for start in range(0, max(1, len(timed)), AT_ONCE):
         group = [fp32, *timed[start : start + AT_ONCE]]
         tasks = [task_of(run) for run in group]
-        in_forks = forks and tasks[0].device == "cpu" and _copies_fit(tasks, source)
-        schedule = time_in_rounds(tasks, source, execute, on_round, in_forks=in_forks)
+        forks = launcher.isolation == "fork" and tasks[0].device == "cpu" and _copies_fit(tasks, launcher.source)
+        schedule = time_in_rounds(tasks, launcher, in_forks=forks)
         conditions.append(schedule.conditions())
         for row, run in enumerate(group):
             latency = schedule.latency(row)
@@ -130,26 +112,23 @@ def _copies_fit(tasks: Sequence[ModelTask], source: TargetSource) -> bool:
 # -- The rounds
 
 
-def time_in_rounds(
-    tasks: Sequence[ModelTask],
-    source: TargetSource,
-    execute: Callable[[ModelTask], Outcome],
-    on_round: OnRound,
-    *,
-    in_forks: bool,
-) -> RoundSchedule:
+def time_in_rounds(tasks: Sequence[ModelTask], launcher: Launcher, *, in_forks: bool) -> RoundSchedule:
     """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process."""
     schedule = RoundSchedule(len(tasks))
     if in_forks:
         with Supervisor[TaskWorker, TaskMessage]() as supervisor:
-            _Forks(tasks, source, schedule, supervisor).run(on_round)
+            _Forks(tasks, launcher.source, schedule, supervisor).run()
     else:
-        on_round(0)
+        _report_round(launcher.source, 0)
         longest = max(task.call_budget for task in tasks)
-        outcome = execute(tasks[0].as_task(TimeTask, runs=tuple(tasks), budget=3 * longest, setup_budget=0.0))
+        outcome = launcher.execute(tasks[0].as_task(TimeTask, runs=tuple(tasks), budget=3 * longest, setup_budget=0.0))
         for turn in outcome.turns:
             schedule.note(turn)
     return schedule
+
+
+def _report_round(source: TargetSource, number: int) -> None:
+    source.on_progress("times", f"round {number + 1}")
 
 
 class _Forks:
@@ -163,7 +142,7 @@ class _Forks:
         supervisor: Supervisor[TaskWorker, TaskMessage],
     ) -> None:
         """Start them one after another, and wait until each is prepared."""
-        self._tasks, self._schedule = tasks, schedule
+        self._tasks, self._source, self._schedule = tasks, source, schedule
         self._events = supervisor.events()
         self._workers: list[TaskWorker] = []
         for row, task in enumerate(tasks):
@@ -172,12 +151,12 @@ class _Forks:
             self._workers.append(worker)
             self._wait_for(row, Ready)
 
-    def run(self, on_round: OnRound) -> None:
+    def run(self) -> None:
         """Give the turns."""
         schedule = self._schedule
         for row in schedule:
             if row == 0:
-                on_round(schedule.number)
+                _report_round(self._source, schedule.number)
             worker = self._workers[row]
             worker.set_timeout(3 * self._tasks[row].call_budget)
             worker.send(msgspec.msgpack.encode(NextTurn(schedule.number, on_one_core=schedule.is_disturbed)))
@@ -225,8 +204,9 @@ def cores_of_instances(scenario: Scenario, device: str) -> list[tuple[int, ...]]
     return [tuple(cores[start : start + each]) for start in range(0, len(cores) - each + 1, each)]
 
 
-def time_in_scenario(task: ModelTask, source: TargetSource, isolation: Isolation, scenario: Scenario) -> Timing:
+def time_in_scenario(task: ModelTask, launcher: Launcher, scenario: Scenario) -> Timing:
     """Times of all instances together; raises :class:`NotTimedError` if one of them fails."""
+    source, isolation = launcher.source, launcher.isolation
     batch, single = batch_of(source.target.inputs), scenario == "realtime"
     if single and batch is None:
         raise NotTimedError("the inputs have no common first dimension to take one item of")
@@ -287,8 +267,7 @@ def _time_in_workers(tasks: list[InstanceTask], source: TargetSource, method: Me
     budget, ready = tasks[0].call_budget, 0
     workers = [start_worker(task, source, method) for task in tasks]
     finished = set[TaskWorker]()
-    supervisor: Supervisor[TaskWorker, TaskMessage] = Supervisor(workers)
-    with supervisor:
+    with Supervisor[TaskWorker, TaskMessage](workers) as supervisor:
         for event in supervisor.events():
             if isinstance(event, StateEvent):
                 if event.state != "running" and event.worker not in finished:

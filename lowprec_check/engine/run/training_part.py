@@ -20,14 +20,18 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import make_optimizer
 from lowprec_check.engine.run.messages import PartFailed, Send, TrainingDone
+from lowprec_check.engine.run.preparation import in_fp32, in_training
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.run.training_reference import TrainingReference, TrainingSteps
 from lowprec_check.engine.trace.places import Places
+from lowprec_check.engine.trace.plain_modes import DrawsDiffer, RecordDraws, ReplayDraws
 from lowprec_check.engine.train.first_step import (
+    MOST,
     FirstGradients,
     Largest,
     LargestGradient,
     compare_gradients,
+    first_step_under,
     suggested_scale,
 )
 from lowprec_check.engine.train.lost_updates import LostUpdateCounter, check_epsilon, lost_buffer_updates
@@ -51,9 +55,19 @@ from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS, WayToTrain
 class TrainingPart(TrainingSteps):
     """Trains the model ``ready`` on ``batches`` in each way of its precision; sends what it finds."""
 
-    def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
+    def __init__(
+        self,
+        task: ModelTask,
+        target: Target,
+        ready: Prepared,
+        send: Send,
+        batches: Sequence[Target],
+        reference: TrainingReference,
+    ) -> None:
         super().__init__(task, target, ready, send, batches)
-        self._reference = TrainingReference.load(task.files)
+        self._reference = reference
+        self._underflow: dict[str, float] = {}
+        """By the name of a way, the share of all elements of gradients that underflow in the first step."""
         self._training = TrainingRun(ways=[])
         self._limit = max(task.budget, 3 * task.steps * (task.fp32_ms or 0.0) / 1e3)
         """Seconds for the steps of the first way, and for those of all others together."""
@@ -65,7 +79,7 @@ class TrainingPart(TrainingSteps):
         way, watchers = self._ways[0], self._watchers(self._ways[0])
         found, loop = self._train(way, watchers)
         error = None
-        if self.outputs is not None:
+        if self.outputs is not None and self._reference.outputs:
             mine = [tensor.cpu() for tensor in self.outputs[: len(self._reference.outputs)]]
             compared = compare_outputs(mine, self._reference.outputs)
             error = compared.error if compared.compared else None
@@ -83,6 +97,9 @@ class TrainingPart(TrainingSteps):
         )
         self._send(self.result)
         self._add(found, loop, watchers)
+        if found.skipped_steps:  # it is explained as it was made: with a smaller scale, or without one if none was
+            self.explained = PLAIN if not trajectory.steps else dataclasses.replace(way, scale=found.final_scale)
+            self.outputs = None
 
     def compare_ways(self) -> None:
         """Train in the other ways, and in one with the suggested loss scale; then look for an ``eps`` of zero.
@@ -120,6 +137,8 @@ class TrainingPart(TrainingSteps):
                     raise
                 exception = describe_error(error, self.ready.model)  # of ipex.optimize, before the first step
                 found, loop = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
+            if found.status == "ok" and self.result.status != "ok":  # the run has the memory of the first way
+                found = msgspec.structs.replace(found, peak_memory_bytes=self._peak(way))
             self._add(found, loop, watchers)
         if left_out:
             self._send(PartFailed(f"not tried, since steps take long here: {', '.join(left_out)}"))
@@ -128,10 +147,10 @@ class TrainingPart(TrainingSteps):
         return make_optimizer(self.target.optimizer, list(parameters))
 
     def _watchers(self, way: WayToTrain) -> dict[str, Watcher]:
-        """What observes the steps of ``way``: its gradients, without loss scaling; the updates, if the weights are cast."""
+        """What observes the steps of ``way``: its gradients, as it is and with a loss scale; the updates, if the weights are cast."""
         parameters = self.trained
         watchers: dict[str, Watcher] = {}
-        if way.name in (PLAIN.name, SUGGESTED.name):
+        if way == PLAIN or way.scale:
             watchers["gradients"] = FirstGradients(parameters)
         if way == PLAIN and any(p.dtype in NARROW for p in parameters.values()):
             with contextlib.suppress(Exception):  # an optimizer that cannot be made: the run itself shows it
@@ -197,11 +216,17 @@ class TrainingPart(TrainingSteps):
             buffers = lost_buffer_updates(loop.trajectory, self._reference.base, loop.buffer_samples, narrow)
             changes["lost_updates"] = [*updates.figures(), *buffers]
         gradients = watchers.get("gradients")
-        if isinstance(gradients, FirstGradients) and way.name == PLAIN.name and gradients.found:
+        if isinstance(gradients, FirstGradients) and gradients.found and self._reference.gradients:
             compared = compare_gradients(gradients.found, self._reference.gradients)
-            changes |= {"gradients": compared.parameters, "gradient_error": compared.error}
-            if underflows(self.ready.application.dtype):
-                changes["underflow"] = compared.underflow
+            self._underflow[way.name] = compared.underflow or 0.0
+            if way.name != PLAIN.name:
+                lost = {found.parameter: found.underflow for found in compared.parameters if found.underflow}
+                way = msgspec.structs.replace(way, underflow=lost)
+            else:
+                changes |= {"gradients": compared.parameters, "gradient_error": compared.error}
+                changes["same_draws"] = self._reference.draws
+                if underflows(self.ready.application.dtype):
+                    changes["underflow"] = compared.underflow
         self._report(ways=[*self._training.ways, way], **changes)
 
     def _report(self, **changes: Any) -> None:
@@ -209,8 +234,9 @@ class TrainingPart(TrainingSteps):
         self._send(TrainingDone(run=self._training))
 
     def _try_suggested_scale(self) -> None:
-        """Suggest an initial loss scale, and train with it; none if the loss or a gradient is not finite with any, or if no
-        gradient has 16 bits.
+        """Train with the initial loss scale that the largest gradient suggests; suggest it, or that of ``GradScaler`` if it is no better.
+
+        None if the loss or a gradient is not finite with any, or if no gradient has 16 bits.
         """
         plain = self._training.way(PLAIN.name)
         largest = self._largest_gradient()
@@ -219,28 +245,40 @@ class TrainingPart(TrainingSteps):
         if not largest.value and not self._training.underflow:
             return
         scale = suggested_scale(largest.value, self.ready.precision.format.largest)
+        found = self._training.way("grad-scaler")
+        if scale != DEFAULT_SCALE:
+            way = dataclasses.replace(SUGGESTED, scale=scale)
+            watchers = self._watchers(way)
+            tried, loop = self._train(way, watchers)
+            ways = self._training.ways
+            self._add(tried, loop, watchers)
+            if found is None or self._is_better(tried, found):
+                found = tried
+            else:
+                self._report(ways=ways)
+        if found is None:
+            return
         suggestion = LossScale(
-            scale=scale,
+            scale=found.initial_scale or scale,
             largest=largest.value,
             largest_at=largest.module,
             underflow_unscaled=self._training.underflow or 0.0,
+            underflow=self._underflow.get(found.name),
+            skipped_steps=found.skipped_steps if found.status != "error" else None,
         )
-        way = dataclasses.replace(SUGGESTED, scale=scale)
-        watchers = self._watchers(way)
-        found, loop = self._train(way, watchers)
-        if scale != DEFAULT_SCALE:
-            self._add(found, loop, watchers)
-        gradients = watchers["gradients"]
-        underflow = None
-        if isinstance(gradients, FirstGradients) and gradients.found:
-            underflow = compare_gradients(gradients.found, self._reference.gradients).underflow
-        skipped = found.skipped_steps if found.status != "error" else None
-        self._report(loss_scale=msgspec.structs.replace(suggestion, underflow=underflow, skipped_steps=skipped))
+        self._report(loss_scale=suggestion)
+
+    def _is_better(self, way: TrainingWay, other: TrainingWay) -> bool:
+        """Whether ``way`` passes where ``other`` does not, or skips fewer steps, or else loses fewer elements of gradients."""
+        mine, its = (
+            (one.status != "ok", one.skipped_steps, self._underflow.get(one.name, math.inf)) for one in (way, other)
+        )
+        return mine < its
 
     def _largest_gradient(self) -> Largest:
-        """The largest gradient in 16 bits of the first step; of a loss that is scaled down, if it is not finite."""
-        largest = Largest()
-        for scale in (1.0, 2.0**-10, 2.0**-20):
+        """The largest gradient in 16 bits of the first step; of a loss that is scaled down if it is not finite, and up if it is zero."""
+        largest, scales = Largest(), [1.0, 2.0**-10, 2.0**-20]
+        for scale in scales:
             self._snapshot.rewind()
             step = TrainingStep(self.target, self.ready, PLAIN, self.target.model)
             with compiled_code_in_eager(), ModuleStack(self.ready.model) as stack:
@@ -251,10 +289,34 @@ class TrainingPart(TrainingSteps):
                     _, loss = step.forward(inputs, named)
             mode.backward(loss, scale)
             largest = mode.largest
-            if math.isfinite(largest.value):
+            if largest.value == 0.0 and len(scales) == 3:
+                scales[1:] = [MOST]
+            elif math.isfinite(largest.value):
                 break
         return largest
 
 
 def _last(values: Sequence[float]) -> float | None:
     return next((value for value in reversed(values) if math.isfinite(value)), None)
+
+
+def with_draws_of(task: ModelTask, target: Target, reference: TrainingReference, send: Send) -> TrainingReference:
+    """``reference`` with the first step of fp32 repeated with the random numbers that the precision of ``task`` draws.
+
+    Other dtypes draw other numbers from the same seed. If fp32 draws in other places, nothing of its first step is compared.
+    """
+    with in_training(task, target) as ready:
+        recorder = RecordDraws()
+        try:
+            first_step_under(recorder, ready, target, task.seed)
+        except Exception:  # the run itself shows it
+            return reference
+    replay = ReplayDraws(recorder.draws)
+    with in_training(in_fp32(task), target) as ready:
+        try:
+            found = first_step_under(replay, ready, target, task.seed)
+            replay.check_all_drawn()
+        except DrawsDiffer as difference:
+            send(PartFailed(f"its first step cannot be compared, since fp32 draws other random numbers ({difference})"))
+            return dataclasses.replace(reference, outputs=[], gradients={})
+    return dataclasses.replace(reference, outputs=found.outputs, gradients=found.gradients)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
+import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.devices import generator_states, seed_everything
 from lowprec_check.engine.core.output_comparison import same_bits
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
@@ -23,15 +24,18 @@ from lowprec_check.engine.model.training import (
     check_optimizer,
     describe_loss,
     describe_optimizer,
+    make_optimizer,
     optimizer_code,
 )
-from lowprec_check.engine.model.user_code import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code, required_arguments
 from lowprec_check.engine.run.messages import CallStarted, Measures, Send, TrainingDone
 from lowprec_check.engine.run.tasks import ModelTask, TaskFiles
 from lowprec_check.engine.train.first_step import FirstGradients
+from lowprec_check.engine.train.lost_updates import LostUpdateCounter, Stalls
 from lowprec_check.engine.train.other_seeds import SEEDS, OtherSeeds
 from lowprec_check.engine.train.spread import Spread
 from lowprec_check.engine.train.steps import (
+    MAX_SKIPPED,
     Loop,
     Samples,
     StepFailedError,
@@ -39,14 +43,17 @@ from lowprec_check.engine.train.steps import (
     TrainingStep,
     Trajectory,
     Watcher,
+    kept_by,
     state_bytes,
-    step_seed,
-    with_step,
 )
 from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
+from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
+
+STALLS = 0.01
+"""The share of updates that rounding seems to lose in fp32 from which on they are counted."""
 
 
 @dataclasses.dataclass
@@ -58,9 +65,11 @@ class TrainingReference:
     """From other seeds."""
     samples: Samples
     outputs: list[Tensor]
-    """The output and the loss of the first step."""
+    """The output and the loss of the first step; empty if they cannot be compared."""
     gradients: dict[str, Tensor]
-    """Of the first step, by parameter."""
+    """Of the first step, by parameter; empty if they cannot be compared."""
+    draws: bool
+    """Whether the first step draws random numbers."""
 
     def save(self, files: TaskFiles) -> None:
         """Write the file that :meth:`load` reads."""
@@ -69,6 +78,7 @@ class TrainingReference:
             "sizes": self.samples.sizes,
             "outputs": self.outputs,
             "gradients": self.gradients,
+            "draws": self.draws,
         }
         files.keep(content)
 
@@ -77,7 +87,7 @@ class TrainingReference:
         """Read what the fp32 run saved."""
         saved = files.kept()
         base, *others = (Trajectory(**run) for run in saved["runs"])
-        return cls(base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"])
+        return cls(base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"], saved["draws"])
 
 
 def script_parts(target: Target) -> dict[str, Any]:
@@ -85,7 +95,11 @@ def script_parts(target: Target) -> dict[str, Any]:
     observed, optimizer = target.observed, target.optimizer
     if observed is None or not isinstance(optimizer, OptimizerLike):
         return {}
-    return {"script": observed.line, "framework": observed.framework, "clip_code": [c.code for c in optimizer.clips]}
+    return {
+        "script": observed.line or "",
+        "framework": observed.framework,
+        "clip_code": [c.code for c in optimizer.clips],
+    }
 
 
 class TrainingSteps:
@@ -96,6 +110,9 @@ class TrainingSteps:
         self._snapshot = Snapshot(ready.model, target.inputs, parameters=True)
         self._ways = ways_of(ready.precision, task.steps)
         """The ways to train; the first is that of the run."""
+        self.explained = self._ways[0]
+        """The way of the step that is explained op by op."""
+        self._measures_memory = False
         self.result = PlainResult(status="error")
         self.outputs: list[Tensor] | None = None
         """What the first step computed: its output, loss, gradients and weights, in this order."""
@@ -111,16 +128,37 @@ class TrainingSteps:
         return self.result.status == "error" or self.result.seconds > self.task.slow_seconds
 
     def measure(self, *, memory: bool) -> None:
-        """Send the time of the fastest step, and with ``memory`` the peak of one more, from the initial state."""
-        if self.result.status == "error":
-            return
-        measures = Measures(latency_ms=self.result.seconds * 1e3)
-        self._send(measures)
-        if memory and not self.too_slow:
-            self._snapshot.rewind()
-            ready = with_step(self.ready, self._step(self._ways[0]))
-            measured = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.task.seed)
-            self._send(msgspec.structs.replace(measures, peak_memory_bytes=measured.peak))
+        """Send the time of the fastest step, and with ``memory`` the peak of one."""
+        self._measures_memory = memory and not self.too_slow
+        if self.result.status != "error":
+            measures = Measures(latency_ms=self.result.seconds * 1e3)
+            self._send(measures)
+            peak = self._peak(self._ways[0])
+            if peak is not None:
+                self._send(msgspec.structs.replace(measures, peak_memory_bytes=peak))
+
+    def _peak(self, way: WayToTrain) -> int | None:
+        """Peak bytes of two steps in ``way``: the optimizer makes its state in the first. A step that a ``GradScaler`` skips is repeated;
+        ``None`` if all are skipped, or memory is not measured.
+        """
+        if not self._measures_memory:
+            return None
+        self._snapshot.rewind()
+        step, made = self._step(way), 0
+
+        def two_steps(*args: Any, **kwargs: Any) -> None:
+            nonlocal made
+            for _ in range(MAX_SKIPPED + 2):
+                scale = step.scale
+                step(*args, **kwargs)
+                made += scale is None or (step.scale or 0.0) >= scale
+                if made == 2:
+                    return
+
+        kept = kept_by(step.updates) + ([] if step.average is None else list(step.average.state_dict().values()))
+        ready = self.ready._replace(call=two_steps, enters_context=True)
+        found = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.task.seed, kept=kept)
+        return found.peak if made == 2 else None
 
     def compare_ways(self) -> None:
         """Train in the other ways; there is only one in fp32."""
@@ -158,17 +196,22 @@ class ReferenceTraining(TrainingSteps):
         self._count = 0
         """How many of the outputs are the output and the loss."""
         self._loss: DescribedLoss | None = None
+        self._optimizer = ""
+        """As it is before the first step, in words."""
 
     def run(self) -> None:
         """Train, and send the verdict: an exception, or a loss that is not finite, is for the user to fix."""
         check_optimizer(self.target.optimizer, list(self.trained.values()))
-        gradients = FirstGradients(self.trained)
+        gradients, stalls = FirstGradients(self.trained), Stalls(self.trained)
         step = call_user_code("Calling average(model)", lambda: self._step(PLAIN))
-        loop = self._loop(step, self.task.seed, (gradients,), self._keep_outputs)
+        self._optimizer = describe_optimizer(step.updates.optimizer)
+        loop = self._loop(step, self.task.seed, (gradients, stalls), self._keep_outputs)
         try:
             base = loop.run(self.task.steps)
         except StepFailedError as failure:
             exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
+            if step.in_loss:
+                raise UsageError(*_failed_loss(exception, self.target)) from None
             self.result = PlainResult(status="error", exception=exception, calls=loop.trajectory.steps + 1)
             self._send(self.result)
             return
@@ -190,22 +233,18 @@ class ReferenceTraining(TrainingSteps):
             loss=base.losses[-1] if finite else None,
         )
         if finite:
-            self._add_seeds(base, loop.samples, gradients.found, step)
+            self._add_seeds(loop, gradients.found, step, stalls)
         self._send(self.result)
 
-    def _add_seeds(
-        self, base: Trajectory, samples: Samples, gradients: dict[str, Tensor], trained: TrainingStep
-    ) -> None:
+    def _add_seeds(self, loop: Loop, gradients: dict[str, Tensor], trained: TrainingStep, stalls: Stalls) -> None:
         """Train from other seeds; save all for the other runs, and send how the model was trained."""
-        optimizer, state = describe_optimizer(trained.updates.optimizer), state_bytes(trained.updates)
-        drawn = generator_states()
-        seed_everything(step_seed(self.task.seed, base.steps))  # as before the last loss
+        base, samples, state = loop.trajectory, loop.samples, state_bytes(trained.updates)
         seeds = OtherSeeds(
             self.target,
             self.ready.model,
             self._batches,
             self.task.seed,
-            draws=generator_states() != drawn,
+            draws=loop.draws,
             keep_alive=lambda: self._send(CallStarted(0)),
         )
         others = [self._other_seed(seeds, number) for number in range(1, SEEDS + 1)]
@@ -217,22 +256,26 @@ class ReferenceTraining(TrainingSteps):
             samples=samples,
             outputs=[tensor.cpu() for tensor in self.outputs[: self._count]],
             gradients=gradients,
+            draws=loop.draws,
         )
         reference.save(self.task.files)
         lines, made = optimizer_code(self.target.optimizer)
         spread = Spread(base, reference.others, samples, 0.0)
         low, high = spread.loss_band()
-        limits = spread.loss_limits()
+        limits, counter = spread.loss_limits(), None
+        if stalls.share >= STALLS:
+            make = functools.partial(make_optimizer, self.target.optimizer)
+            counter = LostUpdateCounter(self.trained, make, torch.float64)
         setup = TrainingSetup(
             steps=self.task.steps,
             loss=self._loss.words,
             loss_code=self._loss.code,
             loss_setup=[*self._loss.setup, *lines],
-            optimizer=optimizer,
+            optimizer=self._optimizer,
             optimizer_code=made,
             **script_parts(self.target),
             average_code="" if self.target.average is None else "average(model)",
-            repeatable=self._repeats(),
+            repeatable=self._repeats(counter),
             default_loss=self.target.loss is None,
             default_optimizer=self.target.optimizer is None,
             new_batches=len(self._batches) > 1,
@@ -245,11 +288,12 @@ class ReferenceTraining(TrainingSteps):
             limit_high=limits[1],
             distances=spread.distance_limits(),
         )
-        way = TrainingWay(name=PLAIN.name, status="ok", losses=list(base.losses), state_bytes=state)
-        self._send(TrainingDone(run=TrainingRun(ways=[way]), setup=setup))
+        share, lost = (None, []) if counter is None else (counter.share(), counter.figures())
+        way = TrainingWay(name=PLAIN.name, status="ok", losses=list(base.losses), state_bytes=state, lost_updates=share)
+        self._send(TrainingDone(run=TrainingRun(ways=[way], lost_updates=lost), setup=setup))
 
-    def _repeats(self) -> bool:
-        """Whether the first step gives the same bits again."""
+    def _repeats(self, counter: LostUpdateCounter | None) -> bool:
+        """Whether the first step gives the same bits again; with a ``counter``, all steps are made again, and it observes them."""
         self._snapshot.rewind()
         again: list[Tensor] = []
 
@@ -257,7 +301,8 @@ class ReferenceTraining(TrainingSteps):
             again.extend(tensor.clone() for tensor in output_tensors(result))  # the last loss changes buffers
 
         try:
-            self._loop(self._step(PLAIN), self.task.seed, on_first=keep).run(1)
+            watchers, steps = ((), 1) if counter is None else ((counter,), self.task.steps)
+            self._loop(self._step(PLAIN), self.task.seed, watchers, keep).run(steps)
         except StepFailedError:
             return False
         return self.outputs is not None and same_bits(again, self.outputs)
@@ -276,3 +321,13 @@ class ReferenceTraining(TrainingSteps):
         self._count = len(output_tensors((result.output, result.loss)))
         target = self.target
         self._loss = describe_loss(target.loss, result.output, target.form, target.targets_code)
+
+
+def _failed_loss(error: ExceptionInfo, target: Target) -> tuple[str, str]:
+    """The message about a loss that raises an exception in fp32, and what to do."""
+    given = "the output of the model"
+    if target.loss is not None and required_arguments(target.loss) > 1:
+        given += " and the rest of the batch" if target.targets else " and its inputs, as the batch has nothing else"
+    source = f" at {error.source}" if error.source else ""
+    hint = f"It is called with {given}. Labels are the elements of a batch that the model does not take: `inputs` may be a DataLoader."
+    return f"The loss fails in fp32{source}: {error.text}", hint

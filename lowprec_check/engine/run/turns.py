@@ -16,12 +16,13 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.analysis.speed import Turn, latency_of_rounds
+from lowprec_check.analysis.speed import Turn, judged, latency_of_rounds
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
+from lowprec_check.engine.model.plain_run import run_once
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, Send, TurnFailed, TurnTimed
 from lowprec_check.engine.run.preparation import on_backend, prepared_for, ready_for
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
@@ -122,15 +123,15 @@ class TimedCalls:
         for _ in range(1 if self._task.backend == EAGER else WARM_UP_CALLS):
             self.call()
 
-    def turn(self, row: int, number: int, *, on_one_core: bool) -> TurnTimed:
-        """The turn of ``row`` in round ``number``; ``on_one_core`` adds calls that other programs do not disturb."""
+    def turn(self, row: int, number: int, *, on_one_core: bool, least: float = 0.0) -> TurnTimed:
+        """The turn of ``row`` in round ``number``, of at least so many seconds; ``on_one_core`` adds calls that other programs do not disturb."""
         work = seconds_of_fixed_work()
         self._snapshot.rewind()
         self._calls = 0
         waited, started = longest_wait(), system.perf_counter()
         first = self.call()
         seconds = [first] if first >= LONG_SECONDS else []
-        while not _enough(seconds):
+        while not _enough(seconds, least):
             seconds.append(self.call())
         since, elapsed = longest_wait(), system.perf_counter() - started
         known = since is not None and waited is not None
@@ -184,11 +185,10 @@ class TimedCalls:
             return run_once(self._ready, *self._inputs, self._task.seed)[1]
 
 
-def _enough(seconds: list[float]) -> bool:
-    total = sum(seconds)
-    return (
-        len(seconds) >= MOST_CALLS or total >= ENOUGH_SECONDS or (len(seconds) >= LEAST_CALLS and total >= TURN_SECONDS)
-    )
+def _enough(seconds: list[float], least: float) -> bool:
+    count, total = len(seconds), sum(seconds)
+    enough = total >= ENOUGH_SECONDS or (count >= LEAST_CALLS and total >= TURN_SECONDS)
+    return count >= MOST_CALLS or (enough and total >= least)
 
 
 # -- The rounds: which run is timed next, until their ratios to fp32 can be told or time is up
@@ -216,6 +216,9 @@ MORE = 3.0
 ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
 
+UNTOLD = 10.0
+"""How many times as long the first :data:`ENOUGH` rounds may take where a ratio cannot be told without them."""
+
 
 class RoundSchedule:
     """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was measured."""
@@ -240,6 +243,8 @@ class RoundSchedule:
             if self.number >= least:
                 noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
                 limit = self._seconds * (MORE if noisy or self.is_disturbed else 1.0)
+                if self.number < ENOUGH and not all(map(self._is_told, rows[1:])):
+                    limit = self._seconds * UNTOLD
                 elapsed = system.monotonic() - started
                 if elapsed + elapsed / self.number > limit:
                     return
@@ -280,6 +285,11 @@ class RoundSchedule:
             speed_change=work[-1 - len(work) // 10] / work[len(work) // 10] if work else None,
         )
 
+    def _is_told(self, row: int) -> bool:
+        latency = self.latency(row)
+        found = latency.speedup if latency is not None else None
+        return found is None or judged(found.median, found.low, found.high).told != "noisy"
+
     def _is_settled(self, row: int) -> bool:
         if row in self.failures:
             return True
@@ -309,10 +319,12 @@ def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
         run = task.runs[row]
         turn: TurnTimed | TurnFailed
         try:
+            started = system.perf_counter()
             with ready_for(run, target) as ready:
                 calls = TimedCalls(run, target, ready)
                 calls.warm_up()
-                turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed)
+                least = min(LONG_SECONDS, system.perf_counter() - started)  # else most of the time goes into preparing
+                turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed, least=least)
         except BaseException as error:
             reraise_interrupt(error)
             turn = TurnFailed(row, _reason(error))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import pickle
 import warnings
@@ -16,8 +15,9 @@ from torch import Tensor
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import check_accelerators
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error, reraise_interrupt, run_once
+from lowprec_check.engine.model.plain_run import PlainResult, describe_error, run_once
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.leftovers import Leftovers
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
@@ -33,8 +33,16 @@ from lowprec_check.engine.run.messages import (
     encode,
 )
 from lowprec_check.engine.run.place_log import note_model, packages_of
-from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart, judge_with_same_draws
-from lowprec_check.engine.run.preparation import in_eager_mode, in_training, on_backend, on_device, prepared_for
+from lowprec_check.engine.run.plain_part import Called, Fp32Outputs, PlainPart, judge_with_same_draws
+from lowprec_check.engine.run.preparation import (
+    in_eager_mode,
+    in_fp32,
+    in_training,
+    on_backend,
+    on_device,
+    prepared_for,
+)
+from lowprec_check.engine.run.share_trials import measured_shares
 from lowprec_check.engine.run.tasks import (
     AnalysisTask,
     ExplainTask,
@@ -46,8 +54,8 @@ from lowprec_check.engine.run.tasks import (
     TurnsTask,
     WhatIfTask,
 )
-from lowprec_check.engine.run.training_part import TrainingPart
-from lowprec_check.engine.run.training_reference import ReferenceTraining
+from lowprec_check.engine.run.training_part import TrainingPart, with_draws_of
+from lowprec_check.engine.run.training_reference import ReferenceTraining, TrainingReference
 from lowprec_check.engine.run.turns import Receive, time_in_place, time_instance, time_turns
 from lowprec_check.engine.stand_in.stand_in_process import (
     assumed_ops,
@@ -65,14 +73,14 @@ from lowprec_check.engine.trace.range_trials import places_to_try, try_places
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.measures import RangeTrial
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.run_key import CONTIGUOUS, REFERENCE
-from lowprec_check.schema.ways_to_train import ways_of
+from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
 
 
 def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
@@ -106,15 +114,23 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
 
 def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     """Run the plain part, the instrumented part, or both, and send each result as soon as it is known."""
-    outputs, slow, crashed = None, dict[str, str](), dict[CallSite, str]()
+    slow, crashed = dict[str, str](), dict[CallSite, str]()
     if isinstance(task, RunTask):
-        outputs, too_slow = (_train if task.steps else _run_plain)(task, target, send)
+        called = (_train if task.steps else _run_plain)(task, target, send)
     else:
-        slow, crashed, too_slow = dict(task.slow), dict(task.crashed), task.measure_once
+        way = ways_of(PRECISIONS.get(task.precision), task.steps)[0] if task.steps else None
+        slow, crashed, called = dict(task.slow), dict(task.crashed), Called(task.measure_once, way=way)
     if not isinstance(task, RunTask) or task.instrumented:
-        measure_once = too_slow and task.predicted is None  # the times of emulated kernels mean nothing
+        measure_once = called.too_slow and task.predicted is None  # the times of emulated kernels mean nothing
+        started = system.thread_time()
         with _report_faults("instrumenting", send):
-            send(_instrument(task, target, outputs, send, Emulation(slow, crashed, measure_once=measure_once)))
+            emulation = Emulation(slow, crashed, measure_once=measure_once)
+            found = _instrument(task, target, called.outputs, send, emulation, called.way)
+            send(found)
+            seconds = system.thread_time() - started
+            with _kernels(task):
+                for each in measured_shares(task, target, found, called.outputs, called.seconds, seconds=seconds):
+                    send(each)
     if task.predicted is not None:
         send(StandInOps(known_ops(), assumed_ops()))
 
@@ -130,11 +146,11 @@ def predict_formats(task: WhatIfTask, target: Target, send: Send) -> None:
 def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> None:
     """Send how the model trains in the ways of Intel's extension."""
     with _report_faults("training with Intel's extension", send), in_training(task, target) as ready:
-        TrainingPart(task, target, ready, send, batches_of(target, task.steps)).compare_extension()
+        reference = TrainingReference.load(task.files)
+        TrainingPart(task, target, ready, send, batches_of(target, task.steps), reference).compare_extension()
 
 
-def _run_plain(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
-    """The first output, if the instrumented part must give the same one; and whether the model is too slow to be called again."""
+def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
     with prepared_for(task, target) as ready, _kernels(task):
         part = PlainPart(task, target, on_backend(task, target, ready), send)
         part.run()
@@ -149,29 +165,44 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] 
                 measure()
     if part.draws:
         what = "comparing with the same random numbers"
-        with _report_faults(what, send), prepared_for(_in_fp32(task), target) as ready:
+        with _report_faults(what, send), prepared_for(in_fp32(task), target) as ready:
             judge_with_same_draws(in_eager_mode(ready, target), part, send)
-    return part.comparable_output(), part.too_slow
+    return part.called()
 
 
-def _train(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
-    """Like :func:`_run_plain`, for a task that trains."""
-    frames = compiled_frames()
+def _train(task: RunTask, target: Target, send: Send) -> Called:
+    """Like :func:`_run_plain`, for a task that trains; and the way to explain."""
+    reference = None if task.saves_reference else TrainingReference.load(task.files)
+    if reference is not None and reference.draws:
+        with _report_faults("comparing with the same random numbers", send), _kernels(task):
+            reference = with_draws_of(task, target, reference, send)
+    frames, batches = compiled_frames(), batches_of(target, task.steps)
     with in_training(task, target) as ready, _kernels(task):
-        kind = ReferenceTraining if task.saves_reference else TrainingPart
-        part = kind(task, target, ready, send, batches_of(target, task.steps))
+        part: ReferenceTraining | TrainingPart = (
+            ReferenceTraining(task, target, ready, send, batches)
+            if reference is None
+            else TrainingPart(task, target, ready, send, batches, reference)
+        )
         part.run()
         with _report_faults("measuring", send):
             part.measure(memory=task.measured)
         with _report_faults("comparing the ways to train", send):
             part.compare_ways()
-    return part.outputs if compiled_frames() == frames else None, part.too_slow  # compiled code rounds differently
+    outputs = part.outputs if compiled_frames() == frames else None  # compiled code rounds differently
+    return Called(part.too_slow, outputs, way=part.explained)
 
 
 def _instrument(
-    task: AnalysisTask, target: Target, outputs: list[Tensor] | None, send: Send, emulation: Emulation
+    task: AnalysisTask,
+    target: Target,
+    outputs: list[Tensor] | None,
+    send: Send,
+    emulation: Emulation,
+    way: WayToTrain | None = None,
 ) -> Instrumented:
-    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued."""
+    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued; ``way`` is that of a step of
+    training.
+    """
     allowed = allowance(task, target.model)
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")
@@ -196,12 +227,12 @@ def _instrument(
     is_quick = (task.fp32_ms or 0.0) / 1e3 <= task.explain_budget / 20
     if emulation.measure_once and is_quick and not task.is_reference:
         # What a first call imports must not count against the time limit of an op.
-        with prepared_for(_in_fp32(task), target) as ready, contextlib.suppress(Exception):
+        with prepared_for(in_fp32(task), target) as ready, contextlib.suppress(Exception):
             run_once(in_eager_mode(ready, target), target.args, target.kwargs, task.seed)
     fp32 = fp32_state(target.model)
     with (in_training if task.steps else prepared_for)(task, target) as ready, _kernels(task):
-        if task.steps:
-            step = TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0], target.model)
+        if way is not None:
+            step = TrainingStep(target, ready, way, target.model)
             options, called = options._replace(step=step), with_step(ready, step)
         else:
             called = in_eager_mode(ready, target)
@@ -224,7 +255,7 @@ def _try_ranges(task: AnalysisTask, target: Target, found: Instrumented) -> list
     saved = Fp32Outputs.load(task.files) if rows else None
     if known is None or saved is None or saved.probe is not None:
         return []
-    with prepared_for(_in_fp32(task), target) as ready, _kernels(task):
+    with prepared_for(in_fp32(task), target) as ready, _kernels(task):
         return try_places(
             in_eager_mode(ready, target),
             target.args,
@@ -257,10 +288,6 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
     except BaseException as error:  # the user's metric may exit
         reraise_interrupt(error)
         send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
-
-
-def _in_fp32(task: ModelTask) -> ModelTask:
-    return dataclasses.replace(task, precision=REFERENCE, memory_format=CONTIGUOUS, keep_fp32=())
 
 
 # -- The process, for one task or for one after another

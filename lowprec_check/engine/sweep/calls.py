@@ -13,7 +13,8 @@ from torch._ops import OpOverload
 
 from lowprec_check.catalog.records import Mode
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.floating_dtypes import is_float, widen
+from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.sweep.failures import DEVICE_LOST, Raised
 from lowprec_check.engine.sweep.samples import Sample
 from lowprec_check.errors import message_of, type_name
@@ -96,7 +97,7 @@ class Caller:
             with torch.set_grad_enabled(backward), self._autocast(dtype, mode), recording:
                 out = self._forward(sample)
             if backward:
-                outputs = [tensor for _, tensor in leaves(out) if _is_float(tensor)]
+                outputs = [tensor for _, tensor in leaves(out) if is_float(tensor)]
                 self._gradients(sample, outputs, dtype, recording)
         return recording
 
@@ -107,7 +108,11 @@ class Caller:
 
     def comparable(self, sample: Sample, out: Any) -> list[Tensor]:
         """The floating leaves of an output in the reference's dtype, without what is not unique, such as signs of singular vectors."""
-        return [tensor for _, tensor in leaves(sample.comparable(_widened(out, self.wide))) if _is_float(tensor)]
+        return [
+            tensor
+            for _, tensor in leaves(sample.comparable(map_tensors(out, lambda tensor: widen(tensor, self.wide))))
+            if is_float(tensor)
+        ]
 
     def seed(self, seed: int = SEED) -> None:
         """Seed the generators of the CPU and the device."""
@@ -152,21 +157,6 @@ def _widest(device: str) -> torch.dtype:
     except Exception:
         return torch.float32
     return torch.float64
-
-
-def _is_float(tensor: Tensor) -> bool:
-    return tensor.is_floating_point() or tensor.is_complex()
-
-
-def _widened(value: Any, wide: torch.dtype) -> Any:
-    """``value`` with every floating tensor in the dtype ``wide``; container types are kept."""
-    if isinstance(value, Tensor):
-        complex_wide = torch.complex128 if wide == torch.float64 else torch.complex64
-        return value.to(complex_wide if value.is_complex() else wide) if _is_float(value) else value
-    if isinstance(value, (tuple, list)):
-        items = [_widened(item, wide) for item in value]
-        return type(value)(*items) if hasattr(value, "_make") else type(value)(items)
-    return value
 
 
 def exit_if_device_lost(error: BaseException) -> None:

@@ -11,12 +11,13 @@ import itertools
 import math
 import random
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.sweep.failures import COUNTS, POWERS, Features
 from lowprec_check.errors import UsageError, message_of
 
@@ -63,7 +64,7 @@ class Sample:
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments."""
-        return list(_tensors((self.args, self.kwargs)))
+        return [tensor for _, tensor in leaves((self.args, self.kwargs))]
 
     def floating(self) -> bool:
         """Whether an argument is a floating tensor or dtype, so that its precision can be chosen."""
@@ -106,16 +107,6 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
     if isinstance(value, dict):
         return {key: _map(item, change) for key, item in value.items()}
     return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from _tensors(item)
-    elif isinstance(value, dict):
-        yield from _tensors(tuple(value.values()))
 
 
 def seed_all(name: str) -> None:

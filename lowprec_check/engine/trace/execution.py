@@ -29,7 +29,7 @@ from lowprec_check.engine.trace.ops import (
     outputs_of,
     tensors_in,
 )
-from lowprec_check.engine.trace.places import CallSite
+from lowprec_check.engine.trace.places import CallSite, custom_function
 from lowprec_check.engine.trace.twins import Twins, storage_key
 from lowprec_check.errors import message_of
 from lowprec_check.process import system
@@ -112,7 +112,7 @@ class Execution:
         """Run ``call`` and return its result; sets its ``seconds`` and ``outcome``."""
         if self._emulation.includes(call):
             retry = self._retry(call)
-            if retry.low_precision:
+            if retry.low_precision and not retry.mixed:  # a mismatch of dtypes is no matter of time
                 return self._emulate(call, retry)
         if self._breadcrumb is not None:
             self._breadcrumb.enter(*call.site)
@@ -185,6 +185,7 @@ def _add_gap(
         dtypes=dtype_names(call.inputs),
         message=message,
         predicted_by=predicted_by,
+        custom_function=custom_function() if call.phase == "backward" else None,
         constant=call.largest_number() if kind == "scalar-overflow" else None,
     )
     journal.add_gap(gap)

@@ -5,9 +5,10 @@ It is used only after such a failure, because it makes some modules leave their 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, Protocol
 
@@ -39,17 +40,20 @@ class FunctionRescue(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         phase = self._places.phase
-        if phase == "backward":  # ``Tensor.backward`` itself
-            return func(*args, **kwargs)
-        name = function_name(func) if phase == "forward" else ""
+        name = "" if phase == "optimizer" else function_name(func)
         known = self._failures.widened.get(name)
+        if func in (Tensor.backward, torch.autograd.backward):
+            with self._during_backward():
+                return func(*args, **kwargs)
+        retry = None if known is None else self._retry(name, func, args, kwargs)
+        retry = retry if retry is not None and retry.low_precision else None
+        if phase == "backward":  # of a checkpoint, which ends what it computes again by an exception
+            return func(*args, **kwargs) if retry is None else retry.widened()
         try:
-            if known is not None:
-                retry = self._retry(name, func, args, kwargs)
-                if retry.low_precision:
-                    result = retry.widened()
-                    self._add_gap(name, retry, gap_kind(known, "dispatch"), known, "backward", sys._getframe(1))
-                    return result
+            if known is not None and retry is not None:
+                result = retry.widened()
+                self._add_gap(name, retry, gap_kind(known, "dispatch"), known, "backward", sys._getframe(1))
+                return result
             if phase == "forward":
                 return self._failures.call(name, lambda: func(*args, **kwargs))
             return func(*args, **kwargs)
@@ -57,6 +61,22 @@ class FunctionRescue(TorchFunctionMode):
             if error is self._execution.raised:
                 raise
             return self._rescue(func, args, kwargs, error)
+
+    @contextlib.contextmanager
+    def _during_backward(self) -> Iterator[None]:
+        """Keep this mode active for what a checkpoint computes again; torch turns it off in the call that it handles."""
+        owner: Any = torch.autograd
+        run = owner._engine_run_backward
+
+        def with_mode(*args: Any, **kwargs: Any) -> Any:
+            with self:
+                return run(*args, **kwargs)
+
+        owner._engine_run_backward = with_mode
+        try:
+            yield
+        finally:
+            owner._engine_run_backward = run
 
     def _rescue(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], error: Exception) -> Any:
         name = function_name(func)

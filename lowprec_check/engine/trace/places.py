@@ -100,6 +100,12 @@ def nodes_of(loss: Tensor) -> Iterator[Any]:
         waiting += following
 
 
+def custom_function() -> str | None:
+    """The name of the ``torch.autograd.Function`` whose ``backward`` runs; ``None`` outside of one."""
+    function = getattr(torch._C._current_autograd_node(), "_forward_cls", None)
+    return None if function is None else str(function.__name__)
+
+
 def accumulates(node: Any) -> bool:
     """Whether a node stores the gradient of a parameter. It outlives the graph."""
     return bool(node.name() == "torch::autograd::AccumulateGrad")

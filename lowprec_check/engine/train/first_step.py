@@ -13,10 +13,18 @@ from msgspec import structs
 from torch import Tensor
 from torch._ops import OpOverload
 
+from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.floating_dtypes import as_real
+from lowprec_check.engine.core.source_location import call_model
+from lowprec_check.engine.model.plain_run import output_tensors
+from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.trace.op_errors import ROUNDING
 from lowprec_check.engine.trace.places import Places, accumulates, nodes_of
 from lowprec_check.engine.train.steps import TrainingStep, Watcher
+from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.schema.training import ParameterGradient
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE
 
@@ -27,27 +35,51 @@ MARGIN = 2.0
 """How many times larger the gradients may become before one overflows."""
 
 
-ROUNDING = 1e-5
-"""A gradient this many times smaller than another of its module is what rounding leaves of zero in fp32: a few roundoffs of 6e-8 for each
-element of a sum."""
-
-
 class FirstGradients(Watcher):
-    """Copies the gradients of the first step that is not skipped, in fp32 on the CPU, by the name of the parameter."""
+    """Copies the gradients of the first step that is not skipped, without the loss scale, in fp32 on the CPU, by the name of the parameter."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
+        self._is_skipped = True
         self.found: dict[str, Tensor] = {}
 
-    def after(self, step: TrainingStep) -> None:
-        """Copy the gradients. A ``GradScaler`` has divided them by its scale; where it skips a step, they are replaced."""
-        if self.found and all(bool(gradient.isfinite().all()) for gradient in self.found.values()):
+    def gradients(self, step: TrainingStep) -> None:
+        """Copy the gradients; where a ``GradScaler`` skips the step, they are replaced."""
+        if not self._is_skipped:
             return
+        scale = step.scale
         self.found = {
-            name: as_real(parameter.grad.detach()).float().cpu().clone()
+            name: as_real(parameter.grad.detach()).float().cpu().clone().div_(scale or 1.0)
             for name, parameter in self._parameters.items()
             if parameter.grad is not None and parameter.grad.layout == torch.strided
         }
+        self._is_skipped = scale is not None and not all(map(_is_finite, self.found.values()))
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return bool(tensor.isfinite().all())
+
+
+class FirstStep(NamedTuple):
+    """What the first step computes before its update, in fp32 on the CPU."""
+
+    outputs: list[Tensor]
+    """Its output and its loss."""
+    gradients: dict[str, Tensor]
+    """By the name of the parameter."""
+
+
+def first_step_under(mode: DispatchMode, ready: Prepared, target: Target, seed: int) -> FirstStep:
+    """The first step of ``ready`` in eager mode under ``mode``, without loss scaling."""
+    step = TrainingStep(target, ready, PLAIN, target.model)
+    seed_everything(seed)
+    inputs = ready.inputs(target.args, target.kwargs)
+    with compiled_code_in_eager(), mode:
+        output, loss = call_model(step.forward, inputs, {})
+        step.updates.backward(loss)
+    watcher = FirstGradients({name: p for name, p in ready.model.named_parameters() if p.requires_grad})
+    watcher.gradients(step)
+    return FirstStep([tensor.cpu() for tensor in output_tensors((output, loss))], watcher.found)
 
 
 class GradientComparison(NamedTuple):

@@ -1,4 +1,4 @@
-"""What 16 bits do to updates: which are lost to rounding, by the same step on fp32 copies; and an ``eps`` that becomes zero."""
+"""What rounding does to updates: which are lost, by the same step on wider copies; and an ``eps`` that becomes zero."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.engine.core.floating_dtypes import NARROW, widen, widened_dtype
+from lowprec_check.engine.core.floating_dtypes import widened_dtype
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.train.steps import Samples, TrainingStep, Trajectory, Watcher
 from lowprec_check.errors import first_line, message_of, type_name
@@ -23,28 +23,30 @@ class _Count(NamedTuple):
     elements: int = 0
     """Of the tensor."""
     wanted: int = 0
-    """Elements that the step on fp32 copies changes, over all steps."""
+    """Elements that the step on wider copies changes, over all steps."""
     lost: int = 0
-    """Those of them that stay the same in 16 bits."""
+    """Those of them that stay the same."""
 
 
 class LostUpdateCounter(Watcher):
-    """Repeats each update on fp32 copies of the 16-bit values, and counts what they change and the run does not.
+    """Repeats each update on copies in ``wide``, fp32 or fp64, and counts what they change and the run does not.
 
     The copies start each step from the values of the run, with its gradients and the state of its optimizer, so that each step
     is judged alone. ``make`` makes the optimizer.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], make: MakeOptimizer) -> None:
-        self._parameters = parameters
-        self._copies = {name: nn.Parameter(_wide_copy(p)) for name, p in parameters.items()}
+    def __init__(
+        self, parameters: Mapping[str, nn.Parameter], make: MakeOptimizer, wide: torch.dtype = torch.float32
+    ) -> None:
+        self._parameters, self._wide = parameters, wide
+        self._copies = {name: nn.Parameter(self._copy(p)) for name, p in parameters.items()}
         self._make = make
         self._optimizer = make(list(self._copies.values()))
         self._counts: defaultdict[Name, _Count] = defaultdict(_Count)
         self._before: dict[str, Tensor] = {}
         self._state_before: dict[str, dict[str, Any]] = {}
-        self._average: tuple[nn.Module, list[Tensor]] | None = None
-        """A copy of the average in fp32, and its parameters before the step."""
+        self._average: tuple[Any, list[Tensor]] | None = None
+        """A wider copy of the average, and its parameters before the step."""
         self._decay: dict[str, float | None] = {}
         self._groups: dict[str, int] = {}
         """By name, the parameter group."""
@@ -59,17 +61,23 @@ class LostUpdateCounter(Watcher):
         self._before = {name: p.detach().clone() for name, p in self._parameters.items()}
         self._state_before = {name: copy.deepcopy(optimizer.state.get(p, {})) for name, p in self._parameters.items()}
         if step.average is not None:
-            self._average = copy.deepcopy(step.average).float(), [tensor.clone() for tensor in _floats(step.average)]
+            self._average = self._wider(step.average), [tensor.clone() for tensor in _floats(step.average)]
+
+    def gradients(self, step: TrainingStep) -> None:
+        """Give the copies the gradients."""
+        for name, parameter in self._parameters.items():
+            self._copies[name].grad = None if parameter.grad is None else self._copy(parameter.grad)
 
     def after(self, step: TrainingStep) -> None:
-        """Make the same step on the copies, and count."""
-        for name, parameter in self._parameters.items():
+        """Make the same step on the copies, and count; a step after which a weight is NaN or Inf neither keeps nor loses updates."""
+        if not all(bool(parameter.detach().isfinite().all()) for parameter in self._parameters.values()):
+            return
+        for name in self._parameters:
             mine = self._copies[name]
-            mine.data = _wide_copy(self._before[name])
-            mine.grad = None if parameter.grad is None else parameter.grad.detach().to(mine.dtype)
+            mine.data = self._copy(self._before[name])
             state = self._state_before[name]
-            if state:  # a counter of steps may be a number
-                wide = {key: value.to(torch.float32, copy=True) for key, value in _tensors(state)}
+            if state:  # a counter of steps may be a number, and one that is a tensor stays in fp32
+                wide = {key: self._copy(value) for key, value in _tensors(state) if key != "step"}
                 others = {key: value for key, value in state.items() if key not in wide}
                 self._optimizer.state[mine] = copy.deepcopy(others) | wide
         self._optimizer.step()
@@ -84,22 +92,31 @@ class LostUpdateCounter(Watcher):
                     self._count((f"{name} · {key}", "optimizer state"), known, value, exact[key])
         if self._average is not None and step.average is not None:
             average, values = self._average
-            average.update_parameters(copy.deepcopy(step.model).float())  # type: ignore[operator]
+            average.update_parameters(self._wider(step.model))
             names = [name for name, _ in step.average.named_parameters()]
             for name, *tensors in zip(names, values, _floats(step.average), _floats(average), strict=False):
                 self._count((name, "average"), *tensors)
 
     def _count(self, name: Name, before: Tensor, after: Tensor, exact: Tensor) -> None:
-        """Count the elements of a 16-bit tensor that should change, and those of them that do not."""
-        if after.dtype in NARROW:
-            wanted, known = exact != before.float(), self._counts[name]
+        """Count the elements of a tensor that should change, and those of them that do not; not what became NaN or Inf."""
+        if after.dtype != exact.dtype:
+            known = self._counts[name]
+            wanted = (exact != before.to(exact.dtype)) & exact.isfinite() & after.isfinite()
             lost = int((wanted & (after == before)).sum())
             self._counts[name] = _Count(after.numel(), known.wanted + int(wanted.sum()), known.lost + lost)
+
+    def _copy(self, tensor: Tensor) -> Tensor:
+        """A wider copy; complex numbers stay complex."""
+        return tensor.detach().to(widened_dtype(tensor.dtype, self._wide), copy=True)
+
+    def _wider(self, module: nn.Module) -> Any:
+        module = copy.deepcopy(module)
+        return module.double() if self._wide == torch.float64 else module.float()
 
     def _lost_decay(self) -> dict[str, float | None]:
         """By name, the share of the updates by weight decay alone, with gradients of zero, that are lost."""
         low = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in self._parameters.items()}
-        wide = {name: nn.Parameter(_wide_copy(p)) for name, p in self._parameters.items()}
+        wide = {name: nn.Parameter(self._copy(p)) for name, p in self._parameters.items()}
         for copies in (low, wide):
             for parameter in copies.values():
                 parameter.grad = torch.zeros_like(parameter)
@@ -109,9 +126,9 @@ class LostUpdateCounter(Watcher):
                 return {}
         found: dict[str, float | None] = {}
         for name, original in self._parameters.items():
-            wanted = wide[name] != widen(original)
+            wanted = wide[name] != original.to(wide[name].dtype)
             count, lost = int(wanted.sum()), int((wanted & (low[name] == original)).sum())
-            found[name] = lost / count if count and low[name].dtype in NARROW else None
+            found[name] = lost / count if count and low[name].dtype != wide[name].dtype else None
         return found
 
     def figures(self) -> list[LostUpdates]:
@@ -131,10 +148,39 @@ class LostUpdateCounter(Watcher):
         ]
 
     def share(self) -> float | None:
-        """Share of the updates of all weights that are lost; ``None`` if no weight has 16 bits."""
+        """Share of the updates of all weights that are lost; ``None`` if none was counted."""
         counts = [count for (_, values), count in self._counts.items() if values == "weight"]
         wanted = sum(count.wanted for count in counts)
         return sum(count.lost for count in counts) / wanted if wanted else None
+
+
+class Stalls(Watcher):
+    """Finds weights of a sample that a step leaves as they are though their gradient is not zero: few, if no update is lost."""
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters, self._samples = parameters, Samples.of(parameters)
+        self._moving = self._before = torch.zeros(0)
+        self._stalled = self._all = 0.0
+
+    def gradients(self, step: TrainingStep) -> None:
+        """Note the weights and which of them have a gradient."""
+        zero = torch.zeros(())
+        gradients = {
+            name: zero.expand(p.shape) if p.grad is None or p.grad.layout != torch.strided else p.grad
+            for name, p in self._parameters.items()
+        }
+        self._moving, self._before = self._samples.take(gradients) != 0, self._samples.take(self._parameters)
+
+    def after(self, step: TrainingStep) -> None:
+        """Count those that stayed as they were."""
+        weights = self._samples.weights * self._moving
+        self._all += float(weights.sum())
+        self._stalled += float(weights[self._samples.take(self._parameters) == self._before].sum())
+
+    @property
+    def share(self) -> float:
+        """Share (0 to 1) of them, over all steps."""
+        return self._stalled / self._all if self._all else 0.0
 
 
 def lost_buffer_updates(run: Trajectory, base: Trajectory, samples: Samples, narrow: set[str]) -> list[LostUpdates]:
@@ -155,11 +201,6 @@ def lost_buffer_updates(run: Trajectory, base: Trajectory, samples: Samples, nar
                 )
             )
     return found
-
-
-def _wide_copy(tensor: Tensor) -> Tensor:
-    """A copy in fp32; complex numbers stay complex."""
-    return tensor.detach().to(widened_dtype(tensor.dtype, torch.float32), copy=True)
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

@@ -7,6 +7,7 @@ import statistics
 from collections.abc import Callable, Sequence
 from typing import Literal, NamedTuple
 
+import torch
 from msgspec import structs
 from torch import Tensor
 
@@ -18,6 +19,10 @@ NOTABLE = 0.1
 
 _STUDENT = {1: 127.3, 2: 14.09, 3: 7.45, 4: 5.60, 5: 4.77, 6: 4.32, 7: 4.03}
 """By degrees of freedom, the 99.75 % quantile of Student's t."""
+
+
+STILL = 0.1
+"""A parameter that moves less than this part of the way of fp32 stands still."""
 
 
 class Interval(NamedTuple):
@@ -62,7 +67,10 @@ class Spread:
         return [self._progress(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
     def moved(self, run: Trajectory) -> list[float]:
-        """After each step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32."""
+        """After each step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32.
+
+        It is that of one parameter, if that moves notably in fp32 and stands still here.
+        """
         return [self._moved(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
     def distance_limits(self) -> list[float]:
@@ -142,7 +150,18 @@ class Spread:
         return _ratio(product, float((reference.square() * self._samples.weights).sum()), both_zero=1.0)
 
     def _moved(self, run: Trajectory, step: int) -> float:
-        return _ratio(self._norm(_moved(run, step)), self._norm(_moved(self._base, step)), both_zero=1.0)
+        """How far all weights moved, relative to fp32; or one parameter that moves notably in fp32, if that stands still here."""
+        mine, fp32 = (self._squares(_moved(each, step)) for each in (run, self._base))
+        total = _ratio(float(mine.sum()) ** 0.5, float(fp32.sum()) ** 0.5, both_zero=1.0)
+        notable = fp32 > NOTABLE * fp32.sum()
+        least = float((mine[notable] / fp32[notable]).min().sqrt()) if notable.any() else total
+        return least if least < STILL else total
+
+    def _squares(self, values: Tensor) -> Tensor:
+        """By parameter, the sum of the squares of ``values``."""
+        ends = torch.tensor([0, *(part.stop for part in self._samples.slices.values())])
+        sums = torch.cat([torch.zeros(1).double(), (values.double().square() * self._samples.weights).cumsum(0)])
+        return sums[ends].diff()
 
     def _furthest(self, run: Trajectory, step: int) -> str | None:
         """The parameter that adds most to the distance to fp32; ``None`` if none adds :data:`NOTABLE` of the squared distance."""

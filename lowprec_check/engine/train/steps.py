@@ -17,17 +17,16 @@ from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import as_real, is_float
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.inputs import NoBatchError
-from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.model.prepared import FailedCast, Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of, make_optimizer
-from lowprec_check.engine.model.user_code import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code, reraise_interrupt
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.ways_to_train import Updates, WayToTrain
 
-SAMPLED = 1024
-"""Elements of each tensor that are kept of every step, chosen at random; all, if it has no more."""
+SAMPLED, TOGETHER = 1024, 2**17
+"""Elements of each tensor that are kept of every step, chosen at random; more, if those of all tensors are no more than ``TOGETHER``."""
 
 MAX_SKIPPED = 24
 """Steps that a ``GradScaler`` may skip: from 2¹⁶, it is then below 2⁻⁸."""
@@ -59,8 +58,12 @@ class TrainingStep:
         self.target, self.way, self.model = target, way, ready.model
         self.phase: Phase = "forward"
         """The part that runs, or failed."""
+        self.in_loss = False
+        """Whether the loss is what runs, or failed, in the forward pass."""
         self.on_loss: Callable[[Tensor], None] = lambda _loss: None
         """Called with the loss, before the backward pass."""
+        self.on_gradients: Callable[[], None] = lambda: None
+        """Called after the backward pass, before the optimizer may change the gradients."""
         self.targets: tuple[Any, ...] = target.targets
         """What the loss gets of the batch besides the output."""
         self._ready = ready
@@ -84,6 +87,7 @@ class TrainingStep:
         self.on_loss(loss)
         self.phase = "backward"
         self.updates.backward(loss)
+        self.on_gradients()
         self.phase = "optimizer"
         self.updates.step()
         if self.average is not None:
@@ -98,11 +102,14 @@ class TrainingStep:
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
         """The output and the loss, in the precision."""
-        self.phase = "forward"
+        self.phase, self.in_loss = "forward", False
         targets, _ = self._ready.inputs(self.targets, {})
         with self.context(around=False):
             output = self._call(*args, **kwargs)
-            return output, loss_of(self.target.loss, output, LossInputs(args, kwargs, targets))
+            self.in_loss = self.target.loss is not None
+            loss = loss_of(self.target.loss, output, LossInputs(args, kwargs, targets))
+        self.in_loss = False
+        return output, loss
 
     def context(self, *, around: bool) -> contextlib.AbstractContextManager[Any]:
         """The context of the precision, if it is entered there: once ``around`` all steps, or in each for the forward pass."""
@@ -122,11 +129,16 @@ def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
     return ready._replace(call=step, enters_context=True)
 
 
-def state_bytes(updates: Updates) -> int:
-    """Bytes of the weights, their copies, and the state of the optimizer."""
+def kept_by(updates: Updates) -> list[Tensor]:
+    """The weights, their copies, and the state of the optimizer: what stays from step to step."""
     lists = [found for found in vars(updates).values() if isinstance(found, list)]
     lists += [list(state.values()) for state in updates.optimizer.state.values()]
-    storages = [tensor.untyped_storage() for found in lists for tensor in found if isinstance(tensor, Tensor)]
+    return [tensor for found in lists for tensor in found if isinstance(tensor, Tensor)]
+
+
+def state_bytes(updates: Updates) -> int:
+    """Bytes of what ``updates`` keeps."""
+    storages = [tensor.untyped_storage() for tensor in kept_by(updates)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
@@ -156,13 +168,14 @@ class Samples:
     def __init__(self, sizes: Mapping[str, int]) -> None:
         generator = torch.Generator().manual_seed(0)
         self.sizes = dict(sizes)
+        most = max(SAMPLED, TOGETHER // max(1, len(self.sizes)))
         self._picked: dict[str, Tensor | None] = {}
         self.slices: dict[str, slice] = {}
         """By name, where its elements are in what :meth:`take` returns."""
         weights, end = [torch.zeros(0)], 0
         for name, size in self.sizes.items():
-            count = min(size, SAMPLED)
-            self._picked[name] = torch.randint(size, (SAMPLED,), generator=generator) if size > SAMPLED else None
+            count = min(size, most)
+            self._picked[name] = torch.randint(size, (most,), generator=generator) if size > most else None
             self.slices[name] = slice(end, end + count)
             end += count
             weights.append(torch.full((count,), size / max(count, 1)))
@@ -210,6 +223,9 @@ class Watcher:
     def before(self, step: TrainingStep) -> None:
         """Called before a step."""
 
+    def gradients(self, step: TrainingStep) -> None:
+        """Called after its backward pass, before the optimizer may change the gradients."""
+
     def after(self, step: TrainingStep) -> None:
         """Called after it."""
 
@@ -243,6 +259,8 @@ class Loop:
         self._on_step, self._on_first, self._watchers = on_step, on_first, list(watchers)
         self.faults: list[str] = []
         """Failures of watchers."""
+        self.draws = False
+        """Whether the first step draws random numbers."""
         self.trajectory = Trajectory()
         self.parameters = {n: p for n, p in ready.model.named_parameters() if p.requires_grad}
         self.buffers = {n: b for n, b in ready.model.named_buffers() if is_float(b) and b.layout == torch.strided}
@@ -274,8 +292,20 @@ class Loop:
         self._observe(lambda watcher: watcher.before(step))
         self._on_step(number + 1)
         inputs, named = self._inputs(number)
+        watched = 0.0
+
+        def watch() -> None:
+            nonlocal watched
+            _, watched = devices.timed(
+                self._ready.device, lambda: self._observe(lambda watcher: watcher.gradients(step))
+            )
+
+        if self._watchers:
+            step.on_gradients = watch
+        states = None if number else devices.generator_states()
         with _failures():
             result, seconds = devices.timed(self._ready.device, lambda: call_model(step, inputs, named))
+        self.draws = self.draws or (states is not None and devices.generator_states() != states)
         if self._on_first is not None:
             self._on_first(result)
             self._on_first = None
@@ -286,7 +316,7 @@ class Loop:
                 found.losses.append(float(result.loss))  # no scale helps: the forward pass is not finite
             return  # the same step again, with a smaller scale
         found.losses.append(float(result.loss))
-        found.seconds.append(seconds)
+        found.seconds.append(seconds - watched)
         self._keep()
 
     def _observe(self, call: Callable[[Watcher], None]) -> None:

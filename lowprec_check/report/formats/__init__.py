@@ -7,7 +7,7 @@ from collections.abc import Callable
 from lowprec_check.analysis.diff import ScanDiff
 from lowprec_check.analysis.findings import SEVERITIES, Message, tally
 from lowprec_check.analysis.suite_coverage import CoverageDiff
-from lowprec_check.report.blocks import Document
+from lowprec_check.report.blocks import Detail, Document
 from lowprec_check.report.foreign_text import visible, without_folders, workflow_command
 from lowprec_check.report.places import Place, places, told
 from lowprec_check.report.registry import ReportFormat
@@ -26,15 +26,13 @@ class TextFormat(ReportFormat):
 
     def render_verbose(self, result: ScanResult) -> str:
         """The report with notes and details."""
-        from lowprec_check.report.layout.text import text
+        return self.lay_out(scan_document(result), "more")
 
-        return text(scan_document(result), detail="more")
-
-    def lay_out(self, document: Document) -> str:
+    def lay_out(self, document: Document, detail: Detail = "first") -> str:
         """Blocks as text, 100 columns wide."""
         from lowprec_check.report.layout.text import text
 
-        return text(document)
+        return text(document, detail=detail)
 
 
 class MarkdownFormat(ReportFormat):

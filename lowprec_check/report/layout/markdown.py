@@ -102,7 +102,7 @@ def _sentence(block: Say) -> str:
 def _table(block: Table, most: int) -> str:
     kept = [_cells(block, row) for row in block.rows[:most]]
     align = ["right" if column.type in FIGURES else "left" for column in block.columns]
-    parts = [_pipe_table(kept, [escape(column.name) for column in block.columns], align)] if kept else []
+    parts = [_pipe_table(kept, [escape(visible(column.name)) for column in block.columns], align)] if kept else []
     total = len(block.rows) + block.left_out
     if total > len(kept):
         left_out = total - len(kept)
@@ -123,7 +123,7 @@ def _cells(block: Table, row: Row) -> list[str]:
         else:
             shown = code(shown) if column.type in _CODE and value not in (None, "") else escape(shown)
         cells.append(shown)
-    cells[0] = "&nbsp;&nbsp;" * row.depth + cells[0] + (f" **{escape(row.tag)}**" if row.tag else "")
+    cells[0] = "&nbsp;&nbsp;" * row.depth + cells[0] + (f" **{escape(visible(row.tag))}**" if row.tag else "")
     return cells
 
 
@@ -131,7 +131,7 @@ def _cells(block: Table, row: Row) -> list[str]:
 
 
 _LINKED = re.compile(
-    r"@\w|#\d|\bGH-\d|:/|www\.|\b(?:mailto|xmpp):|\b(?=[a-f]*\d)(?=\d*[a-f])[\da-f]{7,40}\b", re.IGNORECASE
+    r"@[\w.-]|#\d|\bGH-\d|:/|www\.|\b(?:mailto|xmpp):|\b(?=[a-f]*\d)(?=\d*[a-f])[\da-f]{7,40}\b", re.IGNORECASE
 )
 """What GitHub may turn into a mention, a reference (also to a commit) or a link."""
 
@@ -165,5 +165,5 @@ def _most_ticks(text: str) -> int:
 
 
 def _pipe_table(rows: Sequence[Sequence[str]], headers: Sequence[str], align: Sequence[str]) -> str:
-    cells = [[cell.replace("|", "\\|") for cell in row] for row in rows]
-    return tabulate(cells, headers, tablefmt="pipe", colalign=align if rows else None, disable_numparse=True)
+    names, *cells = [[cell.replace("|", "\\|") for cell in row] for row in (headers, *rows)]
+    return tabulate(cells, names, tablefmt="pipe", colalign=align if rows else None, disable_numparse=True)
