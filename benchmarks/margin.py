@@ -8,20 +8,19 @@ The independent numbers: 500 further inputs, drawn by a generator of their own, 
 given a function, with a tolerance at which the given input is at 50 to 100 % of it. The models are generated from a seed:
 chains of linear layers or convolutions, activations and norms, with few outputs, so that the error varies from input to input.
 
-Times: whole scans by the command, with further inputs and without, in interleaved pairs: the processor time of all processes of the
-scan, the least of each kind, which depends least on what else the machine does. Exits with 1 if fewer than 95 % of the intervals hold
-the share, or the ratio of a target is over 1.1.
+Times: whole scans by the command, with further inputs and without, in interleaved pairs; the median of the ratios. Exits with 1 if
+fewer than 95 % of the intervals hold the share, or a median ratio is over 1.1.
 """
 
 from __future__ import annotations
 
 import argparse
 import random
-import resource
 import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -99,17 +98,12 @@ def row(seed: int) -> dict[str, Any]:
 
 
 def seconds(target: str, *options: str) -> float:
-    """Processor time of a whole scan by the command, that of its workers included."""
-
-    def spent() -> float:
-        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-        return usage.ru_utime + usage.ru_stime
-
+    """Of a whole scan by the command."""
     with tempfile.TemporaryDirectory() as folder:
-        before = spent()
+        started = time.monotonic()
         command = [sys.executable, "-m", "lowprec_check", "scan", target, "--json", f"{folder}/scan.json", *options]
         subprocess.run(command, cwd=ROOT, check=False, capture_output=True)
-        return spent() - before
+        return time.monotonic() - started
 
 
 def pairs(target: str, number: int) -> dict[str, Any]:
@@ -118,9 +112,9 @@ def pairs(target: str, number: int) -> dict[str, Any]:
     for index in range(number):
         for name in ("with", "without") if index % 2 else ("without", "with"):
             found[name].append(seconds(target, *(["--further-inputs", "0"] if name == "without" else [])))
-    ratio = min(found["with"]) / min(found["without"])
-    print(f"{target}: {ratio:.3f}", file=sys.stderr)
-    return {"target": target, **found, "ratio": ratio}
+    ratios = [a / b for a, b in zip(found["with"], found["without"], strict=True)]
+    print(f"{target}: {statistics.median(ratios):.3f}", file=sys.stderr)
+    return {"target": target, **found, "ratio": statistics.median(ratios)}
 
 
 def render(data: Mapping[str, Any]) -> str:
@@ -149,11 +143,11 @@ def render(data: Mapping[str, Any]) -> str:
             "",
             "## Time of a whole scan",
             "",
-            "| target | pairs | least processor seconds without | with | ratio |",
+            "| target | pairs | median seconds without | with | median ratio |",
             "|---|---|---|---|---|",
         ]
     for entry in times:
-        a, b = min(entry["without"]), min(entry["with"])
+        a, b = statistics.median(entry["without"]), statistics.median(entry["with"])
         lines.append(f"| {entry['target']} | {len(entry['with'])} | {a:.1f} | {b:.1f} | {entry['ratio']:.3f} |")
     return "\n".join(lines) + "\n"
 
