@@ -23,6 +23,7 @@ import contextlib
 import copy
 import functools
 import math
+import multiprocessing
 import sys
 import time
 import warnings
@@ -50,7 +51,7 @@ from verdict_breadth import (
     tensors_in,
 )
 
-from lowprec_check.analysis.error_shares import main_causes, trusted_budget
+from lowprec_check.analysis.error_shares import CHANCE, main_causes, trusted_budget
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
@@ -62,7 +63,9 @@ FAR, COUNTED, NEAR = 0.12, 0.1, 0.03
 FEW = 512
 """In an output of fewer values, the error also depends on chance."""
 
-MOST_MODULES = 24
+COLUMNS = ["model", "precision", "module", "share", "ablation", "difference", "spread", "measured"]
+
+MOST_MODULES = 10
 """Of a large model, the modules with the largest shares are kept in fp32, and as many others."""
 
 
@@ -160,7 +163,7 @@ def analyzed(model: nn.Module, inputs: Inputs) -> Iterator[tuple[str, Run]]:
 def share_of(run: Run, module: str) -> float:
     """What its budget says goes if the module is kept in fp32."""
     assert run.budget is not None
-    return next((its.share for its in run.budget.modules if its.module == module), 0.0)
+    return next((its.told for its in run.budget.modules if its.module == module), 0.0)
 
 
 def examined(case: Case) -> list[dict[str, Any]]:
@@ -190,9 +193,16 @@ def compared(run: Run, truth: Truth, model: nn.Module) -> dict[str, Any]:
     called = [path for path in run.called_modules if path]
     ordered = sorted(called, key=lambda path: -abs(share_of(run, path)))
     tried = ordered[:MOST_MODULES] + ordered[MOST_MODULES :: max(1, len(ordered) // MOST_MODULES)]
+    assert run.budget is not None
+    measured = {its.module for its in run.budget.modules if its.measured is not None}
     pairs = [(path, share_of(run, path), truth.share(path)) for path in dict.fromkeys(tried)]
-    shares = [[path, round(s, 4), round(t, 4)] for path, s, t in pairs if not math.isnan(t) and max(s, t) > COUNTED]
+    shares = [
+        [path, round(s, 4), round(t, 4), path in measured]
+        for path, s, t in pairs
+        if not math.isnan(t) and max(s, t) > COUNTED
+    ]
     row: dict[str, Any] = {"error": run.rel_l2, "shares": shares, "modules": len(called), "values": truth.values}
+    row["spread"] = round(run.budget.spread, 4)
     causes = [part for part in main_causes(run, 3) if part.name in called]
     if causes and not math.isnan(truth.share(causes[0].name)):
         name = causes[0].name
@@ -244,7 +254,7 @@ def summary(rows: Sequence[Mapping[str, Any]], kind: str) -> Summary:
     return Summary(
         kind,
         len(shares),
-        sum(abs(said - true) <= FAR for _, said, true in shares),
+        sum(abs(said - true) <= FAR for _, said, true, _ in shares),
         len(causes),
         sum(row["cause"][2] >= row["best"][1] - NEAR for row in causes),
         sum(said >= 0.2 and true <= 0.02 for row in causes for _, said, true in row["named"]),
@@ -271,17 +281,30 @@ def render(data: Mapping[str, Any]) -> str:
         ("fewer than", [r for r in rows if r.get("values", FEW) < FEW]),
         ("at least", [r for r in rows if r.get("values", 0) >= FEW]),
     ):
-        pairs = [abs(said - true) <= FAR for row in mine for _, said, true in row["shares"]]
+        pairs = [abs(said - true) <= FAR for row in mine for _, said, true, _ in row["shares"]]
         lines.append(f"- outputs of {title} {FEW} values: {sum(pairs)} of {len(pairs)} shares within {FAR}")
+    for kind in ("cast", "autocast"):
+        told = [
+            (abs(said - true), CHANCE * row["spread"], measured)
+            for row in rows
+            for _, said, true, measured in row.get("shares", [])
+            if row["precision"].startswith("autocast") == (kind == "autocast")
+        ]
+        derived = [(off, spread) for off, spread, measured in told if not measured]
+        lines += [
+            f"- {kind}: {len(told) - len(derived)} shares were measured by the scan, {sum(off <= FAR for off, _, m in told if m)} "
+            f"of them within {FAR}; {len(derived)} derived, {sum(off <= FAR for off, _ in derived)} within {FAR}, and "
+            f"{sum(off <= max(NEAR, spread) for off, spread in derived)} within the range that the scan states (twice `spread`)",
+        ]
     far = [
-        [row["model"], row["precision"], name or "–", said, true, round(said - true, 3)]
+        [row["model"], row["precision"], name or "–", said, true, round(said - true, 3), row["spread"], measured]
         for row in rows
-        for name, said, true in row.get("shares", [])
+        for name, said, true, measured in row.get("shares", [])
         if abs(said - true) > FAR
     ]
-    far.sort(key=lambda entry: -abs(entry[-1]))
+    far.sort(key=lambda entry: -abs(entry[5]))
     lines += ["", "## Shares that are far from their ablation", ""]
-    lines.append(tabulate(far, ["model", "precision", "module", "share", "ablation", "difference"], tablefmt="github"))
+    lines.append(tabulate(far, COLUMNS, tablefmt="github"))
     lines += ["", "## Main causes that are not the best single module", ""]
     worse = [
         [row["model"], row["precision"], *row["cause"], *row["best"]]
@@ -302,6 +325,9 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--generated", type=int, default=200, help="number of generated models")
     parser.add_argument("--seed", type=int, default=0, help="from which models are generated")
+    parser.add_argument(
+        "--seconds", type=float, default=math.inf, help="no longer than this; what is finished is saved"
+    )
     options = parser.parse_args()
     torch.set_num_threads(1)  # processes that are forked cannot use a pool of threads
     chosen = [] if options.only and "generated" not in options.only else generated(options.generated, options.seed)
@@ -309,18 +335,29 @@ def main() -> None:
     if only or not options.only:
         real, _ = cases(only)
         unfit = ("training", "labels", "codes", "tokens", "keeps")
-        chosen += [case for case in real if not any(word in case.name for word in unfit)][: options.limit]
+        real = [case for case in real if not any(word in case.name for word in unfit)][: options.limit]
+        every = 5  # both kinds, however early it ends
+        for index, case in enumerate(real):
+            chosen.insert(min(len(chosen), index * (every + 1)), case)
     started, found, problems = time.monotonic(), {}, []
     for index, (case, rows, problem) in enumerate(in_processes(examined, chosen, options.jobs), 1):
         problems += [f"{case.name}: {problem}"] if problem else []
         found[case.name] = rows or []
-        far = sum(abs(s - t) > FAR for row in rows or [] for _, s, t in row.get("shares", []))
-        print(
-            f"[{index}/{len(chosen)}] {time.monotonic() - started:.0f} s {case.name} {problem or far}", file=sys.stderr
-        )
-    rows = [row for case in chosen for row in found[case.name]]
-    save(options.output, {"made": made(), "problems": problems, "rows": rows}, render)
-    raise SystemExit(0 if all(summary(rows, kind).passes for kind in ("cast", "autocast")) else 1)
+        far = sum(abs(s - t) > FAR for row in rows or [] for _, s, t, _ in row.get("shares", []))
+        seconds = time.monotonic() - started
+        print(f"[{index}/{len(chosen)}] {seconds:.0f} s {case.name} {problem or far}", file=sys.stderr)
+        data = {
+            "made": made(),
+            "problems": problems,
+            "rows": [row for its in chosen for row in found.get(its.name, [])],
+        }
+        if index == len(chosen) or options.output is not None:
+            save(options.output, data, render)
+        if seconds > options.seconds:
+            break
+    for process in multiprocessing.active_children():
+        process.kill()
+    raise SystemExit(0 if all(summary(data["rows"], kind).passes for kind in ("cast", "autocast")) else 1)
 
 
 if __name__ == "__main__":

@@ -20,6 +20,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -124,8 +125,8 @@ class Sampler:
         return max(self.peaks.values())
 
 
-def plain(options: argparse.Namespace, sender: Any) -> None:
-    """Send the peak of three calls in fp32, and the seconds of the last."""
+def plain(options: argparse.Namespace) -> tuple[int, float]:
+    """The peak of three calls in fp32, and the seconds of the last."""
     model, inputs = model_of(options.model, options.tokens)
     model, inputs = model.to(options.device), inputs.to(options.device)
     gc.collect()
@@ -135,11 +136,11 @@ def plain(options: argparse.Namespace, sender: Any) -> None:
             model(inputs)
             seconds = time.perf_counter() - started
         time.sleep(2 * SAMPLE_SECONDS)
-    sender.send((sampler.peak, seconds))
+    return sampler.peak, seconds
 
 
-def scanned(options: argparse.Namespace, sender: Any) -> None:
-    """Send the peaks of a scan, its seconds and, for each run, its status and notes."""
+def scanned(options: argparse.Namespace) -> tuple[dict[str, int], float, list[Any]]:
+    """The peaks of a scan, its seconds and, for each run, its status and notes."""
     model, inputs = model_of(options.model, options.tokens)
     gc.collect()
     with Sampler(options.device) as sampler:
@@ -171,20 +172,13 @@ def scanned(options: argparse.Namespace, sender: Any) -> None:
         )
         for run in result.runs
     ]
-    sender.send((dict(sampler.peaks), seconds, rows))
+    return dict(sampler.peaks), seconds, rows
 
 
-def in_fresh_process(work: Callable[[argparse.Namespace, Any], None], options: argparse.Namespace) -> Any:
-    """What ``work`` sends."""
-    context = multiprocessing.get_context("spawn")
-    receiver, sender = context.Pipe(duplex=False)
-    process = context.Process(target=work, args=(options, sender))
-    process.start()
-    sender.close()
-    try:
-        return receiver.recv()
-    finally:
-        process.join()
+def in_fresh_process(work: Callable[[argparse.Namespace], Any], options: argparse.Namespace) -> Any:
+    """What ``work`` returns."""
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(work, options).result()
 
 
 def main() -> None:

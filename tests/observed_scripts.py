@@ -426,6 +426,33 @@ for x, y in batches():
     loss.backward()
     optimizer.step()
 """
+SCRIPTS["a compiled step"] = """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model_too = torch.compile(model, backend="eager")
+@torch.compile(backend="eager")
+def loss_of(x, y):
+    return F.cross_entropy(model(x), y)
+for step, (x, y) in enumerate(batches()):
+    loss = loss_of(x, y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+SCRIPTS["evaluation with gradients first"] = """
+model = nn.Linear(8, 3)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+model.eval()
+for x, y in [*batches()] * 40:
+    print(model(x).argmax(1).eq(y).sum().item())
+model.train()
+for x, y in batches():
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    print(loss.item())
+    optimizer.step()
+"""
 REFUSED["an optimizer that needs a closure"] = (
     "optimizer = torch.optim.LBFGS(model.parameters())\nfor x, y in batches():\n    def closure():\n        optimizer.zero_grad()\n"
     "        loss = F.cross_entropy(model(x), y)\n        loss.backward()\n        return loss\n    optimizer.step(closure)\n",

@@ -93,6 +93,54 @@ def test_the_module_that_overflows_is_kept_in_fp32(at: int) -> None:
     assert ablation_text(run).endswith("and it passes")
 
 
+@pytest.mark.parametrize("tolerance", [None, 1e-9])
+def test_the_share_of_each_module_is_measured(tolerance: float | None) -> None:
+    model, x = chain(nn.Tanh(), 1, 1.0), torch.randn(16, 32, generator=torch.Generator().manual_seed(1))
+    run = quick_scan(model, x, precisions=["half"], tolerance=tolerance).run("half")
+    assert run.status == ("ok" if tolerance is None else "inaccurate")
+    measured = {int(its.module): its.measured for its in run.budget.modules if its.measured is not None}
+    assert len(measured) >= 3
+    for layer, share in measured.items():
+        left = error_by_hand(model, layer, x) / run.output_error.rel_l2
+        assert share == pytest.approx(1.0 - left**2, abs=1e-3)
+
+
+def test_a_module_that_two_others_contain_is_measured_once_for_all_three() -> None:
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Linear(32, 32))), nn.Linear(32, 32)).eval()
+    found = quick_scan(model, torch.randn(16, 32), precisions=["half"]).run("half").budget.modules
+    measured = {its.module: its.measured for its in found}
+    assert measured["0"] is not None
+    assert measured["0"] == measured["0.0"] == measured["0.0.0"] != measured["1"]
+
+
+def test_no_share_of_a_model_that_draws_random_numbers_is_measured() -> None:
+    model = nn.Sequential(nn.Linear(32, 32), nn.Dropout(0.5), nn.Linear(32, 32)).train()
+    run = quick_scan(model, torch.randn(16, 32), precisions=["autocast-bf16"]).run("autocast-bf16")
+    assert run.random
+    assert [its.measured for its in run.budget.modules] == [None] * len(run.budget.modules) != []
+
+
+def test_what_did_not_help_is_not_advised() -> None:
+    class Late(nn.Module):
+        """The result of ``large`` does not fit fp16, so that it is Inf also if only ``large`` is in fp32."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.large, self.small = nn.Linear(32, 32), nn.Linear(32, 32)
+            nn.init.constant_(self.large.bias, 1e5)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.small(self.large(x) * 1e-5)
+
+    result = quick_scan(Late().eval(), torch.randn(16, 32), precisions=["half"])
+    run = result.run("half")
+    assert (run.status, run.ablation.status, run.ablation.keep_fp32) == ("nonfinite", "nonfinite", ["large"])
+    found = [each for each in result.diagnostics if each.code.startswith("LP20") and each.module == "large"]
+    assert any("with large in fp32 the output still has NaN or Inf" in each.message for each in found)
+    assert [each.help for each in found if "try this module in fp32" in each.help] == []
+    assert any("fp32 for this module does not help" in each.help for each in found)
+
+
 def test_a_run_that_passes_or_lacks_a_kernel_has_no_ablation() -> None:
     class Inverse(nn.Module):
         def forward(self, x: Tensor) -> Tensor:

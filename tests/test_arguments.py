@@ -103,17 +103,21 @@ def test_other_forms_of_arguments() -> None:
 class Refuses(nn.Linear):
     """As quantized models of transformers do."""
 
+    error: type[BaseException] = ValueError
+
     def half(self) -> Any:
-        raise ValueError("cast it to another dtype")
+        raise self.error("cast it to another dtype")
 
 
-def test_a_model_that_refuses_a_precision_is_a_failed_run() -> None:
+@pytest.mark.parametrize("error", [ValueError, SystemExit])
+def test_a_model_that_refuses_a_precision_is_a_failed_run(error: type[BaseException]) -> None:
     model = Refuses(3, 2).eval()
+    model.error = error
     result = scan(model, INPUTS, precisions="half,bfloat16", isolation="none")
     refused = result.run("half")
     assert refused.status == "error"
     assert refused.exception is not None
-    assert (refused.exception.type, refused.exception.message) == ("ValueError", "cast it to another dtype")
+    assert (refused.exception.type, refused.exception.message) == (error.__name__, "cast it to another dtype")
     assert refused.exception.source is not None
     assert refused.exception.source.startswith("tests/test_arguments.py:")
     assert not refused.gaps

@@ -268,7 +268,7 @@ def test_the_baseline_is_that_of_the_base_branch(
     assert done.returncode == 0, done
     assert noting.accepted() == of_base
     assert noting.arguments is not None
-    assert noting.arguments[:3] == ["-m", "lowprec_check", "--no-settings"]
+    assert noting.arguments[2:4] == ["lowprec_check", "--no-settings"]
     assert ("every finding counts" in done.stdout) is (of_base is None)
 
 
@@ -374,7 +374,23 @@ def test_the_action_installs_itself(project: Project, tmp_path: Path) -> None:
     program.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" > {shlex.quote(str(words))}\n')
     program.chmod(0o755)
     done = project.run(step_of(ACTION["runs"], "Install lowprec-check"), {"python": str(program)}, {})
-    assert (done.returncode, words.read_text().splitlines()) == (0, ["-m", "pip", "install", str(ROOT)])
+    assert (done.returncode, words.read_text().splitlines()[2:]) == (0, ["pip", "install", str(ROOT)])
+
+
+def test_modules_of_the_pull_request_take_the_place_of_none(project: Project) -> None:
+    """``python -m`` would run those in the checkout."""
+    tells = "import pathlib, sys\npathlib.Path('pwned').touch()\nsys.exit(0)\n"
+    names = ("pip", "lowprec_check", "runpy", "typer", "token")
+    project.commit(**{f"{name}__py": tells for name in names})
+    inputs = {"python": sys.executable, "target": "missing.py"}
+    installed = project.run(
+        step_of(ACTION["runs"], "Install lowprec-check"), inputs, {}, GITHUB_ACTION_PATH="/missing-folder"
+    )
+    assert "'/missing-folder'" in installed.stderr
+    scanned = project.scan(**inputs)
+    assert (installed.returncode, scanned.returncode) == (1, 2)
+    assert "missing.py" in scanned.stderr
+    assert not (project.folder / "pwned").exists()
 
 
 # -- The documents

@@ -138,7 +138,7 @@ def test_an_op_has_the_share_of_its_module() -> None:
     assert module["0"] == pytest.approx(0.12)
     assert place_shares(run)["0", "aten.mul.Tensor", "net.py:3"].share == pytest.approx(module["0"])
     [finding] = of(a_result(run), "LP302")
-    told = "its share of the output error is 12 %, that of the rounding of its result 16 %"
+    told = "its share of the output error is about 12 %, that of the rounding of its result 16 %"
     assert told in finding.message
     first = origin(run)
     assert first is not None
@@ -147,7 +147,7 @@ def test_an_op_has_the_share_of_its_module() -> None:
 
 def test_fp32_is_no_advice_for_what_is_rounded_after_the_op() -> None:
     [finding] = of(a_result(a_failing_run(rounded("1", 1.0, 1.0))), "LP302")
-    assert finding.message.endswith("; 100 % of the output error is the rounding of its result")
+    assert finding.message.endswith("; about 100 % of the output error is the rounding of its result")
     assert (finding.help or "").startswith("fp32 for this module alone does not help")
 
 

@@ -84,6 +84,7 @@ def test_steps_are_those_of_the_script(here: Path, write: Write, kind: str) -> N
     target = load_target("train.py", steps=3)
     found, after = run_observed(target, 3)
     assert len(losses) == 3
+    assert any("makes a number" in note for note in target.notes) == ("official" in kind)  # before its second loss
     several = "accumul" in kind or "a GAN" in kind  # one backward pass of a sum
     torch.testing.assert_close(found, losses, rtol=1e-6 if several else 0, atol=0)
     for step, wanted in zip(after, weights, strict=True):

@@ -222,6 +222,8 @@ LINKS = (
     "ftp://a.example",
     "see mailto:someone@example.org",
     "someone@example.org",
+    "someone@.example",
+    "someone@-a.example",
     "xmpp:someone@example.org/x",
     "<http://a.example>",
     "<someone@example.org>",

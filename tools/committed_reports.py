@@ -173,6 +173,7 @@ PARTS = {
         Report(
             "scaled-weights.md", "Which errors have initial weights, and those of `--scale-weights`?", "scaled_weights"
         ),
+        Report("planted-values.md", "Which overflows and underflows does a scan blame?", "planted_values"),
         Report(
             "margin.md", "Does the interval for the share of inputs that fail hold it, and what does it cost?", "margin"
         ),

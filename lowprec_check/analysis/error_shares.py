@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, Share
+from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, ModuleShare, Share
 from lowprec_check.schema.module_paths import is_inside, paths_above
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
@@ -16,13 +16,16 @@ TRUSTED = 0.5
 """The first order names causes only if what it does not explain is at most this part of the squared error."""
 
 BETWEEN = "rounding between modules"
-"""How the rounding of results that one submodule of the model passes to another is named: no submodule in fp32 avoids it."""
+"""How the rounding of results is named that stays whichever submodule is kept in fp32: in a cast model, where one passes them to another."""
 
 CAST_INPUT = "cast input"
 """What stands for the op in the share of rounding the inputs."""
 
 CANCELS = 0.1
 """The least part by which the squared error grows with a module in fp32 whose error is said to cancel that of others."""
+
+CHANCE = 2.0
+"""A share that no plain run has shown is told if it is at least so many times the spread of its budget."""
 
 Place = tuple[str, str, str | None]
 """Module, op and line."""
@@ -57,12 +60,14 @@ def is_over_tolerance(run: Run) -> bool:
     return budget is not None and budget.known and (budget.measured or 0.0) > (run.tolerance or 0.0)
 
 
+def is_trusted(budget: ErrorBudget) -> bool:
+    """Whether it names causes: the first order explains at least half of the squared error."""
+    return budget.known and budget.unexplained is not None and abs(budget.unexplained) <= TRUSTED
+
+
 def trusted_budget(run: Run) -> ErrorBudget | None:
-    """The budget of ``run``, if it names causes: the first order explains at least half of the squared error."""
-    budget = run.budget
-    if budget is None or not budget.known or budget.unexplained is None:
-        return None
-    return budget if abs(budget.unexplained) <= TRUSTED else None
+    """The budget of ``run``, if it names causes."""
+    return run.budget if run.budget is not None and is_trusted(run.budget) else None
 
 
 def place_shares(run: Run) -> dict[Place, Share]:
@@ -103,10 +108,10 @@ def leaving_shares(run: Run) -> dict[Place, float]:
 def share_sentence(own: float, leaving: float) -> Sentence:
     """What :func:`place_shares` and :func:`leaving_shares` say of an op, of which at least one matters."""
     if abs(leaving) < MATTERS:
-        return say("its share of the output error is {share:share}", share=own)
+        return say("its share of the output error is about {share:share}", share=own)
     if own < MATTERS:
-        return say("{share:share} of the output error is the rounding of its result", share=leaving)
-    both = "its share of the output error is {share:share}, that of the rounding of its result {leaving:share}"
+        return say("about {share:share} of the output error is the rounding of its result", share=leaving)
+    both = "its share of the output error is about {share:share}, that of the rounding of its result {leaving:share}"
     return say(both, share=own, leaving=leaving)
 
 
@@ -133,38 +138,72 @@ def _parts(named: Iterable[tuple[str, Share]]) -> list[PartShare]:
 
 
 def main_causes(run: Run, most: int) -> list[PartShare]:
-    """At most ``most`` modules that matter, none inside another, each with all inside: what goes if it is kept in fp32."""
+    """At most ``most`` modules that matter, none inside another, each with all inside: what goes if it is kept in fp32.
+
+    What a plain run has shown counts before what is derived, which names a module only if it is more than chance. Those after the first count
+    what goes beside those before them, so that shares add up.
+    """
     budget, chosen = run.budget or ErrorBudget(), list[PartShare]()
     tried = {its.module: its for its in budget.modules}
-    for part in module_shares(run)[:most]:
-        if part.share < MATTERS or any(is_inside(part.name, other.name) for other in chosen):
+    for part, worth in _ranked(run, tried)[:most]:
+        known, total = tried.get(part.name), math.fsum(other.share for other in chosen)
+        measured = known.measured if known is not None else None
+        least = MATTERS if measured is not None else max(MATTERS, CHANCE * budget.spread)
+        if worth < least or any(is_inside(part.name, other.name) for other in chosen):
             continue
         is_module = part.name in run.called_modules if run.called_modules else part.name not in ("", BETWEEN)
         if not is_module:  # no submodule in fp32 avoids it
-            chosen.append(part)
+            chosen.append(part._replace(share=min(part.share, max(0.0, 1.0 - total)) if total else part.share))
             continue
-        known = tried.get(part.name)
         inside = math.fsum(share.share for share in budget.shares if is_inside(share.module, part.name))
         inside = min(inside, known.share) if known is not None else inside
+        whole = inside if known is None else known.share if measured is None else measured
         within = [other for other in chosen if is_inside(other.name, part.name)]
         if within:
-            rest = inside - math.fsum(other.share for other in within)
-            if rest >= MATTERS:
+            rest = (inside if measured is None else measured) - math.fsum(other.share for other in within)
+            if rest >= least:
                 chosen.append(part._replace(name=f"the rest of {part.name}", share=rest))
             continue
-        whole = inside if known is None else known.share if known.measured is None else known.measured
-        found = part._replace(share=whole, is_measured=known is not None and known.measured is not None)
-        if known is not None and known.share > inside + MATTERS and chosen:
-            found = found._replace(share=whole * inside / known.share, by_itself=whole)
-        if found.share >= MATTERS:
+        found = part._replace(share=whole, is_measured=measured is not None)
+        if chosen:
+            alone = whole * inside / known.share if known is not None and known.share > inside + MATTERS else whole
+            alone = min(alone, 1.0 - total)
+            if alone < whole - MATTERS:
+                found = found._replace(share=alone, by_itself=whole)
+        if found.share >= least:
             chosen.append(found)
     return sorted(chosen, key=lambda part: -part.share)
 
 
+def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare, float]]:
+    """The modules with ops of their own, and what is to be gained at each, the most first: a share without that of submodules, unless a plain run
+    has shown another.
+    """
+    parts = {part.name: part for part in module_shares(run)}
+    for module in dict.fromkeys(run.op_calls.module):
+        its = tried.get(module)
+        if its is not None and its.measured is not None and its.measured >= MATTERS and module not in parts:
+            inside = [place for place in place_shares(run).values() if is_inside(place.module, module)]
+            if inside:
+                largest = max(inside, key=lambda place: place.share)
+                parts[module] = PartShare(module, 0.0, largest, sum(place.calls for place in inside))
+
+    def worth(part: PartShare) -> float:
+        its = tried.get(part.name)
+        if its is None or its.measured is None:
+            return part.share
+        has_others = any(other != part.name and is_inside(other, part.name) for other in parts)
+        return min(part.share, its.measured) if has_others else its.measured
+
+    return sorted(((part, worth(part)) for part in parts.values()), key=lambda each: -each[1])
+
+
 def cancelling(run: Run) -> str | None:
     """The module that cancels the most of the error of others: with it in fp32 the error is clearly larger. ``None`` if there is none."""
-    found = min(run.budget.modules if run.budget else (), key=lambda its: its.share, default=None)
-    return found.module if found is not None and found.share <= -CANCELS else None
+    budget = run.budget or ErrorBudget()
+    found = min(budget.modules, key=lambda its: its.told, default=None)
+    least = CANCELS if found is None or found.measured is not None else max(CANCELS, CHANCE * budget.spread)
+    return found.module if found is not None and found.told <= -least else None
 
 
 # -- The op call of a run to look at first: a cause of its error only if the error budget says so

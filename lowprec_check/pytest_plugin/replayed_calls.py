@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 import pytest
@@ -63,13 +63,28 @@ _KEPT = "lowprec_kept_calls"
 _TRIED = "one call of these tests, tried here,"
 
 
+class KeptCall(NamedTuple):
+    """A call of an op in a test, of types that pytest-xdist can send."""
+
+    position: int
+    """The number of the test in the order in which pytest collected them."""
+    data: bytes | None = None
+    """The arguments; ``None`` if they cannot be kept."""
+    why_not: str | None = None
+
+    @property
+    def rank(self) -> tuple[bool, int]:
+        """Of the calls of an op, the one with the lowest rank is kept, however tests are spread over processes."""
+        return self.data is None, self.position
+
+
 class KeptCalls:
     """A plugin of pytest: keeps calls in the processes that run tests, and tries them in the one that collects results."""
 
     def __init__(self, config: pytest.Config, catalogs: Iterable[AtenCatalog]) -> None:
         self.config, self.catalogs = config, list(catalogs)
-        self.calls: dict[str, tuple[int, bytes | None, str | None]] = {}
-        """By op, the call with the lowest rank: the fields of a ``KeptCall``."""
+        self.calls: dict[str, KeptCall] = {}
+        """By op, the call with the lowest rank."""
         self.answers: Answers = {}
         self._positions: dict[str, int] = {}
         self._position = 0
@@ -100,7 +115,7 @@ class KeptCalls:
         """At the end of the session: a worker of pytest-xdist sends what it has kept."""
         self._add(self.keeper.calls if self.keeper else {})
         if is_worker(self.config):
-            self.config.workeroutput[_KEPT] = self.calls  # type: ignore[attr-defined]
+            self.config.workeroutput[_KEPT] = {op: (*call,) for op, call in self.calls.items()}  # type: ignore[attr-defined]
 
     # -- in the process that collects results
 
@@ -110,18 +125,14 @@ class KeptCalls:
         self._add(getattr(node, "workeroutput", {}).get(_KEPT, {}))
 
     def _add(self, calls: Mapping[str, tuple[int, bytes | None, str | None]]) -> None:
-        def rank(call: tuple[int, bytes | None, str | None]) -> tuple[bool, int]:
-            return call[1] is None, call[0]
-
         for op, call in calls.items():
-            if op not in self.calls or rank(call) < rank(self.calls[op]):
-                self.calls[op] = (*call,)
+            self.calls[op] = min(self.calls.get(op, KeptCall(*call)), KeptCall(*call), key=lambda its: its.rank)
 
     def try_all(self, found: Iterable[tuple[str, Dtype, AtenSupport]]) -> None:
         """Try each op, in each dtype, of which a call can say more than the catalog."""
         tasks = []
         for op, dtype in sorted({(op, dtype) for op, dtype, support in found if _can_learn(support)}):
-            _, data, why_not = self.calls.get(op, (0, None, None))
+            _, data, why_not = self.calls.get(op, KeptCall(0))
             if data is not None:
                 tasks.append(ReplayTask(op=op, dtype=dtype, device=self.catalogs[0].device, call=data))
             elif why_not is not None:

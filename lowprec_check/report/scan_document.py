@@ -43,6 +43,8 @@ _SHOWN_OTHERS = 3
 
 CONDITIONS = "conditions"
 """The anchor of the last section of a page."""
+_ESTIMATED = "What goes with the module in fp32 and not with those inside it, by following each rounding error to the output. These add up to 1."
+_MEASURED = "What went in a plain run with this module alone in fp32, with all inside. These overlap, and hold chance of that run."
 _LEAST_SHARE = 0.0005
 _SHOWN_MODULES = 8
 
@@ -111,19 +113,29 @@ def _shares(result: ScanResult) -> Iterator[Block]:
         budget = trusted_budget(run)
         if budget is None or run.status == "ok" or degenerate_output(run, result) is not None:
             continue
-        parts = [part for part in module_shares(run) if abs(part.share) >= _LEAST_SHARE]
+        predicted = max(1.0, 1.0 - (budget.unexplained or 0.0))  # more than the error of the run, which sentences say
+        parts = [part._replace(share=part.share / predicted) for part in module_shares(run)]
+        parts = [part for part in parts if abs(part.share) >= _LEAST_SHARE]
+        measured = {its.module: its.measured for its in budget.modules}
         kept = sorted(sorted(parts, key=lambda part: -abs(part.share))[:_SHOWN_MODULES], key=lambda part: -part.share)
-        rows = [Row([part.name, part.share, part.largest.op, part.largest.source], module=part.name) for part in kept]
-        rest = 1.0 - sum(part.share for part in kept) - (budget.unexplained or 0.0)
+        rows = [
+            Row(
+                [part.name, part.share, measured.get(part.name), part.largest.op, part.largest.source], module=part.name
+            )
+            for part in kept
+        ]
+        unexplained = max(0.0, budget.unexplained or 0.0)
+        rest = 1.0 - sum(part.share for part in kept) - unexplained
         sums = (
             ("other modules", rest),
             ("choices that differ from fp32", budget.decisions),
-            ("not explained", (budget.unexplained or 0.0) - budget.decisions),
+            ("not explained", unexplained - budget.decisions),
         )
-        rows += [Row([name, share, None, None]) for name, share in sums if abs(share) >= _LEAST_SHARE]
+        rows += [Row([name, share, None, None, None]) for name, share in sums if abs(share) >= _LEAST_SHARE]
         columns = [
             Column("module", "text"),
-            Column("share", "share"),
+            Column("estimated share", "share", _ESTIMATED),
+            Column("measured alone", "share", _MEASURED),
             Column("largest op", "op"),
             Column("line", "source"),
         ]

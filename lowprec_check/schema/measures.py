@@ -100,10 +100,7 @@ MATTERS = 0.03
 
 
 class Share(Struct, frozen=True, kw_only=True):
-    """The share of the output error that one op causes at one place, over all its calls there.
-
-    If the module, with all inside, is kept in fp32, the share goes.
-    """
+    """The share of the output error that one op causes at one place, over all its calls: what goes with the module in fp32."""
 
     module: str
     """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
@@ -116,8 +113,8 @@ class Share(Struct, frozen=True, kw_only=True):
     calls: int = 1
     """Number of op calls."""
     rounding: bool = False
-    """Whether it is the rounding of the op's result where that leaves the op's own module. Other modules read it, so that
-    keeping the op in fp32 does not help; ``module`` is the innermost one that holds the op and these readers."""
+    """Whether it is the rounding of the op's result that stays if only a module inside ``module`` is in fp32: of a cast model where the result leaves
+    that, under autocast where an op reads it in 16 bits. ``module`` is the innermost with which it goes; empty: it stays with any."""
 
 
 class ModuleShare(Struct, frozen=True, kw_only=True):
@@ -129,7 +126,12 @@ class ModuleShare(Struct, frozen=True, kw_only=True):
     """Of the squared error; negative if the error grows. What goes with any of several modules is in the share of each, so these need
     not add up to 1."""
     measured: float | None = None
-    """The same of a plain run with the module in fp32, of the error that decides about the run; ``None`` if there was none."""
+    """The same of a plain run with the module in fp32, of the tensor that the budget is about; ``None`` if there was none."""
+
+    @property
+    def told(self) -> float:
+        """What a plain run has shown, else what is derived."""
+        return self.share if self.measured is None else self.measured
 
 
 class ErrorBudget(Struct, frozen=True, kw_only=True):
@@ -144,10 +146,9 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     measured: float | None = None
     """rel_l2 that the shares are about: of the first call, with missing kernels replaced."""
     unexplained: float | None = None
-    """1 less the sum of all shares: what the first order does not explain. Negative if it predicts too much."""
+    """1 less the sum of all shares: what the first order does not explain; negative if it predicts too much."""
     decisions: float = 0.0
-    """The part of ``unexplained`` that is due to decisions (indices, comparisons) that differ from those of fp32; 0 if no op
-    shows one."""
+    """The part of ``unexplained`` that is due to decisions (indices, comparisons) other than those of fp32; 0 if no op shows one."""
     shares: list[Share] = []
     """The largest shares, largest first."""
     others: float = 0.0
@@ -158,6 +159,8 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     """Ops that no derivative passes, so that errors before them are not seen."""
     output_rms: float | None = None
     """Root mean square of the fp32 output."""
+    spread: float = 0.0
+    """How far, by chance, a share differs from what a plain run shows (standard deviation): later results are rounded otherwise then."""
     next_error: float | None = 0.0
     """rel_l2 of the floating tensor of the output with the next largest error, which other ops may cause; 0 if there is none."""
     reason: str | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator
 from functools import cached_property, partial
 from typing import Any, Literal
@@ -264,14 +265,19 @@ def _gives_nonfinite(row: OpCall) -> bool:
 
 
 def _disproof(run: Run, module: str) -> Sentence | None:
-    """What happened with ``module`` in fp32, if that did not help."""
-    ablation = run.ablation
-    if ablation is None or not any(is_inside(module, path) for path in ablation.keep_fp32):
-        return None
-    if ablation.status == run.status == "nonfinite":
-        return say("with {modules:modules} in fp32 the output still has NaN or Inf", modules=ablation.keep_fp32)
+    """What happened with ``module`` in fp32, alone or with others, if that did not help."""
+    ablation, budget = run.ablation, run.budget
     still = "with {modules:modules} in fp32 the error is still {error:error}"
-    return say(still, modules=ablation.keep_fp32, error=ablation.rel_l2) if is_disproved(run) else None
+    if ablation is not None and any(is_inside(module, path) for path in ablation.keep_fp32):
+        if ablation.status == run.status == "nonfinite":
+            return say("with {modules:modules} in fp32 the output still has NaN or Inf", modules=ablation.keep_fp32)
+        if is_disproved(run):
+            return say(still, modules=ablation.keep_fp32, error=ablation.rel_l2)
+        return None
+    measured = next((its.measured for its in budget.modules if its.module == module), None) if budget else None
+    if budget is None or measured is None or measured >= MATTERS:
+        return None
+    return say(still, modules=[module], error=(budget.measured or 0.0) * math.sqrt(1.0 - measured))
 
 
 # -- What to do: what ran and passed in the same scan, else something to try
@@ -282,11 +288,14 @@ def wider_range(run: Run, result: ScanResult, module: str) -> Sentence:
     wider, passing = _wider(run), passing_elsewhere(run, result)
     if passing is None and wider and not any(_runs_in(known, result) for known in wider):
         passing = say("try {dtype:text}, which has a larger range", dtype=wider[0].short)
-    return chained(keep_in_fp32(run, result, module), passing, between=", or ")
+    keep = keep_in_fp32(run, result, module) or say("scale the values: fp32 for this module does not help")
+    return chained(keep, passing, between=", or ")
 
 
-def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence:
-    """The modules that a plan of this run keeps, or that an ablation kept with success; else the one of the op, to try."""
+def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
+    """The modules that a plan of this run keeps, or that an ablation kept with success; else the one of the op, to try; ``None`` if that was tried and
+    did not help.
+    """
     plan, ablation = result.plan, run.ablation
     made = (run.precision, run.backend, run.memory_format)
     if plan is not None and plan.keep_fp32 and (plan.base, plan.backend, plan.memory_format) == made:
@@ -294,7 +303,7 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence:
     if ablation is not None and is_confirmed(run) and any(is_inside(module, path) for path in ablation.keep_fp32):
         kept = f"keep {{modules:modules}} in fp32, with which the error is {{error:error}} ({run.evidence})"
         return say(kept, modules=ablation.keep_fp32, error=ablation.rel_l2)
-    return say("try this module in fp32" if module else "try this op in fp32")
+    return None if _disproof(run, module) else say("try this module in fp32" if module else "try this op in fp32")
 
 
 def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.error_shares import (
     BETWEEN,
+    CHANCE,
+    PartShare,
     cancelling,
     fails_by_error,
     is_confirmed,
@@ -28,7 +30,7 @@ from lowprec_check.analysis.speed import CHANGED, cores_were_used, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
 from lowprec_check.analysis.statements.status import further_in
 from lowprec_check.catalog.versions import release_of
-from lowprec_check.schema.measures import MATTERS, Latency, RangeTrial
+from lowprec_check.schema.measures import MATTERS, ErrorBudget, Latency, RangeTrial
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 
@@ -51,12 +53,12 @@ def shares(run: Run, result: ScanResult) -> Made:
     if budget is None or not is_told(run, result) or is_disproved(run):
         return None
     causes = main_causes(run, NAMED)
-    measured = bool(causes) and all(part.is_measured for part in causes)
-    about = plain("shares of the error, measured" if measured else "shares of the error")
+    about = chained(plain("shares of the error"), how_known(causes, budget), between=", ")
     if not is_over_tolerance(run):  # they are not of the error that makes the run fail
         where = "in eager mode" if not run.is_eager else "in the first call" if run.failed_call else "op by op"
         only = "shares of the error {where:text}, which is only {error:error}"
         about = say(only, where=where, error=budget.measured or 0.0)
+        about = chained(about, how_known(causes, budget), between=", ")
     parts = [*_largest(run)]
     cancels = cancelling(run)
     if cancels is not None:
@@ -71,9 +73,18 @@ def shares(run: Run, result: ScanResult) -> Made:
     return chained(about, chained(*parts, between=", "), between=": ")
 
 
+def how_known(causes: Sequence[PartShare], budget: ErrorBudget) -> Sentence:
+    """Whether the shares of ``causes`` were measured, and if not, how far chance may change them."""
+    if causes and all(part.is_measured for part in causes):
+        return plain("measured")
+    chance = CHANCE * budget.spread
+    return say("estimated to within {chance:share}", chance=chance) if chance >= MATTERS else plain("estimated")
+
+
 def _largest(run: Run) -> Iterator[Sentence]:
     """``46 % lm_head (linear, model.py:41)``, then others without op and line; of an error to which every module adds a little, its spread."""
     causes, modules = main_causes(run, NAMED), module_shares(run)
+    mixed = len({part.is_measured for part in causes}) > 1
     for index, part in enumerate(causes):
         op = say(
             " ({rounding:text}{op:op}{source:text})",
@@ -86,7 +97,8 @@ def _largest(run: Run) -> Iterator[Sentence]:
             yield say(also, share=part.share, module=part.name, whole=part.by_itself)
         else:
             named = say("{share:share} {module:module}", share=part.share, module=part.name)
-            yield chained(named, op if not index else None, between="")
+            known = plain(", measured") if mixed and part.is_measured else None
+            yield chained(named, op if not index else None, known, between="")
     if causes:
         return
     parts = [part for part in modules if part.share > 0]

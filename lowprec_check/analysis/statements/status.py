@@ -101,12 +101,13 @@ def _inaccurate(run: Run) -> Sentence:
 
 
 def shares(run: Run) -> Sentence | None:
-    """``46 % from lm_head, 12 % from ln_f``: the largest shares of an error over the tolerance, to first order."""
+    """``46 % from lm_head, about 12 % from ln_f``: the largest shares of an error over the tolerance; ``about``: estimated."""
     budget = run.budget
     if budget is None or not is_over_tolerance(run) or is_disproved(run):
         return None
     parts = main_causes(run, 2) if trusted_budget(run) else []
-    found = [say("{share:share} from {module:module}", share=part.share, module=part.name) for part in parts]
+    words = {True: "{share:share} from {module:module}", False: "about {share:share} from {module:module}"}
+    found = [say(words[part.is_measured], share=part.share, module=part.name) for part in parts]
     if budget.decisions >= MATTERS:
         found.append(say("{decisions:share} from choices that differ from fp32", decisions=budget.decisions))
     return chained(*found, between=", ") if found else None

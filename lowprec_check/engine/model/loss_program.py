@@ -189,14 +189,13 @@ class Program:
             depends.append(calls_trained or any(id(tensor) in dependent for tensor in node.reads))
             if depends[-1]:
                 dependent |= node.written()
-        last, kept = 0, []
+        kept: list[int] = []
         for index in reversed(range(len(nodes))):
             node = nodes[index]
             if depends[index] and node.written() & needed and node.name not in _NUMBERS:
                 needed |= {id(tensor) for tensor in node.reads}
-                kept.append(node)
-                last = max(last, index)
-        self.nodes = kept[::-1]
+                kept.append(index)
+        self.nodes = [nodes[index] for index in reversed(kept)]
         self.losses = list(losses)
         after = {id(loss) for loss in losses}
         for node in nodes:
@@ -204,8 +203,8 @@ class Program:
                 after |= node.written()
         self.numbers = [
             node
-            for index, node in enumerate(nodes[:last])
-            if node.name in _NUMBERS and depends[index] and id(node.reads[0]) not in after
+            for index, node in enumerate(nodes[: max(kept, default=0)])
+            if index > kept[-1] and node.name in _NUMBERS and depends[index] and id(node.reads[0]) not in after
         ]
         """Where the user's code made numbers of what the loss may depend on."""
         self.calls = [node for node in self.nodes if isinstance(node.call, nn.Module)]

@@ -37,6 +37,10 @@ _FRAMEWORKS = {
 """What trains, by the start of the name of a module that calls ``backward()``."""
 
 
+_EVALUATED = 100
+"""Calls that are kept of models in eval mode, outside ``torch.no_grad()``: of an evaluation, unless a ``backward()`` follows."""
+
+
 class StepObserver:
     """Observes ``steps`` steps of the first optimizer that makes one, in this thread; :attr:`found` is what was observed.
 
@@ -90,6 +94,7 @@ class StepObserver:
 
             torch.autograd.Function.apply = classmethod(apply)  # type: ignore[method-assign, assignment]
             stack.callback(setattr, torch.autograd.Function, "apply", kept)
+            stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code may call models
             stack.enter_context(self._recorder)
             yield
         self._is_over = True
@@ -121,6 +126,8 @@ class StepObserver:
             self._leave()
         if not torch.is_grad_enabled():
             return call(module, *args, **kwargs)
+        if not (module.training or self._backwards) and len(self._recorder.nodes) > _EVALUATED:
+            self._recorder.nodes.clear()
         if not self.found.steps:
             self._save((*module.parameters(), *module.buffers()))
         node = Node.of(module, args, kwargs)
@@ -207,18 +214,21 @@ class StepObserver:
                         self.found.unlike = message_of(problem)
                     else:
                         self.give_up(message_of(problem))
-        self._recorder.on = False
-        for kept in (
-            self._recorder.nodes,
-            self._recorder.copies,
-            self._backwards,
-            self._cleared,
-            self._scaled,
-            self._clips,
-        ):
-            kept.clear()
+        self._forget_step()
         if self.found.problem is not None or self.found.unlike or len(self.found.steps) >= self.found.wanted:
             self._leave()
+
+    def _forget_step(self) -> None:
+        recorder = self._recorder
+        recorder.on = False
+        for kept in (recorder.nodes, recorder.copies, self._backwards, self._cleared, self._scaled, self._clips):
+            kept.clear()
+
+    def forget(self) -> None:
+        """Free all that was observed."""
+        self._forget_step()
+        self._states.clear()
+        self.found = ObservedSteps(0)
 
     # -- After a step of the optimizer
 

@@ -50,12 +50,13 @@ class ObservedLoss:
         functional = [node for node in program.nodes if getattr(nn.functional, node.name, None) is node.call]
         self.line = (functional or program.nodes)[-1].line
         """Where it is computed: ``train.py:12``."""
-        self.is_returned = len(program.nodes) == 1
-        """Whether the model returns it."""
-        self.words = f"{functional[-1].name if functional else 'the loss'} of {self.line}"
+        of_model = len(program.nodes) == 1
+        self.is_returned = of_model or isinstance(model, ScriptStep)
+        """Whether the scanned model returns it."""
         self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
         """What the words are of, as code."""
-        if self.is_returned:
+        self.words = f"{functional[-1].name if functional else 'the loss'} of {self.line}"
+        if of_model:
             self.words = "the loss that the model returns"
         self._programs, self._model = programs, model
         reads = not isinstance(model, ScriptStep) and (len(programs) > 1 or bool(program.input_keys))
@@ -257,7 +258,7 @@ class ObservedSteps:
 
         self._restore()
         try:
-            with kept_generators(), torch.enable_grad():
+            with kept_generators(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
                 losses = program.run(root, map_tensors(given, copy_of), again=again)
                 for found, first in zip(losses, self.first, strict=True):
                     if not torch.allclose(found, first.value, rtol=_rounding(found), atol=0, equal_nan=True):

@@ -6,7 +6,6 @@ import contextlib
 import math
 import re
 import sys
-import threading
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -26,8 +25,8 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import call_model, module_names, traceback_lines
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
-from lowprec_check.errors import Terminated, first_line, message_of, text_of, type_name
-from lowprec_check.process.function_worker import end_if_forked, in_worker
+from lowprec_check.engine.model.user_code import reraise_interrupt
+from lowprec_check.errors import first_line, message_of, text_of, type_name
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
 
@@ -150,14 +149,6 @@ class PlainCalls:
         if self._references is None:
             return found
         return judged(found, self.outputs, self._references, self._tolerance, self.paths)
-
-
-def reraise_interrupt(error: BaseException) -> None:
-    """Reraise Ctrl+C and a request to end. A worker gets neither, so there the model itself raised it."""
-    end_if_forked(error)
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    if isinstance(error, (KeyboardInterrupt, Terminated)) and in_main_thread and not in_worker():
-        raise error
 
 
 def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Any, float]:

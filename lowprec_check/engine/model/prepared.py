@@ -18,6 +18,7 @@ from lowprec_check.engine.core.floating_dtypes import NARROW, torch_dtype
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import traceback_line
 from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import UsageError, message_of, type_name
 from lowprec_check.schema.precisions import BF16, FP16, Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, MemoryFormat
@@ -37,15 +38,19 @@ def prepared(
     call: Callable[..., Any] | None = None,
     inputs: Iterable[Any] = (),
     changes_parameters: bool = False,
+    snapshot: Snapshot | None = None,
 ) -> Iterator[Prepared]:
     """Apply ``precision`` to ``model`` in place, without gradients, and restore the model afterwards.
 
     ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is the function to
     call instead of the model, such as the model and a loss. If the model's own code fails then, the call raises its
     exception. Mutable objects in ``inputs`` are restored too, and the values of parameters if
-    ``changes_parameters``.
+    ``changes_parameters``: to the state of now, or of ``snapshot``, which saves time if the model is prepared several times.
     """
-    snapshot = Snapshot(model, inputs, parameters=changes_parameters)
+    if snapshot is None:
+        snapshot = Snapshot(model, inputs, parameters=changes_parameters)
+    else:
+        snapshot.rewind()
     application = application_of(precision)
     called = model if call is None else call
     try:
@@ -53,7 +58,8 @@ def prepared(
             application.apply(model, device.type, keep_fp32)
             if memory_format != CONTIGUOUS:
                 model.to(memory_format=getattr(torch, memory_format))  # type: ignore[call-overload]
-        except Exception as error:
+        except BaseException as error:
+            reraise_interrupt(error)
             of_model = isinstance(error, RecursionError)  # torch itself, in a module that contains itself
             if not of_model and traceback_line(error.__traceback__) is None:
                 raise
@@ -105,7 +111,7 @@ class Prepared(NamedTuple):
 class FailedCast:
     """Takes the place of a model whose own code (``half()``, ``_apply()``) raised an exception when it was cast."""
 
-    error: Exception
+    error: BaseException
 
     def __call__(self, *_: Any, **__: Any) -> NoReturn:
         """Raise its exception, as the model's user sees it."""

@@ -22,6 +22,14 @@ from lowprec_check.process.function_worker import end_if_forked, in_worker
 T = TypeVar("T")
 
 
+def reraise_interrupt(error: BaseException) -> None:
+    """Reraise Ctrl+C and a request to end. A worker gets neither, so there the model itself raised it."""
+    end_if_forked(error)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if isinstance(error, (KeyboardInterrupt, Terminated)) and in_main_thread and not in_worker():
+        raise error
+
+
 def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) -> T:
     """Run the user's code; an exception becomes a :class:`UsageError` with the user's line.
 

@@ -58,8 +58,11 @@ def run_user_code(work: Callable[[], object], script: str, steps: int) -> Ran:
     if not steps:
         return run_to_first_call(work)
     observer = StepObserver(steps)
-    ran = run_to_first_call(work, observer)
-    return ran if ran.call is None else ran._replace(training=observer.found.training(script))
+    try:
+        ran = run_to_first_call(work, observer)
+        return ran if ran.call is None else ran._replace(training=observer.found.training(script))
+    finally:
+        observer.forget()  # user code may keep functions that refer to it
 
 
 def run_to_first_call(work: Callable[[], object], observer: StepObserver | None = None) -> Ran:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -37,12 +36,8 @@ def with_ablation(runs: TargetRuns, run: Run) -> Run:
     blamed = blamed_modules(run) if run.is_eager and run.training is None else None
     if blamed is None or (run.latency_ms or 0.0) > SLOWEST_MS:
         return run
-
-    def in_fp32(modules: tuple[str, ...]) -> Run:
-        how: Any = {"memory_format": run.memory_format, "measured": False, "instrumented": False}
-        return runs.run(run.precision, keep_fp32=modules, **how)
-
-    kept = in_fp32(blamed.modules)
+    how: Any = {"memory_format": run.memory_format, "measured": False, "instrumented": False}
+    kept = runs.run(run.precision, keep_fp32=blamed.modules, **how)
     ablation = Ablation(
         keep_fp32=list(blamed.modules),
         blamed_for=blamed.blamed_for,
@@ -50,27 +45,7 @@ def with_ablation(runs: TargetRuns, run: Run) -> Run:
         rel_l2=kept.output_error.rel_l2 if kept.output_error is not None else None,
         predicted=blamed.predicted,
     )
-    run = msgspec.structs.replace(run, ablation=ablation)
-    return run if blamed.blamed_for != "share" else _with_measured_shares(run, blamed.modules, kept, in_fp32)
-
-
-def _with_measured_shares(
-    run: Run, modules: tuple[str, ...], together: Run, in_fp32: Callable[[tuple[str, ...]], Run]
-) -> Run:
-    """``run`` with the share of each of ``modules``, the main causes, as a plain run with it in fp32 shows it; ``together`` has all.
-
-    Not if another tensor of the output has nearly as large an error: it would decide then.
-    """
-    budget, before = run.budget, run.rel_l2
-    if budget is None or not before or (math.inf if budget.next_error is None else budget.next_error) > before / 2:
-        return run
-    found = {}
-    for module in modules:
-        alone = together if len(modules) == 1 else in_fp32((module,))
-        if alone.rel_l2 is not None:
-            found[module] = 1.0 - (alone.rel_l2 / before) ** 2
-    shares = [msgspec.structs.replace(its, measured=found.get(its.module)) for its in budget.modules]
-    return msgspec.structs.replace(run, budget=msgspec.structs.replace(budget, modules=shares))
+    return msgspec.structs.replace(run, ablation=ablation)
 
 
 def run_references(batches: Sequence[TargetRuns], first: Run) -> None:

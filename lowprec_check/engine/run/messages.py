@@ -78,6 +78,13 @@ class OpCallsFound(Struct, frozen=True, tag="op-calls"):
     op_calls: OpCalls
 
 
+class ShareMeasured(Struct, frozen=True, tag="share-measured"):
+    """What a plain run with one module in fp32 showed, after the instrumented part."""
+
+    shares: dict[str, float]
+    """``ModuleShare.measured`` of the module, and of those inside it that have the same ops."""
+
+
 class Predicted(Struct, frozen=True, tag="predicted"):
     """The output errors of formats that are not run."""
 
@@ -158,6 +165,7 @@ TaskMessage = (
     | GapFound
     | OpCallsFound
     | Instrumented
+    | ShareMeasured
     | Predicted
     | StandInOps
     | PartFailed

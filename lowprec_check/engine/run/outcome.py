@@ -18,6 +18,7 @@ from lowprec_check.engine.run.messages import (
     OpCallsFound,
     PartFailed,
     Predicted,
+    ShareMeasured,
     StandInOps,
     TaskMessage,
     TrainingDone,
@@ -42,6 +43,9 @@ FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", 
 
 _NO_MEMORY = ("OutOfMemoryError", "MemoryError")
 """Exceptions that say that memory is used up."""
+
+_STORED: dict[type, str] = {PlainResult: "plain", TrainingDone: "training", StandInOps: "stand_in_ops"}
+"""The fields of messages that are kept as they are, the last of each."""
 
 
 @dataclasses.dataclass
@@ -92,29 +96,34 @@ class Outcome:
         match message:
             case CallStarted():
                 self.call = message.number
-            case PlainResult():
-                self.plain = message
+            case PlainResult() | TrainingDone() | StandInOps():
+                setattr(self, _STORED[type(message)], message)
             case Measures():
                 self.measures, self.on_input = message, None
             case InputStarted():
                 self.on_input = message
-            case TrainingDone():
-                self.training = message
             case Instrumented():
                 self.explained = message
                 self.op_calls_found.clear()  # it has them all
+            case ShareMeasured():
+                self._add_shares(message.shares)
             case GapFound():
                 self.gaps.append(message.gap)
             case OpCallsFound():
                 self.op_calls_found.append(message.op_calls)
             case Predicted():
                 self.what_if = message.entries
-            case StandInOps():
-                self.stand_in_ops = message
             case TurnTimed() | TurnFailed():
                 self.turns.append(message)
             case PartFailed():
                 self.faults.append(message.message)
+
+    def _add_shares(self, measured: dict[str, float]) -> None:
+        replace, budget = msgspec.structs.replace, self.explained.budget if self.explained is not None else None
+        if self.explained is None or budget is None:
+            return
+        modules = [replace(its, measured=measured.get(its.module, its.measured)) for its in budget.modules]
+        self.explained = replace(self.explained, budget=replace(budget, modules=modules))
 
     @property
     def passed(self) -> bool:

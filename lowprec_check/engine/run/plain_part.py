@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.output_comparison import compare_outputs, root_mean_square, same_bits
+from lowprec_check.engine.core.output_comparison import compare_outputs, root_mean_square, same_bits, torch_as_imported
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.plain_run import (
     ModuleOutput,
@@ -41,6 +41,7 @@ from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraw
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.ways_to_train import WayToTrain
 
 OTHER_DRAWS = "its output cannot be compared, since fp32 draws other random numbers"
 INFINITE = "the fp32 output has infinities: the same ones are expected in low precision"
@@ -67,6 +68,19 @@ class Fp32Outputs(NamedTuple):
         return cls(saved["outputs"], saved["probe"] and ModuleOutput(*saved["probe"]))
 
 
+class Called(NamedTuple):
+    """What the plain part of a run, or its training, leaves for the parts after it."""
+
+    too_slow: bool
+    """Whether the model failed, or is too slow to be called again."""
+    outputs: list[Tensor] | None = None
+    """The first output, if the instrumented part runs the same code and so must give the same one."""
+    seconds: float | None = None
+    """What a call takes, if another one gives the same."""
+    way: WayToTrain | None = None
+    """The way to train that is explained."""
+
+
 class PlainPart:
     """Runs the plain part of ``task`` with the model ``ready``; sends what it finds."""
 
@@ -90,9 +104,10 @@ class PlainPart:
         """Whether the model failed, or is too slow to be called again."""
         return self.result.status == "error" or self.result.seconds > self.task.slow_seconds
 
-    def comparable_output(self) -> list[Tensor] | None:
-        """The first output, if the instrumented part runs the same code and so must give the same output."""
-        return self.outputs[0] if self.outputs and not self._is_compiled else None
+    def called(self) -> Called:
+        """What it leaves for the parts after it."""
+        outputs = self.outputs[0] if self.outputs and not self._is_compiled else None
+        return Called(self.too_slow, outputs, None if self.result.random else self.result.seconds)
 
     @property
     def _is_compiled(self) -> bool:
@@ -210,9 +225,13 @@ class PlainPart:
         sizes = [root_mean_square(tensor.cpu()) for tensor in self.outputs[0] if is_float(tensor)]
         rms = max((size for size in sizes if size is not None), default=None)
         result = msgspec.structs.replace(result, output_rms=rms)
-        if any(bool(tensor.isnan().any()) for tensor in floating):
+        with torch_as_imported():
+            has_nan, has_inf = (
+                any(bool(test(tensor).any()) for tensor in floating) for test in (torch.isnan, torch.isinf)
+            )
+        if has_nan:
             return msgspec.structs.replace(result, status="nonfinite")
-        if any(bool(tensor.isinf().any()) for tensor in floating):
+        if has_inf:
             return msgspec.structs.replace(result, notes=(*result.notes, INFINITE))
         return result
 

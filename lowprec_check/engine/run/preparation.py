@@ -44,8 +44,10 @@ def on_device(target: Target, device: torch.device) -> Iterator[None]:
         snapshot.restore()
 
 
-def prepared_for(task: ModelTask, target: Target) -> contextlib.AbstractContextManager[Prepared]:
-    """The model of ``task``, without its backend; restored afterwards."""
+def prepared_for(
+    task: ModelTask, target: Target, snapshot: Snapshot | None = None
+) -> contextlib.AbstractContextManager[Prepared]:
+    """The model of ``task``, without its backend; restored afterwards, to ``snapshot`` if one is given."""
     return prepared(
         target.model,
         PRECISIONS.get(task.precision),
@@ -55,6 +57,7 @@ def prepared_for(task: ModelTask, target: Target) -> contextlib.AbstractContextM
         call=target.call(),
         inputs=target.inputs,
         changes_parameters=task.changes_parameters,
+        snapshot=snapshot,
     )
 
 

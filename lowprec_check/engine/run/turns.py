@@ -18,10 +18,11 @@ from torch import Tensor
 
 from lowprec_check.analysis.speed import Turn, judged, latency_of_rounds
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.plain_run import reraise_interrupt, run_once
+from lowprec_check.engine.model.plain_run import run_once
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, Send, TurnFailed, TurnTimed
 from lowprec_check.engine.run.preparation import on_backend, prepared_for, ready_for
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask

@@ -15,8 +15,9 @@ from torch import Tensor
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import check_accelerators
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
-from lowprec_check.engine.model.plain_run import PlainResult, describe_error, reraise_interrupt, run_once
+from lowprec_check.engine.model.plain_run import PlainResult, describe_error, run_once
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.leftovers import Leftovers
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
@@ -32,7 +33,7 @@ from lowprec_check.engine.run.messages import (
     encode,
 )
 from lowprec_check.engine.run.place_log import note_model, packages_of
-from lowprec_check.engine.run.plain_part import Fp32Outputs, PlainPart, judge_with_same_draws
+from lowprec_check.engine.run.plain_part import Called, Fp32Outputs, PlainPart, judge_with_same_draws
 from lowprec_check.engine.run.preparation import (
     in_eager_mode,
     in_fp32,
@@ -41,6 +42,7 @@ from lowprec_check.engine.run.preparation import (
     on_device,
     prepared_for,
 )
+from lowprec_check.engine.run.share_trials import measured_shares
 from lowprec_check.engine.run.tasks import (
     AnalysisTask,
     ExplainTask,
@@ -71,6 +73,7 @@ from lowprec_check.engine.trace.range_trials import places_to_try, try_places
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.function_worker import Channel, Ended
 from lowprec_check.schema.axes import BACKENDS
@@ -111,19 +114,23 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
 
 def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     """Run the plain part, the instrumented part, or both, and send each result as soon as it is known."""
-    outputs, slow, crashed = None, dict[str, str](), dict[CallSite, str]()
-    way = ways_of(PRECISIONS.get(task.precision), task.steps)[0] if task.steps else None
+    slow, crashed = dict[str, str](), dict[CallSite, str]()
     if isinstance(task, RunTask):
-        if task.steps:
-            outputs, too_slow, way = _train(task, target, send)
-        else:
-            outputs, too_slow = _run_plain(task, target, send)
+        called = (_train if task.steps else _run_plain)(task, target, send)
     else:
-        slow, crashed, too_slow = dict(task.slow), dict(task.crashed), task.measure_once
+        way = ways_of(PRECISIONS.get(task.precision), task.steps)[0] if task.steps else None
+        slow, crashed, called = dict(task.slow), dict(task.crashed), Called(task.measure_once, way=way)
     if not isinstance(task, RunTask) or task.instrumented:
-        measure_once = too_slow and task.predicted is None  # the times of emulated kernels mean nothing
+        measure_once = called.too_slow and task.predicted is None  # the times of emulated kernels mean nothing
+        started = system.thread_time()
         with _report_faults("instrumenting", send):
-            send(_instrument(task, target, outputs, send, Emulation(slow, crashed, measure_once=measure_once), way))
+            emulation = Emulation(slow, crashed, measure_once=measure_once)
+            found = _instrument(task, target, called.outputs, send, emulation, called.way)
+            send(found)
+            seconds = system.thread_time() - started
+            with _kernels(task):
+                for each in measured_shares(task, target, found, called.outputs, called.seconds, seconds=seconds):
+                    send(each)
     if task.predicted is not None:
         send(StandInOps(known_ops(), assumed_ops()))
 
@@ -143,8 +150,7 @@ def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> Non
         TrainingPart(task, target, ready, send, batches_of(target, task.steps), reference).compare_extension()
 
 
-def _run_plain(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] | None, bool]:
-    """The first output, if the instrumented part must give the same one; and whether the model is too slow to be called again."""
+def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
     with prepared_for(task, target) as ready, _kernels(task):
         part = PlainPart(task, target, on_backend(task, target, ready), send)
         part.run()
@@ -161,10 +167,10 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] 
         what = "comparing with the same random numbers"
         with _report_faults(what, send), prepared_for(in_fp32(task), target) as ready:
             judge_with_same_draws(in_eager_mode(ready, target), part, send)
-    return part.comparable_output(), part.too_slow
+    return part.called()
 
 
-def _train(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] | None, bool, WayToTrain]:
+def _train(task: RunTask, target: Target, send: Send) -> Called:
     """Like :func:`_run_plain`, for a task that trains; and the way to explain."""
     reference = None if task.saves_reference else TrainingReference.load(task.files)
     if reference is not None and reference.draws:
@@ -183,7 +189,7 @@ def _train(task: RunTask, target: Target, send: Send) -> tuple[list[Tensor] | No
         with _report_faults("comparing the ways to train", send):
             part.compare_ways()
     outputs = part.outputs if compiled_frames() == frames else None  # compiled code rounds differently
-    return outputs, part.too_slow, part.explained
+    return Called(part.too_slow, outputs, way=part.explained)
 
 
 def _instrument(

@@ -25,10 +25,10 @@ from lowprec_check.engine.model.plain_run import (
     describe_error,
     kept_output,
     output_parts,
-    reraise_interrupt,
 )
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
 from lowprec_check.engine.trace.journal import Instrumented, Journal

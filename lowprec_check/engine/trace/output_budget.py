@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.model.plain_run import OutputPart
-from lowprec_check.engine.trace.error_tape import ErrorTape
+from lowprec_check.engine.trace.error_tape import ErrorTape, TapedOp
 from lowprec_check.engine.trace.kept_modules import Kept, KeptModules
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.twins import Twins
@@ -30,6 +30,9 @@ LEAST_SHARE = 1e-4
 
 _CANCELLING = 3.0
 """If the sizes of the shares add up to this many times their sum, errors cancel each other, and shares are those of energy."""
+
+_LEAST_ROUNDING = 0.1
+"""If rounding has a smaller share, chance is of no account: other errors are the same in every run."""
 
 Source = tuple[str, str, str | None, bool]
 """What a share is added up by: module, op, source line, and whether it is rounding where results leave the module of the op."""
@@ -154,7 +157,19 @@ class _Budget:
             modules=places.modules(),
             blocked=list(self.tape.blocked),
             output_rms=rms,
+            spread=self._spread(ops, math.fsum(share for (_, kind), share in shares.items() if kind)),
         )
+
+    def _spread(self, ops: Sequence[TapedOp], rounding: float) -> float:
+        """:attr:`ErrorBudget.spread`, given the share of all rounding.
+
+        The square of a sum of independent errors varies as that of as many equal ones as its size, squared, holds variances along itself.
+        """
+        along = [op.energies[0][:1] for op in ops if op.energies is not None]
+        variance = float(torch.cat(along).sum()) if along else 0.0
+        if variance <= 0.0 or rounding < _LEAST_ROUNDING:
+            return 0.0
+        return min(1.0, math.sqrt(2.0 * variance / rounding) / self.error_norm)
 
     def _directions(self) -> Tensor:
         """Directions of the output: that of its error, of length 1; then random ones, orthogonal to it, for its other changes."""

@@ -17,11 +17,10 @@ from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import as_real, is_float
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.inputs import NoBatchError
-from lowprec_check.engine.model.plain_run import reraise_interrupt
 from lowprec_check.engine.model.prepared import FailedCast, Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of, make_optimizer
-from lowprec_check.engine.model.user_code import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code, reraise_interrupt
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.ways_to_train import Updates, WayToTrain

@@ -131,7 +131,7 @@ def _cells(block: Table, row: Row) -> list[str]:
 
 
 _LINKED = re.compile(
-    r"@\w|#\d|\bGH-\d|:/|www\.|\b(?:mailto|xmpp):|\b(?=[a-f]*\d)(?=\d*[a-f])[\da-f]{7,40}\b", re.IGNORECASE
+    r"@[\w.-]|#\d|\bGH-\d|:/|www\.|\b(?:mailto|xmpp):|\b(?=[a-f]*\d)(?=\d*[a-f])[\da-f]{7,40}\b", re.IGNORECASE
 )
 """What GitHub may turn into a mention, a reference (also to a commit) or a link."""
 
