@@ -43,6 +43,7 @@ WIDTH, ROWS, TOLERANCE = 32, 16, 1e-2
 CODES = ("LP201", "LP202", "LP203", "LP207")
 Severity = str
 SAVE_EVERY = 10
+REST = "the rest of the model"
 RANKS = {"error": 3, "warning": 2, "note": 1, "nothing": 0}
 
 
@@ -399,7 +400,23 @@ def is_at(found: Diagnostic, plant: Plant, path: str, model: Planted) -> bool:
     return found.module == path and line in lines_of(plant.kind)
 
 
-def judged(seed: int, isolation: Any = "none") -> list[dict[str, Any]]:
+class Row(NamedTuple):
+    """What a scan finds at a plant, or in the rest of the model."""
+
+    seed: int
+    kind: str
+    harmful: bool
+    found: Severity
+    status: str
+    where: str = ""
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the right severity was found."""
+        return self.found == "error" if self.harmful else self.found in ("note", "nothing")
+
+
+def judged(seed: int, isolation: Any = "none") -> list[Row]:
     """For each plant, and for the rest of the model, the severity of what the scan finds there."""
     harmful = truth(seed)
     assert harmful is not None
@@ -410,26 +427,19 @@ def judged(seed: int, isolation: Any = "none") -> list[dict[str, Any]]:
         result = scan(model, model.inputs, isolation=isolation, **options)
     found = [d for d in result.diagnostics if d.code in CODES]
     paths = {module: name for name, module in model.named_modules()}
-    rows, placed = [], set()
+    rows: list[Row] = []
+    placed: set[int] = set()
     for plant, harms in zip(model.plants, harmful, strict=True):
         path = paths[plant]
         mine = [d for d in found if is_at(d, plant, path, model)]
         # what uses a harmful value may be blamed too
         placed |= {id(d) for d in mine} | {id(d) for d in found if harms and d.module == path}
         worst = max((d.severity for d in mine), key=RANKS.__getitem__, default="nothing")
-        about = {"kind": plant.kind.name, "fault": plant.kind.given or "op", "effect": plant.kind.fault}
-        rows.append({"seed": seed, **about, "harmful": harms, "found": worst, "status": result.runs[-1].status})
+        rows.append(Row(seed, plant.kind.name, harms, worst, result.runs[-1].status))
     others = [d for d in found if id(d) not in placed]
     worst = max((d.severity for d in others), key=RANKS.__getitem__, default="nothing")
     where = "; ".join(f"{d.code} {d.op} in {d.module}" for d in others if d.severity == worst and worst != "note")
-    nothing = {"kind": "the rest of the model", "fault": "rest", "effect": "", "harmful": False}
-    rows.append({"seed": seed, **nothing, "found": worst, "status": result.runs[-1].status, "where": where})
-    return rows
-
-
-def is_right(row: Mapping[str, Any]) -> bool:
-    """Whether the right severity was found."""
-    return row["found"] == "error" if row["harmful"] else row["found"] in ("note", "nothing")
+    return [*rows, Row(seed, REST, False, worst, result.runs[-1].status, where)]
 
 
 def seeds(start: int) -> Iterator[int]:
@@ -443,9 +453,9 @@ def seeds(start: int) -> Iterator[int]:
 
 def render(data: Mapping[str, Any]) -> str:
     """The report: the table first."""
-    rows = data["rows"]
-    models = len({row["seed"] for row in rows})
-    wrong = {row["seed"] for row in rows if not is_right(row)}
+    rows = [Row(*row) for row in data["rows"]]
+    models = len({row.seed for row in rows})
+    wrong = {row.seed for row in rows if not row.is_right}
     lines = head("Which planted values a scan blames", data)
     lines += [
         f"**{models - len(wrong)} of {models} models ({(models - len(wrong)) / models:.1%}) are judged right**: the harmful plant has an "
@@ -454,19 +464,19 @@ def render(data: Mapping[str, Any]) -> str:
         "| planted | effect in fp16 | by ablation | number | error | warning | note | nothing |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    groups = Counter((row["fault"], row["effect"], row["harmful"]) for row in rows)
-    for fault, effect, harmful in sorted(groups):
-        its = [row for row in rows if (row["fault"], row["effect"], row["harmful"]) == (fault, effect, harmful)]
-        counts = Counter(row["found"] for row in its)
+    about = {kind.name: (kind.given or "op", kind.fault) for kind in KINDS} | {REST: ("rest", "")}
+    for fault, effect, harmful in sorted({(*about[row.kind], row.harmful) for row in rows}):
+        its = [row for row in rows if (*about[row.kind], row.harmful) == (fault, effect, harmful)]
+        counts = Counter(row.found for row in its)
         cells = [fault, effect or "–", "harmful" if harmful else "harmless", str(len(its))]
         lines.append(f"| {' | '.join([*cells, *(str(counts[severity]) for severity in RANKS)])} |")
     if wrong:
         lines += ["", "Judged wrongly:", ""]
         lines += [
-            f"- seed {row['seed']}: {row['kind']} ({'harmful' if row['harmful'] else 'harmless'}, run {row['status']}): "
-            f"{row['found']}{' at ' + row['where'] if row.get('where') else ''}"
+            f"- seed {row.seed}: {row.kind} ({'harmful' if row.harmful else 'harmless'}, run {row.status}): "
+            f"{row.found}{' at ' + row.where if row.where else ''}"
             for row in rows
-            if not is_right(row)
+            if not row.is_right
         ]
     if data["isolated"]:
         lines += ["", f"{data['same']} of {data['isolated']} scans in processes of their own found the same."]
@@ -484,7 +494,7 @@ def main() -> int:
     parser.add_argument("--verbose", action="store_true", help="print what is judged wrongly at once")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    rows: list[dict[str, Any]] = []
+    rows: list[Row] = []
     data: dict[str, Any] = {"made": made(), "isolated": 0, "same": 0, "rows": rows}
     started = time.monotonic()
     for number, seed in zip(range(1, arguments.count + 1), seeds(arguments.seed), strict=False):
@@ -493,14 +503,14 @@ def main() -> int:
         if number <= arguments.isolated:
             data |= {"isolated": number, "same": data["same"] + (judged(seed, None) == found)}
         for row in found if arguments.verbose else ():
-            if not is_right(row):
+            if not row.is_right:
                 print(row, file=sys.stderr)
         if time.monotonic() - started > arguments.seconds:
             break
         if number % SAVE_EVERY == 0 and arguments.output:
             save(arguments.output, data, render)
     save(arguments.output, data, render)
-    return int(not all(map(is_right, rows)) or data["same"] != data["isolated"])
+    return int(not all(row.is_right for row in rows) or data["same"] != data["isolated"])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,21 @@
-"""``python -m lowprec_check``."""
+"""The command, also as ``python -m lowprec_check``."""
 
-from lowprec_check.cli.main import main
+from __future__ import annotations
 
-main()
+import signal
+
+
+def main() -> None:
+    """:func:`lowprec_check.cli.main.main`. Ctrl+C while that is imported ends the process without a traceback."""
+    hears = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    if hears:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    from lowprec_check.cli.main import main as command
+
+    if hears:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    command()
+
+
+if __name__ == "__main__":
+    main()

@@ -364,7 +364,11 @@ def test_the_code_gives_the_output_of_the_run(precision: str) -> None:
 @needs_torchao
 @pytest.mark.slow
 def test_a_scan_has_a_row() -> None:
-    result = scan(conv_net(), images(), precisions="autocast-bf16", backends="int8", plan=False, budget=300)
+    result = scan(
+        conv_net(), images(), precisions="autocast-bf16", backends="int8", plan=False, budget=300, further_inputs=3
+    )
     run = next(run for run in result.runs if run.backend == "int8" and run.precision == "autocast-bf16")
     assert run.status == "ok", run
     assert [error.module for error in run.layer_errors] == ["conv1", "conv2", "head", ""]
+    assert run.further_inputs is not None
+    assert (run.further_inputs.kind, run.further_inputs.tried) == ("resampled", 3)

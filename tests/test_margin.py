@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lowprec_check import Run, ScanResult, scan
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.analysis.failing_share import failing_share
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.model.input_draws import further_draws
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run import margin_part
+from lowprec_check.engine.run.margin_part import failing_share
 from lowprec_check.report.registry import render
 from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.scan_result import ModelInfo
@@ -118,7 +118,7 @@ def test_a_function_without_a_number_draws_anew_from_the_seed() -> None:
     seed_everything(7 + 3)
     third = torch.rand(2, 4)
     kind, draws = further_draws(make_target(nn.Linear(4, 2), lambda: torch.rand(2, 4)), 1, 7)
-    values = [draw.values for draw in islice(draws, 3)]
+    values = [its for _, its in islice(draws, 3)]
     assert kind == "drawn"
     assert values[2] is not None
     assert torch.equal(values[2][0], third)
@@ -147,7 +147,7 @@ def test_batches_with_runs_of_their_own_are_not_tried_again() -> None:
 def test_values_of_fixed_inputs_are_resampled_within_each_feature() -> None:
     x = torch.arange(40.0).reshape(10, 4) * torch.tensor([1.0, 10.0, 100.0, 1000.0])
     kind, draws = further_draws(make_target(nn.Linear(4, 2), x), 1, 0)
-    values = [draw.values[0] for draw in islice(draws, 5) if draw.values is not None]
+    values = [its[0] for _, its in islice(draws, 5) if its is not None]
     assert kind == "resampled"
     assert len({value.numpy().tobytes() for value in values}) == 5
     for value in values:
@@ -173,9 +173,9 @@ def test_masks_and_integers_in_order_stay_and_tokens_stay_where_the_mask_has_som
     }
     kind, draws = further_draws(make_target(Tokens(), given), 1, 0)
     assert kind == "resampled"
-    for draw in islice(draws, 5):
-        assert draw.values is not None
-        ids, same_mask, positions, lengths = draw.values
+    for _, values in islice(draws, 5):
+        assert values is not None
+        ids, same_mask, positions, lengths = values
         assert not torch.equal(ids, given["ids"])
         assert torch.equal(same_mask, mask)
         assert torch.equal(positions, given["positions"])
@@ -187,7 +187,7 @@ def test_masks_and_integers_in_order_stay_and_tokens_stay_where_the_mask_has_som
 def test_a_tensor_that_is_given_twice_is_resampled_once() -> None:
     x = torch.randn(3, 4)
     _, draws = further_draws(make_target(nn.Bilinear(4, 4, 2), (x, x)), 1, 0)
-    values = next(draws).values
+    _, values = next(draws)
     assert values is not None
     assert values[0] is values[1]
 
@@ -267,15 +267,19 @@ def test_none_are_tried_if_none_are_asked_for_or_the_run_does_not_pass_or_trains
     assert half(nn.Linear(4, 2), batches, 8, train=True).further_inputs is None
 
 
+class Off(nn.Module):
+    """In 16 bits, 1 % too large on every input, whatever kernels the CPU has."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x if x.dtype == torch.float32 else x * 1.01
+
+
 @pytest.mark.parametrize(("part", "tried"), [(0.2, margin_part.MOST), (0.9, margin_part.MOST_NEAR)])
 def test_more_are_tried_if_the_error_is_near_the_tolerance(
     part: float, tried: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(margin_part, "SECONDS", 1000.0)
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-    error = half(model, batches, 0).rel_l2
-    assert error is not None
-    assert further(model, batches, None, tolerance=error / part).tried == tried
+    assert further(Off(), batches, None, tolerance=0.01 / part).tried == tried
 
 
 def test_a_slow_model_is_tried_on_as_many_as_the_time_allows(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,19 +246,19 @@ def test_the_range_of_weights_is_no_headroom(precision: str) -> None:
     assert findings(1.0), "of activations it is"
 
 
-def test_a_model_that_replaces_functions_of_torch_is_judged_as_before() -> None:
+@pytest.mark.parametrize("seen", [False, True])
+def test_a_model_that_replaces_functions_of_torch_is_judged_as_before(seen: bool) -> None:
     names = ("isfinite", "isnan", "isinf", "equal", "any")
     kept = {(owner, name): vars(owner).get(name) for owner in (torch, Tensor) for name in names}
 
     class Patches(nn.Module):
-        """Has Inf in its output, and functions that see none."""
+        """Has Inf in its output, and functions that see none; or none, and functions that see it everywhere."""
 
         def forward(self, v: Tensor) -> Tensor:
-            torch.isfinite = lambda t: torch.ones_like(t, dtype=torch.bool)
-            torch.equal = lambda a, b: True
-            Tensor.isfinite = lambda t: torch.ones_like(t, dtype=torch.bool)
-            Tensor.isnan = Tensor.isinf = lambda t: torch.zeros_like(t, dtype=torch.bool)
-            return v * 1e6 * 1e-6
+            torch.isfinite = Tensor.isfinite = lambda t: torch.full_like(t, not seen, dtype=torch.bool)
+            torch.isnan = Tensor.isnan = Tensor.isinf = lambda t: torch.full_like(t, seen, dtype=torch.bool)
+            torch.equal = lambda a, b: not seen
+            return v * 1e3 * 1e-3 if seen else v * 1e6 * 1e-6
 
     try:
         result = scanned(Patches().eval(), x())
@@ -268,4 +268,5 @@ def test_a_model_that_replaces_functions_of_torch_is_judged_as_before() -> None:
                 setattr(owner, name, value)
             elif name in vars(owner):
                 delattr(owner, name)
-    assert result.run("half").status == "nonfinite"
+    assert result.run("half").status == ("ok" if seen else "nonfinite")
+    assert result.run("fp32").status == "ok"

@@ -170,8 +170,8 @@ def test_underflow_of_gradients_and_the_scale_that_avoids_it() -> None:
         torch.randn(64, 64),
         "autocast-fp16,autocast-bf16",
         steps=3,
-        loss=lambda output: output.float().square().mean() * 1e-4,
-        optimizer=sgd(10.0),
+        loss=lambda output: output.float().square().mean() * 1e-6,
+        optimizer=sgd(1000.0),
     )
     run, figures = trained(result, "autocast-fp16")
     assert run.status == "ok"

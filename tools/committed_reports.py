@@ -169,8 +169,14 @@ PARTS = {
             "training_breadth",
         ),
         Report(
+            "training-truth.md",
+            "Do scans of 8 steps have the figures of plain loops, and do their verdicts hold after 300 steps?",
+            "training_truth",
+        ),
+        Report(
             "scaled-weights.md", "Which errors have initial weights, and those of `--scale-weights`?", "scaled_weights"
         ),
+        Report("planted-values.md", "Which overflows and underflows does a scan blame?", "planted_values"),
         Report(
             "margin.md", "Does the interval for the share of inputs that fail hold it, and what does it cost?", "margin"
         ),

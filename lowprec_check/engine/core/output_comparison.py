@@ -104,11 +104,13 @@ def compare_outputs(
 
 def _incomparable(note: str, outputs: Sequence[Tensor], references: Sequence[Tensor]) -> OutputComparison:
     """Outputs of different structure; NaN or Inf counts if the reference has none."""
-    nonfinite = not all(map(_is_finite, outputs)) and all(map(_is_finite, references))
+    nonfinite = not all(map(is_finite, outputs)) and all(map(is_finite, references))
     return OutputComparison(NOTHING, math.inf, nonfinite, note)
 
 
-def _is_finite(tensor: Tensor) -> bool:
+@torch_as_imported()
+def is_finite(tensor: Tensor) -> bool:
+    """Whether it has no NaN and no Inf; of integers, true."""
     return not is_float(tensor) or bool(tensor.isfinite().all())
 
 

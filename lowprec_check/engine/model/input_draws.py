@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,16 +20,12 @@ LEAST_VALUES = 8
 """The values of a feature are resampled by themselves if there are so many, else with those of all features."""
 
 
-class FurtherInput(NamedTuple):
-    """Further inputs: the values of the tensors in them, in the order of :func:`leaves`."""
-
-    number: int
-    """Of the batch; of resampled values, the seed."""
-    values: list[Tensor] | None
-    """``None`` if they have not the shapes, dtypes and numbers of the inputs of the target."""
+Draw = tuple[int, list[Tensor] | None]
+"""The number of a batch, or of resampled values what is added to the seed; and the tensors in the inputs, in the order of :func:`leaves`,
+``None`` if they have not the shapes, dtypes and numbers of the inputs of the target."""
 
 
-def further_draws(target: Target, first: int, seed: int) -> tuple[InputKind, Iterator[FurtherInput]]:
+def further_draws(target: Target, first: int, seed: int) -> tuple[InputKind, Iterator[Draw]]:
     """Endless further inputs of ``target``, or as many as there are; ``first`` is the number of the batch to start with.
 
     If nothing makes batches, or all that it makes are the same or of other shapes, values are resampled.
@@ -38,7 +33,7 @@ def further_draws(target: Target, first: int, seed: int) -> tuple[InputKind, Ite
     if target.make_batch is not None:
         batches = _batches(target, first, seed)
         tried = list(itertools.islice(batches, 2))
-        if any(draw.values is not None for draw in tried):
+        if any(values is not None for _, values in tried):
             in_order = isinstance(target.make_batch, BatchMaker) and not target.make_batch.draws
             return "batches" if in_order else "drawn", itertools.chain(tried, batches)
     return "resampled", _resampled(target.inputs, first, seed)
@@ -56,7 +51,7 @@ def with_values(call: Call, values: Sequence[Tensor]) -> Call:
     return args, kwargs
 
 
-def _batches(target: Target, first: int, seed: int) -> Iterator[FurtherInput]:
+def _batches(target: Target, first: int, seed: int) -> Iterator[Draw]:
     expected = _form(target.inputs)
     for number in itertools.count(first):
         seed_everything(seed + number)
@@ -65,13 +60,13 @@ def _batches(target: Target, first: int, seed: int) -> Iterator[FurtherInput]:
         except NoBatchError:  # there are no more, or all are the same
             return
         except UsageError:
-            yield FurtherInput(number, None)
+            yield number, None
             continue
         fits = _form(batch.inputs) == expected
         values = [
             _like(given, new) for new, given in zip(_tensors(batch.inputs), _tensors(target.inputs), strict=False)
         ]
-        yield FurtherInput(number, values if fits else None)
+        yield number, values if fits else None
 
 
 def _tensors(call: Call) -> list[Tensor]:
@@ -99,7 +94,7 @@ def _like(given: Tensor, values: Tensor) -> Tensor:
 # it is: masks, and integers in order, such as positions, lengths and offsets.
 
 
-def _resampled(call: Call, first: int, seed: int) -> Iterator[FurtherInput]:
+def _resampled(call: Call, first: int, seed: int) -> Iterator[Draw]:
     tensors = _tensors(call)
     if all(_is_fixed(tensor) for tensor in tensors):
         return
@@ -111,7 +106,7 @@ def _resampled(call: Call, first: int, seed: int) -> Iterator[FurtherInput]:
             if id(tensor) not in new:
                 mask = next((mask for mask in masks if mask.shape == tensor.shape), None)
                 new[id(tensor)] = tensor.detach() if _is_fixed(tensor) else _resample(tensor.detach(), mask, generator)
-        yield FurtherInput(number, [new[id(tensor)] for tensor in tensors])
+        yield number, [new[id(tensor)] for tensor in tensors]
 
 
 def _is_fixed(tensor: Tensor) -> bool:

@@ -27,10 +27,9 @@ from lowprec_check.engine.model.inputs import (
     is_function,
     parse_inputs,
 )
-from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedTraining, ScriptStep
+from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedBatch, ObservedTraining, ScriptStep
 from lowprec_check.engine.model.target import (
     NOT_TRAINED,
-    Observed,
     Target,
     check,
     check_calibration,
@@ -166,27 +165,27 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
             f"{display_name(script.module)} is trained on its own batches, which --inputs cannot replace.", DEFINE_PARTS
         )
     forward = forward_of(training.model)
-    calls = [ModelCall(training.model, batch.args, batch.kwargs, training.line) for batch in training.batches]
+    calls = [_inputs_of(ModelCall(training.model, *batch[:2], training.line)) for batch in training.batches]
     batches = [
-        (*as_call(_inputs_of(call), forward)[:2], batch.targets)
+        ObservedBatch(*as_call(call, forward)[:2], batch.targets)
         for call, batch in zip(calls, training.batches, strict=True)
     ]
     target = unchecked_target(
         training.model,
-        _inputs_of(calls[0]),
+        calls[0],
         source=training.line,
         setup=(f"# in the step at {training.line}: {_STANDS_FOR[isinstance(training.model, ScriptStep)]}",),
         notes=(*training.notes, *script.ran.notes),
         loss=training.loss,
         optimizer=training.optimizer,
-        observed=Observed(training.line or "", training.framework, tuple(batches)),
+        observed=training._replace(batches=batches),
     )
     return target._replace(targets=training.batches[0].targets)
 
 
 _STANDS_FOR = {
-    False: "`model` is the model that it calls, `inputs` what it is called with",
-    True: "`model(...)` stands for all that it computes up to its loss",
+    False: "`model` is the model that it calls, `inputs` what it is called with, `optimizer` its optimizer",
+    True: "`model(...)` stands for all that it computes up to its loss, `optimizer` for its optimizer",
 }
 """What the names of code to paste mean in a script, with one call or with several."""
 

@@ -17,6 +17,7 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import own_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, is_function, take_batch
+from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.prepared import converted_dtypes
 from lowprec_check.engine.model.training import LossInputs, MakeOptimizer, loss_of
@@ -47,17 +48,6 @@ class WithLoss(NamedTuple):
 
     output: Any
     loss: Tensor
-
-
-class Observed(NamedTuple):
-    """Steps of a script's own training."""
-
-    line: str
-    """That calls the model."""
-    framework: str
-    """What calls ``backward()``: ``lightning``, ``transformers`` or ``accelerate``; empty if the script does."""
-    batches: tuple[tuple[tuple[Any, ...], dict[str, Any], tuple[Any, ...]], ...]
-    """Arguments of the model, and targets, of each step."""
 
 
 class Target(NamedTuple):
@@ -103,8 +93,8 @@ class Target(NamedTuple):
     """Where the values of the weights come from."""
     remake: Callable[[int], nn.Module] | None = None
     """Makes the model again from another seed, as the user's file does; ``None`` if that takes long, or there is no file."""
-    observed: Observed | None = None
-    """The training of a script that the loss and the optimizer are taken from."""
+    observed: ObservedTraining | None = None
+    """The training of a script that the loss and the optimizer are taken from; its batches are in the form of the inputs."""
     compiled: nn.Module | None = None
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
@@ -154,8 +144,7 @@ class Target(NamedTuple):
         if index == 0:
             return self
         if self.observed is not None and index < len(self.observed.batches):
-            args, kwargs, targets = self.observed.batches[index]
-            return self._replace(args=args, kwargs=kwargs, targets=targets)
+            return self._replace(**self.observed.batches[index]._asdict())
         if self.make_batch is None:
             raise NoBatchError(
                 "`inputs` is neither a function nor a loader, so there is only one batch.", _PASTE_BATCHES

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import warnings
 from collections.abc import Callable, Sequence
@@ -10,8 +11,7 @@ from typing import Any, NamedTuple
 import msgspec
 from torch import Tensor
 
-from lowprec_check.analysis.failing_share import failing_share
-from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.output_comparison import is_finite
 from lowprec_check.engine.model.input_draws import further_draws, with_values
 from lowprec_check.engine.model.plain_run import (
     ModuleOutput,
@@ -24,7 +24,7 @@ from lowprec_check.engine.model.plain_run import (
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.engine.run.tasks import RunTask, TaskFiles
+from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.process import system
 from lowprec_check.process.function_worker import in_worker
 from lowprec_check.schema.measures import InputKind, InputsTried
@@ -58,25 +58,11 @@ class FurtherInputs(NamedTuple):
     """Further inputs, and what fp32 gives on them."""
 
     kind: InputKind
-    numbers: list[int]
-    """Of each, the number of its batch."""
-    values: list[list[Tensor]]
-    outputs: list[list[Tensor]]
+    inputs: list[tuple[int, list[Tensor], list[Tensor]]]
+    """Of each, the number of its batch, its tensors, and those of fp32's output."""
     left_out: int = 0
     reason: str | None = None
     """Why there are not more."""
-
-    def save(self, files: TaskFiles) -> None:
-        """Write the file that :meth:`load` reads; raises :class:`UsageError` if memory, or a limit of it, is too small."""
-        files.keep(self._asdict(), further=True)
-
-    @classmethod
-    def load(cls, files: TaskFiles) -> FurtherInputs:
-        """Read what the fp32 run saved."""
-        try:
-            return cls(**files.kept(further=True))
-        except Exception:  # it was not saved: its worker ended before
-            return cls("resampled", [], [], [], reason=NOT_KEPT)
 
 
 class FurtherCalls:
@@ -125,55 +111,52 @@ class FurtherCalls:
         reason = (
             RANDOM if self._plain.random else STATEFUL if self_error > REPEATS else None if self._has_time else SLOW
         )
-        found = FurtherInputs("resampled", [], [], [], reason=reason)
+        found = FurtherInputs("resampled", [], reason=reason)
         if reason is None:
             if not in_worker():  # a function or a loader of the user's would be left in another state
                 target = target._replace(make_batch=None)
             found = self._found(target, MOST_NEAR if task.further_inputs is None else task.further_inputs)
-        found.save(task.files)
+        task.files.keep(found._asdict(), further=True)
 
     def _found(self, target: Target, most: int) -> FurtherInputs:
         kind, draws = further_draws(target, self._task.batches, self._task.seed)
-        found, size, reason = FurtherInputs(kind, [], [], []), 0, "the inputs have no other values"
-        left_out = 0
-        for draw in draws:
-            outputs = None if draw.values is None else self._finite_outputs(draw.values)
-            if draw.values is None or outputs is None:
+        inputs: list[tuple[int, list[Tensor], list[Tensor]]] = []
+        size, left_out, reason = 0, 0, "the inputs have no other values"
+        for number, values in draws:
+            outputs: list[Tensor] | None = None
+            if values is not None:
+                try:
+                    outputs = self._outputs(values)
+                except BaseException as error:
+                    reraise_interrupt(error)
+            if values is None or outputs is None or not all(map(is_finite, outputs)):
                 left_out, reason = left_out + 1, "fp32 fails on further inputs, or they have other shapes"
             else:
-                size += sum(tensor.numel() * tensor.element_size() for tensor in (*draw.values, *outputs))
+                size += sum(tensor.numel() * tensor.element_size() for tensor in (*values, *outputs))
                 if size > LARGEST:
                     reason = "further inputs and outputs would take too much memory"
                     break
-                found.numbers.append(draw.number)
-                found.values.append(draw.values)
-                found.outputs.append(outputs)
-            if len(found.numbers) >= most or left_out > MOST + len(found.numbers):
+                inputs.append((number, values, outputs))
+            if len(inputs) >= most or left_out > MOST + len(inputs):
                 break
             if not self._has_time:
                 reason = SLOW
                 break
-        return found._replace(left_out=left_out, reason=reason if len(found.numbers) < most else None)
-
-    def _finite_outputs(self, values: list[Tensor]) -> list[Tensor] | None:
-        try:
-            outputs = self._outputs(values)
-        except BaseException as error:
-            reraise_interrupt(error)
-            return None
-        is_finite = all(bool(tensor.isfinite().all()) for tensor in outputs if is_float(tensor))
-        return outputs if is_finite else None
+        return FurtherInputs(kind, inputs, left_out, reason if len(inputs) < most else None)
 
     def tried(self, on_input: Callable[[int, InputsTried], Any]) -> InputsTried:
         """How the run does on the inputs that fp32 kept; ``on_input`` gets what is known before each call.
 
         By default on :data:`MOST`, and on more only if one of these, or the given inputs, is near the tolerance.
         """
-        task, kept, error = self._task, FurtherInputs.load(self._task.files), self._plain.output_error
+        task, error = self._task, self._plain.output_error
+        kept = FurtherInputs("resampled", [], reason=NOT_KEPT)
+        with contextlib.suppress(Exception):  # nothing was kept: the worker of fp32 ended before
+            kept = FurtherInputs(**task.files.kept(further=True))
         result = InputsTried(kind=kept.kind, left_out=kept.left_out, seed=task.seed)
         near, largest = NEAR * (task.tolerance or 0.0), (error.distance if error is not None else None) or 0.0
         reason, looks = RANDOM if self._plain.random else kept.reason, 1
-        for number, values, reference in zip(kept.numbers, kept.values, kept.outputs, strict=True):
+        for number, values, reference in kept.inputs:
             if result.tried == MOST and task.further_inputs is None:
                 if not result.failed and largest < near:
                     break
@@ -218,3 +201,30 @@ def with_interval(result: InputsTried, looks: int, reason: str | None = None) ->
     """``result`` with its interval; with ``reason``, if nothing was tried."""
     low, high = failing_share(result.failed, result.tried, looks=looks)
     return msgspec.structs.replace(result, low=low, high=high, reason=None if result.tried else reason)
+
+
+CONFIDENCE = 0.95
+"""The least probability with which the interval holds the share."""
+
+
+def failing_share(failed: int, tried: int, *, looks: int = 1) -> tuple[float, float]:
+    """The interval of Clopper and Pearson for the share of inputs that fail, of ``failed`` among ``tried``.
+
+    With two ``looks`` it was decided after the first inputs whether to try more, because one of them failed or came near to the
+    tolerance. An interval of an ordinary width would hold the share too rarely then: each look may be wrong with half of the
+    probability. The first one, after which no input has failed, can only be wrong on one side, so its width stays.
+    """
+
+    def share_with(most: int, probability: float) -> float:
+        """The share at which at most ``most`` fail with this ``probability``, which falls with the share; by bisection."""
+        low, high = 0.0, 1.0
+        for _ in range(50):
+            share = (low + high) / 2
+            ways = (math.lgamma(tried + 1) - math.lgamma(k + 1) - math.lgamma(tried - k + 1) for k in range(most + 1))
+            logs = (way + k * math.log(share) + (tried - k) * math.log1p(-share) for k, way in enumerate(ways))
+            low, high = (share, high) if math.fsum(map(math.exp, logs)) > probability else (low, share)
+        return (low + high) / 2
+
+    tail = (1 - CONFIDENCE) / 2 / looks
+    low = share_with(failed - 1, 1 - tail) if failed else 0.0
+    return low, share_with(failed, tail) if failed < tried else 1.0

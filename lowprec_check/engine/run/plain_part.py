@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.output_comparison import compare_outputs, root_mean_square, same_bits
+from lowprec_check.engine.core.output_comparison import compare_outputs, root_mean_square, same_bits, torch_as_imported
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.plain_run import (
     ModuleOutput,
@@ -225,9 +225,13 @@ class PlainPart:
         sizes = [root_mean_square(tensor.cpu()) for tensor in self.outputs[0] if is_float(tensor)]
         rms = max((size for size in sizes if size is not None), default=None)
         result = msgspec.structs.replace(result, output_rms=rms)
-        if any(bool(tensor.isnan().any()) for tensor in floating):
+        with torch_as_imported():
+            has_nan, has_inf = (
+                any(bool(test(tensor).any()) for tensor in floating) for test in (torch.isnan, torch.isinf)
+            )
+        if has_nan:
             return msgspec.structs.replace(result, status="nonfinite")
-        if any(bool(tensor.isinf().any()) for tensor in floating):
+        if has_inf:
             return msgspec.structs.replace(result, notes=(*result.notes, INFINITE))
         return result
 

@@ -95,7 +95,11 @@ def script_parts(target: Target) -> dict[str, Any]:
     observed, optimizer = target.observed, target.optimizer
     if observed is None or not isinstance(optimizer, OptimizerLike):
         return {}
-    return {"script": observed.line, "framework": observed.framework, "clip_code": [c.code for c in optimizer.clips]}
+    return {
+        "script": observed.line or "",
+        "framework": observed.framework,
+        "clip_code": [c.code for c in optimizer.clips],
+    }
 
 
 class TrainingSteps:

@@ -14,10 +14,9 @@ from torch._ops import OpOverload
 
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode
 from lowprec_check.engine.core.floating_dtypes import is_float
-from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import ModuleStack, instruction_of, source_lines
-from lowprec_check.engine.model.plain_run import output_tensors
+from lowprec_check.engine.model.plain_run import judge, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
@@ -78,55 +77,47 @@ def try_places(
     ``fp32`` are the tensors in its output. A place at which nothing leaves the range in fp32 is left out.
     """
     found: list[RangeTrial] = []
+
+    def tried(its: OutOfRange) -> RangeTrial | None:
+        inputs, (module, op, source, nth) = ready.inputs(args, kwargs), its.place
+        with ModuleStack(ready.model) as stack, contextlib.ExitStack() as changed:
+            mode = _Changing(stack, its, dtype)
+            if op.startswith("cast input"):
+                wanted, several = op.removeprefix("cast input").strip(), op != "cast input"
+                named = {
+                    id(tensor) for path, tensor in leaves(inputs) if not several or path.partition(".")[2] == wanted
+                }
+                inputs = map_tensors(inputs, lambda tensor: mode.changed(tensor) if id(tensor) in named else tensor)
+            elif op.startswith("cast "):
+                path = ".".join(filter(None, (module, op.removeprefix("cast "))))
+                changed.enter_context(_changed_weight(ready, path, mode))
+            output, error = call_under(mode, ready, *inputs, seed)
+        if error is not None or not mode.values:
+            return None
+        status, compared = judge(output_tensors(output), list(fp32), tolerance)
+        return RangeTrial(
+            module=module,
+            op=op,
+            source=source,
+            nth=nth,
+            becomes=its.becomes,
+            values=mode.values,
+            status=status,
+            rel_l2=compared.error.rel_l2,
+        )
+
     snapshot, started = Snapshot(ready.model, (args, kwargs)), system.monotonic()
     try:
         for number, its in enumerate(places):
             if number and (system.monotonic() - started) * (number + 1) / number > seconds:
                 break
-            trial = _try(ready, args, kwargs, its, dtype, fp32, tolerance, seed)
+            trial = tried(its)
             snapshot.rewind()
             if trial is not None:
                 found.append(trial)
     finally:
         snapshot.restore()
     return found
-
-
-def _try(
-    ready: Prepared,
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-    its: OutOfRange,
-    dtype: torch.dtype,
-    fp32: Sequence[Tensor],
-    tolerance: float,
-    seed: int,
-) -> RangeTrial | None:
-    inputs, (module, op, source, nth) = ready.inputs(args, kwargs), its.place
-    with ModuleStack(ready.model) as stack, contextlib.ExitStack() as changed:
-        mode = _Changing(stack, its, dtype)
-        if op.startswith("cast input"):
-            wanted, several = op.removeprefix("cast input").strip(), op != "cast input"
-            named = {id(tensor) for path, tensor in leaves(inputs) if not several or path.partition(".")[2] == wanted}
-            inputs = map_tensors(inputs, lambda tensor: mode.changed(tensor) if id(tensor) in named else tensor)
-        elif op.startswith("cast "):
-            path = ".".join(filter(None, (module, op.removeprefix("cast "))))
-            changed.enter_context(_changed_weight(ready, path, mode))
-        output, error = call_under(mode, ready, *inputs, seed)
-    if error is not None or not mode.values:
-        return None
-    compared = compare_outputs(output_tensors(output), list(fp32))
-    passes = compared.distance <= tolerance
-    return RangeTrial(
-        module=module,
-        op=op,
-        source=source,
-        nth=nth,
-        becomes=its.becomes,
-        values=mode.values,
-        status="nonfinite" if compared.nonfinite else "ok" if passes else "inaccurate",
-        rel_l2=compared.error.rel_l2,
-    )
 
 
 @contextlib.contextmanager
