@@ -156,6 +156,9 @@ PARTS = {
             "error_budget",
         ),
         Report(
+            "ablation-truth.md", "Are shares of modules what goes with them in fp32, in plain torch?", "ablation_truth"
+        ),
+        Report(
             "what-if.md what-if-cuda.md what-if-cuda-full.md",
             "Are the errors that `--what-if` predicts those of emulated layers, and of the hardware?",
             "what_if",
@@ -164,6 +167,11 @@ PARTS = {
             "training-breadth-cpu.md training-breadth-cuda.md",
             "Are the losses of scans of training those of plain loops?",
             "training_breadth",
+        ),
+        Report(
+            "training-truth.md",
+            "Do scans of 8 steps have the figures of plain loops, and do their verdicts hold after 300 steps?",
+            "training_truth",
         ),
         Report(
             "scaled-weights.md", "Which errors have initial weights, and those of `--scale-weights`?", "scaled_weights"
