@@ -148,6 +148,16 @@ def test_ops_of_the_backward_pass_are_not_findings_about_the_output() -> None:
     assert {"LP201", "LP202", "LP203", "LP304"} <= {d.code for d in diagnose(a_result(run))}
 
 
+@pytest.mark.parametrize(("before", "after", "count"), [(0.01, 0.9, 1), (880.0, 5e5, 0)])
+def test_inputs_that_are_wrong_already_are_not_magnified(before: float, after: float, count: int) -> None:
+    """As the square of a gradient that is zero but for rounding."""
+    call = OpCall(
+        "aten.addcmul_.default", "", phase="optimizer", input_error=before, accumulated_error=after, local_error=0.0
+    )
+    failed = a_way(status="inaccurate", divergence=OUTSIDE)
+    assert len(found("LP303", a_trained("bfloat16", failed, calls=[call]))) == count
+
+
 # -- updates
 
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from training_loops import mean_square, sgd, trained, training
 
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -140,8 +141,10 @@ def test_gradients_are_compared_for_the_same_random_numbers(kind: type[nn.Module
         for name, mine in gradients_of(model, torch.bfloat16).items()
     }
     assert other["b.weight"] > 0.1  # of plain loops: bf16 draws other numbers
-    run, figures = trained(training(model, BATCH, precision, optimizer=sgd(0.1)), precision)
+    result = training(model, BATCH, precision, optimizer=sgd(0.1))
+    run, figures = trained(result, precision)
     assert figures.same_draws
+    assert any("for the same random numbers" in one.text for one in statements(result))
     assert 0.0 < (figures.gradient_error or 1.0) < 0.02
     assert run.rel_l2 is not None
     assert run.rel_l2 < 0.02
@@ -199,11 +202,10 @@ def test_infinite_gradients_are_those_of_the_first_step_without_scaling(precisio
 
 
 def test_updates_that_fp32_loses_too_are_counted() -> None:
-    model, lr = perceptron(), 3e-9
-    make = lambda parameters: torch.optim.SGD(parameters, lr=lr, momentum=0.9)  # noqa: E731
+    model, make = perceptron(), sgd(3e-9, momentum=0.9)
     result = training(model, BATCH, "autocast-bf16", steps=2, optimizer=make)
     [fp32] = trained(result, "fp32")[1].ways
-    plain, wide = copy.deepcopy(model), copy.deepcopy(model).double()
+    plain = copy.deepcopy(model)
     before = [p.detach().clone() for p in plain.parameters()]
     optimizer = make(plain.parameters())
     mean_square(plain(BATCH)).backward()
@@ -215,7 +217,6 @@ def test_updates_that_fp32_loses_too_are_counted() -> None:
     assert result.recommendation is not None
     assert "where rounding loses" in result.recommendation.reason
     assert "rounding loses no update" not in result.recommendation.reason
-    del wide
 
 
 def test_updates_that_fp32_keeps_are_not_counted_again() -> None:

@@ -357,7 +357,7 @@ NONE = "no element of the gradients underflows, with it or without scaling"
             {"scale": 65536.0, "underflow": 0.0, "largest_at": None, "skipped_steps": 1},
             1,
             "keep the initial scale of GradScaler, 2^16; the largest 16-bit gradient of the backward pass is 0.21, "
-            f"1.4e+04 with this scale, of at most 65504; {UNSCALED}, 0 % with it",
+            f"1.4e+04 with this scale, of at most 65504; {UNSCALED}, 0 % with it; tried in 8 steps: 1 step skipped",
         ),
         (
             {"scale": 1000.0},

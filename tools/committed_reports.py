@@ -156,6 +156,9 @@ PARTS = {
             "error_budget",
         ),
         Report(
+            "ablation-truth.md", "Are shares of modules what goes with them in fp32, in plain torch?", "ablation_truth"
+        ),
+        Report(
             "what-if.md what-if-cuda.md what-if-cuda-full.md",
             "Are the errors that `--what-if` predicts those of emulated layers, and of the hardware?",
             "what_if",

@@ -193,7 +193,8 @@ def gradients(run: Run, result: ScanResult) -> Made:
     if large:
         parts.append(_with(plain("elements overflow"), large, "overflow", "of", names_rest=True))
     if training.gradient_error is not None:
-        head = say("error {error:error}", error=training.gradient_error)
+        drawn = " for the same random numbers" if training.same_draws else ""
+        head = say(f"error {{error:error}}{drawn}", error=training.gradient_error)
         shares = [found for found in training.gradients if found.error_share]
         parts.append(_with(head, shares, "error_share", "from", names_rest=False))
     return Said(chained(*parts), "warn" if large or underflow >= MATTERS else "none") if parts else None
