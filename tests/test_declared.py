@@ -461,7 +461,7 @@ def test_reports_show_a_second_declared_device() -> None:
         assert "npu" in shown
         assert "xpu" not in shown
     assert "npu: declared only for torch 2.8 to 2.15" in in_text(answers_document(lookup("dot", torch="2.1")))
-    labels = {device: [one.label for one in reported() if one.device == device] for device in ("npu", "xpu")}
+    labels = {device: [one.torch for one in reported() if one.device == device] for device in ("npu", "xpu")}
     assert labels["npu"] == labels["xpu"] == list(declared.releases("npu"))
     document = markdown(catalog_document(), 10**9, "all")
     assert re.search(r"^\| linalg.svd +\| half +\| npu .*\| 2.15: ", document, re.M)
