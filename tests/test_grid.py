@@ -13,7 +13,7 @@ from lowprec_check.catalog.records import LOW, MODES, Mode
 from lowprec_check.catalog.support import TorchRelease
 from lowprec_check.report.blocks import Document, Table
 from lowprec_check.report.layout.markdown import markdown
-from tools.catalog_report import catalog_document, releases, word
+from tools.catalog_report import catalog_document, label, releases, word
 
 FORWARD = 3
 """The column of the forward pass."""
@@ -36,8 +36,8 @@ def shown(document: Document) -> str:
     return markdown(document, 10**9)
 
 
-def of(device: str, label: str) -> TorchRelease:
-    [found] = [release for release in releases() if (release.device, release.label) == (device, label)]
+def of(device: str, name: str) -> TorchRelease:
+    [found] = [release for release in releases() if (release.device, label(release)) == (device, name)]
     return found
 
 
@@ -52,7 +52,7 @@ def test_no_means_that_fp32_runs() -> None:
                 shown = word(sweep, op, "float16", mode)
                 if shown in ("no", "not even in fp32"):
                     runs = sweep.state(op, "float32", plain) in ("all", "some")
-                    assert runs == (shown == "no"), (op, mode, sweep.label)
+                    assert runs == (shown == "no"), (op, mode, label(sweep))
 
 
 def test_a_row_is_what_every_build_says(rows: dict[tuple[str, str, str], list[str]]) -> None:
@@ -66,7 +66,7 @@ def test_a_row_is_what_every_build_says(rows: dict[tuple[str, str, str], list[st
             changes = dict(said)
             shown = changes.pop("", "–")
             for release in on_cpu:
-                shown = changes.pop(release.label, shown)
+                shown = changes.pop(label(release), shown)
                 assert word(release, op, "float16", mode) in (shown, "–")
             assert not changes
 

@@ -50,7 +50,7 @@ def catalog_document() -> Document:
     return Document(title, blocks, whole=True)
 
 
-def _label(release: TorchRelease) -> str:
+def label(release: TorchRelease) -> str:
     """``2.13``, ``2.8 + ipex 2.8.0``."""
     return f"{release.release} + {release.extension}" if release.extension else release.release
 
@@ -112,7 +112,7 @@ def _counts() -> Iterator[Block]:
     for release in releases():
         capability = release.header.capability if isinstance(release, Sweep) else release.basis
         runnable = [op for op in release.operators if release.state(op, "float32", "forward") in ("all", "some")]
-        row: list[str | None] = [release.device, _label(release), capability, str(len(runnable))]
+        row: list[str | None] = [release.device, label(release), capability, str(len(runnable))]
         for dtype in LOW:
             for mode in MODES[:3]:
                 states = Counter(release.state(op, dtype, mode) for op in runnable)
@@ -148,11 +148,11 @@ def _history() -> Iterator[Block]:
 
 
 def _history_row(op: str, dtype: Dtype, device: str, releases: Sequence[TorchRelease]) -> Row | None:
-    modes = [[(_label(each).partition(" ")[0], word(each, op, dtype, mode)) for each in releases] for mode in MODES]
+    modes = [[(label(each).partition(" ")[0], word(each, op, dtype, mode)) for each in releases] for mode in MODES]
     if not {word for words in modes for _, word in words} - {"yes", "not even in fp32", _WORDS[None]}:
         return None
     why = _failures(releases[-1], op, dtype)
-    return Row([op, SHORT[dtype], device, *map(_over_time, modes), f"{_label(releases[-1])}: {why}" if why else ""])
+    return Row([op, SHORT[dtype], device, *map(_over_time, modes), f"{label(releases[-1])}: {why}" if why else ""])
 
 
 def _over_time(words: Sequence[tuple[str, str]]) -> str | None:
@@ -203,7 +203,7 @@ def _gained(device: str, versions: Sequence[str]) -> Iterator[Block]:
 
 def _slow(sweep: Sweep) -> Iterator[Block]:
     yield Heading(
-        f"Slowest relative to fp32: {sweep.header.device}, torch {_label(sweep)} on {sweep.header.hardware}", 3
+        f"Slowest relative to fp32: {sweep.header.device}, torch {label(sweep)} on {sweep.header.hardware}", 3
     )
     features = ", ".join(sweep.header.features) or "none"
     yield Say(f"Forward call of the largest sample, in one thread. CPU features: {features}.", role="hint")
@@ -220,7 +220,7 @@ def _slow(sweep: Sweep) -> Iterator[Block]:
 
 
 def _inaccurate(sweep: Sweep) -> Iterator[Block]:
-    yield Heading(f"Least accurate: {sweep.header.device}, torch {_label(sweep)}", 3)
+    yield Heading(f"Least accurate: {sweep.header.device}, torch {label(sweep)}", 3)
     yield Say(
         "Error of the output in units in the last place (ulp) of the dtype; a kernel that computes exactly and rounds once has at "
         "most 0.5.",
