@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
+from multiprocessing import resource_tracker
 from pathlib import Path
 
 import msgspec
@@ -272,7 +273,14 @@ def mark(monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 @pytest.mark.parametrize("end", ["hangs", "returns", "crashes"])
-def test_daemons_shared_memory_and_files_of_a_worker_end_with_it(end: str, mark: str, tmp_path: Path) -> None:
+def test_daemons_shared_memory_and_files_of_a_worker_end_with_it(
+    end: str, mark: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in (
+        "_fd",
+        "_pid",
+    ):  # as where no other test has started Python's tracker of shared memory, which forks share
+        monkeypatch.setattr(resource_tracker._resource_tracker, name, None)
     worker = FunctionWorker(functools.partial(starts_much, end, mark), lambda data: data.decode(), method="fork")
     worker.set_timeout(60.0)
     for event in Supervisor([worker], tick=0.02).events():
