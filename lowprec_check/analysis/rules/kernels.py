@@ -85,8 +85,9 @@ def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
     `torch.autograd.Function`, which runs without autocast on what its `forward` saved under it.
 
     What to do: create the tensor with the dtype of the data, register it as a buffer, or cast it at this line. Decorate
-    `forward` of a `torch.autograd.Function` with `torch.amp.custom_fwd(device_type="cpu", cast_inputs=torch.float32)`
-    and `backward` with `torch.amp.custom_bwd(device_type="cpu")`; without `cast_inputs`, both run under autocast.
+    `forward` of a `torch.autograd.Function` with `torch.amp.custom_fwd` (`device_type="cpu"` and
+    `cast_inputs=torch.float32`) and `backward` with `torch.amp.custom_bwd` (`device_type="cpu"`);
+    without `cast_inputs`, both run under autocast.
 
         # before
         y = torch.ones(8, 8) @ x

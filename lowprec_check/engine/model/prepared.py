@@ -211,7 +211,7 @@ class Cast(Application):
         for module, values in zip(kept, exact, strict=True):
             module.float()
             for tensor, value in zip(_floating_state(module), values, strict=True):
-                tensor.detach().copy_(value)
+                tensor.data.copy_(value)  # not counted as a write to the parameter, which gets its own data back
             borders = Borders(self.dtype)
             module.register_forward_pre_hook(borders.enter, with_kwargs=True, prepend=True)
             module.register_forward_hook(borders.leave)
