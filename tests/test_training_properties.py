@@ -89,7 +89,8 @@ def test_the_instruments_do_not_change_a_step(kinds: list[type[Step]], precision
     result = training(model, inputs(), precision, optimizer=sgd(0.01, momentum=0.9), errors="both")
     for run in result.runs:
         assert run.perturbed is not True, (run.precision, run.notes)
-        if run.status in ("ok", "inaccurate") and not (run.gaps or run.emulated):
+        skipped = run.training is not None and run.training.ways[0].skipped_steps  # explained at another loss scale
+        if run.status in ("ok", "inaccurate") and not (run.gaps or run.emulated or skipped):
             assert run.perturbed is False
             assert run.complete
         assert not [note for note in run.notes if "lowprec-check failed" in note]
