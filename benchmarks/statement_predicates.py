@@ -248,7 +248,8 @@ def told(ratio: float, low: float, high: float) -> str:
 
 
 def _error(c: Case, error: float | None, limit: float | None = None, what: str = "") -> bool:
-    module = f" of the output of {c.run['compared_module']}" if c.run["compared_module"] else ""
+    tensor = "the output" if c.run["compared_output"] is None else f"output {c.run['compared_output']}"
+    module = f" of the output of {c.run['compared_module']}" if c.run["compared_module"] else f" of {tensor}"
     over = limit is None or (same(limit, c.run["tolerance"] or 0.0) and (error is None or error > limit))
     return same(error, c.error) and over and what in ("", module)
 
@@ -429,6 +430,18 @@ _GAIN: dict[str, Claim] = {
         text,
     ),
 }
+
+
+def _how_known(c: Case, text: str) -> bool:
+    measured = [its.get("measured") is not None for its in c.budget.get("modules", [])]
+    return {
+        "shares of the error": lambda: c.is_over and not c.disproved,
+        "measured": lambda: any(measured),
+        "estimated": lambda: not all(measured or [False]) and 2 * c.budget.get("spread", 0.0) < LEAST_SHARE,
+        "no module stands out": lambda: not any(share > 0 for _, share, _ in c.shares()),
+    }[text.removeprefix(", ")]()
+
+
 _SHARES: dict[str, Claim] = {
     "{share} {module} ({rounding}{op}{source})": lambda c, share, module, **largest: c.share(module, share, **largest),
     "{share} {module}": lambda c, share, module: c.share(module, share),
@@ -441,11 +454,13 @@ _SHARES: dict[str, Claim] = {
     "the largest is {share} {module}": lambda c, share, module: any(name == module and same(share, own) for name, own, _ in c.shares()[:1]),
     "shares of the error {where}": lambda c, where: where == ("in eager mode" if c.run["backend"] != "eager" or c.run["compiled"] else "in the first call" if c.run["failed_call"] else "op by op") and not c.is_over,
     "which is only {error}": lambda c, error: same(error, c.budget["measured"] or 0.0),
-    "{text}": lambda c, text: (c.is_over and not c.disproved) if text in ("shares of the error", "shares of the error, measured") else text == "no module stands out" and not any(share > 0 for _, share, _ in c.shares()),
+    "estimated to within {chance}": lambda c, chance: same(chance, 2 * c.budget["spread"]) and chance >= LEAST_SHARE,
+    "{text}": _how_known,
 }
 _FAILURE: dict[str, Claim] = {
     "error {error}{what} over the tolerance {limit}": _error,
     "{share} from {module}": lambda c, share, module: c.share(module, share) and not c.disproved and share >= LEAST_SHARE,
+    "about {share} from {module}": lambda c, share, module: c.share(module, share) and not c.disproved and share >= LEAST_SHARE,
     "{decisions} from choices that differ from fp32": lambda c, decisions: same(decisions, c.budget["decisions"]) and c.is_over,
     "{share} of the integers differ": lambda c, share: same(share, c.error) and c.rel_l2 is None,
     "tolerance {limit}": lambda c, limit: same(limit, c.run["tolerance"]) and (c.error or 0) > limit,
