@@ -177,7 +177,8 @@ class Case:
         """Whether what goes with a module in fp32, and its largest op, are these; ``share`` is one that matters.
 
         It is of the module with all inside, measured if it was tried, or of the ops at a place that is no module. Of the rest of a
-        module, beside some inside it, the share lies between that of its own ops and that of all inside.
+        module, beside some inside it, the share lies between that of its own ops and that of all inside; of one that is named after others,
+        it may be what goes beside those.
         """
         rest = module.startswith("the rest of ")
         module = module.removeprefix("the rest of ")
@@ -187,7 +188,9 @@ class Case:
                 rounding = "rounding of " if first["rounding"] and name != BETWEEN else ""
                 known = {"op": first["op"], "source": source, "rounding": rounding}
                 inside = self.inside(module)
-                fits = min(own, inside) - 1e-9 <= share <= inside + 1e-9 if rest else same(share, self.whole(module))
+                whole = self.whole(module)
+                beside = not largest and LEAST_SHARE <= share < whole
+                fits = min(own, inside) - 1e-9 <= share <= inside + 1e-9 if rest else same(share, whole) or beside
                 return fits and all(known[key] == value for key, value in largest.items())
         return False
 
