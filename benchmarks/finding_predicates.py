@@ -194,11 +194,6 @@ def _range(c: Case, key: str, value: float, pick: Any = max) -> bool:
     return any(same(value, its) for its in seen) or any(same(value, pick(its)) or value in its for its in batches)
 
 
-def _is_judged(c: Case, output: str) -> bool:
-    tensor = c.run["compared_output"]
-    return output == ("the output" if tensor is None else f"output {tensor}")
-
-
 def _room(c: Case, room: float) -> bool:
     values = [row["absmax"] for row in c.rows() if row["absmax"]] + [max(filter(None, its["largest"]), default=0.0) for its in _ranges(c)]
     return any(value and same(room, known.largest / value) for value in values for known in _FORMATS)
@@ -296,8 +291,8 @@ FINDINGS: dict[str, dict[str, Claim]] = {
     "LP207": {"{op} of {pole} is infinite in {values}": lambda c, op, pole, values: op == c.d["op"] and c.at_place("introduced_inf", "compared_values", equal=values), "which are finite in fp32": lambda c: True, **_COMMON},
     "LP301": {
         "{when}": lambda c, when: when.startswith("on ") and str(c.run["failed_call"] or c.run["failed_batch"]) in when,
-        "{output} has NaN or Inf where fp32 is finite": lambda c, output: c.run["status"] == "nonfinite" and _is_judged(c, output),
-        "error {error} of {output} exceeds the tolerance {limit}": lambda c, error, output, limit: same(error, c.rel_l2) and same(limit, c.run["tolerance"]) and error > limit and _is_judged(c, output),
+        "{output} has NaN or Inf where fp32 is finite": lambda c, output: c.run["status"] == "nonfinite" and output == c.judged_output,
+        "error {error} of {output} exceeds the tolerance {limit}": lambda c, error, output, limit: same(error, c.rel_l2) and same(limit, c.run["tolerance"]) and error > limit and output == c.judged_output,
         "output error {error} exceeds the tolerance {limit}": lambda c, error, limit: same(error, c.rel_l2) and same(limit, c.run["tolerance"]) and error > limit,
         "{share} of the integers differ, over the tolerance {limit}": lambda c, share, limit: same(share, c.error) and same(limit, c.run["tolerance"]) and share > limit,
         "the output cannot be compared with that of fp32": lambda c: c.error is None,

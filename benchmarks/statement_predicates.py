@@ -163,6 +163,12 @@ class Case:
         fp32 = self.reference and self.reference["peak_memory_bytes"]
         return self.run["peak_memory_bytes"] / fp32 if fp32 and self.run["peak_memory_bytes"] else None
 
+    @property
+    def judged_output(self) -> str:
+        """What the status is about, in words."""
+        tensor = self.run["compared_output"]
+        return "the output" if tensor is None else f"output {tensor}"
+
     # shares
 
     def shares(self) -> list[tuple[str, float, Raw]]:
@@ -251,8 +257,7 @@ def told(ratio: float, low: float, high: float) -> str:
 
 
 def _error(c: Case, error: float | None, limit: float | None = None, what: str = "") -> bool:
-    tensor = "the output" if c.run["compared_output"] is None else f"output {c.run['compared_output']}"
-    module = f" of the output of {c.run['compared_module']}" if c.run["compared_module"] else f" of {tensor}"
+    module = f" of the output of {c.run['compared_module']}" if c.run["compared_module"] else f" of {c.judged_output}"
     over = limit is None or (same(limit, c.run["tolerance"] or 0.0) and (error is None or error > limit))
     return same(error, c.error) and over and what in ("", module)
 

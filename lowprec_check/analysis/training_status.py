@@ -67,7 +67,7 @@ def steps_of(way: TrainingWay) -> int:
 
 def told(way: TrainingWay, setup: TrainingSetup) -> bool:
     """Whether the steps tell that a way that does not pass trains worse than fp32: it fails, its loss is beyond that of real other seeds,
-    or its weights hardly move. Of weights that differ otherwise, and the same loss, only more steps tell what comes of it.
+    or its weights hardly move. If the weights differ in another way and the loss is the same, it takes more steps to tell.
     """
     found = way.divergence
     if way.status != "inaccurate" or found is None:

@@ -173,10 +173,8 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
 
 def _amplifiers(run: Run, result: ScanResult, roundoff: float) -> Iterator[Finding]:
     def amplifies(row: OpCall) -> bool:
-        if (
-            row.input_error is None or row.input_error > 1.0
-        ):  # not finite, or wrong already, as a gradient that is zero in fp32
-            return False
+        if row.input_error is None or row.input_error > 1.0:
+            return False  # the inputs are not finite, or wrong already, as a gradient that is zero in fp32
         jumped = (row.accumulated_error or 0.0) > max(run.tolerance or 0.0, JUMP * max(row.input_error, roundoff))
         return jumped and (row.local_error or 0.0) < OUTLIER_ROUNDOFFS * roundoff and not row.introduced_inf
 

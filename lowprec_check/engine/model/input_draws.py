@@ -22,7 +22,7 @@ LEAST_VALUES = 8
 
 Draw = tuple[int, list[Tensor] | None]
 """The number of a batch, or of resampled values what is added to the seed; and the tensors in the inputs, in the order of :func:`leaves`,
-``None`` if they have not the shapes, dtypes and numbers of the inputs of the target."""
+``None`` if they do not have the shapes, dtypes and numbers of the inputs of the target."""
 
 
 def further_draws(target: Target, first: int, seed: int) -> tuple[InputKind, Iterator[Draw]]:

@@ -54,7 +54,7 @@ class StepObserver:
         self._since: float | None = None
         self._backwards: list[Backward] = []
         self._cleared: list[tuple[int, frozenset[int]]] = []
-        """How many of them parameters, by their ids, have no gradients of any more."""
+        """After how many backward passes gradients were cleared, and of which parameters, by id."""
         self._scaled: dict[int, tuple[Tensor, Tensor, float]] = {}
         self._clips: dict[int, list[Clip]] = {}
         """By the number of backward passes before them."""

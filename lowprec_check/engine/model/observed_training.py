@@ -182,7 +182,7 @@ class ObservedSteps:
     """Why no step can be made as the script makes it."""
 
     def note_facts(self, program: Program) -> None:
-        """Note what the first step does that a scan does otherwise."""
+        """Note what the first step does differently from a scan."""
         facts = self.facts
         dtypes = {dtype: None for node in program.nodes for dtype in node.autocasts.values()}
         made = [f"under autocast to {str(dtype).removeprefix('torch.')}" for dtype in dtypes]
@@ -316,7 +316,7 @@ class ObservedSteps:
 
 
 _SAME = 1e-3
-"""How far gradients may differ, as a part of their norm: sums of several losses are rounded otherwise."""
+"""How far gradients may differ, as a part of their norm: sums of several losses are rounded differently."""
 
 
 def _rounding(tensor: Tensor) -> float:

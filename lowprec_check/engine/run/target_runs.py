@@ -108,7 +108,7 @@ class TargetRuns:
         return self._launcher.isolation
 
     def report(self, run: str, doing: str) -> None:
-        """Tell what happens."""
+        """Show as progress what ``run`` is ``doing``."""
         self._launcher.source.on_progress(run, doing)
 
     # -- the reference
