@@ -127,11 +127,12 @@ finally:
 
 PLAIN = """
 import sys
-from lowprec_check.engine.run.target_source import TargetSpec
+from lowprec_check.engine.run.target_source import load_spec
+from lowprec_check.engine.run.target_spec import TargetSpec
 import torch
 
 _, name, device, *inputs = sys.argv
-target = TargetSpec(name, tuple(inputs)).load(0)
+target = load_spec(TargetSpec(name, tuple(inputs)), 0)
 move = lambda value: value.to(device) if isinstance(value, torch.Tensor) else value
 args, kwargs = torch.utils._pytree.tree_map(move, (target.args, target.kwargs))
 model = target.model.to(device)
