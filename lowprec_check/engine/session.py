@@ -23,6 +23,7 @@ from lowprec_check.engine.run.messages import Loaded
 from lowprec_check.engine.run.place_log import model_line, note_model
 from lowprec_check.engine.run.target_source import OnProgress, TargetSource, TargetSpec, load_here
 from lowprec_check.engine.scan import check_options, growing_scan
+from lowprec_check.engine.source_trial import SourceTrial
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
@@ -49,8 +50,15 @@ class _Grown(Struct, frozen=True, tag="grown"):
 
     result: ScanResult | None = None
     planning: Planning | None = None
+    trial: SourceTrial | None = None
+
+    @property
+    def item(self) -> Any:
+        """Whichever it is."""
+        return self.result or self.planning or self.trial
 
 
+_FIELD_OF: dict[Any, str] = {ScanResult: "result", Planning: "planning", SourceTrial: "trial"}
 _Message = Loaded | _Progressed | _Grown | Ended
 _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
@@ -60,7 +68,7 @@ EXIT_SECONDS = 5.0
 _UNSENT = 74
 """Exit code of a process that could not send its messages: ``EX_IOERR`` of ``sysexits.h``."""
 
-Item = TypeVar("Item", ScanResult, Planning)
+Item = TypeVar("Item", ScanResult, Planning, SourceTrial)
 Grow = Callable[..., Iterator[Item]]
 """Yields what has been found so far, as :func:`growing_scan` does; picklable for a fresh interpreter."""
 
@@ -88,6 +96,18 @@ def plan_file(
 ) -> Iterator[Planning]:
     """Load ``spec`` and search for its plan; yield what was found after each base. Raises as :func:`scan_file` does."""
     yield from _Session(spec, options, isolation, options.seconds, on_progress).grow(growing_planning)
+
+
+def try_source(
+    spec: TargetSpec,
+    options: ScanOptions,
+    isolation: Isolation | None,
+    grow: Grow[SourceTrial],
+    on_progress: OnProgress | None = None,
+) -> SourceTrial:
+    """Load ``spec`` with its changed sources, and return what ``grow`` finds. Raises as :func:`scan_file` does."""
+    *_, trial = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress).grow(grow)
+    return trial
 
 
 def _growing_changes(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Iterator[ScanResult]:
@@ -151,7 +171,7 @@ class _Session:
                     loaded = True
                     worker.set_timeout(float("inf"))
                 elif isinstance(message, _Grown):
-                    yield message.result or message.planning
+                    yield message.item
                 elif isinstance(message, Ended):
                     ended = message
                     worker.set_timeout(EXIT_SECONDS)
@@ -191,7 +211,7 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
         send(Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))
         for item in grow(source, session.isolation, session.options):
-            send(_Grown(result=item) if isinstance(item, ScanResult) else _Grown(planning=item))
+            send(_Grown(**{_FIELD_OF[type(item)]: item}))
 
     atexit._clear()  # those of the command
     atexit.register(GUARDIAN.close)

@@ -17,9 +17,11 @@ from torch import nn
 from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, resolve, seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
+from lowprec_check.engine.model.patched_source import use_sources
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_module import UserImports, separate_imports
 from lowprec_check.engine.model.user_script import parked_threads
+from lowprec_check.engine.model.value_probe import start_probing, with_probes
 from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
 from lowprec_check.errors import UsageError, encodable, first_line, message_of, type_name
@@ -184,11 +186,18 @@ class TargetSpec(NamedTuple):
     """What a script gets as ``sys.argv[1:]``."""
     steps: int = 0
     """Steps of a script's training to observe."""
+    sources: tuple[tuple[str, str], ...] = ()
+    """Files of the user's that are loaded with another text, by their resolved paths."""
+    probed: bool = False
+    """Whether the expressions in them note what they give."""
 
     def load(self, seed: int) -> Target:
         """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""
         started = system.monotonic()
         seed_everything(seed)
+        use_sources(dict(self.sources), with_probes if self.probed else None)
+        if self.probed:
+            start_probing()
         weights = str(self.weights) if self.weights is not None else None
         target = load_target(self.name, self.inputs, weights, self.arguments, self.steps)
         target = scale_weights(target, seed) if self.scale_weights else target
