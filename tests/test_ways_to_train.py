@@ -211,7 +211,9 @@ def test_a_state_in_fewer_bits_clips_and_follows_a_schedule() -> None:
     for name in STATES:
         model = wide()
         given = adamw(model.parameters())
-        like = OptimizerLike(given, model, [clip._replace(parameters=[id(p) for p in model.parameters()])], None, [first, second])
+        like = OptimizerLike(
+            given, model, [clip._replace(parameters=[id(p) for p in model.parameters()])], None, [first, second]
+        )
         updates = WAYS.get(name).updates(model, like)
         weights = []
         for _ in range(2):

@@ -139,7 +139,7 @@ def kept_by(updates: Updates) -> list[Tensor]:
     return [part for found in lists for tensor in found if isinstance(tensor, Tensor) for part in _parts(tensor)]
 
 
-def _parts(tensor: Tensor) -> Iterator[Tensor]:
+def _parts(tensor: Any) -> Iterator[Tensor]:
     """The tensors that hold the values of ``tensor``: several, if torchao stores it in 8 bits."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor

@@ -92,7 +92,11 @@ class SixteenBitWay(WayToTrain):
     def why_not(self, optimizer: Any) -> str:
         """Plain SGD remembers nothing."""
         name, groups = type(optimizer).__name__, optimizer.param_groups
-        return f"{name} without momentum keeps no state" if name == "SGD" and not any(g["momentum"] for g in groups) else ""
+        return (
+            f"{name} without momentum keeps no state"
+            if name == "SGD" and not any(g["momentum"] for g in groups)
+            else ""
+        )
 
 
 class EightBitWay(WayToTrain):
