@@ -103,7 +103,7 @@ class EightBitWay(WayToTrain):
     """Keeps what Adam or AdamW remembers in 8 bits, by torchao."""
 
     def why_not(self, optimizer: Any) -> str:
-        """torchao has Adam and AdamW; the state of a tensor of fewer than 4096 elements, or not of a multiple of 256, stays as it is."""
+        """Only Adam and AdamW are in torchao; the state of a tensor of fewer than 4096 elements, or not of a multiple of 256, stays as it is."""
         import torch
 
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):
