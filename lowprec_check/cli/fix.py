@@ -82,7 +82,7 @@ def fix(
     known = load_result(scanned) if scanned is not None else None
     with stdout_kept(), progress(quiet) as shown:
         from lowprec_check.engine.fixing import fix_file
-        from lowprec_check.engine.run.target_source import TargetSpec
+        from lowprec_check.engine.run.target_spec import TargetSpec
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
         (result, patch), ended_by = last_before_end(fix_file(spec, options, isolation, shown.step, known))

@@ -19,13 +19,13 @@ from lowprec_check.analysis.fixes.fix_kinds import proposals
 from lowprec_check.analysis.fixes.fix_sites import OwnFiles, PatchedFile, Sites
 from lowprec_check.analysis.fixes.fp32_fixes import kept_buffers
 from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, compose
-from lowprec_check.analysis.fixes.seen_values import SeenValue
+from lowprec_check.analysis.fixes.seen_values import SeenValue, SourceTrial
 from lowprec_check.analysis.fixes.source_text import SourceText, unified_diff
 from lowprec_check.analysis.fixes.told_fixes import change_of, compared_with_plan, proven_by, shown_path
 from lowprec_check.engine.machine import version
-from lowprec_check.engine.run.target_source import OnProgress, TargetSpec
+from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
 from lowprec_check.engine.session import scan_file, try_source
-from lowprec_check.engine.source_trial import SourceTrial, growing_probe, growing_trial
+from lowprec_check.engine.source_trial import growing_probe, growing_trial
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.fixing import Fixing, LeftAlone, Proven

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.analysis.fixes.seen_values import SeenValue
+from lowprec_check.analysis.fixes.seen_values import Places, SourceTrial
 from lowprec_check.engine.machine import Machine, environment, prepared_runs, version
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
@@ -27,29 +27,10 @@ from lowprec_check.engine.run.preparation import on_device
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.process import Isolation
-from lowprec_check.schema.base import Struct
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import REFERENCE
 from lowprec_check.schema.scan_result import ScanResult
-
-Places = dict[str, dict[str, SeenValue]]
-"""By file, and by the place of an expression, what it gave."""
-
-
-class SourceTrial(Struct, frozen=True, kw_only=True):
-    """What a trial found."""
-
-    result: ScanResult | None = None
-    """Its runs; without a conclusion, unless they were analyzed op by op."""
-    outputs: str = ""
-    """A digest of the outputs in fp32, bit for bit; empty if two calls differ."""
-    gradients: str = ""
-    """The same of the gradients; empty if there are none."""
-    seen: dict[str, Places] = {}
-    """What expressions gave, by precision."""
-    buffers: dict[str, list[str]] = {}
-    """The buffers with values that a cast rounds, by the class that has them."""
 
 
 def growing_trial(
