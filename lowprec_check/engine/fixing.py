@@ -77,7 +77,7 @@ def fix_file(
         raise UsageError("Each change is tried in a process of its own.", "Leave --isolation none out.")
     started, result = system.monotonic(), scanned
     if result is None:
-        for result in scan_file(spec, options.scan(), isolation, on_progress):
+        for result in scan_file(spec, _scan_options(options), isolation, on_progress):
             yield result, None
         assert result is not None
         result = conclude(result)
@@ -89,6 +89,12 @@ def fix_file(
         state.values(), key=lambda each: (str(each.site.source.path), getattr(each.fix.anchor, "lineno", 0))
     )
     yield msgspec.structs.replace(result, fixing=search.told(ordered, trial)), Patch(search, ordered)
+
+
+def _scan_options(options: FixOptions) -> ScanOptions:
+    """The scan whose findings are fixed."""
+    names = ("precisions", "device", "tolerance", "further_inputs", "plan", "seed", "without_kernel")
+    return ScanOptions(times="off", **{name: getattr(options, name) for name in names})
 
 
 def fails(run: Run) -> bool:
@@ -137,8 +143,7 @@ class _Search:
         self.device = self.scanned.runs[0].device
         self.files = OwnFiles(self.spec.name, packages=self.options.include_packages)
         names = [run.precision for run in self.failing]
-        base = replace(self.options, precisions=names or None, device=self.device)
-        self.scan_options: ScanOptions = base.scan()
+        self.scan_options = _scan_options(replace(self.options, precisions=names or None, device=self.device))
         self.bits = SourceTrial()
 
     # -- the search

@@ -335,11 +335,6 @@ class FixOptions(DeclaredOptions):
     seed: int = _seed()
     without_kernel: Words = _without_kernel()
 
-    def scan(self) -> ScanOptions:
-        """The scan whose findings are fixed."""
-        names = ("precisions", "device", "tolerance", "further_inputs", "plan", "seed", "without_kernel")
-        return ScanOptions(times="off", **{name: getattr(self, name) for name in names})
-
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(DeclaredOptions):
