@@ -216,6 +216,8 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
     for name in ("metric", "output_rms"):
         value = fields.get(name)
         fields[name] = value if value is not None and math.isfinite(value) else None
+    if plain is not None and plain.backend_gaps:
+        fields["gaps"] = plain.backend_gaps
     if task.is_reference:
         fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
     if task.predicted is not None:
@@ -285,7 +287,7 @@ def explained_by(run: Run, eager: Run) -> Run:
     return msgspec.structs.replace(
         run,
         explained_by=eager.key.label,
-        gaps=eager.gaps if failed else [],
+        gaps=run.gaps or (eager.gaps if failed else []),
         uncalled_modules=eager.uncalled_modules,
         called_modules=eager.called_modules,
     )
