@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowprec_check.engine.backends.exported import GraphBackend, gaps_at
+from lowprec_check.errors import message_of
 
 
 def in_onnxruntime(graph):
@@ -57,7 +58,7 @@ class OnnxRuntime(GraphBackend):
 
         stand_ins: dict[Any, Any] = {}
         while found := re.search(
-            r"No ONNX function found for <OpOverload\(op='(\w+)\.(\w+)', overload='(\w+)'\)>", str(error)
+            r"No ONNX function found for <OpOverload\(op='(\w+)\.(\w+)', overload='(\w+)'\)>", message_of(error)
         ):
             namespace, name, overload = found.groups()
             op = getattr(getattr(getattr(torch.ops, namespace), name), overload)
@@ -104,7 +105,8 @@ def _ops_in_fp32(graph: Any) -> list[str]:
                 prepared = onnx.load(options.optimized_model_filepath).graph.node
                 if any(each.name.startswith("InsertedPrecisionFreeCast") for each in prepared):
                     casted.add(kind)
-    return [each.metadata_props["namespace"].split(": ")[-1] for each in graph.model.graph if each.op_type in casted]
+    places = (each.metadata_props.get("namespace", "") for each in graph.model.graph if each.op_type in casted)
+    return [place.split(": ")[-1] for place in places]
 
 
 ONNXRUNTIME = OnnxRuntime()

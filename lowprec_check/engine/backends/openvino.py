@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from lowprec_check.engine.backends.exported import GraphBackend
+from lowprec_check.errors import message_of
 from lowprec_check.schema.precisions import Precision
 
 
@@ -51,7 +52,7 @@ class OpenVINO(GraphBackend):
 
     def missing_ops(self, error: Exception, program: Any) -> list[str]:
         """Those without a conversion."""
-        found = re.search(r"No conversion rule found for operations: (.*)", str(error))
+        found = re.search(r"No conversion rule found for operations: (.*)", message_of(error))
         return found[1].split(", ") if found else []
 
 

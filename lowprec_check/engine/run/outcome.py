@@ -216,8 +216,6 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
     for name in ("metric", "output_rms"):
         value = fields.get(name)
         fields[name] = value if value is not None and math.isfinite(value) else None
-    if plain is not None and plain.backend_gaps:
-        fields["gaps"] = plain.backend_gaps
     if task.is_reference:
         fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
     if task.predicted is not None:
@@ -238,7 +236,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         memory_format=task.memory_format,
         evidence=task.evidence,
         keep_fp32=list(task.keep_fp32),
-        **fields,
+        **fields | ({"gaps": plain.backend_gaps} if plain and plain.backend_gaps else {}),
     )
 
 
