@@ -196,7 +196,7 @@ class TargetSpec(NamedTuple):
         return target._replace(remake=self._model) if is_quick else target
 
     def _model(self, seed: int) -> nn.Module:
-        return self._replace(steps=0).load(seed).model
+        return self._replace(steps=min(1, self.steps)).load(seed).model
 
 
 def load_here(spec: TargetSpec, seed: int) -> TargetSource:
