@@ -61,7 +61,15 @@ SCHEMA = 1
 
 Evidence = Literal["measured", "predicted"]
 
-_MEASURED = ("latency_ms", "latency", "peak_memory_bytes", "timing", "setup_seconds", "compiler")
+_MEASURED = (
+    "latency_ms",
+    "latency",
+    "peak_memory_bytes",
+    "process_memory_bytes",
+    "timing",
+    "setup_seconds",
+    "compiler",
+)
 """What only a run on the device itself can tell, and the times of its op calls."""
 
 
@@ -117,7 +125,11 @@ class Run(Struct, frozen=True, kw_only=True):
     latency: Latency | None = None
     """The times of calls, in rounds over all runs; ``None`` if it was not timed so."""
     peak_memory_bytes: int | None = None
-    """Peak memory of a call, in bytes: weights, buffers, inputs and live tensors; on an accelerator, what its allocator reports."""
+    """Peak memory of a call, in bytes: weights, buffers, inputs and live tensors; on an accelerator, what its allocator reports. On
+    another backend on the CPU, ``process_memory_bytes``, since it may hold memory that is not torch's."""
+    process_memory_bytes: int | None = None
+    """What a process holds at the peak of a call that serves this run alone, in bytes, beyond one that has loaded torch and the
+    model's file, but no model; ``None`` if it was not measured, and on an accelerator."""
     timing: Timing | None = None
     """Times in the scenario that the scan was asked for."""
     setup_seconds: float | None = None
