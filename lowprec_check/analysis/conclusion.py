@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -13,7 +14,7 @@ from lowprec_check.analysis.statements.advice import basis
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_advice import recommend_training
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
-from lowprec_check.schema.scan_result import Diagnostic, ScanResult, skipped
+from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, skipped
 
 
 def conclude(result: ScanResult) -> ScanResult:
@@ -46,6 +47,12 @@ def wanted_runs(result: ScanResult) -> list[RunKey]:
     return list(dict.fromkeys([reference, *asked]))
 
 
+def as_wanted(result: ScanResult, runs: Sequence[Run]) -> list[Run]:
+    """``runs`` of ``result`` in the order of :func:`wanted_runs`, whatever the order in which they were made; a plan is last."""
+    order = {key: place for place, key in enumerate(wanted_runs(result))}
+    return sorted(runs, key=lambda run: order.get(run.key, len(order)))
+
+
 def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
     """Like :func:`conclude` for a scan that ended early: the missing runs are ``skipped`` for ``reason``.
 
@@ -58,7 +65,7 @@ def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
     if result.timing_conditions is None:
         runs = [msgspec.structs.replace(run, latency_ms=None) for run in runs]
     missing = [skipped(key, reason, result.evidence) for key in wanted_runs(result) if key not in done]
-    return conclude(msgspec.structs.replace(result, runs=[*runs, *missing]))
+    return conclude(msgspec.structs.replace(result, runs=as_wanted(result, [*runs, *missing])))
 
 
 # -- Whether a scan fails, by ``--fail-on``: what its exit code says, and its JUnit report

@@ -229,6 +229,11 @@ class ScanOptions(DeclaredOptions):
     times: Literal["on", "off"] = option(
         "on", "Call all runs in turns, to compare their times with fp32. off saves some seconds, in a CI for example."
     )
+    thorough: bool = option(
+        False,
+        "Run every precision as often as those that the device accelerates. Otherwise one whose first call takes 20 times as long as "
+        "fp32's, and that is not accelerated, is judged by this call.",
+    )
     scenario: Scenario | None = option(
         None,
         "Also time every run as it is served: offline (the inputs on all cores) or realtime (batches of 1, in several "

@@ -178,6 +178,8 @@ class Run(Struct, frozen=True, kw_only=True):
     """Of fp32: whether two runs of it gave different outputs, which widens the tolerance of the others."""
     compiled: bool = False
     """Whether the plain part ran compiled code; the instrumented part runs in eager mode."""
+    judged_by_one_call: bool = False
+    """Whether its first call took 20 times as long as fp32's, in a format that the device does not accelerate, so that there was no other."""
     random: bool = False
     """Whether the model drew random numbers."""
     output_is_zero: bool = False

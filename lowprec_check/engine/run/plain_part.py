@@ -77,7 +77,7 @@ class Called(NamedTuple):
     outputs: list[Tensor] | None = None
     """The first output, if the instrumented part runs the same code and so must give the same one."""
     seconds: float | None = None
-    """What a call takes, if another one gives the same."""
+    """What a call takes, if another one gives the same, in reasonable time."""
     way: WayToTrain | None = None
     """The way to train that is explained."""
 
@@ -106,12 +106,14 @@ class PlainPart:
     @property
     def too_slow(self) -> bool:
         """Whether the model failed, or is too slow to be called again."""
-        return self.result.status == "error" or self.result.seconds > self.task.slow_seconds
+        result = self.result
+        return result.status == "error" or result.judged_by_one_call or result.seconds > self.task.slow_seconds
 
     def called(self) -> Called:
         """What it leaves for the parts after it."""
         outputs = self.outputs[0] if self.outputs and not self._is_compiled else None
-        return Called(self.too_slow, outputs, None if self.result.random else self.result.seconds)
+        is_repeated = not (self.result.random or self.result.judged_by_one_call)
+        return Called(self.too_slow, outputs, self.result.seconds if is_repeated else None)
 
     @property
     def _is_compiled(self) -> bool:
@@ -131,7 +133,7 @@ class PlainPart:
             prepares=task.backend != EAGER,
         )
         seconds = task.budget / 2 if task.measured else min(2.0, task.budget / 5)
-        result = calls.run(seconds=seconds, too_slow=task.slow_seconds)
+        result = calls.run(seconds=seconds, too_slow=task.slow_seconds, hopeless=task.hopeless_seconds)
         self.outputs, self.paths = calls.outputs, calls.paths
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
         self.result = msgspec.structs.replace(result, changes_parameters=changed)

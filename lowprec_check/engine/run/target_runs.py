@@ -78,6 +78,8 @@ class RunOptions:
     """Steps of training; 0 if only the forward pass is run."""
     timed: bool = True
     """Whether times are compared."""
+    slow_formats: frozenset[str] = frozenset()
+    """Short names of the formats that the device does not accelerate: one call may decide about a run in them."""
 
 
 _FROM_OPTIONS = {field.name for field in dataclasses.fields(RunOptions)} & {
@@ -245,6 +247,10 @@ class TargetRuns:
 
         return time_runs(self.fp32, runs, task_of, self._launcher)
 
+    def is_slow(self, precision: str) -> bool:
+        """Whether the device does not accelerate its format, so that one call may decide about a run."""
+        return PRECISIONS.get(precision).format.short in self.options.slow_formats
+
     def what_if(self, formats: tuple[str, ...]) -> list[WhatIf]:
         """The output error that each of ``formats`` would cause, predicted from fp32: none of them is run."""
         budget = self._reference_budget
@@ -326,6 +332,7 @@ class TargetRuns:
             "fp32_ms": self._fp32_ms,
             "fp32_peak": self.fp32.peak_memory_bytes if self.fp32 else None,
             "changes_parameters": self._launcher.changes_parameters or options.steps > 0,
+            "accelerated": not self.is_slow(precision),
         }
         return RunTask(precision=precision, **settings | changes)
 
