@@ -219,8 +219,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
     if task.is_reference:
         fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
     if task.predicted is not None:
-        measured = "latency_ms setup_seconds compiler peak_memory_bytes process_memory_bytes"
-        fields |= dict.fromkeys(measured.split())
+        fields |= dict.fromkeys("latency_ms setup_seconds compiler peak_memory_bytes process_memory_bytes".split())
     if task.predicted is not None or not task.timed:
         fields["op_calls"] = without_times(calls)
     called = set(calls.op)
