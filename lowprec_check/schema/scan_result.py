@@ -16,6 +16,7 @@ from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.base import Struct, decode, encoded, write_file
 from lowprec_check.schema.columns import Columns, Part, columns_of
 from lowprec_check.schema.findings import Diagnostic, Gap, GapKind, Layer, Recommendation, Severity
+from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.measures import (
     Ablation,
     BatchRanges,
@@ -306,6 +307,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """How the model was trained; ``None`` if only the forward pass was run."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
+    fixing: Fixing | None = None
+    """The patch of the user's source that ``lowprec-check fix`` found; ``None`` if it was not asked for."""
     source_lines: dict[str, str] = {}
     """The text of the lines that op calls and gaps name, ``model.py:41``, as far as their files were found."""
 

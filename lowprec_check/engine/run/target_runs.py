@@ -115,16 +115,21 @@ class TargetRuns:
 
     # -- the reference
 
-    def reference(self, timed_as: Run | None = None) -> Run:
+    def reference(self, timed_as: Run | None = None, *, instrumented: bool = True) -> Run:
         """Run fp32; raises :class:`UsageError` if the model fails, hangs, or has NaN or Inf in its output.
 
-        ``timed_as`` is its run on another batch, whose time is taken instead of measuring it, and which was analyzed.
+        ``timed_as`` is its run on another batch, whose time is taken instead of measuring it, and which was analyzed; ``instrumented``
+        is whether it is, too.
         """
         first = timed_as is None
         if self.options.device == "cpu":
             check_weights_fit(self.target.model, torch.device("cpu"), self.isolation)
         task = self._task(
-            REFERENCE, budget=self._reference_budget, saves_reference=True, measured=first, instrumented=first
+            REFERENCE,
+            budget=self._reference_budget,
+            saves_reference=True,
+            measured=first,
+            instrumented=first and instrumented,
         )
         outcome = self._launcher.run_reference(task)
         plain, measures = check_reference(task, outcome, self.target), outcome.measures

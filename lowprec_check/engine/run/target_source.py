@@ -16,9 +16,11 @@ from torch import nn
 from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, resolve, seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
+from lowprec_check.engine.model.patched_source import use_sources
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_module import UserImports, separate_imports
 from lowprec_check.engine.model.user_script import parked_threads
+from lowprec_check.engine.model.value_probe import start_probing, with_probes
 from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
@@ -169,6 +171,9 @@ def load_spec(spec: TargetSpec, seed: int) -> Target:
     """Load the target after seeding, so that a file with random weights gets the same ones in every worker and scan."""
     started = system.monotonic()
     seed_everything(seed)
+    use_sources(dict(spec.sources), with_probes if spec.probed else None)
+    if spec.probed:
+        start_probing()
     weights = str(spec.weights) if spec.weights is not None else None
     target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps)
     target = scale_weights(target, seed) if spec.scale_weights else target
