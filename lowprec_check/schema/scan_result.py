@@ -62,7 +62,7 @@ SCHEMA = 1
 
 Evidence = Literal["measured", "predicted"]
 
-_MEASURED = (
+MEASURED = (
     "latency_ms",
     "latency",
     "peak_memory_bytes",
@@ -201,7 +201,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a predicted run with a measured time or memory."""
-        has_measured = any(getattr(self, name) is not None for name in _MEASURED)
+        has_measured = any(getattr(self, name) is not None for name in MEASURED)
         if self.evidence != "measured" and (has_measured or self.op_calls.are_timed):
             raise ValueError("a predicted run has no times and no memory: they would be those of another device")
 
