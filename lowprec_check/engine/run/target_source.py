@@ -63,6 +63,8 @@ class TargetSource:
         self.target, self.reload, self.name = target, reload, encodable(name or target.name)
         self.on_progress: OnProgress = lambda _run, _doing: None
         """Told what its runs do."""
+        self.search_step: tuple[str, str] | None = None
+        """What is shown in place of the steps of a run that a search makes."""
         self.best: Isolation = best or best_isolation(can_spawn=reload is not None)
         self.kept = kept or KeptWorker()
         """The worker that all tasks share, with ``isolation="shared"``."""
@@ -137,6 +139,10 @@ class TargetSource:
         batch = TargetSource(self.target.batch(number), reload, self._imports, self.best, self.kept, self.name)
         batch.on_progress = self.on_progress
         return batch
+
+    def report(self, run: str, doing: str) -> None:
+        """Show as progress what ``run`` is ``doing``, or the step of the search that it is made for."""
+        self.on_progress(*(self.search_step or (run, doing)))
 
     def close(self) -> None:
         """End the worker that tasks share, and free the pickled target."""
