@@ -52,7 +52,8 @@ from training_scripts import SCRIPTS, WRITTEN_FOR, rewritten, train
 from training_setups import SETUPS
 
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
-from lowprec_check.engine.run.target_source import TargetSpec, load_here
+from lowprec_check.engine.run.target_source import load_here
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS

@@ -20,7 +20,8 @@ from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_of
-from lowprec_check.engine.run.target_source import TargetSpec
+from lowprec_check.engine.run.target_source import load_spec
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.train.other_seeds import OtherSeeds
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
@@ -162,7 +163,7 @@ def test_what_is_computed_of_labels_is_computed_again(here: Path, write: Write) 
 @pytest.mark.parametrize("kind", ["a siamese network", "accumulation", "an encoder and a decoder"])
 def test_other_seeds_of_a_script_that_makes_several_calls(here: Path, write: Write, kind: str) -> None:
     write(HEAD + SCRIPTS[kind], "train.py")
-    target = TargetSpec("train.py", steps=2).load(0)
+    target = load_spec(TargetSpec("train.py", steps=2), 0)
     seeds = OtherSeeds(target, target.model, [target], 0, draws=False, keep_alive=lambda: None)
     before = {name: p.detach().clone() for name, p in target.model.named_parameters()}
     seeds.start(1)
