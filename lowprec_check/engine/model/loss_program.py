@@ -397,11 +397,3 @@ def _reaches(tensor: Tensor, trained: dict[int, nn.Parameter]) -> bool:
 def copy_of(tensor: Tensor) -> Tensor:
     """A copy that requires a gradient if ``tensor`` does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def sum_of(losses: Sequence[Tensor]) -> Tensor:
-    """One loss, as it is, or the sum of several."""
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total
