@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import msgspec
 
 from lowprec_check.analysis.conclusion import as_wanted
+from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation
 from lowprec_check.engine.run.target_spec import LOAD_SECONDS, OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError
@@ -50,8 +51,15 @@ class _Grown(Struct, frozen=True, tag="grown"):
 
     result: ScanResult | None = None
     planning: Planning | None = None
+    trial: SourceTrial | None = None
+
+    @property
+    def item(self) -> Any:
+        """Whichever it is."""
+        return self.result or self.planning or self.trial
 
 
+_FIELD_OF: dict[Any, str] = {ScanResult: "result", Planning: "planning", SourceTrial: "trial"}
 _Message = _Loaded | _Progressed | _Grown | Ended
 _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
@@ -64,7 +72,7 @@ _UNSENT = 74
 if TYPE_CHECKING:
     from lowprec_check.engine.run.target_source import TargetSource
 
-Item = TypeVar("Item", ScanResult, Planning)
+Item = TypeVar("Item", ScanResult, Planning, SourceTrial)
 Grow = Callable[..., Iterator[Item]]
 """Yields what has been found so far, as :func:`growing_scan` does; picklable for a fresh interpreter."""
 
@@ -98,6 +106,18 @@ def _growing_planning(source: TargetSource, isolation: Isolation | None, options
     from lowprec_check.engine.plan.planner import growing_planning
 
     yield from growing_planning(source, isolation, options)
+
+
+def try_source(
+    spec: TargetSpec,
+    options: ScanOptions,
+    isolation: Isolation | None,
+    grow: Grow[SourceTrial],
+    on_progress: OnProgress | None = None,
+) -> SourceTrial:
+    """Load ``spec`` with its changed sources, and return what ``grow`` finds. Raises as :func:`scan_file` does."""
+    *_, trial = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress).grow(grow)
+    return trial
 
 
 def _growing_changes(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Iterator[ScanResult]:
@@ -165,7 +185,7 @@ class _Session:
                     loaded = True
                     worker.set_timeout(float("inf"))
                 elif isinstance(message, _Grown):
-                    yield message.result or message.planning
+                    yield message.item
                 elif isinstance(message, Ended):
                     ended = message
                     worker.set_timeout(EXIT_SECONDS)
@@ -207,7 +227,7 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
         send(_Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))
         for item in grow(source, session.isolation, session.options):
-            send(_Grown(result=item) if isinstance(item, ScanResult) else _Grown(planning=item))
+            send(_Grown(**{_FIELD_OF[type(item)]: item}))
 
     atexit._clear()  # those of the command
     atexit.register(GUARDIAN.close)

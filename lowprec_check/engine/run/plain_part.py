@@ -36,6 +36,7 @@ from lowprec_check.engine.run.compiler_check import CompilerChecker
 from lowprec_check.engine.run.margin_part import FurtherCalls
 from lowprec_check.engine.run.messages import CallStarted, InputStarted, Measures, Send
 from lowprec_check.engine.run.preparation import OnBackend, as_standalone
+from lowprec_check.engine.run.process_memory import ProcessMemory
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
@@ -84,7 +85,10 @@ class Called(NamedTuple):
 class PlainPart:
     """Runs the plain part of ``task`` with the model ``ready``; sends what it finds."""
 
-    def __init__(self, task: RunTask, target: Target, ready: Prepared, send: Send) -> None:
+    def __init__(
+        self, task: RunTask, target: Target, ready: Prepared, send: Send, memory: ProcessMemory | None = None
+    ) -> None:
+        self._memory = memory
         self.task, self.target, self.ready, self._send = task, target, ready, send
         self._call = (ready, target.args, target.kwargs)
         self._snapshot = Snapshot(ready.model, target.inputs, parameters=task.changes_parameters)
@@ -153,10 +157,7 @@ class PlainPart:
             self._send(self.result)
         again = None
         if task.measured and not self.too_slow:
-            self._snapshot.rewind()
-            measured = measure_memory(*self._call, seed=task.seed)
-            self._add(peak_memory_bytes=measured.peak)
-            again = measured.output  # None if what was attached could change it
+            again = self._measure_memory()  # None if what was attached could change it
         if task.saves_reference:
             if again is None:
                 self._snapshot.rewind()
@@ -167,6 +168,23 @@ class PlainPart:
             if result.status == "nonfinite":
                 self._snapshot.rewind()
                 self._add(nonfinite_at=first_nonfinite(*self._call, task.seed))
+
+    def _measure_memory(self) -> Any:
+        """Send the memory of a call, and return its output."""
+        task, call = self.task, self.ready.call
+        held = peak = output = None
+        self._snapshot.rewind()
+        if self._memory is not None:
+            prepared = call.prepared if isinstance(call, OnBackend) else None
+            held = self._memory.peak(lambda: run_once(*self._call, task.seed), self.outputs.clear, prepared)
+            self._snapshot.rewind()
+        if not (isinstance(call, OnBackend) and task.device == "cpu"):
+            peak, output = measure_memory(*self._call, seed=task.seed)
+        if isinstance(call, OnBackend):
+            peak = call.memory(held if task.device == "cpu" else peak)
+            held = held and peak
+        self._add(peak_memory_bytes=peak, process_memory_bytes=held)
+        return output
 
     def try_further_inputs(self) -> None:
         """Keep further inputs, if this is the fp32 run; else try the model on them and send how it does, if it passes."""
