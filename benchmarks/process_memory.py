@@ -202,6 +202,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
     parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--models", help="those with this in their name")
+    parser.add_argument("--quick", action="store_true", help="without compilers")
     parser.add_argument("--serve", nargs=2)
     parser.add_argument("--scan")
     options = parser.parse_args()
@@ -209,13 +211,16 @@ def main() -> None:
         print(serve(*options.serve))
         return
     if options.scan:
-        print(json.dumps(scanned(options.scan, MODELS[options.scan])))
+        print(json.dumps(scanned(options.scan, QUICK if options.quick else MODELS[options.scan])))
         return
     end, found = time.monotonic() + options.seconds, []
-    for name, rows in MODELS.items():
+    for name, all_rows in MODELS.items():
+        rows = QUICK if options.quick else all_rows
         if time.monotonic() > end:
             break
-        column = json.loads(in_fresh_process("--scan", name) or "{}")
+        if options.models and options.models not in name:
+            continue
+        column = json.loads(in_fresh_process("--scan", name, *(["--quick"] if options.quick else [])) or "{}")
         fresh = {}
         for row in rows:
             said = in_fresh_process("--serve", name, row)

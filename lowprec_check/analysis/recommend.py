@@ -29,7 +29,7 @@ SMALLER = 0.9
 """A run saves memory if its peak is at most this part of fp32's."""
 
 SAME_MEMORY = 1.05
-"""Peaks within this factor are the same: memory is counted, but allocators differ."""
+"""Peaks within this factor are the same: allocators differ, and processes vary a little."""
 
 
 def recommend(
