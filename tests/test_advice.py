@@ -317,7 +317,9 @@ def test_a_wrong_output_of_a_backend_has_advice_of_its_own() -> None:
         for d in diagnose(a_result(reference, a_run("fp32", "inaccurate", backend="inductor", **wrong)))
         if d.code == "LP301"
     ]
-    assert plain.help == "use eager mode, and report this to the project of the backend", "no advice for low precision"
+    assert plain.help == "use eager mode, or another backend; report this to pytorch/pytorch", (
+        "no advice for low precision"
+    )
     check = CompilerCheck(
         verdict="worse", tensor=0, tensors=1, calls=1, exact="fp64", fp32_error=0.0, eager_error=0.0, compiled_error=0.5
     )

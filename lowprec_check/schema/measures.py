@@ -287,6 +287,61 @@ class CompilerCheck(Struct, frozen=True, kw_only=True):
     """What ``torch._inductor.compiler_bisector`` found."""
 
 
+# -- What a backend does on other inputs, to what it is given, and while it compiles
+
+InputChange = Literal["negated", "scaled", "reversed", "larger-batch", "resampled"]
+
+INPUT_CHANGES: dict[str, str] = {
+    "negated": "negated inputs",
+    "scaled": "inputs multiplied by 4",
+    "reversed": "inputs in reverse order",
+    "larger-batch": "a larger batch",
+    "resampled": "inputs with resampled values",
+}
+"""By name, on what a backend is compared with eager mode besides the inputs of the scan."""
+
+
+class ChangedInputs(Struct, frozen=True, kw_only=True):
+    """A run on a backend, on changed inputs, compared with eager mode in the same precision on the same inputs."""
+
+    change: InputChange
+    """How they differ from those of the scan."""
+    status: Status
+    """``ok`` if the backend is within the tolerance of eager mode, or at most :data:`FACTOR` times as far from the exact result."""
+    error: float | None = None
+    """rel_l2 between the backend and eager mode, or the share of integers that differ; ``None`` if it is not finite."""
+    eager_error: float | None = None
+    """Of eager mode against fp64, if the backend is not within the tolerance of it."""
+
+
+class CompilerRemark(Struct, frozen=True, kw_only=True):
+    """What a compiler said about a line of the model."""
+
+    kind: Literal["warning", "graph-break"]
+    """``graph-break``: Dynamo compiled what is before and after the line separately."""
+    text: str
+    """The first sentence of the warning, or the reason of the graph break."""
+    source: str | None = None
+    """``model.py:41``."""
+    count: int = 1
+    """How often."""
+
+
+class BackendCheck(Struct, frozen=True, kw_only=True):
+    """What a backend does otherwise than the model in eager mode in the same precision."""
+
+    inputs: list[ChangedInputs] = []
+    """The changed inputs that it was tried on."""
+    reason: str | None = None
+    """Why it was not tried on more."""
+    changed: list[str] = []
+    """Inputs and buffers, ``buffer bn.running_mean``, whose values after two calls differ from those after two calls in eager mode."""
+    dtypes: list[tuple[str, str]] = []
+    """The dtypes of output tensors in eager mode and on the backend, where they differ."""
+    remarks: list[CompilerRemark] = []
+    """Warnings and graph breaks, in the order in which they occurred."""
+
+
 # -- The magnitudes of the values that the ops of a module give, as counts by power of two
 
 SAMPLE = 1024

@@ -156,6 +156,7 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
         part.run()
         for what, measure in (
             ("measuring", part.measure),
+            ("comparing the backend with eager mode", part.check_backend),
             ("trying further inputs", part.try_further_inputs),
             ("the metric", part.compute_metric),
             ("checking the compiler", part.check_compiler),
