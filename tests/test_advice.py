@@ -255,7 +255,8 @@ def passing(precision: str, latency: float, error: float = 1e-3, **more: Any) ->
         ([passing("half", 0.9), passing("half", 0.2, 1e-4, backend="jit")], "half"),
         ([passing("half", 7.0, 1e-4), passing("bfloat16", 0.2)], "bfloat16"),
         ([passing("fp32", 5.0, backend="jit")], "fp32 · jit"),
-        ([passing("fp32", 5.0, backend="jit"), passing("half", 8.0)], "half"),
+        ([passing("fp32", 5.0, backend="jit"), passing("half", 8.0)], "fp32 · jit"),
+        ([passing("fp32", 9.9, backend="jit"), passing("half", 8.0)], "half"),
         ([passing("fp32", 5.0, backend="int8"), passing("half", 8.0)], "fp32 · int8"),
     ],
 )

@@ -27,8 +27,8 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
     Usual causes: the compiler computes a value in fp32 at one place and rounds it to 16 bits at another, so that two
     values that were equal in eager mode differ; a fault of the compiler.
 
-    What to do: run the part in eager mode (`torch.compiler.disable`), and report it to the project that the finding names, with
-    the pass. Or, if the finding says that `emulate_precision_casts` removes it, set that:
+    What to do: run the part in eager mode (`torch.compiler.disable`), and report it to the project that the finding
+    names, with the pass. Or, if the finding says that `emulate_precision_casts` removes it, set that:
 
         # before
         model = torch.compile(model)
@@ -118,7 +118,8 @@ def compiler_warning(result: ScanResult) -> Iterator[Finding]:
     """A compiler warned of a line of the model.
 
     Observed: while the model was prepared and called on its backend, a warning that eager mode does not give: that of
-    `torch.jit.trace` where Python code reads a value of a tensor, or one of another compiler. It is a warning if the run fails.
+    `torch.jit.trace` where Python code reads a value of a tensor, or one of another compiler. It is a warning if the
+    run fails.
 
     Usual causes: control flow, a number or an array of NumPy that depends on the data. A trace keeps the branch and the
     number of its example, for all inputs; a scan tries some, and the run fails if it is wrong on one.
@@ -138,12 +139,12 @@ def graph_break(result: ScanResult) -> Iterator[Finding]:
     """Dynamo could not compile a line, so that what is before and after it is compiled separately.
 
     Observed: the graph breaks that Dynamo recorded when the row was compiled. The code at the line runs in Python. What
-    this costs is not known without a model that has no breaks; the table of runs has the speed of the row with them.
+    this costs is not known without a model that has no breaks; the table of runs has the speed with them.
 
     Usual causes: control flow that depends on the data, `.item()`, NumPy, printing, and functions that Dynamo does not know.
 
-    What to do: use operators of tensors instead, or set the option that the reason names. `torch.compile(fullgraph=True)` raises
-    an exception at the first graph break:
+    What to do: use operators of tensors instead, or set the option that the reason names.
+    `torch.compile(fullgraph=True)` raises an exception at the first graph break:
 
         # before
         scale = float(y.abs().max())
