@@ -273,7 +273,8 @@ class Phases:
 def run_child(options: argparse.Namespace) -> None:
     """Scan one file and print what was found as one line of JSON."""
     phases = Phases()
-    from lowprec_check.engine.run.target_source import TargetSpec, load_here
+    from lowprec_check.engine.run.target_source import load_here
+    from lowprec_check.engine.run.target_spec import TargetSpec
     from lowprec_check.engine.scan import scan_target
     from lowprec_check.schema.options import ScanOptions
 

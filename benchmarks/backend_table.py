@@ -16,7 +16,7 @@ from tabulate import tabulate
 from lowprec_check.analysis.run_summary import memory_ratio
 from lowprec_check.analysis.speed import speed
 from lowprec_check.engine.core.installation import extension_problem
-from lowprec_check.engine.run.target_source import TargetSpec
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.session import scan_file
 from lowprec_check.report.blocks import SpeedOf, speed_of, speed_text
 from lowprec_check.schema.options import ScanOptions

@@ -25,7 +25,7 @@ from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
-from lowprec_check.engine.run.target_source import TargetSpec
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.session import scan_file
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import ScanOptions

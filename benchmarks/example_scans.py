@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.engine.run.target_source import TargetSpec
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.session import scan_file
 from lowprec_check.schema.options import ScanOptions
 

@@ -22,7 +22,8 @@ from tabulate import tabulate
 
 from lowprec_check import UsageError, apply
 from lowprec_check.engine.plan.planner import plan_target
-from lowprec_check.engine.run.target_source import TargetSource, TargetSpec
+from lowprec_check.engine.run.target_source import TargetSource, load_spec
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.schema.options import PlanOptions
 from lowprec_check.schema.plan import Plan
 
@@ -51,7 +52,7 @@ def plan_one(model: str, precision: str, options: dict[str, Any]) -> dict[str, A
     inputs = (shape_for(model.partition(":")[2], options["size"]),)
     limits = {"max_trials": options["max_trials"], "seconds": options["seconds"]}
     try:
-        target = TargetSpec(model, inputs).load(0)
+        target = load_spec(TargetSpec(model, inputs), 0)
         isolation = "fork" if options["device"] == "cpu" else "none"
         choice: dict[str, Any] = {"dtype": dtype, "base": base, "device": options["device"], **limits}
         found = plan_target(TargetSource(target), isolation, PlanOptions(**choice))
@@ -75,7 +76,7 @@ def plan_one(model: str, precision: str, options: dict[str, Any]) -> dict[str, A
 
 def holds(model: str, inputs: tuple[str, ...], plan: Plan) -> bool:
     """Whether the applied plan passes, found by running the model."""
-    target = TargetSpec(model, inputs).load(0)
+    target = load_spec(TargetSpec(model, inputs), 0)
     target.model.to(plan.device)
     args = [tensor.to(plan.device) for tensor in target.args]
     with torch.no_grad():

@@ -24,7 +24,8 @@ from torch import Tensor, nn
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.plan.planner import plan_target
-from lowprec_check.engine.run.target_source import TargetSource, TargetSpec
+from lowprec_check.engine.run.target_source import TargetSource, load_spec
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.schema.options import PlanOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "tests"))
@@ -83,11 +84,13 @@ def cases() -> Iterator[Case]:
     yield planted("resnet50", "layer1.2.conv1", "layer3.0.downsample.0", "layer4.1.conv2")
     yield planted("densenet121", "features.denseblock3.denselayer7.conv1")
     yield planted("vgg16_bn", "features.10", "classifier.3")
-    yield Case("examples/t5_feed_forward.py", TargetSpec("examples/t5_feed_forward.py").load(0), "fp16", "autocast")
-    spade = TargetSpec("examples/spade_decoder.py").load(0)
+    yield Case(
+        "examples/t5_feed_forward.py", load_spec(TargetSpec("examples/t5_feed_forward.py"), 0), "fp16", "autocast"
+    )
+    spade = load_spec(TargetSpec("examples/spade_decoder.py"), 0)
     yield Case("examples/spade_decoder.py without dot", spade, without_kernel=("aten.dot:bfloat16",))
     for name in ("mobilenet_v2", "mnasnet0_5", "efficientnet_b0"):
-        target = TargetSpec(f"torchvision:{name}", ("1x3x64x64",)).load(0)
+        target = load_spec(TargetSpec(f"torchvision:{name}", ("1x3x64x64",)), 0)
         yield Case(f"{name}, random weights", target, "fp16", "autocast")
 
 

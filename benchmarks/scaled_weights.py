@@ -33,7 +33,8 @@ from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model import weights
 from lowprec_check.engine.model.plain_run import output_tensors
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.target_source import TargetSpec
+from lowprec_check.engine.run.target_source import load_spec
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.schema.precisions import FP16
 
 LISTS = Path(__file__).parent / "zoo"
@@ -78,7 +79,7 @@ def measured(name: str, shapes: tuple[str, ...], way: str) -> Found:
     """The errors of a model in one of :data:`WAYS`."""
     if way in BOUNDS:
         weights.SMALLEST, weights.TARGET, weights.LARGEST = BOUNDS[way]
-    target = TargetSpec(name, shapes, None, way in BOUNDS).load(0)
+    target = load_spec(TargetSpec(name, shapes, None, way in BOUNDS), 0)
     references = called(target, torch.float32)
     sizes = [float(tensor.norm()) / math.sqrt(tensor.numel()) for tensor in references]
     errors: dict[str, float | None] = {}
@@ -151,7 +152,7 @@ def main() -> None:
     rows: dict[str, dict[str, Found]] = {}
     for name, shapes in models(options.only, options.limit):
         try:
-            model: Any = TargetSpec(name, shapes).load(0).model
+            model: Any = load_spec(TargetSpec(name, shapes), 0).model
             if sum(parameter.numel() for parameter in model.parameters()) > options.largest:
                 continue
             del model

@@ -772,6 +772,9 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "analyzed op by op only in part: {reason}": lambda c, reason: not c.run["complete"] and reason.rstrip(".") in f"{c.run['incomplete_because']} {(c.run['stopped_by'] or {}).get('type')}: {(c.run['stopped_by'] or {}).get('message')} the reason is not known (no message)",
         "{text}": lambda c, text: _says(c, {"the op-by-op analysis changed its output": lambda c: c.run["perturbed"], "not analyzed op by op": lambda c: not c.run["op_calls"]["op"]}, text),
     },
+    "one-call": {
+        "judged by one call, which took over 20 times as long as fp32's: {format} is not accelerated here (--thorough calls it again)": lambda c, format: c.run["judged_by_one_call"] and c.result["environment"][f"{format}_accelerated"] is False and not c.result["options"]["thorough"],
+    },
     "emulated": {"computed in fp32 and rounded in the analysis, as the kernels are too slow or crash: {ops}": lambda c, ops: ops == sorted(c.run["emulated"])},
     "not-called": {"{count} whose parameters no op read: {names}": lambda c, count, names: count == len(names) and any(names == run["uncalled_modules"] for run in c.low)},
     "gradients": _GRADIENTS,

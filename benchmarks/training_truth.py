@@ -38,7 +38,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from training_setups import SETUPS
 
-from lowprec_check.engine.run.target_source import TargetSpec, load_here
+from lowprec_check.engine.run.target_source import load_here
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import Run, ScanResult

@@ -15,7 +15,8 @@ from training_loops import sgd, trained, training
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.model.target import Target, make_target
-from lowprec_check.engine.run.target_source import TargetSpec
+from lowprec_check.engine.run.target_source import load_spec
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.train.other_seeds import OtherSeeds
 from lowprec_check.engine.train.spread import Spread
 from lowprec_check.engine.train.steps import Samples, Trajectory, batches_of
@@ -60,7 +61,7 @@ def seeds_of(target: Target, steps: int = 2, *, draws: bool = False) -> OtherSee
 
 def loaded(tmp_path: Path, text: str) -> Target:
     (tmp_path / "seeded.py").write_text(text, encoding="utf-8")
-    return TargetSpec(str(tmp_path / "seeded.py")).load(0)
+    return load_spec(TargetSpec(str(tmp_path / "seeded.py")), 0)
 
 
 def values(model: nn.Module) -> list[Tensor]:

@@ -27,7 +27,8 @@ from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.planner import plan_target
-from lowprec_check.engine.run.target_source import TargetSource, TargetSpec
+from lowprec_check.engine.run.target_source import TargetSource, load_spec
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.session import plan_file
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.plan import plan_document
@@ -218,7 +219,7 @@ def test_spade_decoder_without_a_dot_kernel(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def check_code_equals_apply(spec: str, plan: Plan) -> None:
-    target = TargetSpec(spec).load(0)
+    target = load_spec(TargetSpec(spec), 0)
     with torch.no_grad():
         torch.manual_seed(0)
         expected = apply(target.model, plan)(*target.args, **target.kwargs)
@@ -282,7 +283,7 @@ def test_a_torchvision_model_gets_a_plan(name: str) -> None:
     *_, planning = plan_file(spec, PlanOptions(dtype="fp16", base="autocast", max_trials=40))
     plan = planning.plan
     assert plan is not None
-    target = spec.load(0)
+    target = load_spec(spec, 0)
     assert passes(target.model, target.args[0], plan, plan.keep_fp32)
     assert plan.minimal or plan.unconfirmed or plan.stopped == "after 40 trials (--max-trials)"
 

@@ -20,7 +20,7 @@ from lowprec_check.engine.run import timed_runs, turns
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.timed_runs import TimedRuns
-from lowprec_check.process import Isolation
+from lowprec_check.process import Isolation, system
 
 Write = Callable[..., Path]
 
@@ -36,7 +36,7 @@ def whole_turns(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without load, in forks and this process."""
-    monkeypatch.setattr(turns, "longest_wait", lambda: None)
+    monkeypatch.setattr(system, "longest_wait", lambda: None)
 
 
 def timed(

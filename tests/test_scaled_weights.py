@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.weights import HEALTHY, LARGEST, NOTE, SMALLEST, TARGET, scale_weights
-from lowprec_check.engine.run.target_source import TargetSpec
+from lowprec_check.engine.run.target_source import load_spec
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -180,7 +181,7 @@ def test_weights_of_a_file_are_not_scaled(tmp_path: Path) -> None:
     (tmp_path / "m.py").write_text("import torch\nmodel = torch.nn.Linear(4, 4)\ninputs = torch.randn(2, 4)\n")
     spec = TargetSpec(str(tmp_path / "m.py"), (), tmp_path / "w.pt", scale_weights=True)
     with pytest.raises(UsageError, match="loaded from a file"):
-        spec.load(0)
+        load_spec(spec, 0)
 
 
 def test_a_model_that_fails_is_named() -> None:
@@ -195,7 +196,7 @@ def test_each_load_gives_the_same_weights(tmp_path: Path) -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            models.append(TargetSpec(str(file), scale_weights=True).load(0).model)
+            models.append(load_spec(TargetSpec(str(file), scale_weights=True), 0).model)
     finally:
         torch.set_num_threads(before)
     one, two = models

@@ -300,7 +300,8 @@ def test_public_names_are_imported_lazily() -> None:
 @pytest.mark.slow
 def test_spawned_workers_load_the_target_again(tmp_path: Path) -> None:
     """If a process cannot fork, as with an accelerator in use."""
-    from lowprec_check.engine.run.target_source import TargetSpec, load_here
+    from lowprec_check.engine.run.target_source import load_here
+    from lowprec_check.engine.run.target_spec import TargetSpec
     from lowprec_check.engine.scan import scan_target
     from lowprec_check.schema.options import ScanOptions
 

@@ -24,7 +24,8 @@ from lowprec_check.engine.run import worker
 from lowprec_check.engine.run.isolation import isolation_on
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import Send
-from lowprec_check.engine.run.target_source import TargetSource, TargetSpec, load_here
+from lowprec_check.engine.run.target_source import TargetSource, load_here
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.run.tasks import RunTask, open_task_files
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.engine.trace import journal

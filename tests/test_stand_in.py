@@ -24,7 +24,8 @@ from lowprec_check.engine.core.dispatch_mode import DispatchMode
 from lowprec_check.engine.machine import machine_for
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.run.isolation import isolated
-from lowprec_check.engine.run.target_source import TargetSpec, load_here
+from lowprec_check.engine.run.target_source import load_here
+from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.engine.stand_in import stand_in_process
 from lowprec_check.engine.stand_in.device_kernels import StandInKernels

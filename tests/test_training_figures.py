@@ -131,7 +131,16 @@ class Dropped(Noisy):
         return self.b(torch.relu(dropout(self.a(x))[0]))
 
 
-@pytest.mark.parametrize("kind", [Noisy, Dropped])
+class OwnGenerator(Noisy):
+    """Draws twice from a generator that it makes in each call."""
+
+    def forward(self, x: Tensor) -> Any:
+        generator = torch.Generator().manual_seed(3)
+        first, second = (torch.rand(64, generator=generator) for _ in range(2))
+        return self.b(torch.relu(dropout(self.a(x))[0]) * (first - second).to(x.dtype))
+
+
+@pytest.mark.parametrize("kind", [Noisy, Dropped, OwnGenerator])
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast-bf16"])
 def test_gradients_are_compared_for_the_same_random_numbers(kind: type[nn.Module], precision: str) -> None:
     model = kind()

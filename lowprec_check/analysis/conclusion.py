@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, NamedTuple, get_args
 
 import msgspec
@@ -13,7 +14,7 @@ from lowprec_check.analysis.statements.advice import basis
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_advice import recommend_training
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
-from lowprec_check.schema.scan_result import Diagnostic, ScanResult, skipped
+from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult, skipped
 
 
 def conclude(result: ScanResult) -> ScanResult:
@@ -46,19 +47,30 @@ def wanted_runs(result: ScanResult) -> list[RunKey]:
     return list(dict.fromkeys([reference, *asked]))
 
 
+def as_wanted(result: ScanResult, runs: Sequence[Run]) -> list[Run]:
+    """``runs`` of ``result`` in the order of :func:`wanted_runs`, whatever the order in which they were made; a plan is last."""
+    order = {key: place for place, key in enumerate(wanted_runs(result))}
+    return sorted(runs, key=lambda run: order.get(run.key, len(order)))
+
+
 def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
     """Like :func:`conclude` for a scan that ended early: the missing runs are ``skipped`` for ``reason``.
 
-    Calls that were not yet taken in rounds are not compared: what else the machine did may have slowed them down. ``None`` if no run but the reference has finished.
+    ``None`` if no run but the reference has finished.
     """
     done = {run.key for run in result.runs}
     if len(done) < 2:
         return None
-    runs = result.runs
-    if result.timing_conditions is None:
-        runs = [msgspec.structs.replace(run, latency_ms=None) for run in runs]
+    result = without_early_times(result)
     missing = [skipped(key, reason, result.evidence) for key in wanted_runs(result) if key not in done]
-    return conclude(msgspec.structs.replace(result, runs=[*runs, *missing]))
+    return conclude(msgspec.structs.replace(result, runs=as_wanted(result, [*result.runs, *missing])))
+
+
+def without_early_times(result: ScanResult) -> ScanResult:
+    """``result`` without times of calls that were not yet taken in rounds: what else the machine did may have slowed them down."""
+    if result.timing_conditions is not None:
+        return result
+    return msgspec.structs.replace(result, runs=[msgspec.structs.replace(run, latency_ms=None) for run in result.runs])
 
 
 # -- Whether a scan fails, by ``--fail-on``: what its exit code says, and its JUnit report

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -120,8 +121,9 @@ def best_of(
 ) -> Run:
     """The best of ``passed``, which is not empty, by the rules of :func:`recommend`; ``error_of`` says how far it is from fp32."""
     if prefer == "memory":
-        least = min(run.peak_memory_bytes or float("inf") for run in passed)
-        passed = [run for run in passed if (run.peak_memory_bytes or float("inf")) <= SAME_MEMORY * least]
+        ratios = [(run, memory_ratio(run, runs) or math.inf) for run in passed]
+        least = min(ratio for _, ratio in ratios)
+        passed = [run for run, ratio in ratios if ratio <= SAME_MEMORY * least]
     elif prefer == "accuracy":
         least = min(map(error_of, passed))
         passed = [run for run in passed if error_of(run) <= least]

@@ -34,11 +34,24 @@ def is_plan_of(plan: Run, run: Run) -> bool:
     return (plan.base, plan.backend, plan.memory_format) == (run.precision, run.backend, run.memory_format)
 
 
+LEAST_MEMORY = 4 << 20
+"""Bytes below which the memory of processes is not compared: allocators and libraries keep a few megabytes, more or less."""
+
+
+def memory_of(run: Run) -> int | None:
+    """Peak bytes of the run: what its process holds, or if that was not measured, of its tensors."""
+    return run.process_memory_bytes or run.peak_memory_bytes
+
+
 def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
-    """This run's peak memory over fp32's."""
+    """This run's peak memory over fp32's, of figures of one kind: of processes if both have them, else of tensors."""
     reference = reference_of(runs)
-    fp32 = reference.peak_memory_bytes if reference else None
-    return run.peak_memory_bytes / fp32 if fp32 and run.peak_memory_bytes else None
+    if reference is None:
+        return None
+    if run.process_memory_bytes and reference.process_memory_bytes:
+        return max(run.process_memory_bytes, LEAST_MEMORY) / max(reference.process_memory_bytes, LEAST_MEMORY)
+    mine, fp32 = run.peak_memory_bytes, reference.peak_memory_bytes
+    return mine / fp32 if mine and fp32 else None
 
 
 def error_of(run: Run) -> float:

@@ -82,12 +82,13 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str) -> _Updates:
     if class_code:
         updater = class_code.partition(":")[0].removeprefix("class ")
         make = "optimizer" if made == "optimizer(parameters)" else f"lambda parameters: {made}"
-        arguments = ", ".join(filter(None, ("parameters", make, scaler)))
-        before = [f"updater = {updater}({arguments})"]
+        arguments = ", ".join(filter(None, ("parameters", make, scaler and "scaler")))
+        before = [*([f"scaler = {scaler}"] if scaler else []), f"updater = {updater}({arguments})"]
         for clip in clips:
             own = clip.replace("(parameters", '([p for group in optimizer.param_groups for p in group["params"]]', 1)
             before.append(f"updater.optimizer.register_step_pre_hook(lambda optimizer, *_: {own} and None)")
-        return _Updates(before, "updater.zero_grad()", "updater.backward(step_loss)", ["updater.step()"])
+        step = ["updater.step()", *(["scaler.update()"] if scaler else [])]
+        return _Updates(before, "updater.zero_grad()", "updater.backward(step_loss)", step)
     is_own = _uses_optimizer(way, setup)
     name = "optimizer" if setup.default_optimizer or is_own else "updater"  # the file's own `optimizer` is a function
     before = [] if is_own else [f"{name} = {made}", *way.declared.optimizer_code(name)]

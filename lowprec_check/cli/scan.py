@@ -99,7 +99,7 @@ def scan(
 
     check_codes([*options.select, *options.ignore])
     with stdout_kept(), progress(quiet) as shown:
-        from lowprec_check.engine.run.target_source import TargetSpec
+        from lowprec_check.engine.run.target_spec import TargetSpec
         from lowprec_check.engine.session import scan_file
 
         arguments, steps = script_arguments(context), options.training_steps
@@ -218,7 +218,7 @@ def plan(
     """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16 bits."""
     check_writable(save, "--save")
     with stdout_kept(), progress(quiet) as shown:
-        from lowprec_check.engine.run.target_source import TargetSpec
+        from lowprec_check.engine.run.target_spec import TargetSpec
         from lowprec_check.engine.session import plan_file
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))

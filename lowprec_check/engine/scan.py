@@ -11,10 +11,10 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
-from lowprec_check.analysis.conclusion import conclude, wanted_runs
+from lowprec_check.analysis.conclusion import as_wanted, conclude, wanted_runs
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.catalog.versions import release_of
-from lowprec_check.engine.machine import machine_for, prepared_runs, version
+from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, version
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
@@ -24,15 +24,15 @@ from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
-from lowprec_check.engine.run.target_source import OnProgress, TargetSource
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_spec import OnProgress
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import replaced
 from lowprec_check.schema.called_with import called_with
-from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.options import Names, ScanOptions, option
-from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -117,7 +117,7 @@ def growing_scan(source: TargetSource, isolation: Isolation | None, options: Sca
         options.device_name,
         lambda: machine_for(options.device_name, options.torch_version, predict=options.predict),
     )
-    settings = run_options(options, machine.runs_on, machine.predicted)
+    settings = run_options(options, machine)
     if settings.steps:
         importlib.import_module("torch._dynamo")  # optimizers import it, which takes a second in each fork
     target = source.target
@@ -140,12 +140,12 @@ def growing_scan(source: TargetSource, isolation: Isolation | None, options: Sca
             runs=[fp32],
         )
         yield result
-        for key in wanted_runs(result)[1:]:
+        for key in sorted(wanted_runs(result)[1:], key=lambda key: target_runs.is_slow(key.precision)):
             run = target_runs.run(key.precision, key.backend, key.memory_format)
             run = checked_on(further, with_ablation(target_runs, run))
             result = msgspec.structs.replace(
                 result,
-                runs=[*result.runs, run],
+                runs=as_wanted(result, [*result.runs, run]),
                 options=options.saved(target_runs.isolation),
                 source_lines=result.source_lines | texts_of_lines(_lines_named_by(run), source.name),
             )
@@ -177,8 +177,9 @@ def check_options(options: ScanOptions) -> None:
     check_codes([*options.select, *options.ignore])
 
 
-def run_options(options: ScanOptions, device: str, predicted: PredictedDevice | None) -> RunOptions:
-    """The options of each run, on the resolved ``device``, which may stand for one that is not here."""
+def run_options(options: ScanOptions, machine: Machine) -> RunOptions:
+    """The options of each run on ``machine``, whose device may stand for one that is not here."""
+    predicted, formats = machine.predicted, [low.short for low in LOW_FORMATS]
     if predicted is not None and options.train:
         raise UsageError(
             f"Training is not predicted: {predicted.name} is not here.",
@@ -187,7 +188,7 @@ def run_options(options: ScanOptions, device: str, predicted: PredictedDevice | 
     if predicted is not None and options.scenario is not None:
         raise UsageError("A prediction has no times, so no scenario.", "Leave out --scenario.")
     return RunOptions(
-        device=device,
+        device=machine.runs_on,
         predicted=predicted,
         budget=options.budget,
         errors=options.errors,
@@ -202,6 +203,11 @@ def run_options(options: ScanOptions, device: str, predicted: PredictedDevice | 
         batches=options.batches,
         timed=options.times == "on",
         steps=options.training_steps,
+        slow_formats=frozenset(
+            name
+            for name in formats
+            if not options.thorough and predicted is None and machine.environment[f"{name}_accelerated"] is False
+        ),
     )
 
 

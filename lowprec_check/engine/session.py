@@ -1,6 +1,7 @@
 """Scans and plans in a process of its own: whatever the user's file does to it, this process reports what was finished.
 
-The process loads the target and starts the workers. Its messages are encoded by msgspec: nothing that it sends is unpickled.
+The process loads the target and starts the workers. Its messages are encoded by msgspec: nothing that it sends is unpickled. This process does
+not import torch: both would wait for it.
 """
 
 from __future__ import annotations
@@ -12,17 +13,14 @@ import functools
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import msgspec
 
-from lowprec_check.engine.plan.planner import growing_planning
+from lowprec_check.analysis.conclusion import as_wanted
+from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation
-from lowprec_check.engine.run.launcher import LOAD_SECONDS
-from lowprec_check.engine.run.messages import Loaded
-from lowprec_check.engine.run.place_log import model_line, note_model
-from lowprec_check.engine.run.target_source import OnProgress, TargetSource, TargetSpec, load_here
-from lowprec_check.engine.scan import check_options, growing_scan
+from lowprec_check.engine.run.target_spec import LOAD_SECONDS, OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
@@ -37,6 +35,10 @@ from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 
+class _Loaded(Struct, frozen=True, tag="loaded"):
+    """The target is loaded."""
+
+
 class _Progressed(Struct, frozen=True, tag="progress"):
     """The run that goes on, and its step."""
 
@@ -49,9 +51,16 @@ class _Grown(Struct, frozen=True, tag="grown"):
 
     result: ScanResult | None = None
     planning: Planning | None = None
+    trial: SourceTrial | None = None
+
+    @property
+    def item(self) -> Any:
+        """Whichever it is."""
+        return self.result or self.planning or self.trial
 
 
-_Message = Loaded | _Progressed | _Grown | Ended
+_FIELD_OF: dict[Any, str] = {ScanResult: "result", Planning: "planning", SourceTrial: "trial"}
+_Message = _Loaded | _Progressed | _Grown | Ended
 _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 EXIT_SECONDS = 5.0
@@ -60,7 +69,10 @@ EXIT_SECONDS = 5.0
 _UNSENT = 74
 """Exit code of a process that could not send its messages: ``EX_IOERR`` of ``sysexits.h``."""
 
-Item = TypeVar("Item", ScanResult, Planning)
+if TYPE_CHECKING:
+    from lowprec_check.engine.run.target_source import TargetSource
+
+Item = TypeVar("Item", ScanResult, Planning, SourceTrial)
 Grow = Callable[..., Iterator[Item]]
 """Yields what has been found so far, as :func:`growing_scan` does; picklable for a fresh interpreter."""
 
@@ -73,27 +85,47 @@ def scan_file(
     ``options.budget`` limits the time to load, too. Raises :class:`UsageError` for what the user can fix, and
     :class:`ProcessLostError` if the process ends after it has loaded the target.
     """
-    check_options(options)
     runs: dict[RunKey, Run] = {}
     session = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress)
     for result in session.grow(_growing_changes):
         for run in result.runs:
             known = runs.get(run.key)
             runs[run.key] = run if known is None else msgspec.structs.replace(run, op_calls=known.op_calls)
-        yield msgspec.structs.replace(result, runs=list(runs.values()))
+        whole = msgspec.structs.replace(result, runs=list(runs.values()))
+        yield msgspec.structs.replace(whole, runs=as_wanted(whole, whole.runs))
 
 
 def plan_file(
     spec: TargetSpec, options: PlanOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
 ) -> Iterator[Planning]:
     """Load ``spec`` and search for its plan; yield what was found after each base. Raises as :func:`scan_file` does."""
-    yield from _Session(spec, options, isolation, options.seconds, on_progress).grow(growing_planning)
+    yield from _Session(spec, options, isolation, options.seconds, on_progress).grow(_growing_planning)
+
+
+def _growing_planning(source: TargetSource, isolation: Isolation | None, options: PlanOptions) -> Iterator[Planning]:
+    from lowprec_check.engine.plan.planner import growing_planning
+
+    yield from growing_planning(source, isolation, options)
+
+
+def try_source(
+    spec: TargetSpec,
+    options: ScanOptions,
+    isolation: Isolation | None,
+    grow: Grow[SourceTrial],
+    on_progress: OnProgress | None = None,
+) -> SourceTrial:
+    """Load ``spec`` with its changed sources, and return what ``grow`` finds. Raises as :func:`scan_file` does."""
+    *_, trial = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress).grow(grow)
+    return trial
 
 
 def _growing_changes(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Iterator[ScanResult]:
     """The result after each run; ``runs`` has only those that are new, and those that have changed, without the op calls that
     were sent before.
     """
+    from lowprec_check.engine.scan import growing_scan
+
     sent: dict[RunKey, Run] = {}
     for result in growing_scan(source, isolation, options):
         changed = [run for run in result.runs if sent.get(run.key) is not run]
@@ -117,7 +149,7 @@ class _Session:
         check_isolation(self.isolation)
         best = best_isolation(can_spawn=True)
         if (self.isolation or best) == "none":
-            source = load_here(self.spec, self.options.seed)
+            source = _load(self.spec, self.options)
             source.on_progress = self.on_progress or source.on_progress
             yield from grow(source, self.isolation, self.options)
             return
@@ -142,16 +174,18 @@ class _Session:
             for event in supervisor.events():
                 if isinstance(event, StateEvent):
                     if event.state != "running" and ended is None:
+                        from lowprec_check.engine.run.place_log import model_line
+
                         self._raise_loss(event, loaded, model_line(read_shared(log)))
                     if self.on_progress is not None:
                         self.on_progress(*step)
                     continue
                 message = event.message
-                if isinstance(message, Loaded):
+                if isinstance(message, _Loaded):
                     loaded = True
                     worker.set_timeout(float("inf"))
                 elif isinstance(message, _Grown):
-                    yield message.result or message.planning
+                    yield message.item
                 elif isinstance(message, Ended):
                     ended = message
                     worker.set_timeout(EXIT_SECONDS)
@@ -185,13 +219,15 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
         send_bytes(encoded(message, msgspec.msgpack.encode))
 
     def load_and_grow() -> None:
+        from lowprec_check.engine.run.place_log import note_model
+
         note_model(log, _packages_named_by(session.spec.name))
         with _logged_ends(log):
-            source = load_here(session.spec, session.options.seed)
-        send(Loaded())
+            source = _load(session.spec, session.options)
+        send(_Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))
         for item in grow(source, session.isolation, session.options):
-            send(_Grown(result=item) if isinstance(item, ScanResult) else _Grown(planning=item))
+            send(_Grown(**{_FIELD_OF[type(item)]: item}))
 
     atexit._clear()  # those of the command
     atexit.register(GUARDIAN.close)
@@ -201,6 +237,16 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
     except Exception:
         os._exit(_UNSENT)
     atexit._run_exitfuncs()
+
+
+def _load(spec: TargetSpec, options: ScanOptions | PlanOptions) -> TargetSource:
+    """The source of the target; raises :class:`UsageError` for what the user can fix, in the options first."""
+    from lowprec_check.engine.run.target_source import load_here
+    from lowprec_check.engine.scan import check_options
+
+    if isinstance(options, ScanOptions):
+        check_options(options)
+    return load_here(spec, options.seed)
 
 
 def _packages_named_by(name: str) -> list[str]:

@@ -6,12 +6,14 @@ Tests stop clocks (freezegun) and replace functions such as ``os.kill``; models 
 from __future__ import annotations
 
 import builtins
+import contextlib
 import importlib.util
 import os
 import select
 import time
 from collections.abc import Sequence
 from importlib.machinery import BuiltinImporter
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -58,6 +60,32 @@ def thread_time() -> float:
 def sleep(seconds: float) -> None:
     """Wait."""
     _TIME.sleep(seconds)
+
+
+# -- Waiting for a core
+#
+# Linux counts the time between when a thread could run and when it ran: other threads use the cores meanwhile.
+
+
+def longest_wait() -> float | None:
+    """Seconds that the threads of this process have waited for a core, the largest of them; ``None`` if the system does not tell."""
+    waited = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir("/proc/self/task"):
+            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
+                waited.append(_waited(f"/proc/self/task/{thread}/schedstat"))
+    return max(waited, default=None)
+
+
+def own_wait() -> float | None:
+    """The same of the calling thread."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        return _waited("/proc/thread-self/schedstat")
+    return None
+
+
+def _waited(file: str) -> float:
+    return int(Path(file).read_text(encoding="ascii").split()[1]) / 1e9
 
 
 # -- Waiting for other processes

@@ -13,7 +13,7 @@ from lowprec_check.schema.registry import choices
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Statement, counted, percent, shown
 from lowprec_check.schema.training import BEYOND, ParameterGradient, TrainingSetup, TrainingWay
-from lowprec_check.schema.ways_to_train import WAYS
+from lowprec_check.schema.ways_to_train import WAYS, way_named
 
 _GRADIENTS = (
     Column("parameter"),
@@ -51,6 +51,7 @@ def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[B
     yield Heading("Gradients of the first step, without loss scaling", anchor="gradients")
     yield from _items(said, "gradients", first=("warn",))
     yield from _items(said, "loss-scale", first=("warn", "none"))
+    yield from _items(said, "scale-growth", first=())
     yield from _gradients(result)
     yield Heading("Lost updates", anchor="lost")
     yield from _items(said, "lost-updates", first=("warn", "none"))
@@ -122,6 +123,12 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
         rows = others if news else [*reference, *others]
         table = Table(columns, rows, "ways to train", headings=2).with_content()
         yield Fold(", ".join(parts), [table], detail="more")
+    untried: dict[str, dict[str, None]] = {}
+    for run in result.runs:
+        for name, why in (run.training.untried if run.training is not None else {}).items():
+            untried.setdefault(why, {})[way_named(name).words] = None
+    for why, words in untried.items():
+        yield Say(f"not tried: {', '.join(words)} ({why})", role="hint", detail="more")
     band = _band(setup)
     if band:
         yield Say(band, role="hint", detail="more")

@@ -93,6 +93,16 @@ class Backend:
         """
         raise NotImplementedError
 
+    def memory(self, prepared: Any, measured: int | None) -> int | None:
+        """Bytes that serving ``prepared`` (what :meth:`prepare` returned) takes at the peak of a call; ``None`` if that is not known.
+
+        What is not known is shown as "–" and decides no recommendation. ``measured`` is right for every runtime that holds its
+        memory in its process: on the CPU, what a process with ``prepared`` alone holds beyond one that has loaded torch and the
+        model's file, but no model; weights of the model count only if ``prepared`` refers to them. On an accelerator, it is what
+        torch's allocator reports. Override this method for a runtime that holds memory elsewhere.
+        """
+        return measured
+
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
         """The errors of the layers of what :meth:`prepare` returned, for a backend that quantizes; called after it ran."""
         return []

@@ -229,6 +229,11 @@ class ScanOptions(DeclaredOptions):
     times: Literal["on", "off"] = option(
         "on", "Call all runs in turns, to compare their times with fp32. off saves some seconds, in a CI for example."
     )
+    thorough: bool = option(
+        False,
+        "Run every precision as often as those that the device accelerates. Otherwise one whose first call takes 20 times as long as "
+        "fp32's, and that is not accelerated, is judged by this call.",
+    )
     scenario: Scenario | None = option(
         None,
         "Also time every run as it is served: offline (the inputs on all cores) or realtime (batches of 1, in several "
@@ -297,6 +302,38 @@ class ScanOptions(DeclaredOptions):
             name: getattr(self, name) for name, _, _, declared in declared_in(ScanOptions) if declared.saved
         } | chosen
         return {"isolation": isolation} | {k: list(v) if isinstance(v, tuple) else v for k, v in named.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class FixOptions(DeclaredOptions):
+    """What a patch must make pass, and how long it is searched; the options of ``lowprec-check fix``."""
+
+    precisions: Names = option(
+        None,
+        "Precisions that must pass with the patch.",
+        unset="all that fail",
+        flags=("--precision", "-p"),
+        names=low_names,
+        registry=PRECISIONS,
+    )
+    device: DeviceName = _device()
+    tolerance: float | None = _tolerance()
+    further_inputs: int | None = option(
+        None, "Try the patch on so many further inputs. 0: on none.", unset="as many as a scan", metavar="N", least=0
+    )
+    seconds: float | None = option(
+        None,
+        "Seconds for the search after the scan.",
+        unset="as many as the scan took, but at least 20",
+        flags=("--budget",),
+        above=0.0,
+    )
+    include_packages: bool = option(
+        False, "Also change calls of installed packages, in the file of the user's that makes them."
+    )
+    plan: bool = option(False, "Also search for modules to keep in fp32, and compare.")
+    seed: int = _seed()
+    without_kernel: Words = _without_kernel()
 
 
 @dataclass(frozen=True, kw_only=True)

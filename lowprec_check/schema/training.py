@@ -139,6 +139,8 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     """Peak bytes of a step, if the first way fails and this one passes; that of the first way is the run's."""
     skipped_steps: int = 0
     """Steps that ``GradScaler`` skipped, because gradients overflowed."""
+    scales: list[float] = []
+    """The loss scale of ``GradScaler`` in each step that it did not skip; empty without one."""
     initial_scale: float | None = None
     """The loss scale of a ``GradScaler`` before the first step; ``None`` without one."""
     final_scale: float | None = None
@@ -257,6 +259,8 @@ class TrainingRun(Struct, frozen=True, kw_only=True):
     """Of the first way; empty if everything is in fp32."""
     loss_scale: LossScale | None = None
     """A loss scale to start with; ``None`` if none is suggested."""
+    untried: dict[str, str] = {}
+    """By the name of a way to train that was not tried in this precision: why."""
     epsilon: list[EpsilonCheck] = []
     """For weights in fp16, if the optimizer has an ``eps``."""
 

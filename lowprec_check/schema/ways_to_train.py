@@ -65,14 +65,17 @@ class WayToTrain:
     """The initial scale of a ``GradScaler``; ``None`` without one."""
     updater: Callable[[], Callable[..., Updates]] | None = None
     """Imports torch, defines one class and returns it: the class is run, and its text is printed as code to paste. It is called with the
-    parameters of the model, a function that makes an optimizer of parameters, and a ``GradScaler`` if there is a scale.
+    parameters of the model, a function that makes an optimizer of parameters, and a ``GradScaler`` if there is a scale, whose
+    ``update()`` the loop calls.
     """
     weights: Callable[[Any], list[Any]] = _of_the_model
     """The weights that are trained: those of the model, or what is kept of them in more bits, in the order of the parameters."""
     is_random: bool = False
     """Whether it rounds at random: the weights are right on average, so their distance from those of fp32 is not judged."""
     one_context: bool = False
-    """Whether autocast is entered once, around all steps; the loss is scaled as in the usual way."""
+    """Whether autocast is entered once, around all steps."""
+    usual_scale: bool = False
+    """Whether the loss is scaled as in the usual way of the precision."""
     is_trap: bool = False
     """Whether it is tried to show that it fails, and never recommended."""
     trial: Trial = "each run"
@@ -89,9 +92,9 @@ class WayToTrain:
         kind, scales = self.kinds is None or precision.kind in self.kinds, self.scale or self.trial == "suggested scale"
         return kind and self.dtype in (None, precision.format.name) and (precision.format.underflows or not scales)
 
-    def supports(self, optimizer: Any) -> bool:
-        """Whether it can be tried with ``optimizer``."""
-        return True
+    def why_not(self, optimizer: Any) -> str:
+        """Why it cannot be tried with ``optimizer``, which has made no step; empty if it can."""
+        return ""
 
     def updates(self, model: Any, make: Callable[..., Any], scaler: Any = None) -> Updates:
         """What updates the parameters of ``model``; ``make(parameters)`` makes an optimizer."""
@@ -132,5 +135,5 @@ def ways_of(precision: Precision, steps: int) -> list[WayToTrain]:
     tried = (
         way for way in WAYS if way.trial == "each run" and way.suits(precision) and (steps > 1 or not way.one_context)
     )
-    others = (dataclasses.replace(way, scale=usual.scale) if way.one_context else way for way in tried)
+    others = (dataclasses.replace(way, scale=usual.scale) if way.usual_scale else way for way in tried)
     return [usual, *(way for way in others if way.name != usual.name)]

@@ -72,7 +72,7 @@ def trained_weights(updates: Any) -> list[Tensor]:
 
 
 def extension_ways(optimizer: Any) -> list[str]:
-    return [way.name for way in WAYS if way.trial == "own process" and way.supports(optimizer)]
+    return [way.name for way in WAYS if way.trial == "own process" and not way.why_not(optimizer)]
 
 
 def gradients(parameters: list[Any], step: int) -> list[Tensor]:

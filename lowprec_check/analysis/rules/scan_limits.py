@@ -72,7 +72,8 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
 
     Usual causes: those of LP106 (slow kernel) and LP107 (crash).
 
-    What to do: fix that finding, if there is one for this op. If the op is only slow, raise the time budget:
+    What to do: fix that finding, if there is one for this op. If the op is only slow, raise the time budget, or add `--thorough` if the
+    run was judged by one call:
 
         # before
         lowprec-check scan mymodel.py
@@ -85,7 +86,8 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
             if counts[op]:
                 message = say("computed in fp32 and rounded: {reason:text}", reason=reason)
                 crashes = any(gap.kind == "crash" and gap.op == op for gap in run.gaps)
-                advice = "see LP107 of this op" if crashes else "raise the time budget: --budget"
+                more = "--thorough" if run.judged_by_one_call else "raise the time budget: --budget"
+                advice = "see LP107 of this op" if crashes else more
                 yield Finding(message, run=run, op=op, help=advice, calls=counts[op], timed=not crashes)
 
 

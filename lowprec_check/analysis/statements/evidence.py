@@ -344,6 +344,15 @@ def one_core(run: Run, result: ScanResult) -> Made:
     return Said(plain("compared with fp32 on one core, since other programs used the others"), "warn")
 
 
+@per_run("one-call", "times")
+def one_call(run: Run, result: ScanResult) -> Made:
+    """A run that was not called again after a call that took many times as long as fp32's."""
+    if not run.judged_by_one_call or run.format is None:
+        return None
+    words = "judged by one call, which took over 20 times as long as fp32's: {format:text} is not accelerated here (--thorough calls it again)"
+    return Said(say(words, format=run.format.short), "warn")
+
+
 @per_run("noisy", "times", disproof="another scan on a quiet machine")
 def noisy(run: Run, result: ScanResult) -> Made:
     """A run whose speed cannot be told."""

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from math import frexp
+from math import floor, frexp, log2
 
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import reference_of
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.training_advice import FEW, keeps_weights
-from lowprec_check.analysis.training_status import Lost, distance_limit, first_way, remedies, steps_of
+from lowprec_check.analysis.training_status import Lost, distance_limit, first_way, passing_ways, remedies, steps_of
 from lowprec_check.schema.precisions import FP16
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, module_name, plain, say
@@ -30,6 +30,12 @@ _NAMED = 2
 
 NEAR = 0.5
 """The part of the limit of the weights from which on a run that passes is near it."""
+
+SMALLER = 0.8
+"""A way whose weights and state take less than this part of those of the recommended one is named."""
+
+GROWTH_INTERVAL = 2000
+"""Steps without a skip after which ``torch.amp.GradScaler`` doubles its scale."""
 
 _DISTANCE = "its weights end {distance:error} from those of fp32 (relative to how far these moved)"
 
@@ -148,10 +154,16 @@ def state(run: Run, result: ScanResult) -> Made:
     found = say(words, state=way.state_bytes, fp32=fp32.state_bytes)
     if way.state_bytes == fp32.state_bytes:
         found = say("weights and optimizer state take {state:bytes}, as in fp32", state=way.state_bytes)
-    if not way.peak_memory_bytes or not reference.peak_memory_bytes:
-        return found
-    words = "the peak of a step is {peak:bytes}, in fp32 {fp32:bytes}"
-    return chained(found, say(words, peak=way.peak_memory_bytes, fp32=reference.peak_memory_bytes))
+    peak = None
+    if way.peak_memory_bytes and reference.peak_memory_bytes:
+        words = "the peak of a step is {peak:bytes}, in fp32 {fp32:bytes}"
+        peak = say(words, peak=way.peak_memory_bytes, fp32=reference.peak_memory_bytes)
+    ways = [one for one in passing_ways(run) if one.state_bytes and not one.declared.is_trap]
+    least, smaller = min(ways, key=lambda one: one.state_bytes or 0, default=way), None
+    if (least.state_bytes or 0) < SMALLER * way.state_bytes:
+        words = "with {way:text}, which passes too, they take {bytes:bytes}"
+        smaller = say(words, way=least.declared.words, bytes=least.state_bytes)
+    return chained(found, smaller, peak)
 
 
 def drawback(run: Run) -> Sentence | None:
@@ -251,6 +263,27 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
         tried = say("tried in {done:count step}", done=done) if done else say("tried")
         tried = chained(tried, _skipped(found.skipped_steps), between=": ")
     return chained(start, largest, underflow, tried)
+
+
+@per_run("scale-growth", "training", disproof="gradients that grow or shrink")
+def scale_growth(run: Run, result: ScanResult) -> Made:
+    """What becomes of the loss scale of the first way in a training longer than the scan, if its gradients stay as large."""
+    way, found = first_way(run), run.training.loss_scale if run.training is not None else None
+    if way is None or found is None or not found.largest or not way.final_scale or not steps_of(way):
+        return None
+    if steps_of(way) >= GROWTH_INTERVAL or run.format is None:
+        return None
+    words = "GradScaler doubles its scale after each {interval:count step} in a row that it does not skip, more than were made here"
+    grows = say(words, interval=GROWTH_INTERVAL)
+    fits = 2.0 ** floor(log2(run.format.largest / found.largest))
+    stays = "it then skips about one step in {interval:number}, which does no harm"
+    if fits <= way.final_scale:
+        words = f"with gradients as large as in the first step it stays near {{scale:text}}: {stays}"
+        return chained(grows, say(words, scale=power_of_two(way.final_scale), interval=GROWTH_INTERVAL))
+    words = f"with gradients as large as in the first step it grows from {{now:text}} to {{scale:text}} in {{steps:number}} steps: {stays}"
+    steps = round(log2(fits / way.final_scale)) * GROWTH_INTERVAL
+    scales = {"now": power_of_two(way.final_scale), "scale": power_of_two(fits)}
+    return chained(grows, say(words, **scales, steps=steps, interval=GROWTH_INTERVAL))
 
 
 def power_of_two(scale: float) -> str:

@@ -81,7 +81,10 @@ def own_compiled_code(*, autocast: bool) -> Iterator[None]:
 
 
 def forget_compiled() -> None:
-    """Drop compiled code, so that a model in another precision does not reach the limit of recompilations."""
+    """Drop compiled code, so that a model in another precision does not reach the limit of recompilations.
+
+    If nothing was compiled there is none: a reset would import inductor where there is a GPU, which takes seconds.
+    """
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is not None and hasattr(dynamo, "reset"):
+    if dynamo is not None and hasattr(dynamo, "reset") and dynamo.utils.counters["frames"]:
         dynamo.reset()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import sys
 import sysconfig
 from collections import Counter
 from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,8 @@ class SourceLines(NamedTuple):
     """The innermost line that is not torch's; ``None`` if there is none."""
     caller: str | None = None
     """The innermost line of the user's own files, if ``source`` is in an installed package; empty if there is none."""
+    span: str | None = None
+    """The expression in that line of the user's own files, as :attr:`OpCall.span` has it."""
 
 
 @functools.cache
@@ -88,6 +91,15 @@ def show_file(filename: str) -> str:
     return encodable(os.path.basename(filename) if relative.startswith("..") else relative)
 
 
+@functools.lru_cache(10_000)
+def _span(code: CodeType, instruction: int) -> str | None:
+    """Where the expression of an instruction starts and ends; ``None`` before Python 3.11, which knows lines only."""
+    if sys.version_info < (3, 11):
+        return None
+    first, last, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    return None if None in (first, last, start, end) else f"{first}:{start}-{last}:{end}"
+
+
 def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the model; a generator or another iterator that it returns is run to its end.
 
@@ -106,7 +118,7 @@ def source_lines(frame: FrameType | None = None) -> SourceLines:
         kind = _KINDS[code.co_filename]
         if kind == _OWN:
             line = show_line(code.co_filename, at.f_lineno)
-            return SourceLines(line) if source is None else SourceLines(source, line)
+            return SourceLines(source or line, line if source else None, _span(code, at.f_lasti))
         if kind == _FOREIGN:
             source = source or show_line(code.co_filename, at.f_lineno)
         elif kind == _OURS and code.co_name == "call_model":

@@ -86,7 +86,10 @@ class OptimizerLike:
             if len(self.schedule) > 1:
                 settings = self.schedule[min(done, len(self.schedule) - 1)]
                 for group, values in zip(optimizer.param_groups, settings, strict=True):
+                    rate = group.get("lr")
                     group.update(copy.deepcopy(values))
+                    if isinstance(rate, Tensor):  # as a scheduler does
+                        group["lr"] = rate.fill_(values["lr"])
             done += 1
             self.clip(listed, optimizer)
 

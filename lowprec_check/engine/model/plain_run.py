@@ -33,6 +33,7 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import first_line, message_of, text_of, type_name
+from lowprec_check.process import system
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.measures import InputChange
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
@@ -55,6 +56,8 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     """Of the first call, which may compile."""
     calls: int = 1
     """Calls in a row, the one that failed included."""
+    judged_by_one_call: bool = False
+    """Whether its first call took so many times as long as fp32's that there was no other."""
     failed_call: int | None = None
     """The call that failed, or whose output has another status than that of the first call; ``None`` if there is none."""
     failed_input: InputChange | None = None
@@ -105,16 +108,18 @@ class PlainCalls:
         self.warnings: list[warnings.WarningMessage] = []
         """What was warned of in the calls."""
 
-    def run(self, *, seconds: float, too_slow: float = math.inf) -> PlainResult:
+    def run(self, *, seconds: float, too_slow: float = math.inf, hopeless: float = math.inf) -> PlainResult:
         """Call the model :data:`COMPARED_CALLS` times, unless a call fails.
 
         There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than
-        ``too_slow``. A first call that compiles, or imports what the model needs, proves neither.
+        ``too_slow``, or than ``hopeless`` without the time that its threads waited for a core. A first call that compiles, or imports what the
+        model needs, proves none of these.
         """
         seed_everything(self._seed)
         before, frames, modules = generator_states(), compiled_frames(), len(sys.modules)
         most = COMPARED_CALLS if self._references is None else len(self._references)
         taken: list[float] = []
+        fastest = math.inf
         drew, loss, goes_on = False, None, True
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
@@ -122,8 +127,10 @@ class PlainCalls:
                 while goes_on:
                     if self._on_call is not None:
                         self._on_call(len(taken) + 1)
+                    waited = system.longest_wait() or 0.0
                     output, last = run_once(self._ready, self._args, self._kwargs, self._seed)
                     taken.append(last)
+                    fastest = min(fastest, last - max(0.0, (system.longest_wait() or 0.0) - waited))
                     drew = drew or generator_states() != before
                     if loss is None and isinstance(output, WithLoss) and math.isfinite(value := float(output.loss)):
                         loss = value
@@ -132,7 +139,7 @@ class PlainCalls:
                     self.paths = self.paths or [path for path, _ in named]
                     del output, named
                     sets_up = self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules)
-                    fast = min(taken) <= too_slow and sum(taken[1:]) + last <= seconds
+                    fast = min(taken) <= too_slow and fastest <= hopeless and sum(taken[1:]) + last <= seconds
                     goes_on = (len(taken) == 1 and sets_up) or (len(taken) < most and fast)
             except BaseException as error:
                 reraise_interrupt(error)
@@ -157,6 +164,7 @@ class PlainCalls:
             seconds=min(taken),
             first_seconds=taken[0],
             calls=len(taken),
+            judged_by_one_call=fastest > hopeless,
         )
         if self._references is None:
             return found

@@ -20,7 +20,8 @@ from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Propos
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
-from lowprec_check.engine.run.target_source import OnProgress, TargetSource
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_spec import OnProgress
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -192,7 +193,11 @@ def plan_for_scan(
     """
     tried = [run for run in runs if run.is_low and run.status != "skipped"]
     passing = any(passes_all(run) or run.status == "unjudged" for run in tried)
-    failing = {(run.precision, run.backend): run for run in tried if run.status not in ("ok", "unjudged")}
+    failing = {
+        (run.precision, run.backend): run
+        for run in tried
+        if run.status not in ("ok", "unjudged") and (wanted or not run.judged_by_one_call)
+    }
     if wanted is False or not failing or (wanted is None and passing):
         return None
     backends = dict.fromkeys(run.backend for run in tried)

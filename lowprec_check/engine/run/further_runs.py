@@ -14,7 +14,8 @@ from lowprec_check.analysis.error_shares import blamed_modules
 from lowprec_check.analysis.run_summary import error_of, ranges_by_place
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
-from lowprec_check.engine.run.target_source import OnProgress, TargetSource
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.target_spec import OnProgress
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.measures import Ablation, BatchRanges
@@ -22,7 +23,15 @@ from lowprec_check.schema.scan_result import Run
 
 _PASSING = ("ok", "unjudged", "skipped")
 
-_OF_FIRST_BATCH = ("latency_ms", "peak_memory_bytes", "timing", "setup_seconds", "metric", "layer_errors")
+_OF_FIRST_BATCH = (
+    "latency_ms",
+    "peak_memory_bytes",
+    "process_memory_bytes",
+    "timing",
+    "setup_seconds",
+    "metric",
+    "layer_errors",
+)
 """What is measured on the first batch only."""
 
 SLOWEST_MS = 5000.0
@@ -34,7 +43,7 @@ def with_ablation(runs: TargetRuns, run: Run) -> Run:
     blames a module.
     """
     blamed = blamed_modules(run) if run.is_eager and run.training is None else None
-    if blamed is None or (run.latency_ms or 0.0) > SLOWEST_MS:
+    if blamed is None or run.judged_by_one_call or (run.latency_ms or 0.0) > SLOWEST_MS:
         return run
     how: Any = {"memory_format": run.memory_format, "measured": False, "instrumented": False}
     kept = runs.run(run.precision, keep_fp32=blamed.modules, **how)

@@ -11,7 +11,6 @@ from typing import TypeVar, get_args
 
 import msgspec
 
-from lowprec_check.engine.core.devices import initialized
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation, system
 from lowprec_check.process.function_worker import Channel, Ended, FunctionWorker
@@ -50,6 +49,10 @@ def isolation_on(device: str, best: Isolation) -> Isolation:
 
 def accelerator_in_use() -> bool:
     """Whether this process has initialized an accelerator; its context does not survive a fork."""
+    if "torch" not in sys.modules:  # it takes a second to import
+        return False
+    from lowprec_check.engine.core.devices import initialized
+
     return any(True for _ in initialized())
 
 

@@ -23,6 +23,7 @@ from lowprec_check.engine.run.messages import (
 from lowprec_check.engine.run.outcome import Outcome, describe_position
 from lowprec_check.engine.run.place_log import model_line
 from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
+from lowprec_check.engine.run.target_spec import LOAD_SECONDS
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ModelTask, RunTask
 from lowprec_check.engine.run.worker import QUESTION, do_task, serve, work
 from lowprec_check.engine.trace.places import CallSite
@@ -34,9 +35,6 @@ from lowprec_check.process.process_group import WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.op_calls import killed_reason
-
-LOAD_SECONDS = 600.0
-"""A fresh interpreter must have loaded the target by then."""
 
 CHECK_SECONDS = 30.0
 """Time in which a shared worker must have said whether it can do another task."""
@@ -363,7 +361,7 @@ def _record_state(outcome: Outcome, event: StateEvent[TaskWorker], task: ModelTa
     outcome.position = event.position
     if event.state == "running":
         name, otherwise = task.progress
-        source.on_progress(name, describe_position(event.position) if event.position else otherwise)
+        source.report(name, describe_position(event.position) if event.position else otherwise)
         return
     outcome.seconds_in_op = event.position.seconds_in_op() if event.position is not None else 0.0
     line = model_line(read_shared(task.files.log))

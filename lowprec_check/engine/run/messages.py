@@ -38,6 +38,7 @@ class Measures(Struct, frozen=True, kw_only=True, tag="measures"):
 
     latency_ms: float | None = None
     peak_memory_bytes: int | None = None
+    process_memory_bytes: int | None = None
     self_error: ErrorStats | None = None
     """Of the reference: the difference between two of its runs."""
     nonfinite_at: tuple[str, str, str | None] | None = None

@@ -35,7 +35,7 @@ from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.measures import InputChange, InputsTried
 from lowprec_check.schema.op_calls import OpCalls, concatenate, without_times
 from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Gap, Run
+from lowprec_check.schema.scan_result import MEASURED, Gap, Run
 from lowprec_check.schema.verdict import Status
 from lowprec_check.schema.what_if import WhatIf
 
@@ -231,7 +231,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
     if task.is_reference:
         fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
     if task.predicted is not None:
-        fields |= dict.fromkeys(("latency_ms", "setup_seconds", "compiler", "peak_memory_bytes"))
+        fields |= dict.fromkeys(MEASURED)
     if task.predicted is not None or not task.timed:
         fields["op_calls"] = without_times(calls)
     called = set(calls.op)

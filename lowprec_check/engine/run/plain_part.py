@@ -38,6 +38,7 @@ from lowprec_check.engine.run.compiler_check import CompilerChecker
 from lowprec_check.engine.run.margin_part import SLOW, FurtherCalls
 from lowprec_check.engine.run.messages import CallStarted, ChangedInputStarted, InputStarted, Measures, Send
 from lowprec_check.engine.run.preparation import OnBackend, as_standalone
+from lowprec_check.engine.run.process_memory import ProcessMemory
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
@@ -79,7 +80,7 @@ class Called(NamedTuple):
     outputs: list[Tensor] | None = None
     """The first output, if the instrumented part runs the same code and so must give the same one."""
     seconds: float | None = None
-    """What a call takes, if another one gives the same."""
+    """What a call takes, if another one gives the same, in reasonable time."""
     way: WayToTrain | None = None
     """The way to train that is explained."""
 
@@ -87,7 +88,10 @@ class Called(NamedTuple):
 class PlainPart:
     """Runs the plain part of ``task`` with the model ``ready``; sends what it finds."""
 
-    def __init__(self, task: RunTask, target: Target, ready: Prepared, send: Send) -> None:
+    def __init__(
+        self, task: RunTask, target: Target, ready: Prepared, send: Send, memory: ProcessMemory | None = None
+    ) -> None:
+        self._memory = memory
         self.task, self.target, self.ready, self._send = task, target, ready, send
         self._call = (ready, target.args, target.kwargs)
         self._snapshot = Snapshot(ready.model, target.inputs, parameters=task.changes_parameters)
@@ -106,12 +110,14 @@ class PlainPart:
     @property
     def too_slow(self) -> bool:
         """Whether the model failed, or is too slow to be called again."""
-        return self.result.status == "error" or self.result.seconds > self.task.slow_seconds
+        result = self.result
+        return result.status == "error" or result.judged_by_one_call or result.seconds > self.task.slow_seconds
 
     def called(self) -> Called:
         """What it leaves for the parts after it."""
         outputs = self.outputs[0] if self.outputs and not self._is_compiled else None
-        return Called(self.too_slow, outputs, None if self.result.random else self.result.seconds)
+        is_repeated = not (self.result.random or self.result.judged_by_one_call)
+        return Called(self.too_slow, outputs, self.result.seconds if is_repeated else None)
 
     @property
     def _is_compiled(self) -> bool:
@@ -131,7 +137,7 @@ class PlainPart:
             prepares=task.backend != EAGER,
         )
         seconds = task.budget / 2 if task.measured else min(2.0, task.budget / 5)
-        result = calls.run(seconds=seconds, too_slow=task.slow_seconds)
+        result = calls.run(seconds=seconds, too_slow=task.slow_seconds, hopeless=task.hopeless_seconds)
         self.outputs, self.paths, self._warnings = calls.outputs, calls.paths, calls.warnings
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
         self.result = msgspec.structs.replace(result, changes_parameters=changed)
@@ -154,10 +160,7 @@ class PlainPart:
             self._send(self.result)
         again = None
         if task.measured and not self.too_slow:
-            self._snapshot.rewind()
-            measured = measure_memory(*self._call, seed=task.seed)
-            self._add(peak_memory_bytes=measured.peak)
-            again = measured.output  # None if what was attached could change it
+            again = self._measure_memory()  # None if what was attached could change it
         if task.saves_reference:
             if again is None:
                 self._snapshot.rewind()
@@ -191,6 +194,23 @@ class PlainPart:
         return CompilerChecker(
             self.task, self.target, self.ready, self._snapshot.rewind, by_dynamo=self.result.compiled
         )
+
+    def _measure_memory(self) -> Any:
+        """Send the memory of a call, and return its output."""
+        task, call = self.task, self.ready.call
+        held = peak = output = None
+        self._snapshot.rewind()
+        if self._memory is not None:
+            prepared = call.prepared if isinstance(call, OnBackend) else None
+            held = self._memory.peak(lambda: run_once(*self._call, task.seed), self.outputs.clear, prepared)
+            self._snapshot.rewind()
+        if not (isinstance(call, OnBackend) and task.device == "cpu"):
+            peak, output = measure_memory(*self._call, seed=task.seed)
+        if isinstance(call, OnBackend):
+            peak = call.memory(held if task.device == "cpu" else peak)
+            held = held and peak
+        self._add(peak_memory_bytes=peak, process_memory_bytes=held)
+        return output
 
     def try_further_inputs(self) -> None:
         """Keep further inputs, if this is the fp32 run; else try the model on them and send how it does, if it passes."""

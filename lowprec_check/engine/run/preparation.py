@@ -129,6 +129,10 @@ class OnBackend:
             self._call = self._target.call(prepared)
         return self._call(*args, **kwargs)
 
+    def memory(self, measured: int | None) -> int | None:
+        """Bytes that it takes at the peak of a call, as the backend knows them or as they were ``measured``."""
+        return self._backend.memory(self.prepared, measured)
+
     def layer_errors(self) -> list[LayerError]:
         """The errors of the layers that the backend quantized."""
         if self._example is None:

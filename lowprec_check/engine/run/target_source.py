@@ -7,7 +7,6 @@ import os
 import pickle
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import NamedTuple
 
 import cloudpickle
@@ -17,11 +16,14 @@ from torch import nn
 from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, resolve, seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
+from lowprec_check.engine.model.patched_source import use_sources
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_module import UserImports, separate_imports
 from lowprec_check.engine.model.user_script import parked_threads
+from lowprec_check.engine.model.value_probe import start_probing, with_probes
 from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
+from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
 from lowprec_check.errors import UsageError, encodable, first_line, message_of, type_name
 from lowprec_check.process import Isolation, system
 from lowprec_check.process.breadcrumb import read_shared, shared_file
@@ -40,10 +42,6 @@ class FreshLoad(NamedTuple):
 
     load: Load
     descriptors: tuple[int, ...] = ()
-
-
-OnProgress = Callable[[str, str], None]
-"""Called with the name of a run and its current step."""
 
 
 class TargetSource:
@@ -65,6 +63,8 @@ class TargetSource:
         self.target, self.reload, self.name = target, reload, encodable(name or target.name)
         self.on_progress: OnProgress = lambda _run, _doing: None
         """Told what its runs do."""
+        self.search_step: tuple[str, str] | None = None
+        """What is shown in place of the steps of a run that a search makes."""
         self.best: Isolation = best or best_isolation(can_spawn=reload is not None)
         self.kept = kept or KeptWorker()
         """The worker that all tasks share, with ``isolation="shared"``."""
@@ -140,6 +140,10 @@ class TargetSource:
         batch.on_progress = self.on_progress
         return batch
 
+    def report(self, run: str, doing: str) -> None:
+        """Show as progress what ``run`` is ``doing``, or the step of the search that it is made for."""
+        self.on_progress(*(self.search_step or (run, doing)))
+
     def close(self) -> None:
         """End the worker that tasks share, and free the pickled target."""
         self.kept.end()
@@ -169,34 +173,22 @@ LOAD_SECONDS = 10.0
 """A file that takes longer to load is not loaded again for other initial weights."""
 
 
-class TargetSpec(NamedTuple):
-    """How the user names a target."""
+def load_spec(spec: TargetSpec, seed: int) -> Target:
+    """Load the target after seeding, so that a file with random weights gets the same ones in every worker and scan."""
+    started = system.monotonic()
+    seed_everything(seed)
+    use_sources(dict(spec.sources), with_probes if spec.probed else None)
+    if spec.probed:
+        start_probing()
+    weights = str(spec.weights) if spec.weights is not None else None
+    target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps)
+    target = scale_weights(target, seed) if spec.scale_weights else target
+    is_quick = system.monotonic() - started <= LOAD_SECONDS
+    return target._replace(remake=functools.partial(_model, spec._replace(steps=0))) if is_quick else target
 
-    name: str
-    """``mymodel.py``, ``package.module:attr``, ``torchvision:resnet50``, …"""
-    inputs: tuple[str, ...] = ()
-    """Shapes that replace the inputs of the target."""
-    weights: Path | None = None
-    """File with a state dict."""
-    scale_weights: bool = False
-    """Whether to scale random weights of layers whose output vanishes or explodes."""
-    arguments: tuple[str, ...] = ()
-    """What a script gets as ``sys.argv[1:]``."""
-    steps: int = 0
-    """Steps of a script's training to observe."""
 
-    def load(self, seed: int) -> Target:
-        """Load after seeding, so that a file with random weights gets the same ones in every worker and scan."""
-        started = system.monotonic()
-        seed_everything(seed)
-        weights = str(self.weights) if self.weights is not None else None
-        target = load_target(self.name, self.inputs, weights, self.arguments, self.steps)
-        target = scale_weights(target, seed) if self.scale_weights else target
-        is_quick = system.monotonic() - started <= LOAD_SECONDS
-        return target._replace(remake=self._model) if is_quick else target
-
-    def _model(self, seed: int) -> nn.Module:
-        return self._replace(steps=0).load(seed).model
+def _model(spec: TargetSpec, seed: int) -> nn.Module:
+    return load_spec(spec, seed).model
 
 
 def load_here(spec: TargetSpec, seed: int) -> TargetSource:
@@ -208,7 +200,7 @@ def load_here(spec: TargetSpec, seed: int) -> TargetSource:
     torch.set_num_threads(1)  # a process that forks must not have a pool of threads
     try:
         with separate_imports() as imports:
-            target = spec.load(seed)
+            target = load_spec(spec, seed)
         forks_safely = torch.get_num_threads() == 1 and threads_end(known=[*running, *parked_threads()])
         if target.observed is not None and resolve(None).type != "cpu":
             forks_safely = False  # a backward pass starts threads for accelerators
@@ -222,4 +214,4 @@ def load_here(spec: TargetSpec, seed: int) -> TargetSource:
 def _load_in(folder: str | None, spec: TargetSpec, seed: int) -> Target:
     """Load ``spec`` in the folder of the command: its file may have changed the current one, which new processes inherit."""
     change_folder(folder)
-    return spec.load(seed)
+    return load_spec(spec, seed)

@@ -22,6 +22,9 @@ from lowprec_check.schema.scan_result import Evidence
 OP_SECONDS = 1.0
 """An op may take so long, or as long as two fp32 forwards, before it is taken to be too slow."""
 
+HOPELESS_RATIO, HOPELESS_SECONDS = 20.0, 0.25
+"""A call that takes so many times as long as fp32's, and so many seconds, in a format that is not accelerated is the only one."""
+
 EXTENSION_SECONDS = 120.0
 """Time to import Intel's extension, and for each step with it, if the budget is less."""
 
@@ -107,6 +110,8 @@ class ModelTask:
     """Whether calls write to parameters, whose values are then saved and restored."""
     steps: int = 0
     """Steps of training; 0 if only the forward pass is run."""
+    accelerated: bool = True
+    """Whether the hardware may compute in this format, so that a slow call does not decide about the run."""
 
     def as_task(self, kind: type[AnyTask], **more: object) -> AnyTask:
         """A task of another kind about the same run."""
@@ -161,9 +166,16 @@ class ModelTask:
         return max(self.budget / 8, 10 * self.fp32_ms / 1e3) if self.fp32_ms is not None else math.inf
 
     @property
+    def hopeless_seconds(self) -> float:
+        """A call that takes longer decides about the run, since the hardware cannot make it faster."""
+        decides = self.fp32_ms is not None and not self.accelerated and not self.steps
+        return max(HOPELESS_SECONDS, HOPELESS_RATIO * (self.fp32_ms or 0.0) / 1e3) if decides else math.inf
+
+    @property
     def progress(self) -> tuple[str, str]:
         """What to show while it runs: the name of the run, and what it does before its first op."""
-        return self.key.label, "training" if self.steps else "plain run"
+        kept = f"plain run with {len(self.keep_fp32)} modules in fp32" if self.keep_fp32 else "plain run"
+        return self.key.label, "training" if self.steps else kept
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,6 +202,8 @@ class RunTask(AnalysisTask):
     """Whether it is the fp32 run whose outputs are saved for the others."""
     measured: bool = True
     """Whether to measure time and memory; a metric is always measured."""
+    alone: bool = False
+    """Whether its process does this task only, so that what it holds is the run's."""
     instrumented: bool = True
     """Whether the instrumented part follows."""
     further_inputs: int | None = 0

@@ -97,7 +97,12 @@ def untimed(runs: Sequence[Run]) -> TimedRuns:
 def _is_timed(run: Run, fp32: Run) -> bool:
     """Whether ``run`` gave an output, and is not known to be slow."""
     mine, reference = run.latency_ms, fp32.latency_ms
-    if mine is None or reference is None or run.status in ("error", "crashed", "timeout", "skipped"):
+    if (
+        mine is None
+        or reference is None
+        or run.judged_by_one_call
+        or run.status in ("error", "crashed", "timeout", "skipped")
+    ):
         return False
     return mine <= max(SLOW_SECONDS * 1e3, SLOW_RATIO * reference)
 

@@ -106,7 +106,7 @@ class TrainingPart(TrainingSteps):
 
         Together they may take as long as one way alone: a precision that is slow here is slow in each.
         """
-        self._try_each(self._ways[1:])
+        self._try_each(self._ways[1:], self._make(self.trained.values()))
         ran = self._seconds <= self._limit and any(way.status != "error" for way in self._training.ways)
         if ran and SUGGESTED.suits(self.ready.precision):
             self._try_suggested_scale()
@@ -117,15 +117,15 @@ class TrainingPart(TrainingSteps):
 
     def compare_extension(self) -> None:
         """Train in the ways of Intel's extension that exist for the optimizer; it stays imported in this process."""
-        optimizer = self._make(self.trained.values())
         fitting = [way for way in WAYS if way.trial == "own process" and way.suits(self.ready.precision)]
-        self._try_each([way for way in fitting if way.supports(optimizer)])
+        self._try_each(fitting, self._make(self.trained.values()))
 
-    def _try_each(self, ways: Sequence[WayToTrain]) -> None:
-        left_out = []
+    def _try_each(self, ways: Sequence[WayToTrain], optimizer: Any) -> None:
         for way in ways:
-            if self._seconds > self._limit:
-                left_out.append(way.words)
+            why = way.why_not(optimizer)
+            if why or self._seconds > self._limit:
+                untried = {way.name: why or "steps take long here"}
+                self._report(untried=self._training.untried | untried)
                 continue
             watchers = self._watchers(way)
             try:
@@ -140,8 +140,6 @@ class TrainingPart(TrainingSteps):
             if found.status == "ok" and self.result.status != "ok":  # the run has the memory of the first way
                 found = msgspec.structs.replace(found, peak_memory_bytes=self._peak(way))
             self._add(found, loop, watchers)
-        if left_out:
-            self._send(PartFailed(f"not tried, since steps take long here: {', '.join(left_out)}"))
 
     def _make(self, parameters: Any) -> Any:
         return make_optimizer(self.target.optimizer, list(parameters))
@@ -201,6 +199,7 @@ class TrainingPart(TrainingSteps):
             moved=_last(spread.moved(trajectory)),
             divergence=divergence,
             skipped_steps=trajectory.skipped,
+            scales=trajectory.scales,
             initial_scale=way.scale,
             final_scale=step.scale,
             state_bytes=state_bytes(step.updates),

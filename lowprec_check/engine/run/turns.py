@@ -5,12 +5,10 @@ Rounds go over all runs, fp32, half, bf16, … and back, so that what disturbs t
 
 from __future__ import annotations
 
-import contextlib
 import os
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import msgspec
 import torch
@@ -38,30 +36,6 @@ WORK_STEPS = 20_000
 
 WORK_REPEATS = 3
 """The fastest of so many counts: the others may have been interrupted."""
-
-
-def longest_wait() -> float | None:
-    """Seconds that the threads of this process have waited for a core, the largest of them; ``None`` if the system does not tell.
-
-    Linux counts the time between when a thread could run and when it ran: other threads use the cores meanwhile.
-    """
-    waited = []
-    with contextlib.suppress(OSError):
-        for thread in os.listdir("/proc/self/task"):
-            with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
-                waited.append(_waited(f"/proc/self/task/{thread}/schedstat"))
-    return max(waited, default=None)
-
-
-def own_wait() -> float | None:
-    """The same of the calling thread."""
-    with contextlib.suppress(OSError, ValueError, IndexError):
-        return _waited("/proc/thread-self/schedstat")
-    return None
-
-
-def _waited(file: str) -> float:
-    return int(Path(file).read_text(encoding="ascii").split()[1]) / 1e9
 
 
 def seconds_of_fixed_work() -> float:
@@ -128,12 +102,12 @@ class TimedCalls:
         work = seconds_of_fixed_work()
         self._snapshot.rewind()
         self._calls = 0
-        waited, started = longest_wait(), system.perf_counter()
+        waited, started = system.longest_wait(), system.perf_counter()
         first = self.call()
         seconds = [first] if first >= LONG_SECONDS else []
         while not _enough(seconds, least):
             seconds.append(self.call())
-        since, elapsed = longest_wait(), system.perf_counter() - started
+        since, elapsed = system.longest_wait(), system.perf_counter() - started
         known = since is not None and waited is not None
         alone = on_one_core and self._task.backend == EAGER and first < VERY_LONG_SECONDS
         return TurnTimed(
@@ -168,8 +142,8 @@ class TimedCalls:
         self._snapshot.rewind()  # which restores the number of threads, too
         self._calls = 0
         torch.set_num_threads(1)
-        before = own_wait()
-        taken, after = self.call(), own_wait()
+        before = system.own_wait()
+        taken, after = self.call(), system.own_wait()
         if before is None or after is None:
             return None
         waited = after - before

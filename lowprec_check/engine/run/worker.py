@@ -42,6 +42,7 @@ from lowprec_check.engine.run.preparation import (
     on_device,
     prepared_for,
 )
+from lowprec_check.engine.run.process_memory import ProcessMemory
 from lowprec_check.engine.run.share_trials import measured_shares
 from lowprec_check.engine.run.tasks import (
     AnalysisTask,
@@ -151,8 +152,9 @@ def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> Non
 
 
 def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
+    memory = ProcessMemory.of(task, target.model)
     with prepared_for(task, target) as ready, _kernels(task):
-        part = PlainPart(task, target, on_backend(task, target, ready), send)
+        part = PlainPart(task, target, on_backend(task, target, ready), send, memory)
         part.run()
         for what, measure in (
             ("measuring", part.measure),
@@ -201,9 +203,7 @@ def _instrument(
     emulation: Emulation,
     way: WayToTrain | None = None,
 ) -> Instrumented:
-    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued; ``way`` is that of a step of
-    training.
-    """
+    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued; ``way`` is that of training."""
     allowed = allowance(task, target.model)
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")

@@ -39,8 +39,9 @@ from lowprec_check.schema.scan_result import Gap, GapKind, Layer
 SLOW_RATIO = 8.0
 """A kernel is slow if it takes more than this many times as long as fp32."""
 
-SLOW_SECONDS = 0.01
-"""A call up to this long is never slow: emulation would save nothing."""
+SLOW_SECONDS, COLD_SECONDS = 0.01, 0.05
+"""A call up to this long is never slow: emulation would save nothing. The first slow call of an op counts if it is longer than the second
+of these: else it may have set up the kernel."""
 
 
 class Emulation:
@@ -59,6 +60,7 @@ class Emulation:
         self.slow = dict(slow or {})
         self.crashed = dict(crashed or {})
         self.measure_once = measure_once
+        self._slow_once = set[str]()
 
     def includes(self, call: DispatchedCall) -> bool:
         """Whether ``call`` is emulated.
@@ -71,7 +73,11 @@ class Emulation:
 
     def add_timing(self, op: str, seconds: float, reference_seconds: float) -> None:
         """Record the times of one call; with ``measure_once``, a slow kernel is emulated from then on."""
-        if self.measure_once and seconds > SLOW_SECONDS and seconds > SLOW_RATIO * reference_seconds:
+        if not self.measure_once or seconds <= max(SLOW_SECONDS, SLOW_RATIO * reference_seconds):
+            return
+        if seconds <= COLD_SECONDS and op not in self._slow_once:
+            self._slow_once.add(op)
+        else:
             ratio = seconds / max(reference_seconds, 1e-9)
             self.slow[op] = (
                 f"{ratio:.0f} times slower than fp32 in one call ({seconds * 1e3:.0f} ms), too slow for the budget"

@@ -176,14 +176,15 @@ class ReplayDraws(DispatchMode):
         draw = self._left[0] if self._left else None
         given = self._with_inputs_of(call, draw)
         if draw is not None:
-            state.generator.set_state(draw.state.state)
+            state.state = draw.state.state
+            state.generator.set_state(state.state)
         out = call.run()
         if not has_drawn(call, state):
             return out
         outputs = call.results(out)
         if draw is None or given is None or [t.shape for t in outputs[:1]] != [t.shape for t in draw.outputs[:1]]:
             raise DrawsDiffer(f"{call.traits.name} there, {draw.op if draw else 'nothing'} here")
-        widened = rerun(call, draw.state, *given)
+        widened = rerun(call, state, *given)
         for out_, low, mine in zip(outputs, draw.outputs, widened, strict=False):
             if out_.shape == low.shape == mine.shape:
                 out_.copy_(followed(low, out_.clone(), mine))

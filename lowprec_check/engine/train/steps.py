@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.devices import seed_everything
@@ -73,10 +74,11 @@ class TrainingStep:
     def restart(self) -> None:
         """Forget the state of the optimizer, of the loss scale and of the average."""
         scale, device = self.way.scale, self._ready.device.type
+        self.scaler = None if scale is None else torch.amp.GradScaler(device, init_scale=scale)
         self.updates = self.way.updates(
             self.model,
             lambda parameters: make_optimizer(self.target.optimizer, list(parameters)),
-            None if scale is None else torch.amp.GradScaler(device, init_scale=scale),
+            self.scaler,
         )
         self.average = None if self.target.average is None else self.target.average(self.model)
 
@@ -90,6 +92,8 @@ class TrainingStep:
         self.on_gradients()
         self.phase = "optimizer"
         self.updates.step()
+        if self.scaler is not None:
+            self.scaler.update()
         if self.average is not None:
             self.average.update_parameters(self.model)
         parameters = self.updates.parameters
@@ -120,8 +124,7 @@ class TrainingStep:
     @property
     def scale(self) -> float | None:
         """The loss scale of a ``GradScaler``; ``None`` without one."""
-        scaler: Any = getattr(self.updates, "scaler", None)
-        return None if scaler is None else float(scaler.get_scale())
+        return None if self.scaler is None else float(self.scaler.get_scale())
 
 
 def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
@@ -133,7 +136,17 @@ def kept_by(updates: Updates) -> list[Tensor]:
     """The weights, their copies, and the state of the optimizer: what stays from step to step."""
     lists = [found for found in vars(updates).values() if isinstance(found, list)]
     lists += [list(state.values()) for state in updates.optimizer.state.values()]
-    return [tensor for found in lists for tensor in found if isinstance(tensor, Tensor)]
+    return [part for found in lists for tensor in found if isinstance(tensor, Tensor) for part in _parts(tensor)]
+
+
+def _parts(tensor: Any) -> Iterator[Tensor]:
+    """The tensors that hold the values of ``tensor``: several, if torchao stores it in 8 bits."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    names, _ = tensor.__tensor_flatten__()
+    for name in names:
+        yield from _parts(getattr(tensor, name))
 
 
 def state_bytes(updates: Updates) -> int:
@@ -208,6 +221,8 @@ class Trajectory:
     """The same of the floating buffers."""
     skipped: int = 0
     """Steps that a ``GradScaler`` skipped; they were repeated with the same batch."""
+    scales: list[float] = dataclasses.field(default_factory=list)
+    """The loss scale of each step that was not skipped; empty without a ``GradScaler``."""
     seconds: list[float] = dataclasses.field(default_factory=list)
     """Of each step."""
 
@@ -315,6 +330,8 @@ class Loop:
             if found.skipped > MAX_SKIPPED and not math.isfinite(float(result.loss)):
                 found.losses.append(float(result.loss))  # no scale helps: the forward pass is not finite
             return  # the same step again, with a smaller scale
+        if scale is not None:
+            found.scales.append(scale)
         found.losses.append(float(result.loss))
         found.seconds.append(seconds - watched)
         self._keep()

@@ -62,7 +62,7 @@ class ExtensionWay(WayToTrain):
     needs_kernel: bool = True
     """Whether the extension must have a fused step for the optimizer."""
 
-    def supports(self, optimizer: Any) -> bool:
+    def why_not(self, optimizer: Any) -> str:
         """On the CPU, few classes have a fused step, and no subclass of them has.
 
         AdamW has none: the extension then updates fp32 master weights with the optimizer itself.
@@ -71,7 +71,8 @@ class ExtensionWay(WayToTrain):
 
         kind = type(optimizer)
         fused = kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam)
-        return not self.needs_kernel or fused or kind.__module__.partition(".")[0] == _EXTENSION
+        has_kernel = fused or kind.__module__.partition(".")[0] == _EXTENSION
+        return f"the extension has no fused step for {kind.__name__}" if self.needs_kernel and not has_kernel else ""
 
     def updates(self, model: Any, make: Callable[..., Any], scaler: Any = None) -> Updates:
         """By the optimizer that the extension makes."""

@@ -39,7 +39,6 @@ def master_weights() -> Any:
                 self.optimizer.step()
             else:
                 self.scaler.step(self.optimizer)
-                self.scaler.update()
             for parameter, master in zip(self.parameters, self.masters):
                 parameter.copy_(master)
 

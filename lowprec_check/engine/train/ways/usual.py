@@ -31,7 +31,6 @@ class OptimizerUpdates:
             self.optimizer.step()
         else:
             self.scaler.step(self.optimizer)
-            self.scaler.update()
 
 
 class OptimizerWay(WayToTrain):
@@ -72,6 +71,7 @@ WAYS = (
         order=40,
         kinds=("autocast",),
         one_context=True,
+        usual_scale=True,
         is_trap=True,
     ),
 )

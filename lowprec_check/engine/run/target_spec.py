@@ -1,0 +1,34 @@
+"""How the user names a target. Does not import torch, so that a command can say it to a process that does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+LOAD_SECONDS = 600.0
+"""A process must have loaded the target by then."""
+
+OnProgress = Callable[[str, str], None]
+"""Called with the name of a run and its current step."""
+
+
+class TargetSpec(NamedTuple):
+    """How the user names a target."""
+
+    name: str
+    """``mymodel.py``, ``package.module:attr``, ``torchvision:resnet50``, …"""
+    inputs: tuple[str, ...] = ()
+    """Shapes that replace the inputs of the target."""
+    weights: Path | None = None
+    """File with a state dict."""
+    scale_weights: bool = False
+    """Whether to scale random weights of layers whose output vanishes or explodes."""
+    arguments: tuple[str, ...] = ()
+    """What a script gets as ``sys.argv[1:]``."""
+    steps: int = 0
+    """Steps of a script's training to observe."""
+    sources: tuple[tuple[str, str], ...] = ()
+    """Files of the user's that are loaded with another text, by their resolved paths."""
+    probed: bool = False
+    """Whether the expressions in them note what they give."""

@@ -1,0 +1,169 @@
+"""How long a scan takes: what is hopelessly slow is called once, what the device accelerates is first, and nothing is imported in vain."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conftest import ROOT
+from torch import Tensor, nn
+
+from lowprec_check import scan
+from lowprec_check.analysis.statements.kinds import said
+from lowprec_check.engine import machine
+from lowprec_check.engine.core.compiled import forget_compiled
+from lowprec_check.engine.run.target_source import load_here
+from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.scan import scan_target
+from lowprec_check.schema.options import ScanOptions
+
+
+class Slow(nn.Module):
+    """A layer that takes 20 ms in fp32, and ``seconds`` in half; each call in half adds a letter to ``log``."""
+
+    def __init__(self, log: Path, seconds: float = 1.5) -> None:
+        super().__init__()
+        self.linear, self.log, self.seconds = nn.Linear(8, 8), log, seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        time.sleep(self.seconds if y.dtype == torch.half else 0.02)
+        if y.dtype == torch.half:
+            with self.log.open("a") as file:
+                file.write("h")
+        return y
+
+
+@pytest.fixture(params=["fork", "shared"])
+def isolation(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def accelerating(monkeypatch: pytest.MonkeyPatch, *kinds: str) -> None:
+    """As on a device that accelerates these formats only."""
+    monkeypatch.setattr(machine, "_accelerates", lambda _device, kind: kind in kinds)
+
+
+def test_a_hopelessly_slow_run_is_called_once_and_explained(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, isolation: Any
+) -> None:
+    accelerating(monkeypatch, "bf16")
+    log = tmp_path / "calls"
+    result = scan(Slow(log).eval(), torch.randn(4, 8), precisions=["half"], isolation=isolation)
+    half = result.run("half")
+    assert log.read_text() == "hh"  # the plain part, and the instrumented part
+    assert half.status == "ok"
+    assert half.judged_by_one_call
+    assert half.complete
+    assert half.perturbed is False
+    assert len(half.op_calls)
+    assert half.latency is not None
+    assert half.latency.speedup is not None
+    assert half.latency.speedup.high < 1
+    assert "judged by one call" in said(result, "one-call")
+    assert "fp16 is not accelerated here" in said(result, "one-call")
+
+
+@pytest.mark.parametrize(
+    ("kinds", "seconds", "options"),
+    [
+        pytest.param(("bf16",), 1.5, {"thorough": True}, id="thorough"),
+        pytest.param(("bf16", "fp16"), 1.5, {}, id="accelerated"),
+        pytest.param(("bf16",), 0.1, {}, id="few times slower"),
+    ],
+)
+def test_other_runs_are_called_as_often_as_ever(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kinds: tuple[str, ...], seconds: float, options: dict[str, Any]
+) -> None:
+    accelerating(monkeypatch, *kinds)
+    log = tmp_path / "calls"
+    model = Slow(log, seconds).eval()
+    result = scan(model, torch.randn(4, 8), precisions=["half"], isolation="fork", **options)
+    half = result.run("half")
+    assert not half.judged_by_one_call
+    assert half.calls == 3
+    assert len(log.read_text()) > 4  # memory and times
+    assert not said(result, "one-call")
+
+
+def test_a_failing_run_that_is_hopelessly_slow_is_not_searched_for_a_plan(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    accelerating(monkeypatch, "bf16")
+    log = tmp_path / "calls"
+    options: dict[str, Any] = {"precisions": ["half"], "tolerance": 1e-7, "isolation": "fork", "times": "off"}
+    result = scan(Slow(log).eval(), torch.randn(4, 8), **options)
+    assert result.run("half").status == "inaccurate"
+    assert result.run("half").ablation is None
+    assert log.read_text() == "hh"
+    assert result.plan is None
+
+
+def test_what_is_accelerated_runs_first_and_is_shown_in_the_usual_order(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    accelerating(monkeypatch, "fp16")
+    seen: list[str] = []
+    result = scan(
+        nn.Linear(4, 4).eval(),
+        torch.randn(2, 4),
+        precisions=["bf16", "autocast-bf16", "half"],
+        times="off",
+        isolation="fork",
+        on_progress=lambda run, _doing: seen.append(run),
+    )
+    assert list(dict.fromkeys(seen)) == ["fp32", "half", "bfloat16", "autocast-bf16"]
+    assert [run.precision for run in result.runs] == ["fp32", "bfloat16", "autocast-bf16", "half"]
+
+
+def test_progress_shows_the_trials_of_a_search() -> None:
+    """Each run that the search makes is shown as its step, with what is kept and the time left."""
+    seen: list[tuple[str, str]] = []
+    source = load_here(TargetSpec(str(ROOT / "examples/t5_feed_forward.py")), 0)
+    source.on_progress = lambda run, doing: seen.append((run, doing))
+    options = ScanOptions(precisions=["autocast-fp16"], plan=True, times="off", device="cpu")
+    result = scan_target(source, "fork", options)
+    assert result.plan is not None
+    steps = [doing for run, doing in seen if run == "plan from autocast-fp16"]
+    assert steps[0].startswith("trial 1 of at most 200, ")
+    assert any("modules kept" in step for step in steps)
+    after = seen[next(place for place, (run, _) in enumerate(seen) if run.startswith("plan")) :]
+    assert {run for run, _ in after} == {"plan from autocast-fp16"}
+
+
+def test_the_compiler_is_reset_only_if_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is a GPU, a reset imports inductor."""
+    dynamo: Any = pytest.importorskip("torch._dynamo")
+    resets: list[int] = []
+    monkeypatch.setattr(dynamo, "reset", lambda: resets.append(1))
+    monkeypatch.setitem(dynamo.utils.counters, "frames", type(dynamo.utils.counters["frames"])())
+    forget_compiled()
+    assert not resets
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    forget_compiled()
+    assert resets
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the command does not fork")
+def test_the_command_does_not_import_torch(tmp_path: Path) -> None:
+    """The process that loads the model does, and this one would be slower by that time where it starts a fresh interpreter."""
+    (tmp_path / "tiny.py").write_text("import torch\nmodel, inputs = torch.nn.Linear(2, 2).eval(), torch.ones(1, 2)\n")
+    program = textwrap.dedent("""
+        import sys
+        from lowprec_check.cli.main import main
+        try:
+            main()
+        finally:
+            print("torch" in sys.modules, file=sys.__stderr__)
+    """)
+    command = [sys.executable, "-c", program, "scan", "tiny.py", "-q", "-p", "bf16", "--times", "off"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "bfloat16" in done.stdout
+    assert done.stderr.split()[-1] == "False"
