@@ -16,8 +16,8 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.report.registry import render
+from lowprec_check.schema.backend_checks import CompilerCheck
 from lowprec_check.schema.findings import Recommendation
-from lowprec_check.schema.measures import CompilerCheck
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, Run, ScanResult
 from lowprec_check.schema.statements import out_of

@@ -24,7 +24,7 @@ from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import project_of
-from lowprec_check.schema.measures import BackendCheck, CompilerRemark
+from lowprec_check.schema.backend_checks import BackendCheck, CompilerRemark
 from lowprec_check.schema.scan_result import ModelInfo
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))

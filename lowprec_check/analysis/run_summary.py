@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from lowprec_check.schema.measures import INPUT_CHANGES, InputsTried, PlaceRange
+from lowprec_check.schema.backend_checks import INPUT_CHANGES
+from lowprec_check.schema.measures import InputsTried, PlaceRange
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.run_key import EAGER, qualified
 from lowprec_check.schema.scan_result import Run, ScanResult

@@ -13,15 +13,14 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.schema.axes import lowers_precision
+from lowprec_check.schema.backend_checks import BackendCheck, CompilerCheck
 from lowprec_check.schema.base import Struct, decode, encoded, write_file
 from lowprec_check.schema.columns import Columns, Part, columns_of
 from lowprec_check.schema.findings import Diagnostic, Gap, GapKind, Layer, Recommendation, Severity
 from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.measures import (
     Ablation,
-    BackendCheck,
     BatchRanges,
-    CompilerCheck,
     ErrorBudget,
     InputsTried,
     Latency,

@@ -7,7 +7,7 @@ from typing import Literal
 
 from lowprec_check.analysis.rules.registry import Finding, rule
 from lowprec_check.schema.axes import project_of
-from lowprec_check.schema.measures import CompilerCheck
+from lowprec_check.schema.backend_checks import CompilerCheck
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult, Severity
 from lowprec_check.schema.statements import Sentence, say

@@ -14,7 +14,8 @@ from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError
 from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import Call
-from lowprec_check.schema.measures import InputChange, InputKind
+from lowprec_check.schema.backend_checks import InputChange
+from lowprec_check.schema.measures import InputKind
 
 LEAST_VALUES = 8
 """The values of a feature are resampled by themselves if there are so many, else with those of all features."""

@@ -34,8 +34,8 @@ from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import first_line, message_of, text_of, type_name
 from lowprec_check.process import system
+from lowprec_check.schema.backend_checks import InputChange
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.measures import InputChange
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
 
 COMPARED_CALLS = 3

@@ -25,7 +25,7 @@ from lowprec_check.engine.run.preparation import in_eager_mode
 from lowprec_check.errors import text_of
 from lowprec_check.process import system
 from lowprec_check.schema.axes import Call
-from lowprec_check.schema.measures import BackendCheck, ChangedInputs, CompilerRemark, InputChange
+from lowprec_check.schema.backend_checks import BackendCheck, ChangedInputs, CompilerRemark, InputChange
 
 SHARE = 0.25
 """The part of the budget of a call after which no more changed inputs are tried."""

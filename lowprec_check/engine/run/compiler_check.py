@@ -24,7 +24,7 @@ from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.process import system
 from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.schema.axes import Call
-from lowprec_check.schema.measures import FACTOR, CompilerCheck, CompilerVerdict
+from lowprec_check.schema.backend_checks import FACTOR, CompilerCheck, CompilerVerdict
 from lowprec_check.schema.precisions import FP32, FP64, Precision
 from lowprec_check.schema.run_key import EAGER
 

@@ -13,8 +13,9 @@ import msgspec
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.process.function_worker import Ended
+from lowprec_check.schema.backend_checks import BackendCheck, CompilerCheck, InputChange
 from lowprec_check.schema.base import Struct, encoded
-from lowprec_check.schema.measures import BackendCheck, CompilerCheck, InputChange, InputsTried, LayerError
+from lowprec_check.schema.measures import InputsTried, LayerError
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.training import TrainingRun, TrainingSetup

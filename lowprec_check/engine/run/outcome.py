@@ -32,7 +32,8 @@ from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.axes import lowers_precision
-from lowprec_check.schema.measures import InputChange, InputsTried
+from lowprec_check.schema.backend_checks import InputChange
+from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.op_calls import OpCalls, concatenate, without_times
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import MEASURED, Gap, Run
@@ -205,7 +206,6 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         **_saved_fields(outcome.stand_in_ops),
     }
     status, fields["reason"] = _status(task, outcome)
-    fields["failed_input"] = outcome.failed_input or fields.get("failed_input")
     memory = [part.peak_memory_bytes for part in (measures, explained) if part is not None]
     fields |= {
         "status": status,
@@ -215,6 +215,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         "peak_memory_bytes": next((peak for peak in memory if peak is not None and status != "error"), None),
         "setup_seconds": _setup_seconds(task, outcome),
         "further_inputs": _further_inputs(outcome),
+        "failed_input": outcome.failed_input or fields.get("failed_input"),
         "training": outcome.training.run if outcome.training else None,
         "incomplete_because": outcome.incomplete_because or fields.get("incomplete_because"),
         "fallbacks": list(plain.fallbacks) if plain else [],
@@ -235,10 +236,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
     if task.predicted is not None or not task.timed:
         fields["op_calls"] = without_times(calls)
     called = set(calls.op)
-    for name in (
-        "known_ops",
-        "assumed_ops",
-    ):  # without those of the instruments; all if the calls of the model are not known
+    for name in ("known_ops", "assumed_ops"):  # without those of the instruments; all if the model's are not known
         fields[name] = [op for op in fields.get(name, ()) if op in called or not called]
     return Run(
         precision=task.precision,

@@ -43,7 +43,7 @@ from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.axes import BACKENDS
-from lowprec_check.schema.measures import BackendCheck
+from lowprec_check.schema.backend_checks import BackendCheck
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.ways_to_train import WayToTrain
 

@@ -167,8 +167,10 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
             with _report_faults(what, send):
                 measure()
     if part.draws:
-        what = "comparing with the same random numbers"
-        with _report_faults(what, send), prepared_for(in_fp32(task), target) as ready:
+        with (
+            _report_faults("comparing with the same random numbers", send),
+            prepared_for(in_fp32(task), target) as ready,
+        ):
             judge_with_same_draws(in_eager_mode(ready, target), part, send)
     return part.called()
 
