@@ -158,7 +158,7 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
         part.run()
         for what, measure in (
             ("measuring", part.measure),
-            ("comparing the backend with eager mode", part.check_backend),
+            ("comparing with eager mode", part.check_backend),
             ("trying further inputs", part.try_further_inputs),
             ("the metric", part.compute_metric),
             ("checking the compiler", part.check_compiler),
@@ -293,9 +293,7 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
         send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
 
 
-# -- The process, for one task or for one after another
-#
-# A shared worker checks itself after the results of each task are sent, so that what fails then costs no row.
+# -- The process, for one task or several: a shared one checks itself after each, so that what fails then costs no row
 
 QUESTION = b""
 """Asks a worker that has finished a task what that left behind. It sends nothing between the two, so that no message is lost."""
@@ -336,8 +334,7 @@ class Sender:
 
     def __call__(self, message: TaskMessage) -> None:
         """Send a message."""
-        if isinstance(message, PlainResult):
-            self.plain = message
+        self.plain = message if isinstance(message, PlainResult) else self.plain
         self.channel(encode(message))
 
 
