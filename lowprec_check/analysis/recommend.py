@@ -49,7 +49,8 @@ def recommend(
     4. Then by what does not depend on times as far as possible: the least set-up (eager, contiguous), less memory
        than fp32, a dtype that the device accelerates, not slower than fp32, the smallest error, the order of the scan.
 
-    If only fp32 was run, on other backends, the best of those. If the output of no run could be compared, the best that
+    fp32 on another backend, or in another memory format, takes part if it is told to be faster than eager fp32, or if no lower precision was
+    run. If the output of no run could be compared, the best that
     ran; its reason says so.
 
     If a cast of the whole model lacks kernels in any dtype, autocast is preferred for speed to every such cast: it runs these
@@ -58,8 +59,10 @@ def recommend(
     ``environment`` is that of the scan, with the torch that the runs are about. The reason is left empty: it is said by
     :func:`lowprec_check.analysis.statements.advice.basis`, of the whole result.
     """
-    low = candidates(runs)
-    passed = [run for run in low if passes_all(run)] or [run for run in low if run.status == "unjudged"]
+    ways = candidates(runs)
+    if any(run.is_low for run in ways):
+        ways = [run for run in ways if run.is_low or speed(run, runs).told == "faster"]
+    passed = [run for run in ways if passes_all(run)] or [run for run in ways if run.status == "unjudged"]
     if not passed:
         return None
     best = best_of(passed, runs, environment, prefer)
