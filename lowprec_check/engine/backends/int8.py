@@ -26,6 +26,7 @@ class Int8(Backend):
     """Quantizes weights and activations of convolutions and linear layers; the rest stays in fp32, or bf16 by autocast."""
 
     name = "int8"
+    project = "pytorch/ao"
     summary = "static quantization to int8: torchao's PT2E and inductor, or Intel's extension on torch 2.8"
     aliases = ("qint8", "quantized")
     setup_budget = 240.0
