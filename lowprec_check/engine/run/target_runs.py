@@ -332,6 +332,7 @@ class TargetRuns:
         settings: dict[str, Any] = {
             **{name: getattr(options, name) for name in _FROM_OPTIONS},
             "files": self._files,
+            "alone": self.isolation in ("fork", "spawn"),
             "budget_error": options.budget_error and not options.steps,
             "tolerance": self.tolerance(precision, changes.get("backend", EAGER)),
             "budget": self.budget,

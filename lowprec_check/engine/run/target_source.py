@@ -184,7 +184,11 @@ def load_spec(spec: TargetSpec, seed: int) -> Target:
     target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps)
     target = scale_weights(target, seed) if spec.scale_weights else target
     is_quick = system.monotonic() - started <= LOAD_SECONDS
-    return target._replace(remake=functools.partial(_model, spec._replace(steps=0))) if is_quick else target
+    return (
+        target._replace(remake=functools.partial(_model, spec._replace(steps=min(1, spec.steps))))
+        if is_quick
+        else target
+    )
 
 
 def _model(spec: TargetSpec, seed: int) -> nn.Module:
