@@ -12,6 +12,7 @@ from lowprec_check.schema.registry import Registry, added_by_packages, choices, 
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 
 if TYPE_CHECKING:
+    from lowprec_check.schema.findings import Gap
     from lowprec_check.schema.measures import LayerError
     from lowprec_check.schema.scan_result import ModelInfo
 
@@ -59,6 +60,15 @@ class Code:
     """Lines inside the context of the call (``torch.no_grad()`` and autocast), before the call."""
 
 
+class UnsupportedOpsError(Exception):
+    """A backend has no implementation of some ops of a model."""
+
+    def __init__(self, backend: str, gaps: list[Gap]) -> None:
+        ops = ", ".join(dict.fromkeys(gap.op for gap in gaps))
+        super().__init__(f"{backend} does not support {ops}")
+        self.gaps = gaps
+
+
 class Backend:
     """How a prepared model is executed. Subclasses import torch only inside :meth:`prepare`."""
 
@@ -89,7 +99,9 @@ class Backend:
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """Return a callable that replaces ``model`` (a ``torch.nn.Module`` in its precision, on its device).
 
-        It is called in the context of the first call: without gradients, under autocast if the precision is.
+        It is called in the context of the first call: without gradients, under autocast if the precision is. Ops that the backend
+        lacks are an :class:`UnsupportedOpsError`; those that it computes in fp32 instead may be a list of gaps, the attribute
+        ``gaps`` of what is returned.
         """
         raise NotImplementedError
 

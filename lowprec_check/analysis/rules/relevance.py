@@ -56,6 +56,8 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 advice, fix = _with_own_casts(gap.custom_function, run), None
             elif gap.phase in _ADVICE and gap.custom_function is None:
                 advice = _ADVICE[gap.phase] + or_autocast(gap, run, result)
+            if gap.layer == "backend":
+                advice, fix, continued = f"use {'fp32' if caught else 'another backend'}, or other ops here", None, None
             yield Finding(
                 chained(_in_phase(gap.phase, say("{error:text}", error=gap.message)), continued),
                 run,

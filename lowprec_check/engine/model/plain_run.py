@@ -36,6 +36,7 @@ from lowprec_check.errors import first_line, message_of, text_of, type_name
 from lowprec_check.process import system
 from lowprec_check.schema.backend_checks import InputChange
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
 
 COMPARED_CALLS = 3
@@ -72,6 +73,8 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     fallbacks: tuple[str, ...] = ()
     loss: float | None = None
     output_is_zero: bool = False
+    backend_gaps: list[Gap] = []
+    """The ops that the backend lacks."""
     output_rms: float | None = None
     """Root mean square of the fp32 tensor that the verdict is about; of the fp32 run, of its largest tensor."""
     compared_output: str | None = None

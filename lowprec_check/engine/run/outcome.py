@@ -246,7 +246,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         memory_format=task.memory_format,
         evidence=task.evidence,
         keep_fp32=list(task.keep_fp32),
-        **fields,
+        **fields | ({"gaps": plain.backend_gaps} if plain and plain.backend_gaps else {}),
     )
 
 
@@ -297,7 +297,7 @@ def explained_by(run: Run, eager: Run) -> Run:
     return msgspec.structs.replace(
         run,
         explained_by=eager.key.label,
-        gaps=eager.gaps if failed else [],
+        gaps=run.gaps or (eager.gaps if failed else []),
         uncalled_modules=eager.uncalled_modules,
         called_modules=eager.called_modules,
     )

@@ -140,7 +140,8 @@ class PlainPart:
         result = calls.run(seconds=seconds, too_slow=task.slow_seconds, hopeless=task.hopeless_seconds)
         self.outputs, self.paths, self._warnings = calls.outputs, calls.paths, calls.warnings
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
-        self.result = msgspec.structs.replace(result, changes_parameters=changed)
+        gaps = self.ready.call.gaps if isinstance(self.ready.call, OnBackend) else []
+        self.result = msgspec.structs.replace(result, changes_parameters=changed, backend_gaps=gaps)
         if saved is None:
             self.result = self._as_reference(self.result)
         elif self.result.status == "unjudged" and saved.probe is not None:
