@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from lowprec_check.engine.core.devices import generator_states
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import own_line
 from lowprec_check.errors import UsageError
@@ -44,6 +45,10 @@ class Node:
     restore_generators: Sequence[Callable[[], Any]] = ()
     """Of a model: what restores the random numbers that it draws."""
     results: list[Tensor] = dataclasses.field(default_factory=list)
+    made: list[int] = dataclasses.field(default_factory=list)
+    """Versions of the results."""
+    draws: bool = False
+    """Whether a function of tensors without gradients draws random numbers."""
 
     @classmethod
     def of(cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
@@ -64,6 +69,14 @@ class Node:
     def name(self) -> str:
         """The name of the function."""
         return getattr(self.call, "__name__", "")
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether a function gives the same results again, and nothing that it reads or makes was changed."""
+        if isinstance(self.call, nn.Module) or self.draws or self.changed:
+            return False
+        tensors, versions = [*self.reads, *self.results], [*self.versions, *self.made]
+        return all(_version(tensor) == version for tensor, version in zip(tensors, versions, strict=True))
 
     @property
     def changed(self) -> list[Tensor]:
@@ -121,8 +134,14 @@ class CallRecorder(TorchFunctionMode):
                 and any(tensor is one for known in self.nodes for one in known.reads)
             ):
                 self.copies[place] = tensor.detach().clone()
+        states = None if any(tensor.requires_grad for tensor in node.reads) else generator_states()
         result = call(*args, **kwargs)
+        is_leaf = isinstance(result, Tensor) and result.requires_grad and result.grad_fn is None
+        if not (node.changed or is_leaf) and any(result is tensor for tensor in node.reads):
+            result = result.view_as(result)  # of `x.float()`, which is another tensor in other precisions
+        node.draws = states is not None and states != generator_states()
         node.results = [tensor for _, tensor in leaves(result)]
+        node.made = [_version(tensor) for tensor in node.results]
         if node.reads and (node.written() or node.name in _NUMBERS):
             self.nodes.append(node)
         return result
@@ -172,7 +191,8 @@ class _Step:
 class Program:
     """What leads from tensors, and the weights that are ``trained``, to ``losses``: calls of models, and functions of torch.
 
-    Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after they were read. Tensors that do not depend on the trained weights are :attr:`inputs`.
+    Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after they were read. What models read besides,
+    and what is drawn at random, is an input; what functions compute of labels is computed again, in each precision.
     """
 
     def __init__(
@@ -190,10 +210,14 @@ class Program:
             if depends[-1]:
                 dependent |= node.written()
         kept: list[int] = []
+        of_models: set[int] = set()
+        """What models read is an input of theirs, as it is; what functions read besides is computed again if it can be."""
         for index in reversed(range(len(nodes))):
-            node = nodes[index]
-            if depends[index] and node.written() & needed and node.name not in _NUMBERS:
+            node, written = nodes[index], nodes[index].written()
+            is_again = depends[index] or (not written & of_models and node.is_pure)
+            if written & needed and is_again and node.name not in _NUMBERS:
                 needed |= {id(tensor) for tensor in node.reads}
+                of_models |= {id(tensor) for tensor in node.reads if isinstance(node.call, nn.Module)}
                 kept.append(index)
         self.nodes = [nodes[index] for index in reversed(kept)]
         self.losses = list(losses)
@@ -288,7 +312,15 @@ class Program:
         self._inputs, self.trained = {}, {}
         for step in self._steps:
             step.node = dataclasses.replace(
-                step.node, args=(), kwargs={}, reads=[], versions=[], given=None, results=[], restore_generators=()
+                step.node,
+                args=(),
+                kwargs={},
+                reads=[],
+                versions=[],
+                given=None,
+                results=[],
+                made=[],
+                restore_generators=(),
             )
 
     def _placeholder(self, tensor: Tensor) -> Tensor:
@@ -365,11 +397,3 @@ def _reaches(tensor: Tensor, trained: dict[int, nn.Parameter]) -> bool:
 def copy_of(tensor: Tensor) -> Tensor:
     """A copy that requires a gradient if ``tensor`` does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def sum_of(losses: Sequence[Tensor]) -> Tensor:
-    """One loss, as it is, or the sum of several."""
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.loss_program import Program, UnrepeatableError, copy_of, sum_of
+from lowprec_check.engine.model.loss_program import Program, UnrepeatableError, copy_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
@@ -40,6 +40,14 @@ def _loss_of(programs: Sequence[Program], root: nn.Module, inputs: Sequence[Any]
     """The loss of a step; of several programs, the first of the inputs is the number of the step's."""
     number, given = (0, inputs) if len(programs) == 1 else (inputs[0], inputs[1:])
     return sum_of(programs[number].run(root, given, output))
+
+
+def sum_of(losses: Sequence[Tensor]) -> Tensor:
+    """One loss, as it is, or the sum of several."""
+    total = losses[0]
+    for loss in losses[1:]:
+        total = total + loss
+    return total
 
 
 class ObservedLoss:

@@ -109,9 +109,12 @@ class TargetRuns:
         """Where runs happen."""
         return self._launcher.isolation
 
-    def report(self, run: str, doing: str) -> None:
-        """Show as progress what ``run`` is ``doing``."""
-        self._launcher.source.on_progress(run, doing)
+    def show_step(self, search: str, step: str | None) -> None:
+        """Show as progress the ``step`` of a ``search``, until there is none, in place of what its runs do."""
+        source = self._launcher.source
+        source.search_step = None if step is None else (search, step)
+        if step is not None:
+            source.report(search, step)
 
     # -- the reference
 
@@ -329,6 +332,7 @@ class TargetRuns:
         settings: dict[str, Any] = {
             **{name: getattr(options, name) for name in _FROM_OPTIONS},
             "files": self._files,
+            "alone": self.isolation in ("fork", "spawn"),
             "budget_error": options.budget_error and not options.steps,
             "tolerance": self.tolerance(precision, changes.get("backend", EAGER)),
             "budget": self.budget,

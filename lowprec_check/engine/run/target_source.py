@@ -63,6 +63,8 @@ class TargetSource:
         self.target, self.reload, self.name = target, reload, encodable(name or target.name)
         self.on_progress: OnProgress = lambda _run, _doing: None
         """Told what its runs do."""
+        self.search_step: tuple[str, str] | None = None
+        """What is shown in place of the steps of a run that a search makes."""
         self.best: Isolation = best or best_isolation(can_spawn=reload is not None)
         self.kept = kept or KeptWorker()
         """The worker that all tasks share, with ``isolation="shared"``."""
@@ -138,6 +140,10 @@ class TargetSource:
         batch.on_progress = self.on_progress
         return batch
 
+    def report(self, run: str, doing: str) -> None:
+        """Show as progress what ``run`` is ``doing``, or the step of the search that it is made for."""
+        self.on_progress(*(self.search_step or (run, doing)))
+
     def close(self) -> None:
         """End the worker that tasks share, and free the pickled target."""
         self.kept.end()
@@ -178,7 +184,11 @@ def load_spec(spec: TargetSpec, seed: int) -> Target:
     target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps)
     target = scale_weights(target, seed) if spec.scale_weights else target
     is_quick = system.monotonic() - started <= LOAD_SECONDS
-    return target._replace(remake=functools.partial(_model, spec._replace(steps=0))) if is_quick else target
+    return (
+        target._replace(remake=functools.partial(_model, spec._replace(steps=min(1, spec.steps))))
+        if is_quick
+        else target
+    )
 
 
 def _model(spec: TargetSpec, seed: int) -> nn.Module:
