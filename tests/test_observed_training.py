@@ -16,10 +16,12 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from lowprec_check import ScanResult, UsageError
 from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.observed_training import ScriptStep
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_of
+from lowprec_check.engine.train.steps import USUAL
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.training import TrainingSetup, TrainingWay
@@ -28,12 +30,12 @@ Write = Callable[..., Path]
 MODEL = "model = nn.Linear(8, 3)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 
-def run_as_it_is(path: Path) -> tuple[list[float], list[list[torch.Tensor]]]:
-    """The losses of a script, summed for each step of its first optimizer, and the weights of that optimizer after each."""
+def run_as_it_is(path: Path, optimizers: int = 1) -> tuple[list[float], list[list[torch.Tensor]]]:
+    """The losses of a script, summed for each step of all its optimizers, and their weights after each."""
     losses: list[float] = []
     weights: list[list[torch.Tensor]] = []
     pending: list[float] = []
-    first: list[Any] = []
+    several: list[Any] = []
     kept = torch.Tensor.backward
 
     def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -43,11 +45,12 @@ def run_as_it_is(path: Path) -> tuple[list[float], list[list[torch.Tensor]]]:
     def after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if not pending:
             return
-        first.append(optimizer)
-        if optimizer is first[0]:
+        several.append(optimizer)
+        if len(several) % optimizers == 0:
+            groups = [group for one in dict.fromkeys(several) for group in one.param_groups]
             losses.append(sum(pending))
-            weights.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
-        pending.clear()
+            weights.append([p.detach().clone() for group in groups for p in group["params"]])
+            pending.clear()
 
     hook = register_optimizer_step_post_hook(after)
     torch.Tensor.backward = backward  # type: ignore[assignment,method-assign]
@@ -63,16 +66,21 @@ def run_as_it_is(path: Path) -> tuple[list[float], list[list[torch.Tensor]]]:
 def run_observed(target: Target, steps: int) -> tuple[list[float], list[list[torch.Tensor]]]:
     """The same of a target."""
     assert callable(target.optimizer)
-    optimizer = target.optimizer([p for p in target.model.parameters() if p.requires_grad])
+    optimizer: Any = target.optimizer([p for p in target.model.parameters() if p.requires_grad])
+    parts: list[torch.optim.Optimizer] = getattr(optimizer, "parts", [optimizer])
     losses, weights = [], []
     for number in range(steps):
         batch = target.batch(number)
-        optimizer.zero_grad()
-        output = target.model(*batch.args, **batch.kwargs)
-        loss = loss_of(target.loss, output, LossInputs(batch.args, batch.kwargs, batch.targets))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(0.0)
+        for phase in target.model.start(batch.args) if isinstance(target.model, ScriptStep) else USUAL:
+            for one in phase.clears:
+                parts[one].zero_grad()
+            output = target.model(*batch.args, **batch.kwargs)
+            loss = loss_of(target.loss, output, LossInputs(batch.args, batch.kwargs, batch.targets))
+            loss.backward()
+            for one in phase.steps:
+                parts[one].step()
+            losses[-1] += loss.item()
         weights.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
     return losses, weights
 
@@ -80,7 +88,7 @@ def run_observed(target: Target, steps: int) -> tuple[list[float], list[list[tor
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_steps_are_those_of_the_script(here: Path, write: Write, kind: str) -> None:
     path = write(HEAD + SCRIPTS[kind], "train.py")
-    losses, weights = run_as_it_is(path)
+    losses, weights = run_as_it_is(path, 2 if "GAN" in kind else 1)
     target = load_target("train.py", steps=3)
     found, after = run_observed(target, 3)
     assert len(losses) == 3

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,20 @@ def set_function_modes(modes: Iterable[Any]) -> None:
         torch._C._push_on_torch_function_stack(mode)
 
 
-# -- What of it leads from a batch to the loss
+# -- What of it leads from a batch to the losses
+
+
+class Phase(NamedTuple):
+    """A part of a step: gradients are cleared, losses are computed, ``backward()`` is called of their sum, optimizers make their steps."""
+
+    clears: tuple[int, ...]
+    """Numbers of optimizers."""
+    losses: tuple[Tensor, ...]
+    """Empty once the program is released."""
+    nodes: int
+    """How many were recorded before its last ``backward()``."""
+    steps: tuple[int, ...]
+    """Numbers of optimizers."""
 
 
 @dataclasses.dataclass
@@ -167,10 +180,11 @@ class _Step:
     """Keys."""
     model: str | None
     """The name of the model that it calls."""
+    phase: int
 
 
 class Program:
-    """What leads from tensors, and the weights that are ``trained``, to ``losses``: calls of models, and functions of torch.
+    """What leads from tensors, and the weights that are ``trained``, to the losses of ``plan``: calls of models, and functions of torch.
 
     Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after they were read. Tensors that do not depend on the trained weights are :attr:`inputs`.
     """
@@ -178,10 +192,11 @@ class Program:
     def __init__(
         self,
         nodes: Sequence[Node],
-        losses: Sequence[Tensor],
+        plan: Sequence[Phase],
         trained: dict[int, nn.Parameter],
         copies: Mapping[tuple[int, int], Tensor],
     ) -> None:
+        losses = [loss for phase in plan for loss in phase.losses]
         dependent, needed = set(trained), {id(loss) for loss in losses}
         depends = []
         for node in nodes:
@@ -196,7 +211,8 @@ class Program:
                 needed |= {id(tensor) for tensor in node.reads}
                 kept.append(index)
         self.nodes = [nodes[index] for index in reversed(kept)]
-        self.losses = list(losses)
+        self._phases = [sum(index >= phase.nodes for phase in plan) for index in reversed(kept)]
+        self.plan, self.losses, self._values = list(plan), losses, dict[int, Tensor]()
         after = {id(loss) for loss in losses}
         for node in nodes:
             if any(id(tensor) in after for tensor in node.reads):
@@ -241,7 +257,7 @@ class Program:
     @property
     def single(self) -> Node | None:
         """The only call of a model, if the loss follows from its output, and it does not depend on what is computed before it."""
-        if len(self.calls) != 1 or len(self.losses) > 1:
+        if len(self.calls) != 1 or len(self.losses) > 1 or len(self.plan[0].steps) > 1:
             return None
         (call,) = self.calls
         own = {id(parameter) for parameter in call.call.parameters()}  # type: ignore[attr-defined]
@@ -269,23 +285,25 @@ class Program:
             tensor = given.get(identity, self._inputs[identity])
             inputs.append(tensor.detach().clone().requires_grad_(self._inputs[identity].requires_grad))
             self.input_keys.append(self._key(self._inputs[identity]))
-        for node in self.nodes:
+        for node, phase in zip(self.nodes, self._phases, strict=True):
             args, kwargs = ((), {}) if node is single else map_tensors((node.args, node.kwargs), self._placeholder)
             name = None
             if isinstance(node.call, nn.Module):
                 name = models.get(node.call, "")
-            self._steps.append(_Step(node, args, kwargs, [self._key(tensor) for tensor in node.results], name))
+            self._steps.append(_Step(node, args, kwargs, [self._key(tensor) for tensor in node.results], name, phase))
             for tensor in node.reads:
                 if id(tensor) in self.trained and id(tensor) in names:
                     self._parameters[self._key(tensor)] = names[id(tensor)]
-        self.loss_keys = [self._key(loss) for loss in self.losses]
-        self.form = repr([self._form_of(step) for step in self._steps])
+        self.loss_keys = [[self._key(loss) for loss in phase.losses] for phase in self.plan]
+        plan = [(phase.clears, len(phase.losses), phase.steps) for phase in self.plan]
+        self.form = repr((plan, [self._form_of(step) for step in self._steps]))
         return inputs
 
     def release(self) -> None:
         """Free the tensors that were recorded."""
         self.losses, self.nodes, self.calls, self.numbers = [], [], [], []
-        self._inputs, self.trained = {}, {}
+        self._inputs, self.trained, self._values = {}, {}, {}
+        self.plan = [phase._replace(losses=()) for phase in self.plan]
         for step in self._steps:
             step.node = dataclasses.replace(
                 step.node, args=(), kwargs={}, reads=[], versions=[], given=None, results=[], restore_generators=()
@@ -301,22 +319,30 @@ class Program:
         """What two programs have in common if they differ by their tensors only."""
         order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
         what = step.model if step.model is not None else getattr(step.node.call, "__qualname__", step.node.name)
-        return what, map_tensors((step.args, step.kwargs), lambda tensor: order[id(tensor)])
+        return what, step.phase, map_tensors((step.args, step.kwargs), lambda tensor: order[id(tensor)])
 
     def run(
-        self, root: nn.Module, inputs: Sequence[Tensor], output: Any = None, *, again: Callable[[], Any] | None = None
+        self,
+        root: nn.Module,
+        inputs: Sequence[Tensor],
+        output: Any = None,
+        *,
+        again: Callable[[], Any] | None = None,
+        phase: int = 0,
     ) -> list[Tensor]:
-        """The losses, from inputs like those of :meth:`bind`, and the ``output`` of the only model.
+        """The losses of a phase, from inputs like those of :meth:`bind`, and the ``output`` of the only model; phases follow each other.
 
         ``again`` calls the only model, if there is one: everything is then computed under autocast and from the random numbers of the recording.
         """
-        values = dict(zip(self.input_keys, inputs, strict=True))
+        if not phase:
+            self._values = dict(zip(self.input_keys, inputs, strict=True))
+        values = self._values
         values |= {key: root.get_parameter(name) for key, name in self._parameters.items()}
 
         def value_of(placeholder: Tensor) -> Tensor:
             return values.get(id(placeholder), placeholder)
 
-        for step in self._steps:
+        for step in [step for step in self._steps if step.phase == phase]:
             with contextlib.ExitStack() as stack:
                 if not step.node.has_gradients:
                     stack.enter_context(torch.no_grad())
@@ -336,7 +362,9 @@ class Program:
                     f"At {step.node.line}, {len(step.results)} tensors came back in the script, and {len(found)} here."
                 )
             values |= dict(zip(step.results, found, strict=True))
-        return [values[key] for key in self.loss_keys]
+        if phase + 1 == len(self.plan):
+            self._values = {}
+        return [values[key] for key in self.loss_keys[phase]]
 
 
 def _enter_autocasts(stack: contextlib.ExitStack, wanted: dict[str, torch.dtype]) -> None:
