@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import Call
-from observed_scripts import FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS
+from observed_scripts import FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS, SEVERAL
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowprec_check import ScanResult, UsageError
@@ -88,7 +89,7 @@ def run_observed(target: Target, steps: int) -> tuple[list[float], list[list[tor
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_steps_are_those_of_the_script(here: Path, write: Write, kind: str) -> None:
     path = write(HEAD + SCRIPTS[kind], "train.py")
-    losses, weights = run_as_it_is(path, 2 if "GAN" in kind else 1)
+    losses, weights = run_as_it_is(path, SEVERAL[kind][0] if kind in SEVERAL else 2 if "GAN" in kind else 1)
     target = load_target("train.py", steps=3)
     found, after = run_observed(target, 3)
     assert len(losses) == 3
@@ -335,3 +336,114 @@ def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, 
 def test_what_a_scan_does_otherwise_is_said(here: Path, write: Write, note: str) -> None:
     write(HEAD + MODEL + NOTED[note], "train.py")
     assert note in "\n".join(load_target("train.py", steps=4).notes)
+
+
+# -- Several optimizers, in every precision
+
+FIXED_GAN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+of_critic, of_generator = torch.optim.SGD(critic.parameters(), lr=0.1), torch.optim.Adam(generator.parameters(), lr=1e-2)
+real, noise = torch.randn(16, 8), torch.randn(16, 2)
+"""
+LOOP = """
+for step in range(3):
+    of_critic.zero_grad()
+    with {context}:
+        fake = generator(noise)
+        loss = critic(fake.detach()).square().mean() + (critic(real) - 1).square().mean()
+    losses.append(loss.item())
+    {scaled}.backward()
+    {step_of_critic}
+    of_generator.zero_grad()
+    with {context}:
+        loss = (critic(fake) - 1).square().mean()
+    losses[-1] += loss.item()
+    {scaled}.backward()
+    {step_of_generator}
+    {update}
+"""
+PLAIN = {
+    "context": "contextlib.nullcontext()",
+    "scaled": "loss",
+    "step_of_critic": "of_critic.step()",
+    "step_of_generator": "of_generator.step()",
+    "update": "",
+}
+SCALED = {
+    "context": "torch.autocast('cpu', torch.float16)",
+    "scaled": "scaler.scale(loss)",
+    "step_of_critic": "scaler.step(of_critic)",
+    "step_of_generator": "scaler.step(of_generator)",
+    "update": "scaler.update()",
+}
+
+
+def run_gan(how: dict[str, str], scale: float = 0.0) -> list[float]:
+    """The losses of a loop as torch's documentation writes it, summed for each step."""
+    space: dict[str, Any] = {
+        "losses": [],
+        "contextlib": contextlib,
+        "scaler": torch.amp.GradScaler("cpu", scale or 1.0),
+    }
+    exec(FIXED_GAN + LOOP.format(**how), space)
+    return list(space["losses"])
+
+
+@pytest.mark.slow
+def test_a_gan_trains_in_every_precision_as_plain_loops_and_pasted_code_do(
+    here: Path, write: Write, call: Call
+) -> None:
+    loop = LOOP.format(**PLAIN).replace("losses.append(loss.item())", "").replace("losses[-1] += loss.item()", "")
+    path = write("import contextlib\n" + FIXED_GAN + loop, "train.py")
+    done = call("scan", str(path), "--train", "--steps", "3", "--times", "off", "--json", "-")
+    result = ScanResult.from_json(done.stdout.encode())
+    assert result.training is not None
+    assert len(result.training.optimizers) == 2
+    assert result.training.losses[:3] == run_gan(PLAIN)
+
+    def way(precision: str, name: str) -> TrainingWay:
+        training = result.run(precision).training
+        assert training is not None
+        assert len(training.gradients) == 8
+        found = training.way(name)
+        assert found is not None
+        return found
+
+    bf16 = PLAIN | {"context": "torch.autocast('cpu', torch.bfloat16)"}
+    assert way("autocast-bf16", "plain").losses[:3] == run_gan(bf16)
+    scaled = way("autocast-fp16", "grad-scaler")
+    assert scaled.losses[:3] == run_gan(SCALED, scaled.scales[0])
+    lost = result.run("bfloat16").training.lost_updates  # type: ignore[union-attr]
+    assert {one.group for one in lost if one.values == "weight"} == {0, 1}
+
+    ways = {
+        "bfloat16": ["plain", "master-weights", "split-weights", "kahan", "stochastic-rounding"],
+        "autocast-bf16": ["plain", "states-16bit"],
+        "autocast-fp16": ["grad-scaler"],
+        "half": ["master-weights-scaled"],
+    }
+    for precision, names in ways.items():
+        for name in names:
+            tried = way(precision, name)
+            target = load_target("train.py", steps=1)
+            key = RunKey(precision, "eager", "cpu", "contiguous")
+            code = training_code(key, result.model, result.training, tried)
+            assert code.count(".zero_grad()") == 2
+            code = code.replace("step_loss = output", "step_loss = seen(output)")
+            losses: list[float] = []
+
+            def seen(loss: Any, losses: list[float] = losses) -> Any:
+                losses.append(loss.item())
+                return loss
+
+            made: Any = target.optimizer
+            parts = made([p for p in target.model.parameters() if p.requires_grad]).parts
+            exec(code, {"model": target.model, "inputs": target.args, "optimizers": parts, "seen": seen})
+            sums = [first + second for first, second in zip(losses[::2], losses[1::2], strict=True)]
+            done_steps = 3 - tried.skipped_steps  # the scan repeats a skipped step
+            assert sums[tried.skipped_steps :][:done_steps] == pytest.approx(
+                tried.losses[:done_steps], rel=1e-2 * bool(tried.skipped_steps), abs=0
+            ), (precision, name)

@@ -211,7 +211,7 @@ class Program:
                 needed |= {id(tensor) for tensor in node.reads}
                 kept.append(index)
         self.nodes = [nodes[index] for index in reversed(kept)]
-        self._phases = [sum(index >= phase.nodes for phase in plan) for index in reversed(kept)]
+        self.phases = [sum(index >= phase.nodes for phase in plan) for index in reversed(kept)]
         self.plan, self.losses, self._values = list(plan), losses, dict[int, Tensor]()
         after = {id(loss) for loss in losses}
         for node in nodes:
@@ -285,7 +285,7 @@ class Program:
             tensor = given.get(identity, self._inputs[identity])
             inputs.append(tensor.detach().clone().requires_grad_(self._inputs[identity].requires_grad))
             self.input_keys.append(self._key(self._inputs[identity]))
-        for node, phase in zip(self.nodes, self._phases, strict=True):
+        for node, phase in zip(self.nodes, self.phases, strict=True):
             args, kwargs = ((), {}) if node is single else map_tensors((node.args, node.kwargs), self._placeholder)
             name = None
             if isinstance(node.call, nn.Module):
@@ -302,7 +302,7 @@ class Program:
     def release(self) -> None:
         """Free the tensors that were recorded."""
         self.losses, self.nodes, self.calls, self.numbers = [], [], [], []
-        self._inputs, self.trained, self._values = {}, {}, {}
+        self._inputs, self.trained, self._values, self.phases = {}, {}, {}, []
         self.plan = [phase._replace(losses=()) for phase in self.plan]
         for step in self._steps:
             step.node = dataclasses.replace(

@@ -22,7 +22,14 @@ from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import own_line
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.loss_program import CallRecorder, Node, Program, UnrepeatableError, copy_of
-from lowprec_check.engine.model.observed_training import SECONDS, Backward, ObservedStep, ObservedSteps, OptimizerStep, plan_of
+from lowprec_check.engine.model.observed_training import (
+    SECONDS,
+    Backward,
+    ObservedStep,
+    ObservedSteps,
+    OptimizerStep,
+    plan_of,
+)
 from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
 from lowprec_check.engine.model.snapshot import saved_tensor
 from lowprec_check.errors import message_of

@@ -56,6 +56,7 @@ class ObservedLoss:
     def __init__(self, programs: Sequence[Program], model: nn.Module) -> None:
         program = programs[0]
         functional = [node for node in program.nodes if getattr(nn.functional, node.name, None) is node.call]
+        calls = {node.call for node in functional}
         self.line = (functional or program.nodes)[-1].line
         """Where it is computed: ``train.py:12``."""
         of_model = len(program.nodes) == 1
@@ -63,7 +64,9 @@ class ObservedLoss:
         """Whether the scanned model returns it."""
         self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
         """What the words are of, as code."""
-        self.words = f"{functional[-1].name if functional else 'the loss'} of {self.line}"
+        last = {phase: node for node, phase in zip(program.nodes, program.phases, strict=True) if node.call in calls}
+        of_lines = [f"{node.name} of {node.line}" for node in last.values()]
+        self.words = " + ".join(of_lines) or f"the loss of {self.line}"
         if of_model:
             self.words = "the loss that the model returns"
         self._programs, self._model = programs, model
@@ -110,6 +113,8 @@ class ObservedTraining(NamedTuple):
     """That calls the model."""
     framework: str
     """What calls ``backward()``: ``lightning``, ``transformers`` or ``accelerate``; empty if the script does."""
+    optimizers: tuple[str, ...]
+    """The lines that make the optimizers."""
     notes: tuple[str, ...]
 
 
@@ -138,7 +143,9 @@ class OptimizerStep(NamedTuple):
     """By the id of the parameter, as the optimizer got them."""
 
 
-def plan_of(made: Sequence[OptimizerStep], backwards: Sequence[Backward], optimizers: Sequence[Optimizer]) -> list[Phase]:
+def plan_of(
+    made: Sequence[OptimizerStep], backwards: Sequence[Backward], optimizers: Sequence[Optimizer]
+) -> list[Phase]:
     """The phases of the steps ``made``, from the backward passes that they use."""
     plan: list[Phase] = []
     waiting = [(optimizers.index(one.optimizer), one) for one in made]
@@ -151,9 +158,15 @@ def plan_of(made: Sequence[OptimizerStep], backwards: Sequence[Backward], optimi
         if backward is None or not any(one.start <= index for _, one in waiting):
             continue
         if not plan or clears or plan[-1].steps:
-            plan.append(Phase(clears if plan else tuple(range(len(optimizers))), (), 0, ()))
+            plan.append(Phase(clears, (), 0, ()))
         plan[-1] = plan[-1]._replace(losses=(*plan[-1].losses, backward.loss), nodes=backward.nodes)
-    return plan
+    cleared, stepped = set[int](), set[int]()
+    for phase in plan[1:]:
+        cleared |= set(phase.clears)
+    for phase in plan:  # before the first backward pass, those that make a step before they are cleared
+        stepped |= set(phase.steps) - (set(phase.clears) if phase is not plan[0] else set())
+    first = tuple(number for number in range(len(optimizers)) if number in stepped or number not in cleared)
+    return [plan[0]._replace(clears=first), *plan[1:]]
 
 
 class ObservedStep(NamedTuple):
@@ -290,7 +303,9 @@ class ObservedSteps:
             numbers = [list(forms).index(step.program.form) for step in self.steps]
             pairs = zip(batches, numbers, strict=True)
             batches = [batch.numbered(number, is_input=is_input) for batch, number in pairs]
-        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, notes)
+        lines = dict(self.made)
+        made = tuple(lines.get(one) or "" for one in self.optimizers)
+        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes)
 
     def _optimizer(self, root: nn.Module) -> OptimizerLike | OptimizersLike:
         """What makes optimizers like those of the script, of the parameters of ``root``."""

@@ -217,7 +217,9 @@ def optimizer_code(given: Any) -> tuple[tuple[str, ...], str]:
     if given is None:
         return (), f"torch.optim.AdamW(parameters, lr={DEFAULT_LEARNING_RATE})"
     if isinstance(given, OptimizersLike):
-        return (_LIKE.replace("(parameters)", "(parameters, optimizer)"),), "optimizer_like(parameters, optimizer)"
+        own = '[p for group in optimizer.param_groups for p in group["params"]]'
+        code = _LIKE.replace("(parameters)", "(parameters, optimizer)").replace("model.parameters()", own)
+        return (code,), "optimizer_like(parameters, optimizer)"
     if isinstance(given, OptimizerLike):
         return (_LIKE,), "optimizer_like(parameters)"
     return (), "optimizer(parameters)"

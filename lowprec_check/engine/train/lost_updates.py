@@ -174,7 +174,9 @@ class Stalls(Watcher):
         """Note the weights and which of them have a gradient."""
         zero, updated = torch.zeros(()), {id(parameter) for parameter in step.parts[step.number].parameters}
         gradients = {
-            name: p.grad if id(p) in updated and p.grad is not None and p.grad.layout == torch.strided else zero.expand(p.shape)
+            name: p.grad
+            if id(p) in updated and p.grad is not None and p.grad.layout == torch.strided
+            else zero.expand(p.shape)
             for name, p in self._parameters.items()
         }
         self._moving, self._before = self._samples.take(gradients) != 0, self._samples.take(self._parameters)

@@ -78,6 +78,9 @@ class TrainingStep:
         """Called after it."""
         self.number = 0
         """Of this optimizer, of several."""
+        self._done = set[tuple[int, int]]()
+        """Of several optimizers, the steps, by phase and number, that were made before a ``GradScaler`` skipped one: when the step is
+        repeated, they and those after them are each made once, as without it."""
         self.targets: tuple[Any, ...] = target.targets
         """What the loss gets of the batch besides the output."""
         self._ready = ready
@@ -104,8 +107,8 @@ class TrainingStep:
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         """Do one step on a batch, prepared by ``ready.inputs``."""
-        outputs, losses = [], []
-        for phase in self._plan(args):
+        outputs, losses, is_skipped = [], [], False
+        for index, phase in enumerate(self._plan(args)):
             for number in phase.clears:
                 self.parts[number].zero_grad()
             output, loss = self._forward(args, kwargs)
@@ -113,14 +116,20 @@ class TrainingStep:
             self.phase = "backward"
             self.parts[0].backward(loss)
             for self.number in phase.steps:
+                if is_skipped or (index, self.number) in self._done:
+                    continue
                 self.on_gradients()
                 self.phase = "optimizer"
                 self.parts[self.number].step()
                 self.on_update()
+                if self.scaler is not None and len(self.parts) > 1:
+                    is_skipped = not self._is_finite()
+                    self._done |= set() if is_skipped else {(index, self.number)}
             outputs.append(output)
             losses.append(loss.detach())
         if self.scaler is not None:
             self.scaler.update()
+        self._done = self._done if is_skipped else set()
         if self.average is not None:
             self.average.update_parameters(self.model)
         parameters = self.updates.parameters
@@ -139,6 +148,11 @@ class TrainingStep:
         """The output and the loss, in the precision; of several phases, the outputs and the sum of the losses, without steps between."""
         found = [self._forward(args, kwargs) for _ in self._plan(args)]
         return found[0] if len(found) == 1 else ([output for output, _ in found], sum_of([loss for _, loss in found]))
+
+    def _is_finite(self) -> bool:
+        """Whether the gradients of an optimizer that made its step are finite: a ``GradScaler`` skips it otherwise."""
+        found = [parameter.grad for parameter in self.parts[self.number].parameters]
+        return all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None)
 
     def weights(self) -> dict[int, Tensor]:
         """The weights that are trained, or what is kept of them in more bits, by the id of the parameter."""
