@@ -157,16 +157,17 @@ def set_function_modes(modes: Iterable[Any]) -> None:
 
 
 class Phase(NamedTuple):
-    """A part of a step: gradients are cleared, losses are computed, ``backward()`` is called of their sum, optimizers make their steps."""
+    """A part of a step: gradients are cleared, losses are computed, ``backward()`` is called of their sum, optimizers make their steps.
+
+    ``clears`` and ``steps`` are the numbers of these optimizers.
+    """
 
     clears: tuple[int, ...]
-    """Numbers of optimizers."""
     losses: tuple[Tensor, ...]
     """Empty once the program is released."""
     nodes: int
     """How many were recorded before its last ``backward()``."""
     steps: tuple[int, ...]
-    """Numbers of optimizers."""
 
 
 @dataclasses.dataclass
@@ -334,9 +335,7 @@ class Program:
 
         ``again`` calls the only model, if there is one: everything is then computed under autocast and from the random numbers of the recording.
         """
-        if not phase:
-            self._values = dict(zip(self.input_keys, inputs, strict=True))
-        values = self._values
+        values = self._values = self._values if phase else dict(zip(self.input_keys, inputs, strict=True))
         values |= {key: root.get_parameter(name) for key, name in self._parameters.items()}
 
         def value_of(placeholder: Tensor) -> Tensor:

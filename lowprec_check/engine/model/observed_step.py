@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -21,14 +21,13 @@ from lowprec_check.engine.core.devices import generator_restorers
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import own_line
 from lowprec_check.engine.model.kept_files import replaced
-from lowprec_check.engine.model.loss_program import CallRecorder, Node, Program, UnrepeatableError, copy_of
+from lowprec_check.engine.model.loss_program import CallRecorder, Node, Phase, Program, UnrepeatableError, copy_of
 from lowprec_check.engine.model.observed_training import (
     SECONDS,
     Backward,
     ObservedStep,
     ObservedSteps,
     OptimizerStep,
-    plan_of,
 )
 from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
 from lowprec_check.engine.model.snapshot import saved_tensor
@@ -286,6 +285,32 @@ class StepObserver:
         else:
             program.release()
         found.steps.append(step)
+
+
+def plan_of(
+    made: Sequence[OptimizerStep], backwards: Sequence[Backward], optimizers: Sequence[Optimizer]
+) -> list[Phase]:
+    """The phases of the steps ``made``, from the backward passes that they use."""
+    plan: list[Phase] = []
+    waiting = [(optimizers.index(one.optimizer), one) for one in made]
+    for index, backward in enumerate([*backwards, None]):
+        done = [number for number, one in waiting if one.end <= index]
+        waiting = [(number, one) for number, one in waiting if one.end > index]
+        if done:
+            plan[-1] = plan[-1]._replace(steps=(*plan[-1].steps, *done))
+        clears = tuple(dict.fromkeys(number for number, one in waiting if one.start == index))
+        if backward is None or not any(one.start <= index for _, one in waiting):
+            continue
+        if not plan or clears or plan[-1].steps:
+            plan.append(Phase(clears, (), 0, ()))
+        plan[-1] = plan[-1]._replace(losses=(*plan[-1].losses, backward.loss), nodes=backward.nodes)
+    cleared, stepped = set[int](), set[int]()
+    for phase in plan[1:]:
+        cleared |= set(phase.clears)
+    for phase in plan:  # before the first backward pass, those that make a step before they are cleared
+        stepped |= set(phase.steps) - (set(phase.clears) if phase is not plan[0] else set())
+    first = tuple(number for number in range(len(optimizers)) if number in stepped or number not in cleared)
+    return [plan[0]._replace(clears=first), *plan[1:]]
 
 
 def _trained_by(optimizer: Optimizer) -> dict[int, nn.Parameter]:

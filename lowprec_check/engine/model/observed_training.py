@@ -143,32 +143,6 @@ class OptimizerStep(NamedTuple):
     """By the id of the parameter, as the optimizer got them."""
 
 
-def plan_of(
-    made: Sequence[OptimizerStep], backwards: Sequence[Backward], optimizers: Sequence[Optimizer]
-) -> list[Phase]:
-    """The phases of the steps ``made``, from the backward passes that they use."""
-    plan: list[Phase] = []
-    waiting = [(optimizers.index(one.optimizer), one) for one in made]
-    for index, backward in enumerate([*backwards, None]):
-        done = [number for number, one in waiting if one.end <= index]
-        waiting = [(number, one) for number, one in waiting if one.end > index]
-        if done:
-            plan[-1] = plan[-1]._replace(steps=(*plan[-1].steps, *done))
-        clears = tuple(dict.fromkeys(number for number, one in waiting if one.start == index))
-        if backward is None or not any(one.start <= index for _, one in waiting):
-            continue
-        if not plan or clears or plan[-1].steps:
-            plan.append(Phase(clears, (), 0, ()))
-        plan[-1] = plan[-1]._replace(losses=(*plan[-1].losses, backward.loss), nodes=backward.nodes)
-    cleared, stepped = set[int](), set[int]()
-    for phase in plan[1:]:
-        cleared |= set(phase.clears)
-    for phase in plan:  # before the first backward pass, those that make a step before they are cleared
-        stepped |= set(phase.steps) - (set(phase.clears) if phase is not plan[0] else set())
-    first = tuple(number for number in range(len(optimizers)) if number in stepped or number not in cleared)
-    return [plan[0]._replace(clears=first), *plan[1:]]
-
-
 class ObservedStep(NamedTuple):
     """What computes the losses of a step, from what."""
 
@@ -245,7 +219,7 @@ class ObservedSteps:
             facts[f"the script trains {' and '.join(made)}: fp32 is trained without"] = None
         if len(program.losses) > len(program.plan):
             facts[
-                f"the script calls backward() {len(program.losses)} times for a step: the scan calls it {_times(len(program.plan))}, of the "
+                f"the script calls backward() {len(program.losses)} times for a step: the scan calls it {'once' if len(program.plan) == 1 else 'less often'}, of the "
                 "sum of the losses, which gives the same gradients and takes more memory"
             ] = None
         if len(self.optimizers) > 1:
@@ -391,10 +365,6 @@ class ObservedSteps:
 
 def _parts_of(made: OptimizerLike | OptimizersLike) -> Sequence[OptimizerLike]:
     return made.parts if isinstance(made, OptimizersLike) else [made]
-
-
-def _times(count: int) -> str:
-    return "once" if count == 1 else f"{count} times"
 
 
 def _check_gradients(parameters: Sequence[nn.Parameter], wanted: dict[int, Tensor], loss: ObservedLoss) -> None:

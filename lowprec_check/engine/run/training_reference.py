@@ -38,15 +38,14 @@ from lowprec_check.engine.train.spread import Spread
 from lowprec_check.engine.train.steps import (
     MAX_SKIPPED,
     Loop,
-    Samples,
     StepFailedError,
     StepResult,
     TrainingStep,
-    Trajectory,
     Watcher,
     kept_by,
     state_bytes,
 )
+from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import TrainingPhase, TrainingRun, TrainingSetup, TrainingWay
