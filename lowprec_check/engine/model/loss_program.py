@@ -396,7 +396,4 @@ def copy_of(tensor: Tensor) -> Tensor:
 
 def sum_of(losses: Sequence[Tensor]) -> Tensor:
     """One loss, as it is, or the sum of several."""
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total
+    return sum(losses[1:], losses[0])

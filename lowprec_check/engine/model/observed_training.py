@@ -277,8 +277,7 @@ class ObservedSteps:
             numbers = [list(forms).index(step.program.form) for step in self.steps]
             pairs = zip(batches, numbers, strict=True)
             batches = [batch.numbered(number, is_input=is_input) for batch, number in pairs]
-        lines = dict(self.made)
-        made = tuple(lines.get(one) or "" for one in self.optimizers)
+        made = tuple(dict(self.made).get(one) or "" for one in self.optimizers)
         return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes)
 
     def _optimizer(self, root: nn.Module) -> OptimizerLike | OptimizersLike:
