@@ -132,7 +132,7 @@ class TrainingStep:
         parameters = self.updates.parameters
         return StepResult(
             outputs[0] if len(outputs) == 1 else outputs,
-            sum_of(losses),
+            _total(losses),
             [parameter.grad for parameter in parameters if parameter.grad is not None],
             [tensor.detach() for tensor in (*parameters, *self.model.buffers())],
         )
@@ -144,7 +144,7 @@ class TrainingStep:
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
         """The output and the loss, in the precision; of several phases, the outputs and the sum of the losses, without steps between."""
         found = [self._forward(args, kwargs) for _ in self._plan(args)]
-        return found[0] if len(found) == 1 else ([output for output, _ in found], sum_of([loss for _, loss in found]))
+        return found[0] if len(found) == 1 else ([output for output, _ in found], _total([loss for _, loss in found]))
 
     def _is_finite(self) -> bool:
         """Whether the gradients of an optimizer that made its step are finite: a ``GradScaler`` skips it otherwise."""
@@ -176,6 +176,11 @@ class TrainingStep:
     def scale(self) -> float | None:
         """The loss scale of a ``GradScaler``; ``None`` without one."""
         return None if self.scaler is None else float(self.scaler.get_scale())
+
+
+def _total(losses: Sequence[Tensor]) -> Tensor:
+    """The only loss, or the sum of several in fp32."""
+    return losses[0] if len(losses) == 1 else sum_of([loss.float() for loss in losses])
 
 
 class _Together:
