@@ -431,7 +431,6 @@ def test_a_gan_trains_in_every_precision_as_plain_loops_and_pasted_code_do(
             target = load_target("train.py", steps=1)
             key = RunKey(precision, "eager", "cpu", "contiguous")
             code = training_code(key, result.model, result.training, tried)
-            assert code.count(".zero_grad()") == 2
             code = code.replace("step_loss = output", "step_loss = seen(output)")
             losses: list[float] = []
 
