@@ -77,6 +77,8 @@ REMOVED: dict[str, str] = {
 """Pattern of a key's path that only OLD has: the reason."""
 
 ADDED: dict[str, tuple[Any, str]] = {
+    "options.thorough": (False, "--thorough is new"),
+    "runs.*.judged_by_one_call": (..., "one call judges what is hopelessly slow"),
     "options.further_inputs": (0, "--further-inputs is new"),
     "runs.*.further_inputs": (None, "--further-inputs is new"),
 }

@@ -376,6 +376,33 @@ def test_progress_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not [word for word in ("\x07", "\x1b[2J", "\u202e") if word in shown]
 
 
+def test_the_rows_so_far_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that are known, without times; the report shows them again, so they do not stay."""
+    terminal = Terminal()
+    monkeypatch.setattr(sys, "stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "100")
+    model = ModelInfo(name="Net", parameters=1, inputs=[], modules=1, training=False)
+    options = {"precisions": ["half", "bfloat16"]}
+    runs = [
+        Run(precision="fp32", device="cpu", status="ok", latency_ms=6.0),
+        Run(precision="half", device="cpu", status="nonfinite"),
+        Run(precision="bfloat16", device="cpu", status="ok", latency_ms=3.0),
+    ]
+    result = ScanResult(tool="t", target="t", model=model, environment={}, options=options, runs=runs)
+    with progress(quiet=False) as shown:
+        shown.step("half", "plain run")
+        assert "NaN or Inf" not in terminal.getvalue()
+        shown.done(result)
+        shown.step("bfloat16", "times")
+    rows = terminal.getvalue()
+    assert "NaN or Inf" in rows
+    assert "bfloat16" in rows
+    assert "times as fast" not in rows
+    assert "bfloat16 · times" in rows
+    assert rows.rstrip().endswith("\x1b[2K")  # what was shown is erased
+
+
 def test_progress_names_the_run_of_how_many_and_the_time_left(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(system, "monotonic", lambda: now)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
+import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,6 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import lowprec_check
+from lowprec_check.analysis.recommend import best_of
+from lowprec_check.analysis.run_summary import memory_ratio
 from lowprec_check.engine.core.devices import peak_allocated
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.run import memory_limits
@@ -28,6 +33,7 @@ from lowprec_check.engine.run.plain_part import _fingerprint
 from lowprec_check.engine.run.tasks import open_task_files
 from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instrumented
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.axes import BACKENDS, Backend, Example
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -269,3 +275,88 @@ def test_the_checksum_of_parameters_sees_changed_and_moved_values(count: int) ->
     if count > 1:
         values.copy_(values.flip(0))
         assert _fingerprint(layer) != before
+
+
+# -- what the process of a run holds
+
+
+MEBIBYTE = 1 << 20
+WIDE = 2048
+"""The weights of a square layer take 16 MiB in fp32."""
+
+
+class Held(Backend):
+    """Keeps 40 MiB that are not torch's, and a copy of the model, or the model itself."""
+
+    summary = "holds memory"
+
+    def __init__(self, name: str, *, copies: bool, hook: int | None = -1) -> None:
+        self.name, self._copies, self._hook = name, copies, hook  # type: ignore[misc]
+
+    def prepare(self, model: nn.Module, example: Example) -> Callable[..., Any]:
+        """Call the model, or a copy of it in bfloat16."""
+        called = copy.deepcopy(model).bfloat16() if self._copies else model
+        kept = bytearray(os.urandom(40 * MEBIBYTE))
+
+        def call(x: torch.Tensor) -> torch.Tensor:
+            output: torch.Tensor = called(x.to(next(called.parameters()).dtype)).float()
+            return output + 0 * len(kept)
+
+        return call
+
+    def memory(self, prepared: Any, measured: int | None) -> int | None:
+        """As measured, or what the test says."""
+        return measured if self._hook == -1 else self._hook
+
+
+@pytest.fixture
+def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Run]:
+    """The runs of a layer of 16 MiB, by name."""
+    backends = [
+        Held("refers", copies=False),
+        Held("copies", copies=True),
+        Held("says", copies=True, hook=5),
+        Held("unknown", copies=True, hook=None),
+    ]
+    for backend in backends:
+        monkeypatch.setitem(BACKENDS._items, backend.name, backend)
+    layers = nn.Sequential(nn.Linear(WIDE, WIDE)).eval()
+    options: dict[str, Any] = {
+        "precisions": "half",
+        "plan": False,
+        "times": "off",
+        "tolerance": 1.0,
+        "prefer": "memory",
+    }
+    result = lowprec_check.scan(
+        layers, torch.randn(4, WIDE), backends=["eager", *(b.name for b in backends)], **options
+    )
+    assert result.recommendation is not None
+    found = {
+        run.precision if run.backend == "eager" else run.backend: run for run in result.runs if run.precision == "half"
+    }
+    return {**found, "fp32": result.runs[0]}
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell")
+def test_memory_is_what_the_process_holds_with_the_prepared_model_alone(rows: dict[str, Run]) -> None:
+    def mebibytes(name: str) -> float:
+        return (rows[name].process_memory_bytes or 0) / MEBIBYTE
+
+    assert mebibytes("fp32") == pytest.approx(16, abs=3)
+    assert mebibytes("half") == pytest.approx(8, abs=3)
+    assert mebibytes("refers") == pytest.approx(48, abs=4)  # and the model in half
+    assert mebibytes("copies") == pytest.approx(48, abs=4)  # its copy instead of the model
+    assert rows["copies"].peak_memory_bytes == rows["copies"].process_memory_bytes
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="other systems do not tell")
+def test_a_backend_knows_its_memory_or_that_it_is_unknown(rows: dict[str, Run]) -> None:
+    runs = list(rows.values())
+    assert rows["says"].process_memory_bytes == 5
+    assert rows["unknown"].process_memory_bytes is None
+    assert rows["unknown"].peak_memory_bytes is None
+    assert memory_ratio(rows["unknown"], runs) is None
+    assert memory_ratio(rows["half"], runs) == pytest.approx(0.5, abs=0.15)
+    best = best_of([rows["unknown"], rows["half"]], runs, {}, "memory")
+    assert best is rows["half"]

@@ -22,6 +22,9 @@ from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_of
+from lowprec_check.engine.run.target_source import load_spec
+from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.train.other_seeds import OtherSeeds
 from lowprec_check.engine.train.steps import USUAL
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
@@ -138,6 +141,44 @@ def test_steps_in_mixed_precision_are_made_again(here: Path, write: Write, how: 
     notes = " ".join(target.notes)
     assert ("autocast to bfloat16" in notes, "GradScaler at 65536" in notes) == ("autocast" in how, scaler)
     assert "clip_grad_norm_(parameters, 0.1)" in notes
+
+
+def test_a_conversion_that_changes_nothing_in_fp32_is_made_in_other_precisions(here: Path, write: Write) -> None:
+    step = "out = model(x)\nloss = F.cross_entropy(out.float(), y) + out.exp().mean()\n"
+    step += "optimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"
+    write(f"{HEAD}{MODEL}for x, y in batches():\n{textwrap.indent(step, '    ')}", "train.py")
+    target = load_target("train.py", steps=1)
+    assert callable(target.loss)
+    (labels,) = target.targets
+    low = target.model.half()(target.args[0].half())
+    expected = torch.nn.functional.cross_entropy(low.float(), labels) + low.exp().mean()
+    assert target.loss(low, labels).equal(expected)
+
+
+def test_what_is_computed_of_labels_is_computed_again(here: Path, write: Write) -> None:
+    step = "out = model(x)\nwanted = F.one_hot(y, 3).float()\nnoise = torch.rand_like(wanted)\n"
+    step += "loss = F.mse_loss(out.float(), wanted) + (out * noise).mean()\n"
+    step += "optimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"
+    write(f"{HEAD}{MODEL}for x, y in batches():\n{textwrap.indent(step, '    ')}", "train.py")
+    target = load_target("train.py", steps=2)
+    assert callable(target.loss)
+    labels, noise = sorted(target.targets, key=lambda tensor: tensor.ndim)
+    assert labels.dtype == torch.int64
+    low, wanted = target.model.half()(target.args[0].half()), torch.nn.functional.one_hot(labels, 3).float()
+    expected = torch.nn.functional.mse_loss(low.float(), wanted) + (low * noise.half()).mean()
+    assert target.loss(low, *(t.half() if t.is_floating_point() else t for t in target.targets)).equal(expected)
+
+
+@pytest.mark.parametrize("kind", ["a siamese network", "accumulation", "an encoder and a decoder"])
+def test_other_seeds_of_a_script_that_makes_several_calls(here: Path, write: Write, kind: str) -> None:
+    write(HEAD + SCRIPTS[kind], "train.py")
+    target = load_spec(TargetSpec("train.py", steps=2), 0)
+    seeds = OtherSeeds(target, target.model, [target], 0, draws=False, keep_alive=lambda: None)
+    before = {name: p.detach().clone() for name, p in target.model.named_parameters()}
+    seeds.start(1)
+    assert "initial weights" in seeds.varied
+    after = dict(target.model.named_parameters())
+    assert all(not after[name].equal(p) for name, p in before.items() if p.ndim > 1)
 
 
 AFTER = "open('after.txt', 'w').close()\nos.remove('ckpt.pt')\nshutil.rmtree('old')\n"

@@ -171,6 +171,15 @@ def test_weights_that_hardly_move_fail_though_other_seeds_move_in_other_directio
     assert found.value == pytest.approx(0.05)
 
 
+def test_weights_that_stand_still_fail_though_other_seeds_move_by_very_different_lengths() -> None:
+    others = [moving([2.0, 1.9, 1.9], by) for by in (5.0, 0.4, -2.0, 9.0)]
+    found = Spread(moving([2.0, 1.8, 1.7], 1.0), others, SAMPLES, 0.05)
+    assert found.divergence(moving([2.0, 2.0, 2.0], 0.3), 0.0, noisy=False) is None
+    stands = found.divergence(moving([2.0, 2.0, 2.0], 0.0), 0.0, noisy=False)
+    assert stands is not None
+    assert (stands.what, stands.value, stands.limit) == ("progress", 0.0, pytest.approx(0.04))
+
+
 def test_a_run_that_moves_elsewhere_as_far_and_learns_as_much_passes() -> None:
     assert spread().divergence(moving([2.0, 1.65, 1.22], -1.0), 0.0, noisy=False) is None
 

@@ -389,6 +389,16 @@ def test_the_distance_decides_between_equals() -> None:
     assert accelerated.precision == "autocast-bf16"
 
 
+def test_what_the_framework_of_a_script_has_a_switch_for_comes_first() -> None:
+    runs = [
+        a_trained("autocast-bf16", a_way(distances=[0.05] * STEPS)),
+        a_trained("autocast-fp16", a_way("grad-scaler", distances=[0.01] * STEPS, initial_scale=65536.0)),
+    ]
+    for framework, wanted in (("", "autocast-fp16"), ("lightning", "autocast-bf16")):
+        setup = msgspec.structs.replace(SETUP, script="train.py:3", framework=framework)
+        assert advice(*runs, setup=setup).precision == wanted
+
+
 def test_another_way_is_recommended_if_no_run_passes_as_it_is() -> None:
     ways = [BAD, a_way("kahan"), a_way("master-weights", distances=[0.05] * STEPS), a_way("one-autocast")]
     best = advice(a_trained("bfloat16", *ways), a_trained("half", BAD, a_way("stochastic-rounding")))

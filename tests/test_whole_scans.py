@@ -11,18 +11,23 @@ from typing import Any
 
 import pytest
 import torch
+from conftest import ROOT
 from torch import Tensor, nn
 
 from lowprec_check import scan
 from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.engine import machine
 from lowprec_check.engine.core.compiled import forget_compiled
+from lowprec_check.engine.run.target_source import load_here
+from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.scan import scan_target
+from lowprec_check.schema.options import ScanOptions
 
 
 class Slow(nn.Module):
     """A layer that takes 20 ms in fp32, and ``seconds`` in half; each call in half adds a letter to ``log``."""
 
-    def __init__(self, log: Path, seconds: float = 0.5) -> None:
+    def __init__(self, log: Path, seconds: float = 1.5) -> None:
         super().__init__()
         self.linear, self.log, self.seconds = nn.Linear(8, 8), log, seconds
 
@@ -68,8 +73,8 @@ def test_a_hopelessly_slow_run_is_called_once_and_explained(
 @pytest.mark.parametrize(
     ("kinds", "seconds", "options"),
     [
-        pytest.param(("bf16",), 0.5, {"thorough": True}, id="thorough"),
-        pytest.param(("bf16", "fp16"), 0.5, {}, id="accelerated"),
+        pytest.param(("bf16",), 1.5, {"thorough": True}, id="thorough"),
+        pytest.param(("bf16", "fp16"), 1.5, {}, id="accelerated"),
         pytest.param(("bf16",), 0.1, {}, id="few times slower"),
     ],
 )
@@ -117,6 +122,21 @@ def test_what_is_accelerated_runs_first_and_is_shown_in_the_usual_order(
     assert [run.precision for run in result.runs] == ["fp32", "bfloat16", "autocast-bf16", "half"]
 
 
+def test_progress_shows_the_trials_of_a_search() -> None:
+    """Each run that the search makes is shown as its step, with what is kept and the time left."""
+    seen: list[tuple[str, str]] = []
+    source = load_here(TargetSpec(str(ROOT / "examples/t5_feed_forward.py")), 0)
+    source.on_progress = lambda run, doing: seen.append((run, doing))
+    options = ScanOptions(precisions=["autocast-fp16"], plan=True, times="off", device="cpu")
+    result = scan_target(source, "fork", options)
+    assert result.plan is not None
+    steps = [doing for run, doing in seen if run == "plan from autocast-fp16"]
+    assert steps[0].startswith("trial 1 of at most 200, ")
+    assert any("modules kept" in step for step in steps)
+    after = seen[next(place for place, (run, _) in enumerate(seen) if run.startswith("plan")) :]
+    assert {run for run, _ in after} == {"plan from autocast-fp16"}
+
+
 def test_the_compiler_is_reset_only_if_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is a GPU, a reset imports inductor."""
     dynamo: Any = pytest.importorskip("torch._dynamo")
@@ -144,6 +164,7 @@ def test_the_command_does_not_import_torch(tmp_path: Path) -> None:
             print("torch" in sys.modules, file=sys.__stderr__)
     """)
     command = [sys.executable, "-c", program, "scan", "tiny.py", "-q", "-p", "bf16", "--times", "off"]
+    command += ["--budget", "2"]  # in which no process imports torch and this tool: only what the file does counts
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
     assert "bfloat16" in done.stdout
     assert done.stderr.split()[-1] == "False"

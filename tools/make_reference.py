@@ -34,6 +34,7 @@ DOCS, PACKAGE = ROOT / "docs", ROOT / "lowprec_check"
 COMMANDS = (
     "scan",
     "plan",
+    "fix",
     "compat",
     "report",
     "diff",

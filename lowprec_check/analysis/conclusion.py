@@ -56,16 +56,21 @@ def as_wanted(result: ScanResult, runs: Sequence[Run]) -> list[Run]:
 def conclude_early(result: ScanResult, reason: str) -> ScanResult | None:
     """Like :func:`conclude` for a scan that ended early: the missing runs are ``skipped`` for ``reason``.
 
-    Calls that were not yet taken in rounds are not compared: what else the machine did may have slowed them down. ``None`` if no run but the reference has finished.
+    ``None`` if no run but the reference has finished.
     """
     done = {run.key for run in result.runs}
     if len(done) < 2:
         return None
-    runs = result.runs
-    if result.timing_conditions is None:
-        runs = [msgspec.structs.replace(run, latency_ms=None) for run in runs]
+    result = without_early_times(result)
     missing = [skipped(key, reason, result.evidence) for key in wanted_runs(result) if key not in done]
-    return conclude(msgspec.structs.replace(result, runs=as_wanted(result, [*runs, *missing])))
+    return conclude(msgspec.structs.replace(result, runs=as_wanted(result, [*result.runs, *missing])))
+
+
+def without_early_times(result: ScanResult) -> ScanResult:
+    """``result`` without times of calls that were not yet taken in rounds: what else the machine did may have slowed them down."""
+    if result.timing_conditions is not None:
+        return result
+    return msgspec.structs.replace(result, runs=[msgspec.structs.replace(run, latency_ms=None) for run in result.runs])
 
 
 # -- Whether a scan fails, by ``--fail-on``: what its exit code says, and its JUnit report

@@ -177,8 +177,8 @@ def recommend_training(
     """The best way to train that passed, without its reason, which is made of statements; ``None`` if none passed. ``environment`` as in :func:`~lowprec_check.analysis.recommend.recommend`.
 
     1. Runs that passed as their user would write them (the first way): those under autocast, which keeps the weights in fp32,
-       before casts of the whole model; among these by the rules for inference, with the distance of the weights as the
-       error. Of ``GradScaler`` with its own and with the suggested scale, the one that skips fewer steps, or keeps more gradients.
+       before casts of the whole model, of them those for which what trains in a script has a switch; among these by the rules for
+       inference, with the distance of the weights as the error. Of ``GradScaler`` with its own and with the suggested scale, the one that skips fewer steps, or keeps more gradients.
     2. If there is none, the other ways, in their order: autocast with ``GradScaler`` or the suggested scale, then those that keep more
        bits of the weights than the model sees.
     """
@@ -192,13 +192,14 @@ def recommend_training(
 
 
 def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) -> Trained | None:
-    trained = [run for run in candidates(result.runs) if run.status != "skipped"]
+    setup, trained = result.training, [run for run in candidates(result.runs) if run.status != "skipped"]
     ways = [Trained(run, way) for run in trained for way in passing_ways(run)]
     first = {found.run.key: found for found in ways if found.is_first}
     if first:
         runs = [found.run for found in first.values()]
         if prefer == "speed":
             runs = [run for run in runs if keeps_weights(run)] or runs
+            runs = [run for run in runs if setup and _switch(run.key, setup, first[run.key].way)] or runs
         best = best_of(runs, result.runs, environment, prefer, lambda run: first[run.key].distance)
         run, way = first[best.key]
         other = run.training.way("grad-scaler-suggested") if run.training else None

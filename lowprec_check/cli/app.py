@@ -30,7 +30,7 @@ Ended = tuple[Result, BaseException | None]
 FINDINGS, USAGE_ERROR, TOOL_FAILED, INTERRUPTED = 1, 2, 3, 130
 """The exit codes other than 0."""
 
-COMMAND_ORDER = ("scan", "plan", "compat", "report", "diff", "op", "catalog", "explain", "env")
+COMMAND_ORDER = ("scan", "plan", "fix", "compat", "report", "diff", "op", "catalog", "explain", "env")
 """The order of the commands in the help, most used first; others follow."""
 
 

@@ -17,9 +17,11 @@ LINE_SECONDS = 30.0
 class Progress:
     """What goes on, as one line: which run of how many, its step, the time so far and the time left."""
 
-    def __init__(self, show: Callable[[str], None] | None = None) -> None:
-        """``show`` prints a line; without it, nothing is shown."""
-        self._show = show
+    def __init__(
+        self, show: Callable[[str], None] | None = None, show_rows: Callable[[ScanResult], None] | None = None
+    ) -> None:
+        """``show`` prints a line, and ``show_rows`` the rows so far; without them, nothing is shown."""
+        self._show, self._show_rows = show, show_rows
         self._started = system.monotonic()
         self._done, self._total = 0, 0
         self._done_after: list[float] = []
@@ -36,6 +38,8 @@ class Progress:
 
         self._done, self._total = len(result.runs), len(wanted_runs(result))
         self._done_after.append(system.monotonic() - self._started)
+        if self._show_rows is not None:
+            self._show_rows(result)
 
     def line(self, run: str, doing: str, elapsed: float) -> str:
         """``run 3 of 5 · half · plain run · 0:14, about 0:20 left``; seconds ``elapsed``."""
@@ -56,20 +60,40 @@ def _clock(seconds: float) -> str:
 
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Progress]:
-    """On a terminal, a line on standard error that is updated; otherwise a line every :data:`LINE_SECONDS`."""
+    """On a terminal, the rows so far and a line on standard error that are updated; otherwise a line every :data:`LINE_SECONDS`."""
     if quiet:
         yield Progress()
     elif sys.stderr.isatty():
-        from rich.console import Console
+        from rich.console import Console, Group
+        from rich.live import Live
+        from rich.spinner import Spinner
         from rich.text import Text
 
         from lowprec_check.report.foreign_text import visible
 
-        console = Console(stderr=True)
-        with console.status("") as status:  # not a string below: rich would take brackets for its markup
-            yield Progress(lambda line: status.update(Text(visible(line)[: console.width - 4])))
+        console, spinner = Console(stderr=True), Spinner("dots")
+        with Live(spinner, console=console, transient=True) as live:  # the report has the rows too
+
+            def show(line: str) -> None:  # not a string: rich would take brackets for its markup
+                spinner.update(text=Text(visible(line)[: console.width - 4]))
+
+            def show_rows(result: ScanResult) -> None:
+                live.update(Group(Text.from_ansi(_rows_so_far(result, console.width)), spinner))
+
+            yield Progress(show, show_rows)
     else:
         yield Progress(_every(LINE_SECONDS))
+
+
+def _rows_so_far(result: ScanResult, width: int) -> str:
+    """The table of runs, without times that were not yet taken in rounds."""
+    from lowprec_check.analysis.conclusion import without_early_times
+    from lowprec_check.report.blocks import Document
+    from lowprec_check.report.layout.text import NARROWEST, text
+    from lowprec_check.report.runs_table import runs_table
+
+    table = runs_table(without_early_times(result))
+    return text(Document(title="", blocks=[table]), width=max(NARROWEST, width), color=True)
 
 
 def _every(seconds: float) -> Callable[[str], None]:

@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 import msgspec
 
 from lowprec_check.analysis.conclusion import as_wanted
+from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation
 from lowprec_check.engine.run.target_spec import LOAD_SECONDS, OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError
@@ -50,8 +52,15 @@ class _Grown(Struct, frozen=True, tag="grown"):
 
     result: ScanResult | None = None
     planning: Planning | None = None
+    trial: SourceTrial | None = None
+
+    @property
+    def item(self) -> Any:
+        """Whichever it is."""
+        return self.result or self.planning or self.trial
 
 
+_FIELD_OF: dict[Any, str] = {ScanResult: "result", Planning: "planning", SourceTrial: "trial"}
 _Message = _Loaded | _Progressed | _Grown | Ended
 _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
@@ -64,7 +73,7 @@ _UNSENT = 74
 if TYPE_CHECKING:
     from lowprec_check.engine.run.target_source import TargetSource
 
-Item = TypeVar("Item", ScanResult, Planning)
+Item = TypeVar("Item", ScanResult, Planning, SourceTrial)
 Grow = Callable[..., Iterator[Item]]
 """Yields what has been found so far, as :func:`growing_scan` does; picklable for a fresh interpreter."""
 
@@ -98,6 +107,18 @@ def _growing_planning(source: TargetSource, isolation: Isolation | None, options
     from lowprec_check.engine.plan.planner import growing_planning
 
     yield from growing_planning(source, isolation, options)
+
+
+def try_source(
+    spec: TargetSpec,
+    options: ScanOptions,
+    isolation: Isolation | None,
+    grow: Grow[SourceTrial],
+    on_progress: OnProgress | None = None,
+) -> SourceTrial:
+    """Load ``spec`` with its changed sources, and return what ``grow`` finds. Raises as :func:`scan_file` does."""
+    *_, trial = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress).grow(grow)
+    return trial
 
 
 def _growing_changes(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Iterator[ScanResult]:
@@ -142,13 +163,13 @@ class _Session:
                 method="fork" if best == "fork" else "spawn",
                 log=log,
             )
-            worker.set_timeout(self.load_seconds)
+            worker.set_timeout(LOAD_SECONDS)
             yield from self._watch(worker, log)
         finally:
             os.close(log)
 
     def _watch(self, worker: FunctionWorker[_Message], log: int) -> Iterator[Any]:
-        loaded, step = False, (self.spec.name, "loading")
+        loaded, step = False, (self.spec.name, "importing torch")
         ended: Ended | None = None
         with Supervisor[FunctionWorker[_Message], _Message]([worker]) as supervisor:
             for event in supervisor.events():
@@ -165,12 +186,14 @@ class _Session:
                     loaded = True
                     worker.set_timeout(float("inf"))
                 elif isinstance(message, _Grown):
-                    yield message.result or message.planning
+                    yield message.item
                 elif isinstance(message, Ended):
                     ended = message
                     worker.set_timeout(EXIT_SECONDS)
                 else:
                     step = (message.run, message.doing)
+                    if not loaded:  # what this program imports does not count
+                        worker.set_timeout(self.load_seconds)
         if ended is not None:
             ended.check()
 
@@ -201,13 +224,15 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
     def load_and_grow() -> None:
         from lowprec_check.engine.run.place_log import note_model
 
+        importlib.import_module("lowprec_check.engine.scan")  # and all that it imports
         note_model(log, _packages_named_by(session.spec.name))
         with _logged_ends(log):
+            send(_Progressed(session.spec.name, "loading"))
             source = _load(session.spec, session.options)
         send(_Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))
         for item in grow(source, session.isolation, session.options):
-            send(_Grown(result=item) if isinstance(item, ScanResult) else _Grown(planning=item))
+            send(_Grown(**{_FIELD_OF[type(item)]: item}))
 
     atexit._clear()  # those of the command
     atexit.register(GUARDIAN.close)

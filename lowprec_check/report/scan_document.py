@@ -26,6 +26,7 @@ from lowprec_check.report.blocks import (
     Table,
     cell_text,
 )
+from lowprec_check.report.fix_blocks import fix_blocks
 from lowprec_check.report.foreign_text import visible
 from lowprec_check.report.layout.html import fragment
 from lowprec_check.report.plan import kept_modules
@@ -62,6 +63,8 @@ def scan_document(result: ScanResult, *, findings: int = SHOWN_FINDINGS) -> Docu
         order = {label(run): index for index, run in enumerate(result.runs)}
         causes.sort(key=lambda found: min(order[name] for name in found.runs))
         blocks += [Say(found.text, found.tone, "item", ", ".join(found.runs)) for found in causes]
+    if result.fixing is not None:
+        blocks += fix_blocks(result.fixing, heading=True)
     blocks += [*extra_blocks(result), *_findings(result, findings), *_shares(result)]
     blocks += [Heading("About this scan", anchor=CONDITIONS, detail="all"), *_about(result, said)]
     return Document(result.target, blocks, result.tool, tuple(_advice(result, said)))

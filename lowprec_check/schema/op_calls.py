@@ -175,6 +175,9 @@ class OpCall(msgspec.Struct, gc=False):
     """Which op of this name on its line it is, from 0: ``x * 2 * 3`` has two."""
     reaches_output: bool | None = None
     """Whether its Inf or NaN lead to one in the output; ``None`` if it gives none, or that is not known."""
+    span: str | None = None
+    """The expression in the user's own code that calls it, ``25:17-25:55``: lines from 1, columns in UTF-8 from 0, as Python's ``ast``
+    counts; ``None`` before Python 3.11."""
 
     @property
     def is_forward(self) -> bool:

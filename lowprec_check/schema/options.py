@@ -305,6 +305,38 @@ class ScanOptions(DeclaredOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
+class FixOptions(DeclaredOptions):
+    """What a patch must make pass, and how long it is searched; the options of ``lowprec-check fix``."""
+
+    precisions: Names = option(
+        None,
+        "Precisions that must pass with the patch.",
+        unset="all that fail",
+        flags=("--precision", "-p"),
+        names=low_names,
+        registry=PRECISIONS,
+    )
+    device: DeviceName = _device()
+    tolerance: float | None = _tolerance()
+    further_inputs: int | None = option(
+        None, "Try the patch on so many further inputs. 0: on none.", unset="as many as a scan", metavar="N", least=0
+    )
+    seconds: float | None = option(
+        None,
+        "Seconds for the search after the scan.",
+        unset="as many as the scan took, but at least 20",
+        flags=("--budget",),
+        above=0.0,
+    )
+    include_packages: bool = option(
+        False, "Also change calls of installed packages, in the file of the user's that makes them."
+    )
+    plan: bool = option(False, "Also search for modules to keep in fp32, and compare.")
+    seed: int = _seed()
+    without_kernel: Words = _without_kernel()
+
+
+@dataclass(frozen=True, kw_only=True)
 class PlanOptions(DeclaredOptions):
     """What to search for and how; the fields are arguments of :func:`lowprec_check.find_plan` and options of ``lowprec-check plan``."""
 

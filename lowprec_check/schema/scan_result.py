@@ -13,13 +13,14 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.schema.axes import lowers_precision
+from lowprec_check.schema.backend_checks import BackendCheck, CompilerCheck
 from lowprec_check.schema.base import Struct, decode, encoded, write_file
 from lowprec_check.schema.columns import Columns, Part, columns_of
 from lowprec_check.schema.findings import Diagnostic, Gap, GapKind, Layer, Recommendation, Severity
+from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.measures import (
     Ablation,
     BatchRanges,
-    CompilerCheck,
     ErrorBudget,
     InputsTried,
     Latency,
@@ -61,7 +62,15 @@ SCHEMA = 1
 
 Evidence = Literal["measured", "predicted"]
 
-_MEASURED = ("latency_ms", "latency", "peak_memory_bytes", "timing", "setup_seconds", "compiler")
+MEASURED = (
+    "latency_ms",
+    "latency",
+    "peak_memory_bytes",
+    "process_memory_bytes",
+    "timing",
+    "setup_seconds",
+    "compiler",
+)
 """What only a run on the device itself can tell, and the times of its op calls."""
 
 
@@ -117,7 +126,11 @@ class Run(Struct, frozen=True, kw_only=True):
     latency: Latency | None = None
     """The times of calls, in rounds over all runs; ``None`` if it was not timed so."""
     peak_memory_bytes: int | None = None
-    """Peak memory of a call, in bytes: weights, buffers, inputs and live tensors; on an accelerator, what its allocator reports."""
+    """Peak memory of a call, in bytes: weights, buffers, inputs and live tensors; on an accelerator, what its allocator reports. On
+    another backend on the CPU, ``process_memory_bytes``, since it may hold memory that is not torch's."""
+    process_memory_bytes: int | None = None
+    """What a process holds at the peak of a call that serves this run alone, in bytes, beyond one that has loaded torch and the
+    model's file, but no model; ``None`` if it was not measured, and on an accelerator."""
     timing: Timing | None = None
     """Times in the scenario that the scan was asked for."""
     setup_seconds: float | None = None
@@ -126,6 +139,11 @@ class Run(Struct, frozen=True, kw_only=True):
     """The label of the eager run whose op-by-op analysis explains this one, which has no op calls of its own."""
     compiler: CompilerCheck | None = None
     """Whether the compiler made the output worse; ``None`` for a run that is not compiled, or draws random numbers."""
+    backend_check: BackendCheck | None = None
+    """What the backend does otherwise than eager mode; ``None`` for an eager run, or one that gave no output."""
+    failed_input: str | None = None
+    """The changed inputs, as :class:`ChangedInputs` names them, on which it failed and which its status and error are about; ``None``
+    if it did not fail, or on those of the scan."""
     gaps: list[Gap] = []
     """What fails in low precision and succeeds when its inputs are widened."""
     op_calls: OpCalls = OpCalls()
@@ -188,7 +206,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a predicted run with a measured time or memory."""
-        has_measured = any(getattr(self, name) is not None for name in _MEASURED)
+        has_measured = any(getattr(self, name) is not None for name in MEASURED)
         if self.evidence != "measured" and (has_measured or self.op_calls.are_timed):
             raise ValueError("a predicted run has no times and no memory: they would be those of another device")
 
@@ -294,6 +312,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """How the model was trained; ``None`` if only the forward pass was run."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
+    fixing: Fixing | None = None
+    """The patch of the user's source that ``lowprec-check fix`` found; ``None`` if it was not asked for."""
     source_lines: dict[str, str] = {}
     """The text of the lines that op calls and gaps name, ``model.py:41``, as far as their files were found."""
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import os
+import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
-from types import FrameType, TracebackType
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +33,8 @@ class SourceLines(NamedTuple):
     """The innermost line that is not torch's; ``None`` if there is none."""
     caller: str | None = None
     """The innermost line of the user's own files, if ``source`` is in an installed package; empty if there is none."""
+    span: str | None = None
+    """The expression in that line of the user's own files, as :attr:`OpCall.span` has it."""
 
 
 @functools.cache
@@ -88,6 +92,15 @@ def show_file(filename: str) -> str:
     return encodable(os.path.basename(filename) if relative.startswith("..") else relative)
 
 
+@functools.lru_cache(10_000)
+def _span(code: CodeType, instruction: int) -> str | None:
+    """Where the expression of an instruction starts and ends; ``None`` before Python 3.11, which knows lines only."""
+    if sys.version_info < (3, 11):
+        return None
+    first, last, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
+    return None if None in (first, last, start, end) else f"{first}:{start}-{last}:{end}"
+
+
 def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Call the model; a generator or another iterator that it returns is run to its end.
 
@@ -106,7 +119,7 @@ def source_lines(frame: FrameType | None = None) -> SourceLines:
         kind = _KINDS[code.co_filename]
         if kind == _OWN:
             line = show_line(code.co_filename, at.f_lineno)
-            return SourceLines(line) if source is None else SourceLines(source, line)
+            return SourceLines(source or line, line if source else None, _span(code, at.f_lasti))
         if kind == _FOREIGN:
             source = source or show_line(code.co_filename, at.f_lineno)
         elif kind == _OURS and code.co_name == "call_model":
@@ -143,13 +156,24 @@ def own_line(frame: FrameType) -> str | None:
 
 def traceback_lines(traceback: TracebackType | None) -> SourceLines:
     """The innermost line in a traceback that is not torch's, and that of the user's own files."""
-    source, own = None, ""
+    frames = []
     while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if _KINDS[filename] in (_FOREIGN, _OWN):
-            source = show_line(filename, traceback.tb_lineno)
-            own = source if _KINDS[filename] == _OWN else own
+        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
+    return _lines_of(frames)
+
+
+def lines_of_trace(trace: str | None) -> SourceLines:
+    """Those in the text of a stack trace, the outermost line first; none of ``None``."""
+    return _lines_of((name, int(line)) for name, line in re.findall(r'File "(.+)", line (\d+)', trace or ""))
+
+
+def _lines_of(frames: Iterable[tuple[str, int]]) -> SourceLines:
+    source, own = None, ""
+    for filename, line in frames:
+        if _KINDS[filename] in (_FOREIGN, _OWN):
+            source = show_line(filename, line)
+            own = source if _KINDS[filename] == _OWN else own
     return SourceLines(source, None if source is None or source == own else own)
 
 

@@ -1,159 +1,30 @@
-"""Records what the user's code computes between the calls of models and a loss, and computes it again."""
+"""What leads from a batch to the losses of a step, as it was recorded, and computes them again."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
 from lowprec_check.engine.core.pytree import leaves, map_tensors
-from lowprec_check.engine.core.source_location import own_line
+from lowprec_check.engine.model.call_recorder import NUMBERS, Node, UnrepeatableError, autocasts_now, version_of
 from lowprec_check.errors import UsageError
 
-_AUTOCASTS = ("cpu", "cuda", "xpu", "mps")
-_NUMBERS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
-"""Methods that turn a tensor into something that no function of torch sees."""
 
+class Backward(NamedTuple):
+    """A call of ``backward()``."""
 
-class UnrepeatableError(Exception):
-    """What the user's code computed cannot be computed again; the text says why, and where."""
-
-
-@dataclasses.dataclass
-class Node:
-    """A call of a function of torch, or of a model that no other model called."""
-
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    line: str | None
-    has_gradients: bool
-    """Whether gradients were enabled."""
-    autocasts: dict[str, torch.dtype]
-    reads: list[Tensor]
-    versions: list[int]
-    """Of what it reads, before the call: how often each was written to in place."""
-    given: Any = None
-    """Of a model: copies of the arguments, which it may change."""
-    restore_generators: Sequence[Callable[[], Any]] = ()
-    """Of a model: what restores the random numbers that it draws."""
-    results: list[Tensor] = dataclasses.field(default_factory=list)
-
-    @classmethod
-    def of(cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        """A call that is about to be made, by the line that calls the caller of this function."""
-        reads = [tensor for _, tensor in leaves((args, kwargs))]
-        return cls(
-            call,
-            args,
-            kwargs,
-            own_line(sys._getframe(2)),
-            torch.is_grad_enabled(),
-            autocasts_now(),
-            reads,
-            [_version(tensor) for tensor in reads],
-        )
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return getattr(self.call, "__name__", "")
-
-    @property
-    def changed(self) -> list[Tensor]:
-        """What it writes to in place."""
-        in_place = self.name.endswith("_") and not self.name.endswith("__")
-        first = in_place or self.name == "__setitem__" or self.name.startswith("__i")
-        return [*self.reads[:first], *(tensor for _, tensor in leaves(self.kwargs.get("out")))]
-
-    def written(self) -> set[int]:
-        """Ids of the tensors that it makes or changes."""
-        return {id(tensor) for tensor in (*self.results, *self.changed)}
-
-    def read_instead(self, tensor: Tensor, copy: Tensor) -> None:
-        """Let it read a copy of ``tensor``."""
-        self.args, self.kwargs = map_tensors((self.args, self.kwargs), lambda one: copy if one is tensor else one)
-        self.reads = [copy if one is tensor else one for one in self.reads]
-
-
-def autocasts_now() -> dict[str, torch.dtype]:
-    """The dtype of autocast, by the type of the device for which it is enabled."""
-    found = {}
-    for kind in _AUTOCASTS:
-        with contextlib.suppress(RuntimeError):  # not known to this torch
-            if torch.is_autocast_enabled(kind):
-                found[kind] = torch.get_autocast_dtype(kind)
-    return found
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-class CallRecorder(TorchFunctionMode):
-    """Records the functions of torch that the user's code calls while it is ``on``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-        self.copies: dict[tuple[int, int], Tensor] = {}
-        """Of tensors that were read and changed later, by id and version."""
-        self.on = False
-        self.is_paused = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.recorded(func, tuple(args), kwargs or {}) if self.on else func(*args, **(kwargs or {}))
-
-    def recorded(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, which is recorded if it reads tensors and makes some, or makes numbers of them."""
-        node = Node.of(call, args, kwargs)
-        for tensor in node.changed:
-            place = id(tensor), _version(tensor)
-            if (
-                not tensor.requires_grad
-                and place not in self.copies
-                and any(tensor is one for known in self.nodes for one in known.reads)
-            ):
-                self.copies[place] = tensor.detach().clone()
-        result = call(*args, **kwargs)
-        node.results = [tensor for _, tensor in leaves(result)]
-        if node.reads and (node.written() or node.name in _NUMBERS):
-            self.nodes.append(node)
-        return result
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is recorded, and no function of torch comes by here."""
-        kept, self.on, self.is_paused = (self.on, self.is_paused), False, True
-        stack = function_modes()
-        set_function_modes([mode for mode in stack if mode is not self])
-        try:
-            yield
-        finally:
-            set_function_modes(stack)
-            self.on, self.is_paused = kept
-
-
-def function_modes() -> list[Any]:
-    """The modes that see functions of torch in this thread, the innermost last."""
-    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
-
-
-def set_function_modes(modes: Iterable[Any]) -> None:
-    """Replace the modes of this thread."""
-    while torch._C._len_torch_function_stack():
-        torch._C._pop_torch_function_stack()
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
-
-
-# -- What of it leads from a batch to the losses
+    loss: Tensor
+    value: Tensor
+    """Of the loss, which may be changed in place later."""
+    nodes: int
+    """How many were recorded before it."""
+    scale: float
+    """Of a ``GradScaler``; 1 without one."""
 
 
 class Phase(NamedTuple):
@@ -187,7 +58,8 @@ class _Step:
 class Program:
     """What leads from tensors, and the weights that are ``trained``, to the losses of ``plan``: calls of models, and functions of torch.
 
-    Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after they were read. Tensors that do not depend on the trained weights are :attr:`inputs`.
+    Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after they were read. What models read besides,
+    and what is drawn at random, is an input; what functions compute of labels is computed again, in each precision.
     """
 
     def __init__(
@@ -206,10 +78,14 @@ class Program:
             if depends[-1]:
                 dependent |= node.written()
         kept: list[int] = []
+        of_models: set[int] = set()
+        """What models read is an input of theirs, as it is; what functions read besides is computed again if it can be."""
         for index in reversed(range(len(nodes))):
-            node = nodes[index]
-            if depends[index] and node.written() & needed and node.name not in _NUMBERS:
+            node, written = nodes[index], nodes[index].written()
+            is_again = depends[index] or (not written & of_models and node.is_pure)
+            if written & needed and is_again and node.name not in NUMBERS:
                 needed |= {id(tensor) for tensor in node.reads}
+                of_models |= {id(tensor) for tensor in node.reads if isinstance(node.call, nn.Module)}
                 kept.append(index)
         self.nodes = [nodes[index] for index in reversed(kept)]
         self.phases = [sum(index >= phase.nodes for phase in plan) for index in reversed(kept)]
@@ -221,7 +97,7 @@ class Program:
         self.numbers = [
             node
             for index, node in enumerate(nodes[: max(kept, default=0)])
-            if index > kept[-1] and node.name in _NUMBERS and depends[index] and id(node.reads[0]) not in after
+            if index > kept[-1] and node.name in NUMBERS and depends[index] and id(node.reads[0]) not in after
         ]
         """Where the user's code made numbers of what the loss may depend on."""
         self.calls = [node for node in self.nodes if isinstance(node.call, nn.Module)]
@@ -243,7 +119,7 @@ class Program:
                         f"{node.line} reads a tensor that {tensor.grad_fn.name()} made of the weights, in code that is not Python"
                     )
                 source = tensor
-                if not isinstance(node.call, nn.Module) and _version(tensor) != version:
+                if not isinstance(node.call, nn.Module) and version_of(tensor) != version:
                     if (id(tensor), version) not in copies:
                         raise UnrepeatableError(f"a tensor that {node.line} reads is changed in place later")
                     source = copies[id(tensor), version]
@@ -307,7 +183,15 @@ class Program:
         self.plan = [phase._replace(losses=()) for phase in self.plan]
         for step in self._steps:
             step.node = dataclasses.replace(
-                step.node, args=(), kwargs={}, reads=[], versions=[], given=None, results=[], restore_generators=()
+                step.node,
+                args=(),
+                kwargs={},
+                reads=[],
+                versions=[],
+                given=None,
+                results=[],
+                made=[],
+                restore_generators=(),
             )
 
     def _placeholder(self, tensor: Tensor) -> Tensor:
@@ -392,8 +276,3 @@ def _reaches(tensor: Tensor, trained: dict[int, nn.Parameter]) -> bool:
 def copy_of(tensor: Tensor) -> Tensor:
     """A copy that requires a gradient if ``tensor`` does."""
     return tensor.detach().clone().requires_grad_(tensor.requires_grad)
-
-
-def sum_of(losses: Sequence[Tensor]) -> Tensor:
-    """One loss, as it is, or the sum of several."""
-    return sum(losses[1:], losses[0])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Container, Iterable
 from typing import Any, NamedTuple
 
 import torch
@@ -111,12 +111,15 @@ def on_accelerator(tensor: Tensor) -> bool:
     return tensor.device.type not in ("cpu", "meta")
 
 
-def free_weights(model: nn.Module, wanted: Callable[[Tensor], bool] = on_accelerator) -> None:
-    """Replace the parameters and buffers that are ``wanted`` with ones without memory; what was shared stays shared."""
+def free_weights(model: nn.Module, wanted: Callable[[Tensor], bool] = on_accelerator, but: Container[int] = ()) -> None:
+    """Replace the parameters and buffers that are ``wanted`` with ones without memory, except those of modules whose ``id`` is in ``but``.
+
+    What was shared stays shared.
+    """
     empty: dict[int, Tensor] = {}
     old: list[Tensor] = []  # keeps ids unique
     for module in model.modules():
-        if isinstance(module, torch.jit.ScriptModule):
+        if isinstance(module, torch.jit.ScriptModule) or id(module) in but:
             continue
         registries: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for registry in registries:

@@ -20,11 +20,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from lowprec_check.engine.core.devices import generator_restorers
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import own_line
+from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError
 from lowprec_check.engine.model.kept_files import replaced
-from lowprec_check.engine.model.loss_program import CallRecorder, Node, Phase, Program, UnrepeatableError, copy_of
+from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.observed_training import (
     SECONDS,
-    Backward,
     ObservedStep,
     ObservedSteps,
     OptimizerStep,

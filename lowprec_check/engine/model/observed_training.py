@@ -14,7 +14,8 @@ from torch.optim import Optimizer
 
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.loss_program import Phase, Program, UnrepeatableError, copy_of, sum_of
+from lowprec_check.engine.model.call_recorder import UnrepeatableError
+from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
@@ -48,6 +49,11 @@ class ScriptStep(nn.Module):
 def _program_of(programs: Sequence[Program], inputs: Sequence[Any]) -> tuple[Program, Sequence[Any]]:
     """What computes the losses of a step; of several programs, the first of the inputs is the number of the step's."""
     return (programs[0], inputs) if len(programs) == 1 else (programs[inputs[0]], inputs[1:])
+
+
+def sum_of(losses: Sequence[Tensor]) -> Tensor:
+    """One loss, as it is, or the sum of several."""
+    return sum(losses[1:], losses[0])
 
 
 class ObservedLoss:
@@ -116,18 +122,6 @@ class ObservedTraining(NamedTuple):
     optimizers: tuple[str, ...]
     """The lines that make the optimizers."""
     notes: tuple[str, ...]
-
-
-class Backward(NamedTuple):
-    """A call of ``backward()``."""
-
-    loss: Tensor
-    value: Tensor
-    """Of the loss, which may be changed in place later."""
-    nodes: int
-    """How many were recorded before it."""
-    scale: float
-    """Of a ``GradScaler``; 1 without one."""
 
 
 class OptimizerStep(NamedTuple):

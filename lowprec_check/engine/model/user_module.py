@@ -14,6 +14,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from lowprec_check.engine.model.patched_source import changed_code
 from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.engine.model.user_script import Ran, run_user_code
 from lowprec_check.errors import UsageError
@@ -114,7 +115,7 @@ def run_script(path: Path, package: str | None = None, steps: int = 0) -> UserMo
     kept_main, sys.modules["__main__"] = sys.modules["__main__"], module
 
     def execute() -> None:
-        code: Any = compile(path.read_bytes(), str(path), "exec")
+        code: Any = changed_code(path) or compile(path.read_bytes(), str(path), "exec")
         exec(code, module.__dict__)
 
     try:

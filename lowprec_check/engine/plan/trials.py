@@ -151,9 +151,15 @@ class _Search:
         model = proposer.batches[0].target.model
         self.tree = ModuleTree(called_modules(model, [self.proposer.fp32, *runs]))
         self.trials = Trials(self.tree, self._try, proposer.stop_reason)
+        self.started = system.monotonic()
 
     def propose(self) -> Proposal:
-        started = system.monotonic()
+        try:
+            return self._propose()
+        finally:
+            self._show(None)
+
+    def _propose(self) -> Proposal:
         # What an error must not exceed is not known of a metric: then nothing is predicted.
         tolerance = self.failing.tolerance if self.proposer.objective.fp32_metric is None else None
         found = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance)
@@ -168,7 +174,7 @@ class _Search:
             first_pass=self.trials.first_pass,
             speedup=_speedup(run, fp32) if run and fp32 else None,
             trials=self.trials.count,
-            seconds=round(system.monotonic() - started, 2),
+            seconds=round(system.monotonic() - self.started, 2),
             outcome=self._outcome(found),
             constants=constants(self.failing),
         )
@@ -183,7 +189,7 @@ class _Search:
 
     def _try(self, keep: Keep) -> Verdict:
         """Try ``keep`` on every batch, first on the one that failed last."""
-        self._report_progress(f"trial {self.trials.count}: {len(keep)} modules in fp32")
+        self._show_trial(keep, "kept")
         runs = []
         for batch in list(self.order):
             run = batch.run(self.base, self.backend, keep_fp32=keep, measured=False, instrumented=False)
@@ -210,18 +216,26 @@ class _Search:
         return has_low_op(self.order[0].run(self.base, self.backend, keep_fp32=keep, measured=False))
 
     def _explain(self, keep: Keep) -> Suspects:
-        self._report_progress(f"trial {self.trials.count}: analyzing with {len(keep)} modules in fp32")
+        self._show_trial(keep, "kept, op by op")
         run = self.order[0].run(self.base, self.backend, keep_fp32=keep, measured=False)
         self.evidence.append(run)
         return suspects(run)
 
-    def _report_progress(self, doing: str) -> None:
-        best = self.trials.best
-        proven = f", {len(best)} modules pass" if best is not None else ""
-        self.proposer.batches[0].report(f"plan from {self.base}", doing + proven)
+    def _show_trial(self, keep: Keep, how: str) -> None:
+        count, limits, best = self.trials.count, self.proposer.limits, self.trials.best
+        now = system.monotonic()
+        each = (now - self.started) / max(1, count - 1)
+        left = min(limits.seconds - (now - self.proposer.started), each * (limits.max_trials - count + 1))
+        found = f", {len(best)} modules pass" if best is not None else ""
+        ending = f", at most {max(0.0, left):.0f} s left" if count > 1 else ""
+        self._show(f"trial {count} of at most {limits.max_trials}, {len(keep)} modules {how}{found}{ending}")
+
+    def _show(self, step: str | None) -> None:
+        for batch in self.proposer.batches:
+            batch.show_step(f"plan from {self.base}", step)
 
     def _measure(self, keep: Keep) -> Run:
-        self._report_progress(f"measuring {len(keep)} modules in fp32")
+        self._show(f"measuring with {len(keep)} modules kept")
         runs = [
             batch.run(self.base, self.backend, keep_fp32=keep, measured=index == 0, instrumented=index == 0)
             for index, batch in enumerate(self.proposer.batches)

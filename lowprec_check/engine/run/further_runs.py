@@ -23,7 +23,15 @@ from lowprec_check.schema.scan_result import Run
 
 _PASSING = ("ok", "unjudged", "skipped")
 
-_OF_FIRST_BATCH = ("latency_ms", "peak_memory_bytes", "timing", "setup_seconds", "metric", "layer_errors")
+_OF_FIRST_BATCH = (
+    "latency_ms",
+    "peak_memory_bytes",
+    "process_memory_bytes",
+    "timing",
+    "setup_seconds",
+    "metric",
+    "layer_errors",
+)
 """What is measured on the first batch only."""
 
 SLOWEST_MS = 5000.0

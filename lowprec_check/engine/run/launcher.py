@@ -361,7 +361,7 @@ def _record_state(outcome: Outcome, event: StateEvent[TaskWorker], task: ModelTa
     outcome.position = event.position
     if event.state == "running":
         name, otherwise = task.progress
-        source.on_progress(name, describe_position(event.position) if event.position else otherwise)
+        source.report(name, describe_position(event.position) if event.position else otherwise)
         return
     outcome.seconds_in_op = event.position.seconds_in_op() if event.position is not None else 0.0
     line = model_line(read_shared(task.files.log))

@@ -109,22 +109,30 @@ class TargetRuns:
         """Where runs happen."""
         return self._launcher.isolation
 
-    def report(self, run: str, doing: str) -> None:
-        """Show as progress what ``run`` is ``doing``."""
-        self._launcher.source.on_progress(run, doing)
+    def show_step(self, search: str, step: str | None) -> None:
+        """Show as progress the ``step`` of a ``search``, until there is none, in place of what its runs do."""
+        source = self._launcher.source
+        source.search_step = None if step is None else (search, step)
+        if step is not None:
+            source.report(search, step)
 
     # -- the reference
 
-    def reference(self, timed_as: Run | None = None) -> Run:
+    def reference(self, timed_as: Run | None = None, *, instrumented: bool = True) -> Run:
         """Run fp32; raises :class:`UsageError` if the model fails, hangs, or has NaN or Inf in its output.
 
-        ``timed_as`` is its run on another batch, whose time is taken instead of measuring it, and which was analyzed.
+        ``timed_as`` is its run on another batch, whose time is taken instead of measuring it, and which was analyzed; ``instrumented``
+        is whether it is, too.
         """
         first = timed_as is None
         if self.options.device == "cpu":
             check_weights_fit(self.target.model, torch.device("cpu"), self.isolation)
         task = self._task(
-            REFERENCE, budget=self._reference_budget, saves_reference=True, measured=first, instrumented=first
+            REFERENCE,
+            budget=self._reference_budget,
+            saves_reference=True,
+            measured=first,
+            instrumented=first and instrumented,
         )
         outcome = self._launcher.run_reference(task)
         plain, measures = check_reference(task, outcome, self.target), outcome.measures
@@ -324,6 +332,7 @@ class TargetRuns:
         settings: dict[str, Any] = {
             **{name: getattr(options, name) for name in _FROM_OPTIONS},
             "files": self._files,
+            "alone": self.isolation in ("fork", "spawn"),
             "budget_error": options.budget_error and not options.steps,
             "tolerance": self.tolerance(precision, changes.get("backend", EAGER)),
             "budget": self.budget,

@@ -16,9 +16,11 @@ from torch import nn
 from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, resolve, seed_everything
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
+from lowprec_check.engine.model.patched_source import use_sources
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_module import UserImports, separate_imports
 from lowprec_check.engine.model.user_script import parked_threads
+from lowprec_check.engine.model.value_probe import start_probing, with_probes
 from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
@@ -61,6 +63,8 @@ class TargetSource:
         self.target, self.reload, self.name = target, reload, encodable(name or target.name)
         self.on_progress: OnProgress = lambda _run, _doing: None
         """Told what its runs do."""
+        self.search_step: tuple[str, str] | None = None
+        """What is shown in place of the steps of a run that a search makes."""
         self.best: Isolation = best or best_isolation(can_spawn=reload is not None)
         self.kept = kept or KeptWorker()
         """The worker that all tasks share, with ``isolation="shared"``."""
@@ -136,6 +140,10 @@ class TargetSource:
         batch.on_progress = self.on_progress
         return batch
 
+    def report(self, run: str, doing: str) -> None:
+        """Show as progress what ``run`` is ``doing``, or the step of the search that it is made for."""
+        self.on_progress(*(self.search_step or (run, doing)))
+
     def close(self) -> None:
         """End the worker that tasks share, and free the pickled target."""
         self.kept.end()
@@ -169,11 +177,18 @@ def load_spec(spec: TargetSpec, seed: int) -> Target:
     """Load the target after seeding, so that a file with random weights gets the same ones in every worker and scan."""
     started = system.monotonic()
     seed_everything(seed)
+    use_sources(dict(spec.sources), with_probes if spec.probed else None)
+    if spec.probed:
+        start_probing()
     weights = str(spec.weights) if spec.weights is not None else None
     target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps)
     target = scale_weights(target, seed) if spec.scale_weights else target
     is_quick = system.monotonic() - started <= LOAD_SECONDS
-    return target._replace(remake=functools.partial(_model, spec._replace(steps=0))) if is_quick else target
+    return (
+        target._replace(remake=functools.partial(_model, spec._replace(steps=min(1, spec.steps))))
+        if is_quick
+        else target
+    )
 
 
 def _model(spec: TargetSpec, seed: int) -> nn.Module:

@@ -28,3 +28,7 @@ class TargetSpec(NamedTuple):
     """What a script gets as ``sys.argv[1:]``."""
     steps: int = 0
     """Steps of a script's training to observe."""
+    sources: tuple[tuple[str, str], ...] = ()
+    """Files of the user's that are loaded with another text, by their resolved paths."""
+    probed: bool = False
+    """Whether the expressions in them note what they give."""

@@ -202,6 +202,8 @@ class RunTask(AnalysisTask):
     """Whether it is the fp32 run whose outputs are saved for the others."""
     measured: bool = True
     """Whether to measure time and memory; a metric is always measured."""
+    alone: bool = False
+    """Whether its process does this task only, so that what it holds is the run's."""
     instrumented: bool = True
     """Whether the instrumented part follows."""
     further_inputs: int | None = 0

@@ -42,6 +42,7 @@ from lowprec_check.engine.run.preparation import (
     on_device,
     prepared_for,
 )
+from lowprec_check.engine.run.process_memory import ProcessMemory
 from lowprec_check.engine.run.share_trials import measured_shares
 from lowprec_check.engine.run.tasks import (
     AnalysisTask,
@@ -151,11 +152,13 @@ def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> Non
 
 
 def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
+    memory = ProcessMemory.of(task, target.model)
     with prepared_for(task, target) as ready, _kernels(task):
-        part = PlainPart(task, target, on_backend(task, target, ready), send)
+        part = PlainPart(task, target, on_backend(task, target, ready), send, memory)
         part.run()
         for what, measure in (
             ("measuring", part.measure),
+            ("comparing with eager mode", part.check_backend),
             ("trying further inputs", part.try_further_inputs),
             ("the metric", part.compute_metric),
             ("checking the compiler", part.check_compiler),
@@ -164,8 +167,10 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
             with _report_faults(what, send):
                 measure()
     if part.draws:
-        what = "comparing with the same random numbers"
-        with _report_faults(what, send), prepared_for(in_fp32(task), target) as ready:
+        with (
+            _report_faults("comparing with the same random numbers", send),
+            prepared_for(in_fp32(task), target) as ready,
+        ):
             judge_with_same_draws(in_eager_mode(ready, target), part, send)
     return part.called()
 
@@ -200,9 +205,7 @@ def _instrument(
     emulation: Emulation,
     way: WayToTrain | None = None,
 ) -> Instrumented:
-    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued; ``way`` is that of a step of
-    training.
-    """
+    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued; ``way`` is that of training."""
     allowed = allowance(task, target.model)
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")
@@ -290,9 +293,7 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
         send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
 
 
-# -- The process, for one task or for one after another
-#
-# A shared worker checks itself after the results of each task are sent, so that what fails then costs no row.
+# -- The process, for one task or several: a shared one checks itself after each, so that what fails then costs no row
 
 QUESTION = b""
 """Asks a worker that has finished a task what that left behind. It sends nothing between the two, so that no message is lost."""
@@ -333,8 +334,7 @@ class Sender:
 
     def __call__(self, message: TaskMessage) -> None:
         """Send a message."""
-        if isinstance(message, PlainResult):
-            self.plain = message
+        self.plain = message if isinstance(message, PlainResult) else self.plain
         self.channel(encode(message))
 
 

@@ -155,6 +155,7 @@ class DispatchedCall:
             self.outcome,
             phase=self.phase,
             caller=self.lines.caller,
+            span=self.lines.span,
         )
 
     def largest_number(self) -> float | None:

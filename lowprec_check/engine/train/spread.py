@@ -22,7 +22,7 @@ _STUDENT = {1: 127.3, 2: 14.09, 3: 7.45, 4: 5.60, 5: 4.77, 6: 4.32, 7: 4.03}
 
 
 STILL = 0.1
-"""A parameter that moves less than this part of the way of fp32 stands still."""
+"""Weights, or a parameter, that move less than this part of the way of fp32 stand still."""
 
 
 class Interval(NamedTuple):
@@ -102,9 +102,12 @@ class Spread:
             return Interval.of(self._known[step], 2 * (forward + roundoff * abs(self._base.losses[step])))
 
         def of_moved(step: int) -> Interval:
-            """Weights may move less, or further, than those of any fp32 run, within the tolerance; noise only makes them move further."""
+            """Weights may move less, or further, than those of any fp32 run, within the tolerance, but not stand still; noise only makes them
+            move further.
+            """
             known = [self._moved(other, step) for other in (self._base, *self._others)]
             low, high = Interval.of(known, self._tolerance)
+            low = max(low, STILL * min(known))
             high = math.inf if noisy else max(high, 1.0 + self._tolerance)
             return Interval(min(low, 1.0 - self._tolerance), high)
 

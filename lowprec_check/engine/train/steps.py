@@ -18,8 +18,7 @@ from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.inputs import NoBatchError
 from lowprec_check.engine.model.loss_program import Phase as StepPhase
-from lowprec_check.engine.model.loss_program import sum_of
-from lowprec_check.engine.model.observed_training import ScriptStep
+from lowprec_check.engine.model.observed_training import ScriptStep, sum_of
 from lowprec_check.engine.model.optimizer_like import OptimizersLike, OptimizersTogether
 from lowprec_check.engine.model.prepared import FailedCast, Prepared
 from lowprec_check.engine.model.target import Target

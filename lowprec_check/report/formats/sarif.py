@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.errors import encodable
-from lowprec_check.report.foreign_text import visible, without_folders
+from lowprec_check.report.foreign_text import visible, visible_text, without_folders
 from lowprec_check.report.places import FileLine, Place, places, told
 from lowprec_check.report.registry import ReportFormat
 from lowprec_check.report.scan_document import machine, title
@@ -130,6 +130,7 @@ def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -
         "message": {"text": without_folders(message)},
         "locations": [_location(place.line, place.found, result, OWN if place.is_own else PACKAGES)],
         **({"relatedLocations": related} if related else {}),
+        **({"fixes": fixes} if (fixes := _fixes(place, result)) else {}),
         "partialFingerprints": {FINGERPRINT: identity},
         "properties": {
             "precisions": list(map(visible, group.runs)),
@@ -137,6 +138,23 @@ def _result(place: Place, codes: list[str], result: ScanResult, identity: str) -
             **({"predictedFrom": rests_on} if rests_on else {}),
         },
     }
+
+
+def _fixes(place: Place, result: ScanResult) -> list[dict[str, Any]]:
+    """The changes of the patch that are for this finding, each with the lines that it replaces."""
+    changes = result.fixing.changes if result.fixing is not None else []
+    found = []
+    for change in changes:
+        inside = change.line <= place.line.number <= change.end_line
+        if change.file != place.line.file or not inside or place.group.code not in change.codes:
+            continue
+        end = change.end_line + 1 if change.before else change.line
+        region = {"startLine": change.line, "startColumn": 1, "endLine": end, "endColumn": 1}
+        replacement = {"deletedRegion": region, "insertedContent": {"text": visible_text(change.after)}}
+        artifact = _location(place.line, (), result, OWN)["physicalLocation"]["artifactLocation"]
+        changed = [{"artifactLocation": artifact, "replacements": [replacement]}]
+        found.append({"description": {"text": visible(change.why)}, "artifactChanges": changed})
+    return found
 
 
 def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, base: str) -> dict[str, Any]:

@@ -1,0 +1,669 @@
+"""Training scripts as people write them, small enough for 300 steps in seconds: a loop, a Lightning module, a ``Trainer``, with the task that it trains.
+
+:data:`SCRIPTS` has the text of each by name. Two comments are marks: the lines from ``# forward`` to ``# end`` compute the loss, and
+``# optimizer`` is where the model is complete. :func:`rewritten` is the script as its author would write it for a precision.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import textwrap
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+START = """\
+import argparse
+import json
+import os
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+torch.manual_seed(0)
+fixed = torch.Generator().manual_seed(9)
+"""
+
+
+class Task(NamedTuple):
+    """What a script trains."""
+
+    data: str
+    """Defines ``make_data()``, ``make_model()`` and perhaps ``criterion``."""
+    forward: str
+    """Computes ``loss`` from ``model`` and ``batch``."""
+
+
+TASKS = {
+    "classifier": Task(
+        """
+TEACHER = torch.randn(20, 5, generator=fixed)
+def make_data():
+    x = torch.randn(1024, 20)
+    return TensorDataset(x, (x @ TEACHER).argmax(1))
+def make_model():
+    return nn.Sequential(nn.Linear(20, 64), nn.ReLU(), nn.Linear(64, 5))
+criterion = nn.CrossEntropyLoss()
+""",
+        "x, y = batch\noutput = model(x)\nloss = criterion(output, y)",
+    ),
+    "images": Task(
+        """
+class Images(Dataset):
+    def __init__(self):
+        self.labels = torch.arange(512) % 4
+        self.images = torch.randn(512, 3, 8, 8) + self.labels[:, None, None, None] / 2
+    def __len__(self): return len(self.labels)
+    def __getitem__(self, index): return self.images[index], int(self.labels[index])
+def make_data(): return Images()
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.Linear(16, 4)
+    def forward(self, x): return self.head(F.relu(self.norm(self.conv(x))).mean((2, 3)))
+def make_model(): return Net()
+criterion = nn.CrossEntropyLoss(label_smoothing=0.1)
+""",
+        "images, labels = batch\nloss = criterion(model(images), labels)",
+    ),
+    "regression": Task(
+        """
+def make_data():
+    x = torch.randn(1024, 8)
+    return TensorDataset(x, x.sin().sum(1, keepdim=True))
+def make_model(): return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.LayerNorm(32), nn.Linear(32, 1))
+""",
+        "features, target = batch\nprediction = model(features)\nloss = F.mse_loss(prediction, target)",
+    ),
+    "multi-label": Task(
+        """
+TEACHER = torch.randn(16, 6, generator=fixed)
+def make_data():
+    x = torch.randn(1024, 16)
+    return TensorDataset(x, (x @ TEACHER > 1).float())
+def make_model(): return nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 6))
+criterion = nn.BCEWithLogitsLoss(pos_weight=torch.full((6,), 2.0))
+""",
+        "x, labels = batch\nlogits = model(x)\nloss = criterion(logits, labels)",
+    ),
+    "language-model": Task(
+        """
+def make_data():
+    starts, strides = torch.randint(0, 32, (512, 1)), torch.randint(1, 4, (512, 1))
+    return TensorDataset((starts + strides * torch.arange(16)) % 32)
+class LanguageModel(nn.Module):
+    def __init__(self, vocabulary=32, width=32, length=16):
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
+        self.block = nn.TransformerEncoderLayer(width, 4, 64, dropout=0.0, batch_first=True, norm_first=True)
+        self.head = nn.Linear(width, vocabulary, bias=False)
+        self.head.weight = self.tokens.weight
+        nn.init.normal_(self.tokens.weight, std=0.02)
+    def forward(self, ids):
+        hidden = self.tokens(ids) + self.positions(torch.arange(ids.shape[1], device=ids.device))
+        mask = torch.ones(ids.shape[1], ids.shape[1], dtype=torch.bool, device=ids.device).triu(1)
+        return self.head(self.block(hidden, src_mask=mask))
+def make_model(): return LanguageModel()
+""",
+        "ids = batch[0]\nlogits = model(ids[:, :-1])\nloss = F.cross_entropy(logits.flatten(0, 1), ids[:, 1:].flatten())",
+    ),
+    "segmentation": Task(
+        """
+def make_data():
+    x = F.avg_pool2d(torch.randn(256, 1, 12, 12), 3, 1, 1)
+    return TensorDataset(x, (F.avg_pool2d(x, 3, 1, 1) > 0).float())
+class Segmenter(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.down, self.up, self.out = nn.Conv2d(1, 12, 3, 2, 1), nn.ConvTranspose2d(12, 12, 2, 2), nn.Conv2d(13, 1, 3, padding=1)
+    def forward(self, x): return {"out": self.out(torch.cat([self.up(self.down(x).relu()).relu(), x], 1))}
+def make_model(): return Segmenter()
+def dice(logits, mask):
+    found = logits.sigmoid()
+    return 1 - (2 * found * mask).mean() / (found + mask).mean()
+""",
+        """x, mask = batch
+logits = model(x)["out"]
+loss = dice(logits.float(), mask.float()) + F.binary_cross_entropy_with_logits(logits.float(), mask.float())""",
+    ),
+    "contrastive": Task(
+        """
+class Views(Dataset):
+    def __init__(self):
+        x = torch.randn(1024, 20)
+        self.first, self.second = x + 0.3 * torch.randn(1024, 20), x + 0.3 * torch.randn(1024, 20)
+    def __len__(self): return len(self.first)
+    def __getitem__(self, index): return self.first[index], self.second[index]
+def make_data(): return Views()
+def make_model(): return nn.Sequential(nn.Linear(20, 48), nn.ReLU(), nn.Linear(48, 16))
+""",
+        """a, b = batch
+a, b = F.normalize(model(a), dim=1), F.normalize(model(b), dim=1)
+scores = a @ b.T / 0.2
+loss = F.cross_entropy(scores, torch.arange(len(scores)))""",
+    ),
+    "triplet": Task(
+        """
+def make_data():
+    x = torch.randn(1024, 10)
+    return TensorDataset(x, x + 0.5 * torch.randn(1024, 10), torch.randn(1024, 10))
+def make_model(): return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 8))
+criterion = nn.TripletMarginLoss(margin=0.5)
+""",
+        "anchor, positive, negative = batch\nloss = criterion(model(anchor), model(positive), model(negative))",
+    ),
+    "tagger": Task(
+        """
+def make_data():
+    ids = torch.randint(0, 30, (512, 12))
+    return TensorDataset(ids, (ids % 3).masked_fill(ids < 5, -100))
+class Tagger(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding, self.rnn, self.head = nn.Embedding(30, 16), nn.GRU(16, 24, batch_first=True), nn.Linear(24, 3)
+    def forward(self, ids): return self.head(self.rnn(self.embedding(ids))[0])
+def make_model(): return Tagger()
+""",
+        "ids, tags = batch\nloss = F.cross_entropy(model(ids).transpose(1, 2), tags, ignore_index=-100)",
+    ),
+    "dropout-classifier": Task(
+        """
+TEACHER = torch.randn(20, 5, generator=fixed)
+def make_data():
+    x = torch.randn(1024, 20)
+    return TensorDataset(x, (x @ TEACHER).argmax(1))
+def make_model():
+    return nn.Sequential(nn.Linear(20, 64), nn.SiLU(), nn.Dropout(0.1), nn.Linear(64, 5))
+""",
+        "x, y = batch\nloss = F.cross_entropy(model(x), y)",
+    ),
+    "autoencoder": Task(
+        """
+MIX = torch.randn(4, 32, generator=fixed)
+def make_data(): return TensorDataset(torch.randn(1024, 4) @ MIX / 2)
+def make_model(): return nn.Sequential(nn.Linear(32, 16), nn.ELU(), nn.Linear(16, 4), nn.Linear(4, 16), nn.ELU(), nn.Linear(16, 32))
+""",
+        "x = batch[0]\nloss = F.smooth_l1_loss(model(x), x)",
+    ),
+    "two-heads": Task(
+        """
+def make_data():
+    x = torch.randn(1024, 12)
+    return TensorDataset(x, x[:, :3].argmax(1), x[:, 3:5] * 2)
+class Heads(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.label, self.box = nn.Linear(12, 32), nn.Linear(32, 3), nn.Linear(32, 2)
+    def forward(self, x):
+        hidden = F.relu(self.body(x))
+        return self.label(hidden), self.box(hidden)
+def make_model(): return Heads()
+""",
+        """x, labels, boxes = batch
+scores, found = model(x)
+loss = F.cross_entropy(scores, labels) + 0.5 * F.l1_loss(found, boxes)""",
+    ),
+}
+
+OPTIMIZERS = {
+    "sgd": "torch.optim.SGD(PARAMETERS, lr=0.05)",
+    "momentum": "torch.optim.SGD(PARAMETERS, lr=0.02, momentum=0.9, weight_decay=1e-4)",
+    "adam": "torch.optim.Adam(PARAMETERS, lr=5e-3)",
+    "adamw": "torch.optim.AdamW(PARAMETERS, lr=3e-3, weight_decay=0.01)",
+    "groups": 'torch.optim.AdamW([{"params": [p for p in PARAMETERS if p.ndim > 1], "weight_decay": 0.1}, '
+    '{"params": [p for p in PARAMETERS if p.ndim <= 1], "weight_decay": 0.0}], lr=3e-3)',
+    "rmsprop": "torch.optim.RMSprop(PARAMETERS, lr=1e-3)",
+}
+
+STYLES = {
+    "flat": """
+loader = DataLoader(make_data(), batch_size=32, shuffle=True)
+model = make_model()
+# optimizer
+optimizer = OPTIMIZER
+for epoch in range(1000):
+    for step, batch in enumerate(loader):
+        optimizer.zero_grad()
+        # forward
+        FORWARD
+        # end
+        loss.backward()
+        optimizer.step()
+        print(epoch, step, file=open("steps.log", "a"))
+        if step % 3 == 0:
+            torch.save(model.state_dict(), "ckpt.pt")
+""",
+    "main": """
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=1000)
+    parser.add_argument("--batch-size", type=int, default=32)
+    parser.add_argument("--log", default="log.csv")
+    args = parser.parse_args()
+    loader = DataLoader(make_data(), batch_size=args.batch_size, shuffle=True, drop_last=True)
+    model = make_model()
+    # optimizer
+    optimizer = OPTIMIZER
+    with open(args.log, "w") as log:
+        for epoch in range(args.epochs):
+            total = 0.0
+            for batch in loader:
+                # forward
+                FORWARD
+                # end
+                optimizer.zero_grad(set_to_none=True)
+                loss.backward()
+                optimizer.step()
+                print(epoch, file=open("steps.log", "a"))
+                total += loss.item()
+            print(epoch, total / len(loader), sep=",", file=log)
+    os.remove("ckpt.pt")
+
+if __name__ == "__main__":
+    main()
+""",
+    "clipped": """
+def train(model, loader, optimizer, scheduler):
+    for epoch in range(1000):
+        for batch in loader:
+            optimizer.zero_grad()
+            # forward
+            FORWARD
+            # end
+            loss.backward()
+            # clip
+            norm = nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            scheduler.step()
+            with open("steps.log", "a") as log:
+                log.write(json.dumps({"loss": loss.item(), "norm": norm.item(), "lr": scheduler.get_last_lr()}) + "\\n")
+
+if __name__ == "__main__":
+    model = make_model()
+    # optimizer
+    optimizer = OPTIMIZER
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min(1.0, (step + 1) / 20))
+    train(model, DataLoader(make_data(), batch_size=32, shuffle=True), optimizer, scheduler)
+""",
+    "accumulated": """
+ACCUMULATE = 4
+model, loader = make_model(), DataLoader(make_data(), batch_size=8, shuffle=True)
+# optimizer
+optimizer = OPTIMIZER
+for epoch in range(1000):
+    for number, batch in enumerate(loader, 1):
+        # forward
+        FORWARD
+        loss = loss / ACCUMULATE
+        # end
+        loss.backward()
+        if number % ACCUMULATE == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+            print(number, file=open("steps.log", "a"))
+""",
+    "evaluated": """
+data = make_data()
+training, test = torch.utils.data.random_split(data, [len(data) - 64, 64])
+loader, test_loader = DataLoader(training, batch_size=32, shuffle=True), DataLoader(test, batch_size=64)
+
+@torch.no_grad()
+def evaluate(model):
+    model.eval()
+    total = 0.0
+    for batch in test_loader:
+        # forward
+        FORWARD
+        # end
+        total += loss.item()
+    model.train()
+    return total / len(test_loader)
+
+model = make_model()
+# optimizer
+optimizer = OPTIMIZER
+best, step = evaluate(model), 0
+for epoch in range(1000):
+    for batch in loader:
+        optimizer.zero_grad()
+        # forward
+        FORWARD
+        # end
+        loss.backward()
+        optimizer.step()
+        print(step, file=open("steps.log", "a"))
+        step += 1
+        if step % 25 == 4 and (found := evaluate(model)) < best:
+            best = found
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "ckpt.pt")
+""",
+    "class": """
+class Run:
+    def __init__(self, name):
+        self.path = name
+        open(self.path, "w").close()
+    def log(self, values):
+        with open(self.path, "a") as file:
+            file.write(json.dumps(values) + "\\n")
+
+class Trainer:
+    def __init__(self, model, data):
+        self.model, self.loader = model, DataLoader(data, batch_size=32, shuffle=True)
+        # optimizer
+        self.optimizer = OPTIMIZER
+        self.run = Run("log.csv")
+    def step(self, batch):
+        model = self.model
+        # forward
+        FORWARD
+        # end
+        self.optimizer.zero_grad()
+        loss.backward()
+        norm = sum(p.grad.float().square().sum() for p in model.parameters() if p.grad is not None).sqrt()
+        self.optimizer.step()
+        self.run.log({"loss": loss.item(), "norm": norm.item()})
+        print("step", file=open("steps.log", "a"))
+    def fit(self, epochs):
+        for _ in range(epochs):
+            for batch in self.loader:
+                self.step(batch)
+
+def main():
+    Trainer(make_model(), make_data()).fit(1000)
+
+if __name__ == "__main__":
+    main()
+""",
+    "lightning": """
+import lightning as L
+class Module(L.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.model = make_model()
+    def training_step(self, batch, batch_idx):
+        model = self.model
+        # forward
+        FORWARD
+        # end
+        self.log("train_loss", loss)
+        return loss
+    def configure_optimizers(self):
+        model = self.model
+        return OPTIMIZER
+
+if __name__ == "__main__":
+    L.seed_everything(0)
+    trainer = L.Trainer(max_epochs=1000, accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False, MORE)
+    trainer.fit(Module(), DataLoader(make_data(), batch_size=32, shuffle=True))
+""",
+    "accelerate": """
+from accelerate import Accelerator
+from accelerate.utils import set_seed
+def main():
+    accelerator = Accelerator(cpu=True, MORE)
+    set_seed(0)
+    model = make_model()
+    # optimizer
+    optimizer = OPTIMIZER
+    loader = DataLoader(make_data(), batch_size=32, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    model.train()
+    for epoch in range(1000):
+        for batch in loader:
+            with accelerator.accumulate(model):
+                # forward
+                FORWARD
+                # end
+                accelerator.backward(loss)
+                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+        accelerator.save_state("out")
+
+if __name__ == "__main__":
+    main()
+""",
+}
+
+TRANSFORMERS = """
+from transformers import CONFIG, MODEL, Trainer, TrainingArguments
+def make_data():
+    ids = torch.randint(0, 60, (256, 12))
+    labels = LABELS
+    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
+
+def main():
+    model = MODEL(CONFIG(SETTINGS))
+    # optimizer
+    args = TrainingArguments(output_dir="out", max_steps=1000, per_device_train_batch_size=16, learning_rate=2e-3, report_to=[], use_cpu=True, seed=0, disable_tqdm=True, MORE)
+    Trainer(model=model, args=args, train_dataset=make_data()).train()
+    model.save_pretrained("out")
+
+if __name__ == "__main__":
+    main()
+"""
+_BERT = "vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3, max_position_embeddings=16"
+_GPT2 = "vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0"
+
+
+def _transformers(model: str, config: str, settings: str, labels: str, more: str) -> str:
+    text = START + TRANSFORMERS
+    words = {"CONFIG": config, "MODEL": model, "SETTINGS": settings, "LABELS": labels, "MORE": more}
+    for word, value in words.items():
+        text = re.sub(rf"\b{word}\b", value, text)
+    return text
+
+
+def _script(style: str, task: str, optimizer: str, more: str = "") -> str:
+    found = TASKS[task]
+    text = START + found.data + STYLES[style]
+    text = re.sub(r"^( *)FORWARD$", lambda match: textwrap.indent(found.forward, match[1]), text, flags=re.MULTILINE)
+    text = text.replace("OPTIMIZER", OPTIMIZERS[optimizer]).replace("MORE", more)
+    name = "self.model" if style == "class" else "model"
+    return text.replace("PARAMETERS", f"{name}.parameters()")
+
+
+_DTYPES = {"bf16": "torch.bfloat16", "bfloat16": "torch.bfloat16", "fp16": "torch.half", "half": "torch.half"}
+
+
+def rewritten(text: str, precision: str, scale: float | None = None) -> str:
+    """The script for ``precision``: with the switch of its framework, else autocast around the lines that compute the loss, or casts.
+
+    ``scale`` is the initial scale of a ``GradScaler``, which needs a loop of the script's own.
+    """
+    kind, _, short = precision.partition("-")
+    dtype = _DTYPES.get(short or kind)
+    if dtype is None:
+        return text
+    if kind == "autocast":
+        switches = {
+            "L.Trainer(": 'precision="bf16-mixed", ',
+            "Accelerator(": 'mixed_precision="bf16", ',
+            "TrainingArguments(": "bf16=True, ",
+        }
+        switch = next((name for name in switches if name in text), "")
+        if switch and short == "bf16":
+            return text.replace(switch, switch + switches[switch])
+        text = re.sub(r"( *)# forward\n(.*?)\n *# end\n", lambda match: _autocast(match, dtype), text, flags=re.DOTALL)
+    elif "L.Trainer(" in text:
+        return text.replace("L.Trainer(", f'L.Trainer(precision="{"16" if kind == "half" else "bf16"}-true", ')
+    else:
+        model = "self.model" if "self.model, self.loader" in text else "model"
+        text = re.sub(r"( *)# optimizer\n", rf"\1{model}.to({dtype})\n", text)
+        low = f"batch = [t.to({dtype}) if t.is_floating_point() else t for t in batch]"
+        text = re.sub(r"( *)# forward\n", rf"\1{low}\n\1# forward\n", text)
+        text = re.sub(r"^(criterion = .*)$", rf"\1.to({dtype})", text, flags=re.MULTILINE)
+    if scale is not None:
+        text = text.replace("\nfixed =", f'\nscaler = torch.amp.GradScaler("cpu", init_scale={scale})\nfixed =')
+        text = text.replace("loss.backward()", "scaler.scale(loss).backward()")
+        text = re.sub(r"( *)# clip\n", r"\1scaler.unscale_(optimizer)\n", text)
+        text = re.sub(r"( *)((self\.)?optimizer)\.step\(\)", r"\1scaler.step(\2)\n\1scaler.update()", text)
+    return text
+
+
+def _autocast(match: re.Match[str], dtype: str) -> str:
+    indent, lines = match[1], textwrap.indent(match[2], "    ")
+    return f'{indent}with torch.autocast("cpu", dtype={dtype}):\n{lines}\n'
+
+
+_QUIET = "logger=False, enable_checkpointing=False"
+_SAVED = 'save_strategy="no"'
+
+SCRIPTS: dict[str, str] = {
+    f"script {style}/{task}/{optimizer}": _script(style, task, optimizer)
+    for style, task, optimizer in (
+        ("flat", "classifier", "sgd"),
+        ("flat", "contrastive", "adamw"),
+        ("flat", "autoencoder", "adam"),
+        ("flat", "dropout-classifier", "momentum"),
+        ("main", "images", "momentum"),
+        ("main", "regression", "adam"),
+        ("main", "segmentation", "adamw"),
+        ("main", "two-heads", "rmsprop"),
+        ("clipped", "language-model", "adamw"),
+        ("clipped", "tagger", "adam"),
+        ("clipped", "triplet", "sgd"),
+        ("clipped", "multi-label", "groups"),
+        ("accumulated", "classifier", "momentum"),
+        ("accumulated", "language-model", "groups"),
+        ("accumulated", "regression", "sgd"),
+        ("evaluated", "segmentation", "adam"),
+        ("evaluated", "images", "adamw"),
+        ("evaluated", "tagger", "rmsprop"),
+        ("evaluated", "dropout-classifier", "adamw"),
+        ("class", "multi-label", "sgd"),
+        ("class", "contrastive", "momentum"),
+        ("class", "two-heads", "adamw"),
+        ("class", "language-model", "adam"),
+    )
+}
+WRITTEN_FOR: dict[str, tuple[str, float | None]] = {
+    "script flat/images/adam": ("autocast-bf16", None),
+    "script main/language-model/adamw": ("autocast-bf16", None),
+    "script class/triplet/adam": ("autocast-bf16", None),
+    "script clipped/images/momentum": ("autocast-fp16", 1024.0),
+    "script flat/regression/sgd": ("autocast-fp16", 256.0),
+}
+"""Scripts that are scanned as they are written for a precision, and the initial scale of their ``GradScaler``."""
+
+SCRIPTS |= {name: _script(*name.removeprefix("script ").split("/")) for name in WRITTEN_FOR}
+SCRIPTS |= {
+    f"script {style}/{task}/{optimizer}{', ' + more.split('=')[0] if more else ''}": _script(
+        style, task, optimizer, more or first
+    )
+    for style, first in (("lightning", _QUIET), ("accelerate", ""))
+    for task, optimizer, more in (
+        ("classifier", "sgd", ""),
+        ("segmentation", "adamw", ""),
+        ("contrastive", "momentum", ""),
+        ("language-model", "groups", ""),
+        (
+            "regression",
+            "adam",
+            f"gradient_clip_val=1.0, {_QUIET}" if style == "lightning" else "gradient_accumulation_steps=2",
+        ),
+        ("images", "adamw", f"accumulate_grad_batches=2, {_QUIET}" if style == "lightning" else 'project_dir="out"'),
+    )
+}
+SCRIPTS |= {
+    f"script transformers/{model}{words}": _transformers(model, config, settings, labels, more)
+    for model, config, settings, labels, more, words in (
+        ("BertForSequenceClassification", "BertConfig", _BERT, "ids[:, 0] % 3", _SAVED, ""),
+        ("GPT2LMHeadModel", "GPT2Config", _GPT2, "ids", _SAVED, ""),
+        (
+            "BertForMaskedLM",
+            "BertConfig",
+            _BERT,
+            "ids.masked_fill(ids % 3 > 0, -100)",
+            f"{_SAVED}, gradient_accumulation_steps=2",
+            ", accumulation",
+        ),
+        (
+            "DistilBertForSequenceClassification",
+            "DistilBertConfig",
+            "vocab_size=64, dim=32, n_layers=1, n_heads=4, hidden_dim=64, num_labels=3, max_position_embeddings=16",
+            "ids[:, 0] % 3",
+            f'{_SAVED}, warmup_steps=10, lr_scheduler_type="cosine"',
+            ", warm-up and dropout",
+        ),
+    )
+}
+
+
+# -- running one plainly
+
+
+class Done(BaseException):
+    """Raised after the last step that is wanted."""
+
+
+def train(text: str, steps: int, draws: bool) -> tuple[list[float], list[Tensor]]:
+    """Run a script for so many steps of its first optimizer: the loss of each step, and copies of its parameters, at first and at last.
+
+    Losses of several ``backward()`` for a step are added up. With ``draws``, each step has the seed that a scan gives it. The run ends
+    early after a loss that is not finite.
+    """
+    losses, pending, weights, found = list[float](), list[Tensor](), list[Tensor](), list[torch.optim.Optimizer]()
+    unscaled: dict[int, Tensor] = {}
+    kept_backward, kept_scale, kept_call = torch.autograd.backward, torch.amp.GradScaler.scale, nn.Module.__call__
+
+    def copies() -> list[Tensor]:
+        return [p.detach().double().clone() for group in found[0].param_groups for p in group["params"]]
+
+    def scale(scaler: Any, loss: Any) -> Any:
+        scaled = kept_scale(scaler, loss)
+        unscaled[id(scaled)] = loss
+        return scaled
+
+    def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+        pending.append(unscaled.pop(id(tensors), tensors).detach().clone())
+        kept_backward(tensors, *args, **kwargs)
+
+    def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if (
+            draws
+            and not pending
+            and torch.is_grad_enabled()
+            and next(module.parameters(), None) is not None
+            and not inside
+        ):
+            torch.manual_seed(1_000_003 * len(losses))
+        inside.append(module)
+        try:
+            return kept_call(module, *args, **kwargs)
+        finally:
+            inside.pop()
+
+    inside: list[nn.Module] = []
+
+    def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if not found:
+            found.append(optimizer)
+            weights.extend(copies())
+
+    def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+        if optimizer is not found[0] or not pending:
+            return
+        losses.append(float(sum(pending[1:], pending[0])))
+        pending.clear()
+        if len(losses) == steps or not math.isfinite(losses[-1]):
+            raise Done
+
+    hooks = [
+        register_optimizer_step_pre_hook(before),
+        register_optimizer_step_post_hook(after),
+    ]
+    torch.autograd.backward, torch.amp.GradScaler.scale, nn.Module.__call__ = backward, scale, call  # type: ignore[assignment, method-assign]
+    try:
+        exec(compile(text, "train.py", "exec"), {"__name__": "__main__"})
+    except Done:
+        pass
+    finally:
+        torch.autograd.backward, torch.amp.GradScaler.scale, nn.Module.__call__ = kept_backward, kept_scale, kept_call  # type: ignore[method-assign]
+        for hook in hooks:
+            hook.remove()
+    return losses, [*weights, *copies()]

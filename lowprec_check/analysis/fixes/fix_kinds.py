@@ -1,0 +1,159 @@
+"""The kinds of fixes: each is a function that proposes changes for the call of an op in the user's source."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+
+from lowprec_check.analysis.fixes.fp32_fixes import custom_functions, in_fp32, scaled
+from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, is_plain, torch_in, wrapped
+from lowprec_check.analysis.fixes.source_text import Edit, SourceText
+
+_FACTORIES = (
+    *("zeros", "ones", "full", "empty", "eye", "arange", "linspace", "logspace", "rand", "randn"),
+    *("tensor", "as_tensor", "scalar_tensor", "hann_window", "hamming_window"),
+)
+
+
+# -- Constants
+
+
+def constants(site: Site, scene: Scene) -> Iterator[SourceFix]:
+    """A number that does not fit the dtype, or becomes zero in it: the limit of the dtype in its place."""
+    largest, smallest = site.format
+    torch, imports = torch_in(site.source)
+    inside = [
+        n
+        for n in ast.walk(site.node)
+        if isinstance(n, ast.expr) and not isinstance(site.source.parents.get(n), ast.UnaryOp)
+    ]
+    inside.sort(key=site.source.span)
+    for node in inside:
+        number = scene.number(node)
+        if number is None or isinstance(node, ast.Starred):
+            continue
+        if any(scene.number(part) is not None for part in scene.arguments(node)) and not isinstance(node, ast.UnaryOp):
+            continue  # computed: the parts are looked at
+        dtype = scene.dtype_of(site.node)
+        if dtype is None:
+            return
+        span, text = site.source.span(node), site.source.segment(node)
+        if largest < abs(number) < float("inf"):
+            end, choose = ("min", "max") if number < 0 else ("max", "min")
+            limit = f"{torch}.finfo({dtype}).{end}"
+            why = f"{number:g} does not fit: use the limit of the dtype"
+            literal = not any(isinstance(each, ast.Name) for each in ast.walk(node))
+            for new in [limit] * literal + [f"{choose}({text}, {limit})"]:
+                yield SourceFix("constant", why, node, edits=(Edit(*span, new), *imports))
+        elif number in site.numbers and 0 < abs(number) < smallest:
+            why = f"{number:g} becomes zero: at least the smallest normal number of the dtype"
+            yield SourceFix(
+                "constant", why, node, edits=(Edit(*span, f"max({text}, {torch}.finfo({dtype}).tiny)"), *imports)
+            )
+    yield from _default_argument(site, scene, torch, imports)
+
+
+def _default_argument(site: Site, scene: Scene, torch: str, imports: tuple[Edit, ...]) -> Iterator[SourceFix]:
+    """An ``eps`` that a function of torch has by default, and that becomes zero."""
+    node, callee = site.node, scene.callee(site.node)
+    dtype = scene.dtype_of(node)
+    if not isinstance(node, ast.Call) or callee is None or dtype is None or not callee.name.startswith("torch."):
+        return
+    module, _, name = callee.name.rpartition(".")
+    try:
+        known = inspect.signature(getattr(sys.modules.get(module), name)).parameters.values()
+    except (AttributeError, TypeError, ValueError):
+        return
+    for parameter in known:
+        value = parameter.default
+        if isinstance(value, float) and value in site.numbers and parameter.name not in {k.arg for k in node.keywords}:
+            limit = f"max({value!r}, {torch}.finfo({dtype}).tiny)"
+            yield SourceFix(
+                "constant",
+                f"the default {parameter.name} of {value:g} becomes zero",
+                node,
+                edits=(_keyword(site.source, node, f"{parameter.name}={limit}"), *imports),
+            )
+
+
+def _keyword(source: SourceText, call: ast.Call, text: str) -> Edit:
+    """``text`` as the last argument of a call."""
+    values = [*call.args, *(each.value for each in call.keywords)]
+    end = max((source.outer(value)[1] for value in values), default=source.call_opens(call) + 1)
+    return Edit(end, end, f", {text}" if values else text, 1 << 30)
+
+
+# -- Mixed dtypes
+
+
+def factories(site: Site, scene: Scene) -> Iterator[SourceFix]:
+    """A tensor made in fp32 whatever the input is, which then meets 16 bits: the dtype of the input."""
+    if not site.mismatch:
+        return
+    function = site.source.around(site.node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    here, made = site.source.span(site.node), list[ast.Call]()
+    for node in ast.walk(function or site.source.tree):
+        if isinstance(node, ast.Call) and site.source.span(node)[0] < here[1]:
+            callee, seen = scene.callee(node), scene.low.get(node)
+            is_factory = (
+                callee is not None and callee.kind == "callable" and callee.name.rpartition(".")[2] in _FACTORIES
+            )
+            if (
+                is_factory
+                and seen is not None
+                and seen.dtypes == ("float32",)
+                and not any(map(scene.is_low, node.args))
+            ):
+                made.append(node)
+    for node in made:
+        dtype = scene.dtype_of(node)
+        if dtype is None:
+            continue
+        given = next((k.value for k in node.keywords if k.arg == "dtype"), None)
+        edit = (
+            Edit(*site.source.span(given), dtype)
+            if given is not None
+            else _keyword(site.source, node, f"dtype={dtype}")
+        )
+        yield SourceFix("dtype", "made in the dtype of the input, not always in fp32", node, edits=(edit,))
+
+
+def casts(site: Site, scene: Scene) -> Iterator[SourceFix]:
+    """A tensor in fp32 that meets 16 bits: cast where they meet."""
+    if not site.mismatch:
+        return
+    node, callee = site.node, scene.callee(site.node)
+    given = [each for each in scene.operands(node) if scene.is_wide(each)]
+    low = [each for each in scene.operands(node) if scene.is_low(each) and each not in given]
+    dtype = None
+    if isinstance(node, ast.Call) and callee is not None and callee.kind == "module" and callee.name:
+        dtype = f"{site.source.segment(node.func)}.{callee.name}.dtype"
+        given = given or [each for each in scene.operands(node) if each not in scene.low]
+    elif low:
+        plain = next((each for each in low if is_plain(each)), None)
+        dtype = f"{site.source.segment(plain)}.dtype" if plain is not None else scene.dtype_of(node)
+    else:
+        dtype = scene.dtype_of(node)
+    if given and dtype is not None:
+        edits = [edit for each in given for edit in wrapped(site.source, each, f".to({dtype})")]
+        yield SourceFix("cast", "cast to the dtype that it meets", node, edits=tuple(edits))
+    if low and given:
+        yield SourceFix("cast", "computed in fp32, as its other operand is", node, frozenset(low))
+
+
+FIX_KINDS: tuple[Callable[[Site, Scene], Iterator[SourceFix]], ...] = (
+    constants,
+    factories,
+    casts,
+    scaled,
+    custom_functions,
+    in_fp32,
+)
+"""In the order in which they are tried: what says best what was meant comes first."""
+
+
+def proposals(site: Site, scene: Scene) -> list[SourceFix]:
+    """All that could be changed for ``site``, in the order in which it is tried."""
+    return [fix for kind in FIX_KINDS for fix in kind(site, scene)]

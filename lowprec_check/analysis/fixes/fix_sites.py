@@ -1,0 +1,228 @@
+"""Where a run that fails does so in the user's own source: the expressions that its findings are about."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from lowprec_check.analysis.fixes.scene import Site
+from lowprec_check.analysis.fixes.source_text import Edit, SourceText, Span, edited, line_starts, moved
+from lowprec_check.schema.axes import device_type
+from lowprec_check.schema.fixing import LeftAlone
+from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.scan_result import Diagnostic, Run
+from lowprec_check.schema.statements import short_op
+
+MOST_SITES = 12
+"""Expressions of one run that are looked at."""
+
+LEAST_SHARE = 0.03
+"""An op that causes a smaller part of the error is not looked at."""
+
+
+class Culprit(NamedTuple):
+    """An op call that may be why a run fails."""
+
+    row: OpCall
+    mismatch: bool = False
+    number: float | None = None
+
+
+class PatchedFile:
+    """A file of the user's with changes: finds the expressions of the original in it."""
+
+    def __init__(self, source: SourceText, edits: Iterable[Edit] = ()) -> None:
+        self.source, self.edits = source, list(edits)
+        self.text = edited(source.text, self.edits)
+        self._starts, self._lines = line_starts(self.text)
+        self.nodes: dict[Span, ast.expr] = {moved(span, self.edits): node for span, node in source.nodes.items()}
+
+    def at(self, span: str) -> ast.AST | None:
+        """The expression, or the statement that changes a variable in place, at ``25:17-25:55`` in the changed text."""
+        start, end = self._span(span)
+        if (start, end) in self.nodes:
+            return self.nodes[start, end]
+        for node in ast.walk(self.source.tree):
+            if isinstance(node, ast.AugAssign) and moved(self.source.span(node), self.edits) == (start, end):
+                return node
+        inside = [each for each in self.nodes if start <= each[0] and each[1] <= end]
+        return self.nodes[max(inside, key=lambda each: each[1] - each[0])] if inside and self.edits else None
+
+    def original_line(self, line: int) -> int:
+        """The number that a line of the changed text has in the original."""
+        start = self._starts[line - 1]
+        known = [(span[0], node) for span, node in self.nodes.items() if span[0] >= start]
+        return min(known, key=lambda each: each[0])[1].lineno if known else line
+
+    def exactly_at(self, span: str) -> ast.expr | None:
+        """The expression whose place it is."""
+        return self.nodes.get(self._span(span))
+
+    def _span(self, span: str) -> Span:
+        start, end = (self._offset(*map(int, part.split(":"))) for part in span.split("-"))
+        return start, end
+
+    def _offset(self, line: int, column: int) -> int:
+        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode(errors="ignore"))
+
+
+class OwnFiles:
+    """The files of the user's own that a scan names, found again and parsed once each."""
+
+    def __init__(self, target: str, *, packages: bool = False) -> None:
+        self._folder, self._packages = Path(target.partition(":")[0]).parent, packages
+        self._known: dict[str, SourceText | str] = {}
+
+    def find(self, shown: str) -> SourceText | str:
+        """The file that reports call ``shown``, or why it is left alone."""
+        if shown not in self._known:
+            self._known[shown] = self._read(shown)
+        return self._known[shown]
+
+    def _read(self, shown: str) -> SourceText | str:
+        if shown.startswith("<"):
+            return "the code is made at run time"
+        path = next((p for p in (Path(shown), self._folder / shown) if p.is_file()), None)
+        if path is None:
+            return "its file is not found"
+        path = path.resolve()
+        if "site-packages" in path.parts or "dist-packages" in path.parts:
+            return "the file is in an installed package"
+        for found in self._known.values():
+            if isinstance(found, SourceText) and found.path == path:
+                return found
+        try:
+            return SourceText(path)
+        except (OSError, SyntaxError, ValueError) as error:
+            return f"its file cannot be parsed: {error}"
+
+    def line_of(self, row: OpCall) -> str | None:
+        """The line of the user's own code that calls an op; ``None`` if there is none, or only by way of a package."""
+        if row.caller is None:
+            return row.source
+        return row.caller if row.caller and self._packages else None
+
+
+def culprits(run: Run) -> list[Culprit]:
+    """The op calls that may be why ``run`` fails, in the order in which they ran."""
+    rows = [row for row in run.op_calls.rows() if row.is_forward]
+    if run.status in ("error", "crashed", "timeout") and run.gaps:
+        return list(_failing(run, rows))
+    found = [Culprit(row, number=row.vanished) for row in rows if row.vanished is not None or row.flushes]
+    if run.status == "nonfinite":
+        found += [Culprit(row) for row in rows if row.spoils_output]
+    else:
+        shares = [row for row in rows if (row.share or 0.0) >= LEAST_SHARE or row.gives_nonfinite]
+        if not shares:
+            shares = sorted(rows, key=lambda row: row.local_error or 0.0, reverse=True)[:4]
+        found += [Culprit(row) for row in shares]
+        if len({each.row.exact_place for each in found}) > MOST_SITES:
+            found.sort(key=lambda each: (each.row.share or 0.0) + (each.number is not None), reverse=True)
+    position = {id(row): index for index, row in enumerate(rows)}
+    return sorted(found[: 40 * MOST_SITES], key=lambda each: position[id(each.row)])
+
+
+def _failing(run: Run, rows: list[OpCall]) -> Iterator[Culprit]:
+    """The gaps, at each of the op calls that shows one; what fails above dispatch has none."""
+    for gap in run.gaps:
+        if gap.phase != "forward":
+            continue
+        place = gap.module, gap.op, gap.source
+        known = [row for row in rows if row.place == place and row.outcome != "ok"]
+        known = known or [OpCall(gap.op, gap.module, gap.source, caller=gap.caller)]
+        yield from (Culprit(row, gap.kind == "dtype-mismatch", gap.constant) for row in known)
+
+
+class Sites:
+    """The expressions that the runs of a scan point at, by file; the scan may be of a patched source."""
+
+    def __init__(self, files: OwnFiles, patched: Mapping[Path, PatchedFile], device: str) -> None:
+        self.files, self._patched, self._device = files, patched, device_type(device)
+        self.found: dict[ast.AST, Site] = {}
+        self.left_alone: dict[tuple[str | None, str], LeftAlone] = {}
+
+    def add(self, run: Run, diagnostics: Iterable[Diagnostic]) -> None:
+        """Add those of ``run``."""
+        about = [each for each in diagnostics if each.is_about(run)]
+        new = set[ast.AST]()
+        for culprit in culprits(run):
+            row = culprit.row
+            codes = {each.code for each in about if (each.op, each.source) == (row.op, row.source)}
+            node = self._node(row)
+            if isinstance(node, str):
+                key = row.source, short_op(row.op)
+                self.left_alone.setdefault(
+                    key, LeftAlone(source=row.source, op=short_op(row.op), reason=node, codes=tuple(sorted(codes)))
+                )
+                continue
+            source, expression = node
+            if expression not in new and len(new) >= MOST_SITES:
+                continue
+            new.add(expression)
+            site = self.found.setdefault(expression, Site(source, expression, row.op, device=self._device))
+            site.precisions.add(run.precision)
+            site.codes |= codes
+            site.mismatch |= culprit.mismatch
+            site.numbers |= {culprit.number} - {None}  # type: ignore[arg-type]
+
+    def _node(self, row: OpCall) -> tuple[SourceText, ast.AST] | str:
+        """The expression that calls an op, or why it is left alone."""
+        line = self.files.line_of(row)
+        if line is None:
+            return "the line is in an installed package" if row.source else "no line of the user's own code calls it"
+        shown, _, number = line.rpartition(":")
+        source = self.files.find(shown)
+        if isinstance(source, str):
+            return source
+        patched = self._patched.get(source.path) or PatchedFile(source)
+        node = patched.at(row.span) if row.span else _by_name(source, patched.original_line(int(number)), row.op)
+        if node is None:
+            return f"{short_op(row.op)} is not one expression of that line"
+        if isinstance(node, str):
+            return node
+        scripted = source.around(node, (ast.FunctionDef, ast.ClassDef))
+        while scripted is not None:
+            if any("script" in ast.unparse(d) for d in getattr(scripted, "decorator_list", [])):
+                return "TorchScript compiles it"
+            scripted = source.around(source.parents[scripted], (ast.FunctionDef, ast.ClassDef))
+        return source, node
+
+
+_SIGNS: dict[str, type[ast.operator]] = {
+    "add": ast.Add,
+    "sub": ast.Sub,
+    "rsub": ast.Sub,
+    "mul": ast.Mult,
+    "div": ast.Div,
+    "pow": ast.Pow,
+    "mm": ast.MatMult,
+    "bmm": ast.MatMult,
+    "matmul": ast.MatMult,
+    "mv": ast.MatMult,
+    "dot": ast.MatMult,
+}
+
+
+def _by_name(source: SourceText, line: int, op: str) -> ast.AST | str | None:
+    """The one expression in the statement at a line that an op can be: Python before 3.11 knows no more than the line."""
+    name = op.split(".")[1 if op.startswith("aten.") else -1].strip("_")
+    statements = [
+        n for n in ast.walk(source.tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or 0)
+    ]
+    if not statements:
+        return None
+    statement = max(statements, key=lambda each: (each.lineno, -(each.end_lineno or 0)))
+    sign = _SIGNS.get(name)
+    inside: list[ast.AST] = [n for n in ast.walk(statement) if isinstance(n, (ast.Call, ast.BinOp))]
+    calls = [n for n in inside if isinstance(n, ast.Call)]
+    named: list[ast.AST] = [
+        n for n in calls if ast.unparse(n.func).rpartition(".")[2].strip("_") in (name, name.rpartition("_")[2])
+    ]
+    if sign is not None:
+        named += [n for n in inside if isinstance(n, ast.BinOp) and isinstance(n.op, sign)]
+        named += [statement] if isinstance(statement, ast.AugAssign) and isinstance(statement.op, sign) else []
+    if len(named) > 1:
+        return f"several calls of {short_op(op)} in one line"
+    return named[0] if named else calls[0] if len(calls) == 1 else None

@@ -1,0 +1,277 @@
+"""Fixes that compute in fp32: an op and what follows it, a region without autocast, the buffers that a cast would round."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Sequence
+
+from lowprec_check.analysis.fixes.scene import ATOMS, Scene, Site, SourceFix, is_plain, torch_in
+from lowprec_check.analysis.fixes.seen_values import SeenValue
+from lowprec_check.analysis.fixes.source_text import Edit, SourceText
+from lowprec_check.schema.op_calls import PRODUCTS
+from lowprec_check.schema.precisions import PRECISIONS
+
+
+def scaled(site: Site, scene: Scene) -> Iterator[SourceFix]:
+    """A product that overflows before it is divided: its operand and the divisor are multiplied by a power of two, which is exact."""
+    node, parent = site.node, site.source.parents.get(site.node)
+    seen, largest = scene.fp32.get(site.node), site.format[0]
+    if not isinstance(node, ast.expr) or not isinstance(parent, ast.BinOp) or parent.left is not node:
+        return
+    operands = scene.operands(node)
+    divides = isinstance(parent.op, ast.Div) and scene.number(parent.right) not in (None, 0.0)
+    is_product = (isinstance(node, ast.BinOp) and isinstance(node.op, (ast.MatMult, ast.Mult))) or bool(
+        PRODUCTS.search(site.op)
+    )
+    if not (divides and is_product and operands and seen and seen.absmax and seen.absmax > largest) or largest > 1e6:
+        return
+    if isinstance(node, ast.Call) and (scene.callee(node) or seen).kind == "module":
+        return
+    power, top = 0, seen.absmax
+    while top > largest / 8:
+        power, top = power + 1, top / 2
+    first = operands[0]
+    start, end = site.source.outer(first)
+    text = f" * 2**-{power})"
+    edits = [Edit(start, start, "(", start - end), Edit(end, end, text, end - start)]
+    start, end = site.source.outer(parent.right)
+    edits += [Edit(start, start, "(", start - end), Edit(end, end, text, end - start)]
+    yield SourceFix(
+        "scale", f"multiplied by 2**-{power} before, and the divisor with it, which is exact", node, edits=tuple(edits)
+    )
+
+
+def custom_functions(site: Site, scene: Scene) -> Iterator[SourceFix]:
+    """An op in a ``torch.autograd.Function`` under autocast: torch's own decorators."""
+    del scene
+    owner = site.source.around(site.node, ast.ClassDef)
+    autocast = any(PRECISIONS.get(name).kind == "autocast" for name in site.precisions)
+    if (
+        not autocast
+        or not isinstance(owner, ast.ClassDef)
+        or not any("Function" in ast.unparse(b) for b in owner.bases)
+    ):
+        return
+    torch, imports = torch_in(site.source)
+    methods = {m.name: m for m in owner.body if isinstance(m, ast.FunctionDef)}
+    edits = []
+    for name, decorator in (
+        ("forward", f'custom_fwd(device_type="{site.device}", cast_inputs={torch}.float32)'),
+        ("backward", f'custom_bwd(device_type="{site.device}")'),
+    ):
+        if name not in methods or not methods[name].decorator_list:
+            return
+        if any("custom_" in ast.unparse(d) for d in methods[name].decorator_list):
+            return
+        at = methods[name]
+        last = at.decorator_list[-1]
+        text = f"{site.source.indent_of(at)}@{torch}.amp.{decorator}"
+        edits.append(site.source.lines_behind(last, [text]))
+    yield SourceFix("custom_fwd", "computes in fp32 under autocast", owner, edits=(*edits, *imports))
+
+
+def in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:
+    """The op, or the expression that it is part of, in fp32: cast back where the values fit, in its statement, or not at all."""
+    source, node = site.source, site.node
+    if isinstance(node, ast.AugAssign):
+        yield from _augmented(site, scene)
+        return
+    if not isinstance(node, ast.expr):
+        return
+    chain = [node]
+    while isinstance(parent := source.parents.get(chain[-1]), ast.expr) and scene.is_torch_op(parent):
+        if parent not in scene.fp32 and not isinstance(parent, ast.Attribute):
+            break
+        chain.append(parent)
+    fitting = [each for each in chain if _fits(scene.fp32.get(each), site.format[0])]
+    ends: list[ast.expr | None] = []
+    for end in [*fitting[:1], *fitting[-1:], None]:
+        if end not in ends:
+            ends.append(end)
+    for end in ends:
+        top = end if end is not None else node
+        fix = _computed_in_fp32(site, scene, top, back=end is not None)
+        if fix is not None:
+            yield fix
+    if not fitting:
+        yield from _unpacked(site, scene)
+
+
+def _fits(seen: SeenValue | None, largest: float) -> bool:
+    return (
+        seen is not None and seen.kind == "tensor" and seen.dtypes == ("float32",) and (seen.absmax or 0.0) <= largest
+    )
+
+
+def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.expr], list[Edit]] | None:
+    """The operands to widen so that ``top`` computes in fp32 from the op of the site on, and edits of the call of a module."""
+    inside, edits = set(ast.walk(top)), list[Edit]()
+    found: set[ast.expr] = set()
+
+    def enter(node: ast.expr) -> bool:
+        callee = scene.callee(node)
+        if (
+            isinstance(node, ast.Call)
+            and callee is not None
+            and callee.kind == "module"
+            and (site.cast or not callee.name)
+        ):
+            more = _functional_call(site.source, node, bool(callee.parts))
+            if more is None:
+                return False
+            edits.extend(more)
+        for operand in scene.arguments(node):
+            if operand in inside and operand is not site.node and site.node in set(ast.walk(operand)):
+                if not enter(operand):
+                    return False
+            elif operand is not site.node and scene.is_floating(operand) and _differs(scene, operand):
+                found.add(operand)
+            elif operand is site.node and not enter(operand):
+                return False
+        return True
+
+    return (frozenset(found), edits) if enter(top) and (found or edits) else None
+
+
+def _differs(scene: Scene, operand: ast.expr) -> bool:
+    """Whether widening changes it: not what is in fp32 anyway."""
+    seen = scene.low.get(operand)
+    return seen is None or seen.dtypes != ("float32",)
+
+
+def _functional_call(source: SourceText, call: ast.Call, buffers: bool) -> list[Edit] | None:
+    """The call of a module with its weights, and ``buffers`` if it has some, in fp32."""
+    starred = any(isinstance(each, ast.Starred) for each in call.args)
+    if call.keywords or not call.args or starred or not _is_reusable(call.func):
+        return None
+    torch, imports = torch_in(source)
+    start, end = source.outer(call.func)
+    module = source.text[start:end]
+    weights = f"{{name: w.float() for name, w in {module}.named_parameters()}}"
+    if buffers:
+        each = "w.float() if w.is_floating_point() else w"
+        weights = f"{{name: {each} for name, w in {module}.state_dict(keep_vars=True).items()}}"
+    last = source.outer(call.args[-1])[1]
+    whole = source.span(call)[1] - start
+    return [
+        Edit(start, start, f"{torch}.func.functional_call(", start - end - 1),
+        Edit(end, source.call_opens(call) + 1, f", {weights}, ("),
+        Edit(last, last, ",)" if len(call.args) == 1 else ")", whole - 1),
+        *imports,
+    ]
+
+
+def _is_reusable(node: ast.AST) -> bool:
+    """Whether evaluating it again gives the same: names, attributes, items at plain indices."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        if isinstance(node, ast.Subscript) and not (isinstance(node.slice, ast.Constant) or is_plain(node.slice)):
+            return False
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) -> SourceFix | None:
+    found = _widened(site, scene, top)
+    if found is None:
+        return None
+    widened, edits = found
+    dtype = scene.dtype_of(site.node) if back else None
+    if back and dtype is None:
+        return None
+    kind, why = "fp32", "computed in fp32" + (" and cast back" if back else "")
+    if site.under_autocast:
+        region = _region(site, scene)
+        if region is None:
+            return None
+        kind, why = "autocast", f"{why}, outside of autocast"
+        edits += region
+    return SourceFix(
+        kind, why, site.node, widened, (top, dtype) if dtype is not None else None, tuple(edits), dtype is None
+    )
+
+
+def _region(site: Site, scene: Scene) -> list[Edit] | None:
+    """The statement with autocast disabled."""
+    source = site.source
+    statement = source.around(site.node, ast.stmt)
+    simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
+    tensor = next((each for each in ast.walk(site.node) if is_plain(each) and scene.is_floating(each)), None)
+    if not isinstance(statement, simple) or tensor is None or not source.can_be_indented(statement):
+        return None
+    torch, imports = torch_in(source)
+    header = f"with {torch}.autocast({source.segment(tensor)}.device.type, enabled=False):"
+    return [*source.indented_under(statement, header), *imports]
+
+
+def _unpacked(site: Site, scene: Scene) -> Iterator[SourceFix]:
+    """``values, vectors = op(x)``: each result is cast back."""
+    statement = site.source.parents.get(site.node)
+    seen = scene.fp32.get(site.node)
+    is_unpacked = isinstance(statement, ast.Assign) and all(isinstance(t, ast.Tuple) for t in statement.targets)
+    if not is_unpacked or seen is None or seen.kind != "tuple" or not all(p == "float32" for p in seen.parts):
+        return
+    found, dtype = _widened(site, scene, site.node), scene.dtype_of(site.node)  # type: ignore[arg-type]
+    if found is None or dtype is None:
+        return
+    start, end = site.source.outer(site.node)  # type: ignore[arg-type]
+    edits = [Edit(start, start, f"(part.to({dtype}) for part in ", start - end), Edit(end, end, ")", end - start)]
+    yield SourceFix("fp32", "computed in fp32 and cast back", site.node, found[0], edits=(*edits, *found[1]))
+
+
+_OPERATORS = {ast.Add: "+", ast.Sub: "-", ast.Mult: "*", ast.Div: "/", ast.MatMult: "@", ast.Pow: "**"}
+
+
+def _augmented(site: Site, scene: Scene) -> Iterator[SourceFix]:
+    """``x *= y`` of a name that the function itself has bound: computed in fp32 into a new tensor."""
+    node, source = site.node, site.source
+    assert isinstance(node, ast.AugAssign)
+    function = source.around(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    bound = {
+        target.id
+        for each in ast.walk(function or source.tree)
+        if isinstance(each, ast.Assign)
+        for target in each.targets
+        if isinstance(target, ast.Name)
+    }
+    sign = _OPERATORS.get(type(node.op))
+    if not isinstance(node.target, ast.Name) or node.target.id not in bound or sign is None:
+        return
+    name, (start, end) = node.target.id, source.outer(node.value)
+    behind = source.span(node.target)[1]
+    widened = frozenset([node.value]) if scene.is_floating(node.value) else frozenset[ast.expr]()
+    inner = source.segment(node.value) if widened or isinstance(node.value, ATOMS) else None
+    opened = "" if inner is not None or source.span(node.value) != (start, end) else "("
+    edits = [
+        Edit(behind, start, f" = ({name}.float() {sign} {opened}"),
+        Edit(end, end, f"{')' if opened else ''}).to({name}.dtype)", 1 << 29),
+    ]
+    yield SourceFix("fp32", "computed in fp32 and cast back", node, widened, edits=tuple(edits))
+
+
+# -- Buffers
+
+
+def kept_buffers(source: SourceText, owner: str, names: Sequence[str]) -> SourceFix | None:
+    """Buffers that a cast of the model leaves in fp32: rotary frequencies, tables, thresholds."""
+    node = next((n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef) and n.name == owner), None)
+    methods = [m for m in node.body if isinstance(m, ast.FunctionDef)] if node is not None else []
+    first = next((m for m in methods if m.name == "__init__"), None)
+    if node is None or first is None or any(m.name == "_apply" for m in methods):
+        return None
+    indent = source.indent_of(first)
+    more = indent + ("\t" if indent.startswith("\t") else "    ")
+    kept = ", ".join(f"self.{name}" for name in names)
+    lines = [
+        "",
+        f"{indent}def _apply(self, fn, recurse=True):",
+        f'{more}"""Move the buffers with the model, but keep them in fp32."""',
+    ]
+    lines += [f"{more}kept = {kept}"] if len(names) == 1 else [f"{more}kept = ({kept})"]
+    lines += [f"{more}super()._apply(fn, recurse)"]
+    if len(names) == 1:
+        lines += [f"{more}self.{names[0]} = kept.to(self.{names[0]}.device)"]
+    else:
+        lines += [f"{more}self.{name} = kept[{i}].to(self.{name}.device)" for i, name in enumerate(names)]
+    lines += [f"{more}return self"]
+    why = f"the values of {', '.join(names)} stay in fp32 when the model is cast"
+    return SourceFix("buffer", why, first, edits=(source.lines_behind(first, lines),))

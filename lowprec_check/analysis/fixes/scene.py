@@ -1,0 +1,222 @@
+"""What a fix is proposed from: the call of an op in the user's source, and what the expressions around it gave."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+from lowprec_check.analysis.fixes.seen_values import SeenValue
+from lowprec_check.analysis.fixes.source_text import Edit, SourceText
+from lowprec_check.schema.op_calls import PRODUCTS
+from lowprec_check.schema.precisions import PRECISIONS
+
+Seen = Mapping[ast.AST, SeenValue]
+
+_LOW = {"float16", "bfloat16"}
+_FLOATING = _LOW | {"float32"}
+
+
+@dataclass
+class Site:
+    """The call of an op in the user's source that a finding is about."""
+
+    source: SourceText
+    node: ast.AST
+    op: str
+    precisions: set[str] = field(default_factory=set)
+    codes: set[str] = field(default_factory=set)
+    mismatch: bool = False
+    """Whether mixed dtypes meet there."""
+    numbers: set[float] = field(default_factory=set)
+    """Those that become zero there, or do not fit."""
+    device: str = "cpu"
+    """The kind of device that runs."""
+
+    @property
+    def format(self) -> tuple[float, float]:
+        """The largest and the smallest normal number of the smallest range that fails."""
+        formats = [PRECISIONS.get(name).format for name in self.precisions]
+        limits = [(f.largest, f.smallest_normal) for f in formats if f is not None]
+        return min(limits, default=(65504.0, 2.0**-14))
+
+    @property
+    def under_autocast(self) -> bool:
+        """Whether autocast computes the op in 16 bits, whatever its inputs are."""
+        return bool(PRODUCTS.search(self.op)) and any(PRECISIONS.get(p).kind == "autocast" for p in self.precisions)
+
+    @property
+    def cast(self) -> bool:
+        """Whether a precision in which it fails casts the weights."""
+        return any(PRECISIONS.get(name).kind != "autocast" for name in self.precisions)
+
+
+@dataclass(frozen=True)
+class SourceFix:
+    """What to change for a site."""
+
+    kind: str
+    why: str
+    anchor: ast.AST
+    widened: frozenset[ast.expr] = frozenset()
+    """Expressions that become fp32."""
+    back: tuple[ast.expr, str] | None = None
+    """An expression whose result is cast to a dtype."""
+    edits: tuple[Edit, ...] = ()
+    stays_wide: bool = False
+    """Whether the result of the anchor is in fp32 then."""
+
+
+def compose(source: SourceText, fixes: Iterable[SourceFix]) -> list[Edit]:
+    """The edits of all ``fixes`` of a file; what one casts to 16 bits and another back to fp32 stays as it is."""
+    fixes = list(fixes)
+    wide = {fix.anchor for fix in fixes if fix.stays_wide}
+    widened = {node for fix in fixes for node in fix.widened if node not in wide}
+    backs = dict(fix.back for fix in fixes if fix.back is not None)
+    edits = [edit for fix in fixes for edit in fix.edits]
+    for node in widened ^ backs.keys():
+        edits += wrapped(source, node, ".float()" if node in widened else f".to({backs[node]})")
+    return edits
+
+
+ATOMS = (ast.Name, ast.Attribute, ast.Call, ast.Subscript, ast.List, ast.Tuple)
+
+
+def wrapped(source: SourceText, node: ast.expr, suffix: str) -> list[Edit]:
+    """An expression with a method called on it."""
+    inner, (start, end) = source.span(node), source.outer(node)
+    if isinstance(node, ATOMS) or inner != (start, end):
+        return [Edit(end, end, suffix, end - start)]
+    return [Edit(start, start, "(", start - end), Edit(end, end, f"){suffix}", end - start)]
+
+
+class Scene:
+    """What is known of the expressions of a file when a fix is proposed: what they gave in fp32, and in the precision that fails."""
+
+    def __init__(self, source: SourceText, fp32: Seen, low: Seen) -> None:
+        self.source, self.fp32, self.low = source, fp32, low
+
+    def is_low(self, node: ast.AST) -> bool:
+        """Whether it is a tensor in 16 bits, in some of its calls."""
+        seen = self.low.get(node)
+        return seen is not None and seen.kind == "tensor" and not _LOW.isdisjoint(seen.dtypes)
+
+    def is_wide(self, node: ast.AST) -> bool:
+        """Whether it is a tensor in fp32, in some of its calls."""
+        seen = self.low.get(node)
+        return seen is not None and seen.kind == "tensor" and "float32" in seen.dtypes
+
+    def is_floating(self, node: ast.AST) -> bool:
+        """Whether it is a tensor that fp32 has in fp32."""
+        seen = self.fp32.get(node) or self.low.get(node)
+        return seen is not None and seen.kind == "tensor" and not _FLOATING.isdisjoint(seen.dtypes)
+
+    def may_be_low(self, node: ast.AST) -> bool:
+        """Whether it is in 16 bits, or was not reached and is floating in fp32."""
+        return self.is_low(node) or (node not in self.low and self.is_floating(node))
+
+    def number(self, node: ast.AST) -> float | None:
+        """Its value, if it is a number."""
+        seen = self.fp32.get(node) or self.low.get(node)
+        if seen is not None:
+            return seen.number if seen.kind == "number" else None
+        try:
+            value = ast.literal_eval(node)
+        except (ValueError, TypeError, SyntaxError, MemoryError):
+            return None
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+    def callee(self, node: ast.AST) -> SeenValue | None:
+        """What a call calls."""
+        if not isinstance(node, ast.Call):
+            return None
+        return self.low.get(node.func) or self.fp32.get(node.func)
+
+    def arguments(self, node: ast.AST) -> list[ast.expr]:
+        """All that an expression is computed from."""
+        if isinstance(node, ast.Call):
+            values = [*node.args, *(each.value for each in node.keywords)]
+            receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            return [
+                *receiver,
+                *(
+                    part
+                    for v in values
+                    for part in getattr(v, "elts", [getattr(v, "value", v) if isinstance(v, ast.Starred) else v])
+                ),
+            ]
+        if isinstance(node, ast.BinOp):
+            return [node.left, node.right]
+        if isinstance(node, ast.AugAssign):
+            return [node.target, node.value]
+        if isinstance(node, ast.UnaryOp):
+            return [node.operand]
+        if isinstance(node, ast.Compare):
+            return [node.left, *node.comparators]
+        return [node.value] if isinstance(node, (ast.Attribute, ast.Subscript)) else []
+
+    def operands(self, node: ast.AST) -> list[ast.expr]:
+        """The floating tensors among them."""
+        return [each for each in self.arguments(node) if self.is_floating(each)]
+
+    def is_torch_op(self, node: ast.AST) -> bool:
+        """Whether an expression computes with torch alone, not with the user's code."""
+        if not isinstance(node, ast.Call):
+            return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript))
+        callee = self.callee(node)
+        return callee is not None and callee.kind == "callable" and callee.name.partition(".")[0] == "torch"
+
+    def dtype_of(self, node: ast.AST) -> str | None:
+        """Code for the low dtype at ``node``: that of a name near it whose tensor has it; ``None`` if there is none."""
+        source, here = self.source, self.source.span(node)[0]
+        function = source.around(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
+        statement = source.around(node, ast.stmt)
+        inside = [each for operand in self.arguments(node) for each in ast.walk(operand)]
+        earlier = [n for n in ast.walk(function or source.tree) if isinstance(n, ast.expr) and source.span(n)[0] < here]
+        loops = [n.target for n in ast.walk(function or source.tree) if isinstance(n, ast.comprehension)]
+        bound = {name for target in loops for name in _names(target)}
+        candidates: list[ast.AST] = [*self.arguments(node), *inside, *(ast.walk(statement) if statement else ())]
+        candidates += sorted(earlier, key=lambda each: -source.span(each)[0])
+        plain = [each for each in candidates if is_plain(each) and (each in inside or not _names(each) & bound)]
+        shortest = sorted(filter(self.may_be_low, inside), key=lambda each: source.segment(each).count("."))
+        for each in [*shortest, *filter(self.is_low, plain)]:
+            if each in plain:
+                return f"{source.segment(each)}.dtype"
+        for each in plain:
+            seen = self.low.get(each)
+            if seen is not None and seen.kind == "module" and not _LOW.isdisjoint(seen.dtypes):
+                return f"{source.segment(each)}.{seen.name}.dtype"
+        return None
+
+
+def is_plain(node: ast.AST) -> bool:
+    """Whether it is a name, or an attribute of one: code that can be evaluated again."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return isinstance(node, ast.Name)
+
+
+def _names(node: ast.AST) -> set[str]:
+    return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def torch_in(source: SourceText) -> tuple[str, tuple[Edit, ...]]:
+    """The name of torch in a file, and the edit that imports it where it has none."""
+    for node in source.tree.body:
+        if isinstance(node, ast.Import):
+            for found in node.names:
+                if found.name == "torch" or (found.name.startswith("torch.") and not found.asname):
+                    return found.asname or "torch", ()
+    imports = [n for n in source.tree.body if isinstance(n, (ast.Import, ast.ImportFrom))]
+    first = next((n for n in imports if getattr(n, "module", "") != "__future__"), None)
+    if first is not None:
+        return "torch", (source.line_before(first, "import torch"),)
+    body = source.tree.body
+    behind = [
+        n
+        for n in body
+        if n in imports or (n is body[0] and isinstance(n, ast.Expr) and isinstance(n.value, ast.Constant))
+    ]
+    if behind:
+        return "torch", (source.lines_behind(behind[-1], ["import torch"]),)
+    return "torch", (Edit(0, 0, f"import torch{source.newline}", -(1 << 40)),)

@@ -1,0 +1,42 @@
+"""What a trial of a source of the user's found: its runs, and what its expressions gave."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.scan_result import ScanResult
+
+
+class SeenValue(Struct, frozen=True, kw_only=True):
+    """What an expression gave in one run."""
+
+    kind: Literal["tensor", "module", "number", "callable", "tuple", "other"]
+    dtypes: tuple[str, ...] = ()
+    """Of a tensor, ``float16``, of all calls; of a module, that of its first floating parameter."""
+    name: str = ""
+    """Of a module: its first floating parameter, ``weight``; of a callable: where it is defined, ``torch.nn.functional.normalize``."""
+    number: float | None = None
+    absmax: float | None = None
+    """The largest finite magnitude of a tensor, over all calls."""
+    parts: tuple[str, ...] = ()
+    """Of a tuple, the dtypes of its tensors, empty for another element; of a module, the names of its buffers."""
+
+
+Places = dict[str, dict[str, SeenValue]]
+"""By file, and by the place of an expression, what it gave."""
+
+
+class SourceTrial(Struct, frozen=True, kw_only=True):
+    """What a trial found."""
+
+    result: ScanResult | None = None
+    """Its runs; without a conclusion, unless they were analyzed op by op."""
+    outputs: str = ""
+    """A digest of the outputs in fp32, bit for bit; empty if two calls differ."""
+    gradients: str = ""
+    """The same of the gradients; empty if there are none."""
+    seen: dict[str, Places] = {}
+    """What expressions gave, by precision."""
+    buffers: dict[str, list[str]] = {}
+    """The buffers with values that a cast rounds, by the class that has them."""

@@ -1,0 +1,197 @@
+"""One file of the user's: its expressions by their positions, and its text with changes, in which everything else stays as it is.
+
+Changes are insertions and replacements at the positions that Python's own parser gives, which are also those of the interpreter's
+instructions: formatting and comments cannot change, and nothing else has to be installed.
+"""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import io
+import re
+import tokenize
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+Span = tuple[int, int]
+"""Start and end, in characters from the start of the text."""
+
+_LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
+_OPEN, _CLOSED = ("(", "[", "{"), (")", "]", "}")
+_NO_CODE = (
+    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
+    tokenize.ENDMARKER,
+)
+
+
+class Edit(NamedTuple):
+    """Text in place of that from ``start`` to ``end``; an insertion where these are equal."""
+
+    start: int
+    end: int
+    text: str
+    size: int = 0
+    """The length of the expression that an insertion belongs to: negative where it comes before that, positive behind it."""
+
+    @property
+    def order(self) -> tuple[int, bool, int]:
+        """What ends at a place comes before what starts there, inner expressions end before outer ones, and start behind them."""
+        return self.start, self.size <= 0, self.size
+
+
+class SourceText:
+    """The text of the file at ``path``, parsed; raises ``OSError``, ``SyntaxError``, or ``ValueError`` for bytes that are no text."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        data = path.read_bytes()
+        self.encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
+        self.text = data.decode(self.encoding)
+        self.tree = ast.parse(self.text)
+        self._starts, self._lines = line_starts(self.text)
+        self.newline = "\r\n" if "\r\n" in self.text else "\n"
+        self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
+        self.nodes = {
+            self.span(node): node for node in reversed(list(ast.walk(self.tree))) if isinstance(node, ast.expr)
+        }
+        """The expressions by their place."""
+        self._strings, self._pairs, self._before, self._behind = self._tokens()
+
+    def offset(self, line: int, column: int) -> int:
+        """Of a position as ``ast`` counts it: lines from 1, columns in bytes of UTF-8."""
+        content = self._lines[line - 1]
+        return self._starts[line - 1] + (
+            column if content.isascii() else len(content.encode()[:column].decode(errors="ignore"))
+        )
+
+    def line_of(self, offset: int) -> int:
+        """The number of the line, from 1."""
+        return sum(start <= offset for start in self._starts)
+
+    def span(self, node: ast.AST) -> Span:
+        """Where ``node`` starts and ends, without parentheses around it."""
+        its: ast.expr = node  # type: ignore[assignment]
+        return self.offset(its.lineno, its.col_offset), self.offset(its.end_lineno or 0, its.end_col_offset or 0)
+
+    def outer(self, node: ast.expr) -> Span:
+        """Where it starts and ends with the parentheses that only group it."""
+        start, end = self.span(node)
+        while True:
+            opened, closed = self._before.get(start), self._behind.get(end)
+            if opened is None or closed is None or self._pairs.get(opened) != closed:
+                return start, end
+            start, end = opened, closed + 1
+
+    def segment(self, node: ast.AST) -> str:
+        """Its text."""
+        start, end = self.span(node)
+        return self.text[start:end]
+
+    def around(self, node: ast.AST, kind: type[ast.AST] | tuple[type[ast.AST], ...]) -> ast.AST | None:
+        """The innermost node of this ``kind`` that ``node`` is in, or is itself."""
+        at: ast.AST | None = node
+        while at is not None and not isinstance(at, kind):
+            at = self.parents.get(at)
+        return at
+
+    def can_be_indented(self, statement: ast.stmt) -> bool:
+        """Whether it has lines of its own, without strings that go over several lines, which would get the indent too."""
+        start, end = self.span(statement)
+        last = statement.end_lineno or 1
+        behind = self.text[end : self._starts[last - 1] + len(self._lines[last - 1])].strip()
+        alone = not self.text[self._starts[statement.lineno - 1] : start].strip() and behind[:1] in ("", "#")
+        return alone and not any(start <= string[0] < end for string in self._strings)
+
+    def indented_under(self, statement: ast.stmt, header: str) -> list[Edit]:
+        """The lines of ``statement`` as the body of a compound statement with this ``header``."""
+        more = "\t" if self.indent_of(statement).startswith("\t") else "    "
+        starts = [self._starts[number - 1] for number in range(statement.lineno, (statement.end_lineno or 0) + 1)]
+        return [self.line_before(statement, header), *(Edit(at, at, more, -1) for at in starts)]
+
+    def line_before(self, node: ast.stmt, text: str) -> Edit:
+        """A line in front of a statement, as far indented as that is."""
+        at = self._starts[min([node.lineno, *(d.lineno for d in getattr(node, "decorator_list", []))]) - 1]
+        return Edit(at, at, f"{self.indent_of(node)}{text}{self.newline}", -(1 << 40))
+
+    def lines_behind(self, node: ast.stmt | ast.expr, texts: Iterable[str]) -> Edit:
+        """Lines behind the last of a statement, as they are."""
+        at = self._starts[(node.end_lineno or 1) - 1] + len(self._lines[(node.end_lineno or 1) - 1])
+        ended = self.text[at - 1 : at] in ("\r", "\n")
+        text = "".join(line + self.newline for line in texts)
+        return Edit(at, at, text if ended else self.newline + text.removesuffix(self.newline), 1 << 40)
+
+    def indent_of(self, node: ast.stmt) -> str:
+        """The white space in front of a statement."""
+        return self.text[self._starts[node.lineno - 1] : self.span(node)[0]]
+
+    def _tokens(self) -> tuple[list[Span], dict[int, int], dict[int, int], dict[int, int]]:
+        """Strings of several lines, matching parentheses, and for an offset the grouping parenthesis before and behind it."""
+        calls = {self.call_opens(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
+        strings, pairs, before, behind = list[Span](), dict[int, int](), dict[int, int](), dict[int, int]()
+        stack, last_open, last_end = list[int](), -1, -1
+        for token in tokenize.generate_tokens(io.StringIO(self.text, newline="").readline):
+            if token.type in _NO_CODE:
+                continue
+            start, end = (self._starts[row - 1] + column for row, column in (token.start, token.end))
+            if token.start[0] != token.end[0]:
+                strings.append((start, end))
+            if last_open >= 0:
+                before[start] = last_open
+            if token.string in _CLOSED and stack:
+                pairs[stack.pop()] = start
+                behind[last_end] = start
+            last_open = start if token.string == "(" and start not in calls else -1
+            if token.string in _OPEN:
+                stack.append(start)
+            last_end = end
+        return strings, pairs, before, behind
+
+    def call_opens(self, call: ast.Call) -> int:
+        """Where the parenthesis of a call is: the first behind its function that is in no comment."""
+        at, comment = self.span(call.func)[1], False
+        while self.text[at] != "(" or comment:
+            comment = (comment or self.text[at] == "#") and self.text[at] not in "\r\n"
+            at += 1
+        return at
+
+
+def line_starts(text: str) -> tuple[list[int], list[str]]:
+    """Where each line starts, and the lines with their ends, as Python counts them."""
+    lines = [found for found in _LINE.findall(text) if found]
+    starts, at = [], 0
+    for line in lines:
+        starts.append(at)
+        at += len(line)
+    return starts, lines
+
+
+def edited(text: str, edits: Iterable[Edit]) -> str:
+    """The text with ``edits``, of which equal ones are made once; raises ``ValueError`` if two of them overlap."""
+    parts, at = [], 0
+    for edit in sorted(dict.fromkeys(edits), key=lambda edit: edit.order):
+        if edit.start < at:
+            raise ValueError("two changes overlap")
+        parts += [text[at : edit.start], edit.text]
+        at = edit.end
+    return "".join([*parts, text[at:]])
+
+
+def moved(span: Span, edits: Iterable[Edit]) -> Span:
+    """Where the expression at ``span`` is in the text with ``edits``, with what was inserted inside."""
+    (start, end), size = span, span[1] - span[0]
+    new_start, new_end = start, end
+    for edit in dict.fromkeys(edits):
+        grown = len(edit.text) - (edit.end - edit.start)
+        outside = edit.start == edit.end and edit.size <= -size
+        new_start += grown if edit.start < start or (edit.start == start and outside) else 0
+        behind = edit.size > 0 and edit.size >= size
+        new_end += grown if edit.start < end or (edit.start == end and not behind and edit.size > 0) else 0
+    return new_start, new_end
+
+
+def unified_diff(old: str, new: str, name: str) -> str:
+    """What changes between two texts of a file, as ``git apply`` takes it."""
+    lines = difflib.unified_diff(line_starts(old)[1], line_starts(new)[1], f"a/{name}", f"b/{name}")
+    return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

@@ -1,0 +1,175 @@
+"""``lowprec-check fix``: a patch of the user's source, tried in processes of their own, and applied on request."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from lowprec_check.cli.app import (
+    FINDINGS,
+    app,
+    check_writable,
+    interrupts_ignored_after,
+    last_before_end,
+    load_result,
+    print_document,
+    print_status,
+    print_text,
+    stdout_kept,
+)
+from lowprec_check.cli.options import (
+    Inputs,
+    Isolation,
+    Quiet,
+    Target,
+    Weights,
+    WithScriptArguments,
+    script_arguments,
+    takes_options,
+)
+from lowprec_check.cli.progress import progress
+from lowprec_check.cli.report import Reports, check_reports
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.base import check_file, encode, write_file
+from lowprec_check.schema.options import FixOptions
+
+if TYPE_CHECKING:
+    from lowprec_check.analysis.fixes.source_text import SourceText
+    from lowprec_check.engine.fixing import Patch
+    from lowprec_check.schema.fixing import Fixing
+    from lowprec_check.schema.scan_result import ScanResult
+
+
+@app.command(cls=WithScriptArguments)
+@takes_options
+def fix(
+    *,
+    context: typer.Context,
+    target: Target,
+    inputs: Inputs = None,
+    weights: Weights = None,
+    options: FixOptions,
+    scanned: Annotated[
+        Path | None, typer.Option("--from", metavar="SCAN.json", help="Start from a saved scan of the same target.")
+    ] = None,
+    apply: Annotated[bool, typer.Option("--apply", help="Write the patch into the files.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="Exit 1 if there is a patch to apply.")] = False,
+    interactive: Annotated[
+        bool, typer.Option("--interactive", help="Ask for each change, try those chosen, and write them.")
+    ] = False,
+    allow_dirty: Annotated[
+        bool, typer.Option("--allow-dirty", help="Also write files with changes that are not committed to git.")
+    ] = False,
+    format: Annotated[
+        Literal["text", "diff", "json", "suggestion"],
+        typer.Option("--format", "-f", help="What to print; suggestion: blocks for review comments on GitHub."),
+    ] = "text",
+    json: Annotated[Path | None, typer.Option("--json", help="Save the scan with the patch as JSON.")] = None,
+    report: Reports = None,
+    isolation: Isolation = None,
+    quiet: Quiet = False,
+) -> None:
+    """Find a patch of the model's source with which it passes in low precision. Shows it, and writes nothing unless asked to."""
+    check_writable(json, "--json")
+    check_reports(report or [])
+    if check and (apply or interactive):
+        raise UsageError("--check writes nothing.", "Leave out --apply and --interactive, or --check.")
+    known = load_result(scanned) if scanned is not None else None
+    with stdout_kept(), progress(quiet) as shown:
+        from lowprec_check.engine.fixing import fix_file
+        from lowprec_check.engine.run.target_spec import TargetSpec
+
+        spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
+        (result, patch), ended_by = last_before_end(fix_file(spec, options, isolation, shown.step, known))
+    if ended_by is not None or result.fixing is None or patch is None:
+        raise ended_by or UsageError("The search ended early.", None)
+    fixing = result.fixing
+    _print(result, fixing, format)
+    sys.stdout.flush()
+    with interrupts_ignored_after(ended_by):
+        _save(result, json, report or [])
+    numbers = list(range(len(fixing.changes)))
+    if interactive and numbers:
+        numbers = _chosen(fixing, patch)
+    if (apply or interactive) and numbers:
+        _write(patch.texts(numbers), allow_dirty=allow_dirty)
+    failed = fixing.due if check else not fixing.passes
+    raise typer.Exit(FINDINGS if failed else 0)
+
+
+def _print(result: ScanResult, fixing: Fixing, format: str) -> None:
+    from lowprec_check.report.fix_blocks import fix_document, suggestions
+
+    if format == "text":
+        print_text(fix_document(result, fixing))
+    elif format == "json":
+        print_document(encode(fixing) + b"\n")
+    else:
+        print_document(fixing.diff if format == "diff" else suggestions(fixing))
+
+
+def _save(result: ScanResult, json: Path | None, reports: list[Path]) -> None:
+    from lowprec_check.report.registry import write
+
+    if json is not None:
+        result.save(json)
+    for file in reports:
+        write(result, file)
+
+
+def _chosen(fixing: Fixing, patch: Patch) -> list[int]:
+    """The changes that the user wants, after these alone were tried, if they are not all."""
+    from lowprec_check.report.foreign_text import visible_text
+
+    chosen = []
+    for number, change in enumerate(fixing.changes):
+        old = "".join(f"- {line}" for line in change.before.splitlines(keepends=True))
+        new = "".join(f"+ {line}" for line in change.after.splitlines(keepends=True))
+        print_status(visible_text(f"\n{change.file}:{change.line} {change.why}\n{old}{new}".rstrip()))
+        if typer.confirm("Apply this change?", default=True, err=True):
+            chosen.append(number)
+    if chosen and len(chosen) < len(fixing.changes):
+        for its in patch.proven(chosen):
+            print_status(f"{its.precision}: {its.before} before, {its.after} with these changes alone")
+        if not typer.confirm("Write them?", default=True, err=True):
+            return []
+    return chosen
+
+
+def _write(texts: Mapping[SourceText, str], *, allow_dirty: bool) -> None:
+    """Write all files or none; raises :class:`UsageError` if one has changed since it was read, is not committed, or cannot be written."""
+    old = {source: source.path.read_bytes() for source in texts}
+    for source, data in old.items():
+        check_file(source.path)
+        if data.decode(source.encoding) != source.text:
+            raise UsageError(f"{source.path} has changed since it was read.", "Run the command again.")
+        if not allow_dirty and _is_dirty(source.path):
+            raise UsageError(
+                f"{source.path} has changes that are not committed.", "Commit or stash them, or add --allow-dirty."
+            )
+    written = []
+    try:
+        for source, text in texts.items():
+            written.append(source)
+            write_file(source.path, text.encode(source.encoding))
+    except BaseException:
+        for source in written:
+            write_file(source.path, old[source])
+        raise
+    for source in texts:
+        print_status(f"changed {source.path}")
+
+
+def _is_dirty(path: Path) -> bool:
+    """Whether git knows of changes of a file that are not committed; without git, or outside a repository, it does not."""
+    try:
+        command = ["git", "status", "--porcelain", "--", path.name]
+        done = subprocess.run(command, cwd=path.parent, capture_output=True, check=False, timeout=30)
+    except (OSError, subprocess.SubprocessError):
+        return False
+    return done.returncode == 0 and bool(done.stdout.strip())

@@ -1,0 +1,130 @@
+"""What the expressions of the user's files give while the model runs: each is evaluated as before, and what it gave is noted."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import contextlib
+import inspect
+import math
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from lowprec_check.analysis.fixes.seen_values import SeenValue
+from lowprec_check.errors import encodable
+
+_NAME = "__lowprec_check_saw__"
+
+MOST_LOOKS = 64
+"""Values of an expression whose magnitudes are taken."""
+
+_seen: dict[str, dict[str, SeenValue]] = {}
+_looks: dict[tuple[str, str], int] = {}
+
+
+def start_probing() -> None:
+    """Forget what was noted, and make the function available that notes it."""
+    _seen.clear()
+    _looks.clear()
+    setattr(builtins, _NAME, _saw)
+
+
+def probed() -> dict[str, dict[str, SeenValue]]:
+    """What was noted since, by file and by the place of the expression, ``25:17-25:55``."""
+    return {file: dict(found) for file, found in _seen.items()}
+
+
+def with_probes(path: str, tree: ast.Module) -> ast.Module:
+    """Every expression inside functions notes what it gives."""
+    changed: ast.Module = ast.fix_missing_locations(_Probes(path).visit(tree))
+    return changed
+
+
+class _Probes(ast.NodeTransformer):
+    def __init__(self, path: str) -> None:
+        self._path, self._depth = path, 0
+
+    def visit(self, node: ast.AST) -> Any:
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
+            if any("script" in ast.unparse(decorator) for decorator in node.decorator_list):
+                return node
+            self._depth += 1
+            node.body = [self.visit(each) for each in node.body]
+            self._depth -= 1
+            return node
+        if isinstance(node, (ast.JoinedStr, ast.Constant, ast.AnnAssign)) or not self._depth:
+            return node if not isinstance(node, ast.AST) or self._depth else self.generic_visit(node)
+        is_target = not isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
+        was_super = (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("super", "locals")
+        )
+        node = node if was_super else self.generic_visit(node)
+        if not isinstance(node, ast.expr) or is_target or isinstance(node, _NOT_VALUES):
+            return node
+        place = f"{node.lineno}:{node.col_offset}-{node.end_lineno}:{node.end_col_offset}"
+        called = ast.Call(ast.Name(_NAME, ast.Load()), [ast.Constant(self._path), ast.Constant(place), node], [])
+        return ast.copy_location(called, node)
+
+
+_NOT_VALUES = (ast.Starred, ast.Slice, ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr, ast.GeneratorExp)
+
+
+def _saw(path: str, place: str, value: Any) -> Any:
+    looks = _looks.get((path, place), 0)
+    if looks < MOST_LOOKS:
+        _looks[path, place] = looks + 1
+        found = _seen.setdefault(path, {})
+        new = SeenValue(kind="other")
+        without_modes = torch._C._DisableTorchDispatch(), torch._C.DisableTorchFunctionSubclass(), torch.no_grad()
+        with contextlib.suppress(Exception), without_modes[0], without_modes[1], without_modes[2]:
+            new = _described(value)
+        known = found.get(place)
+        if known is not None and known.kind == new.kind == "tensor":
+            dtypes = tuple(sorted({*known.dtypes, *new.dtypes}))
+            absmax = max((each for each in (known.absmax, new.absmax) if each is not None), default=None)
+            new = msgspec.structs.replace(new, dtypes=dtypes, absmax=absmax)
+        found[place] = new
+    return value
+
+
+def _described(value: Any) -> SeenValue:
+    if isinstance(value, Tensor):
+        return SeenValue(kind="tensor", dtypes=(str(value.dtype)[6:],), absmax=_absmax(value))
+    if isinstance(value, nn.Module):
+        name, weight = next(((n, p) for n, p in value.named_parameters() if p.is_floating_point()), ("", None))
+        dtypes, buffers = () if weight is None else (str(weight.dtype)[6:],), tuple(n for n, _ in value.named_buffers())
+        return SeenValue(kind="module", name=name, dtypes=dtypes, parts=buffers)
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        known = isinstance(value, float) or abs(value) < 2**63
+        return SeenValue(kind="number", number=float(value) if known and math.isfinite(value) else None)
+    if isinstance(value, (tuple, list)) and 0 < len(value) <= 16:
+        parts = tuple(str(each.dtype)[6:] if isinstance(each, Tensor) else "" for each in value)
+        return SeenValue(kind="tuple", parts=parts)
+    if callable(value):
+        return SeenValue(kind="callable", name=encodable(_defined_as(value)))
+    return SeenValue(kind="other")
+
+
+def _defined_as(function: Any) -> str:
+    """Where a function is defined; of a method of a tensor, ``torch.Tensor.pow``."""
+    if isinstance(getattr(function, "__self__", None), Tensor):
+        return f"torch.Tensor.{getattr(function, '__name__', '')}"
+    module = (
+        inspect.unwrap(function).__module__ if inspect.isfunction(function) else getattr(function, "__module__", None)
+    )
+    name = getattr(function, "__name__", type(function).__name__)
+    if module is None and getattr(torch, name, None) is function:
+        module = "torch"
+    return f"{(module or '').replace('torch._C._', 'torch.')}.{name}"
+
+
+def _absmax(tensor: Tensor) -> float | None:
+    """The largest finite magnitude; ``None`` for what is not a plain floating tensor with values."""
+    if not tensor.is_floating_point() or tensor.layout != torch.strided or not tensor.numel() or tensor.is_meta:
+        return None
+    magnitude = tensor.detach().to(torch.float32).abs()
+    largest = float(magnitude.nan_to_num(0.0, 0.0, 0.0).max())
+    return largest if math.isfinite(largest) else None

@@ -1,0 +1,108 @@
+"""A patch of the user's source as blocks: the diff, what was proven of it, and what is left alone; and as suggestions for GitHub."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Heading, Row, Say, Table
+from lowprec_check.report.foreign_text import visible_text
+from lowprec_check.schema.fixing import Fixing
+from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.statements import Tone, counted, say
+
+_PROVEN = [
+    Column("precision", "run"),
+    Column("before", "status"),
+    Column("after", "status"),
+    Column("error before", "error"),
+    Column("error after", "error"),
+    Column("tolerance", "error"),
+    Column("further inputs", "text", "Further inputs on which the patched source passes, of those tried."),
+]
+
+
+def fix_document(result: ScanResult, fixing: Fixing) -> Document:
+    """What ``lowprec-check fix`` prints."""
+    title = f"lowprec-check fix · {result.model.name} · {fixing.device}"
+    return Document(title, [Say(title, role="title"), *fix_blocks(fixing)], fixing.tool)
+
+
+def fix_blocks(fixing: Fixing, *, heading: bool = False) -> Iterator[Block]:
+    """The patch with its proof."""
+    if heading:
+        yield Heading("Patch", anchor="patch")
+    if fixing.diff:
+        yield CodeBlock(visible_text(fixing.diff.rstrip("\n")), "diff")
+    if fixing.proven:
+        rows = []
+        for its in fixing.proven:
+            further = f"{its.further - its.further_failed} of {its.further}" if its.further else None
+            errors = [its.error_before, its.error_after, its.tolerance]
+            rows.append(Row([its.precision, its.before, its.after, *errors, further]))
+        yield Table(_PROVEN, rows, "precisions before and after the patch")
+    if fixing.changes:
+        columns = [Column("line", "source"), Column("change"), Column("findings"), Column("what", "sentence")]
+        rows = [
+            Row([f"{c.file}:{c.line}", c.kind, ", ".join(c.codes) or None, f"{c.op}: {c.why}" if c.op else c.why])
+            for c in fixing.changes
+        ]
+        yield Table(columns, rows, "changes", headings=2)
+    yield Say(*_verdict(fixing), "verdict")
+    if fixing.changes:
+        yield Say(_bits(fixing))
+    if fixing.plan:
+        yield Say(f"{fixing.plan}.")
+    searched = say(
+        "{trials:count trial} in {seconds:seconds}, after a scan of {scan:seconds}",
+        trials=fixing.trials,
+        seconds=fixing.seconds,
+        scan=fixing.scan_seconds,
+    ).text
+    stopped = f"; the search stopped {fixing.stopped}" if fixing.stopped else ""
+    if fixing.trials:
+        yield Say(f"{searched[:1].upper()}{searched[1:]}{stopped}.", role="hint")
+    if fixing.left_alone:
+        columns = [Column("left alone", "source"), Column("op"), Column("why", "sentence")]
+        yield Table(
+            columns, [Row([its.source, its.op, its.reason]) for its in fixing.left_alone], "left alone", most=20
+        )
+
+
+def _verdict(fixing: Fixing) -> tuple[str, Tone]:
+    names = ", ".join(its.precision for its in fixing.proven)
+    failing = ", ".join(its.precision for its in fixing.proven if its.after != "ok" or its.further_failed)
+    if not fixing.proven:
+        return "Nothing to fix: each precision passes.", "good"
+    if not fixing.due:
+        return f"No change was found with which {names} {'pass' if len(fixing.proven) > 1 else 'passes'}.", "bad"
+    what = counted(len(fixing.changes), "change")
+    if fixing.passes:
+        return f"With {what}, {names} {'pass' if len(fixing.proven) > 1 else 'passes'}.", "good"
+    return (
+        f"{what[:1].upper()}{what[1:]} come nearest: {failing} still {'fail' if ',' in failing else 'fails'}.",
+        "warn",
+    )
+
+
+def _bits(fixing: Fixing) -> str:
+    """What the patch does to fp32."""
+    outputs, gradients = fixing.outputs_equal, fixing.gradients_equal
+    if outputs and gradients:
+        return "In fp32, the output and the gradients are bit for bit those without the patch."
+    if outputs:
+        return "In fp32, the output is bit for bit that without the patch; it has no gradients that could be compared."
+    return "Two calls of the model in fp32 differ, so it cannot be checked that the patch leaves fp32 as it is."
+
+
+def suggestions(fixing: Fixing) -> str:
+    """Each change as a block that GitHub offers to commit, in a review comment on its lines."""
+    parts = []
+    for change in fixing.changes:
+        last = change.end_line if change.before else change.line
+        lines = f"{change.line}" if last <= change.line else f"{change.line}-{last}"
+        after = change.after if change.after.endswith(("\n", "\r")) else f"{change.after}\n"
+        fence = "`" * max(
+            3, 1 + max((len(run) for run in after.replace("`", " `").split() if set(run) == {"`"}), default=0)
+        )
+        parts.append(f"{change.file}:{lines}\n{fence}suggestion\n{after}{fence}\n")
+    return "\n".join(parts)

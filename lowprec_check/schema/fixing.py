@@ -1,0 +1,102 @@
+"""What a search for fixes of the user's source found: the patch, how it was proven, and what it does not fix."""
+
+from __future__ import annotations
+
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.verdict import Status
+
+
+class SourceChange(Struct, frozen=True, kw_only=True):
+    """One change of a file, and the finding that it removes."""
+
+    kind: str
+    """``fp32``, ``constant``, ``dtype``, ``cast``, ``scale``, ``autocast``, ``custom_fwd``, ``buffer``."""
+    file: str
+    """Relative to the current folder."""
+    line: int
+    """The first line that it changes, in the file as it is, from 1."""
+    end_line: int
+    """The last one."""
+    before: str
+    """The lines as they are."""
+    after: str
+    """The lines with this change alone."""
+    why: str
+    """What it does, in words."""
+    codes: tuple[str, ...] = ()
+    """The findings that it is for."""
+    op: str | None = None
+    """The op that fails there."""
+    precisions: tuple[str, ...] = ()
+    """The precisions in which it fails."""
+
+
+class Proven(Struct, frozen=True, kw_only=True):
+    """A precision before and after the patch, as plain runs showed it."""
+
+    precision: str
+    """Its name."""
+    before: Status
+    """The status of its plain run."""
+    after: Status
+    """That with the patch."""
+    error_before: float | None = None
+    """rel_l2 of the output against fp32."""
+    error_after: float | None = None
+    """rel_l2; ``None`` if it is infinite, or there is no output."""
+    tolerance: float | None = None
+    """The largest error that passes."""
+    further: int = 0
+    """Further inputs that the patched source was tried on."""
+    further_failed: int = 0
+    """Those on which it fails."""
+
+
+class LeftAlone(Struct, frozen=True, kw_only=True):
+    """A finding that no change is offered for."""
+
+    source: str | None
+    """``file.py:line``."""
+    op: str | None
+    """The op."""
+    reason: str
+    """Why, in words."""
+    codes: tuple[str, ...] = ()
+    """The findings."""
+
+
+class Fixing(Struct, frozen=True, kw_only=True):
+    """The smallest patch that was found to make a model pass, or to come nearest."""
+
+    tool: str
+    """What saved it."""
+    target: str
+    """The target, as its user wrote it."""
+    device: str
+    """Where the runs were."""
+    due: bool
+    """Whether there is a patch to apply."""
+    passes: bool
+    """Whether each precision passes with it, or without any."""
+    changes: list[SourceChange] = []
+    """The smallest set that was found."""
+    diff: str = ""
+    """All changes as a unified diff."""
+    proven: list[Proven] = []
+    """Each precision that fails without the patch, before and after."""
+    outputs_equal: bool | None = None
+    """Whether the patch leaves fp32's output as it is, bit for bit; ``None`` if two calls without it differ."""
+    gradients_equal: bool | None = None
+    """The same of the gradients; ``None`` if there are none, or two calls differ."""
+    left_alone: list[LeftAlone] = []
+    """Findings without a change, if the patch does not pass."""
+    trials: int = 0
+    """How many sources were tried."""
+    seconds: float = 0.0
+    """What the search took."""
+    scan_seconds: float = 0.0
+    """What the scan took before."""
+    stopped: str | None = None
+    """Why the search ended early."""
+    plan: str | None = None
+    """How the patch compares with a plan, if the scan found one."""
