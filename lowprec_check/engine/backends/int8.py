@@ -71,6 +71,7 @@ class Int8Linear(Backend):
     """Quantizes the weights of linear layers by a config of torchao, and compiles the model with constant weights."""
 
     setup_budget = 240.0
+    project = "pytorch/ao"
     changes_process = True  # constant weights are an option of all that is compiled
     tolerance = 0.1
     lowers_precision = True

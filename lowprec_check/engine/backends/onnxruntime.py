@@ -33,6 +33,7 @@ class OnnxRuntime(GraphBackend):
     summary = "ONNX Runtime's CPU provider"
     aliases = ("ort", "onnx")
     title = "ONNX Runtime"
+    project = "microsoft/onnxruntime"
     packages = ("onnxruntime", "onnxscript")
     computes_in = {"fp32": "fp32", "half": "fp16"}
     instead = "ONNX Runtime's CPU provider has no bf16 kernels, and an ONNX model no autocast: use fp32 or half"

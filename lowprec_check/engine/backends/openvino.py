@@ -32,6 +32,7 @@ class OpenVINO(GraphBackend):
     name = "openvino"
     summary = "OpenVINO's CPU plugin"
     title = "OpenVINO"
+    project = "openvinotoolkit/openvino"
     packages = ("openvino",)
     computes_in = {"fp32": "f32", "autocast-bf16": "bf16", "autocast-fp16": "f16"}
     instead = "OpenVINO lowers the precision of an fp32 model itself: use autocast-bf16 or autocast-fp16"
