@@ -37,7 +37,7 @@ def backends(device: str) -> list[str]:
     """Those that run on this machine."""
     found = ["eager", "inductor", "inductor-freeze", "jit"]
     if device == "cpu":
-        found.append("int8")
+        found += ["int8", "int8-weight-only", "int8-dynamic", "openvino", "onnxruntime"]
         found += ["ipex", "ipex-jit", "ipex-compile"] if extension_problem() is None else []
     return found
 

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from lowprec_check.engine.scan import scan
     from lowprec_check.errors import UsageError
     from lowprec_check.report.registry import ReportFormat, render
-    from lowprec_check.schema.axes import Backend, Code, Device, Example
+    from lowprec_check.schema.axes import Backend, Code, Device, Example, UnsupportedOpsError
     from lowprec_check.schema.findings import Recommendation
     from lowprec_check.schema.measures import ErrorBudget, LayerError, Share
     from lowprec_check.schema.op_calls import OpCall, OpCalls
@@ -43,7 +43,7 @@ _MODULES = {
         "engine.scan": ("scan",),
         "errors": ("UsageError",),
         "report.registry": ("ReportFormat", "render"),
-        "schema.axes": ("Backend", "Code", "Device", "Example"),
+        "schema.axes": ("Backend", "Code", "Device", "Example", "UnsupportedOpsError"),
         "schema.findings": ("Diagnostic", "Gap", "Recommendation"),
         "schema.measures": ("ErrorBudget", "LayerError", "Share"),
         "schema.op_calls": ("OpCall", "OpCalls"),
@@ -88,6 +88,7 @@ __all__ = [
     "ScanDiff",
     "ScanResult",
     "Share",
+    "UnsupportedOpsError",
     "UsageError",
     "WayToTrain",
     "WhatIf",

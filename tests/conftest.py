@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from lowprec_check.cli.main import main
 from lowprec_check.engine.run import turns
 from lowprec_check.report.registry import render
+from lowprec_check.schema.axes import BACKENDS, Backend
 from lowprec_check.schema.scan_result import ScanResult
 
 pytest_plugins = ["pytester"]
@@ -52,6 +53,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help="Write tests/goldens/ anew; then read the diff.")
+
+
+Register = Callable[[Backend], None]
+
+
+@pytest.fixture
+def register(monkeypatch: pytest.MonkeyPatch) -> Register:
+    """Adds a backend for the time of a test."""
+
+    def add(backend: Backend) -> None:
+        monkeypatch.setitem(BACKENDS._items, backend.name, backend)
+
+    return add
 
 
 @pytest.fixture(autouse=True)

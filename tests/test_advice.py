@@ -16,8 +16,8 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.report.registry import render
+from lowprec_check.schema.backend_checks import CompilerCheck
 from lowprec_check.schema.findings import Recommendation
-from lowprec_check.schema.measures import CompilerCheck
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, Run, ScanResult
 from lowprec_check.schema.statements import out_of
@@ -255,7 +255,8 @@ def passing(precision: str, latency: float, error: float = 1e-3, **more: Any) ->
         ([passing("half", 0.9), passing("half", 0.2, 1e-4, backend="jit")], "half"),
         ([passing("half", 7.0, 1e-4), passing("bfloat16", 0.2)], "bfloat16"),
         ([passing("fp32", 5.0, backend="jit")], "fp32 · jit"),
-        ([passing("fp32", 5.0, backend="jit"), passing("half", 8.0)], "half"),
+        ([passing("fp32", 5.0, backend="jit"), passing("half", 8.0)], "fp32 · jit"),
+        ([passing("fp32", 9.9, backend="jit"), passing("half", 8.0)], "half"),
         ([passing("fp32", 5.0, backend="int8"), passing("half", 8.0)], "fp32 · int8"),
     ],
 )
@@ -317,7 +318,9 @@ def test_a_wrong_output_of_a_backend_has_advice_of_its_own() -> None:
         for d in diagnose(a_result(reference, a_run("fp32", "inaccurate", backend="inductor", **wrong)))
         if d.code == "LP301"
     ]
-    assert plain.help == "use eager mode, and report this to the project of the backend", "no advice for low precision"
+    assert plain.help == "use eager mode, or another backend; report this to pytorch/pytorch", (
+        "no advice for low precision"
+    )
     check = CompilerCheck(
         verdict="worse", tensor=0, tensors=1, calls=1, exact="fp64", fp32_error=0.0, eager_error=0.0, compiled_error=0.5
     )

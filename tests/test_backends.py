@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EXAMPLES, Call
+from conftest import EXAMPLES, Call, Register
 from torch import Tensor, nn
 
 from lowprec_check import Backend, ScanResult, UsageError, scan
@@ -45,17 +45,6 @@ class ConvNet(nn.Module):
 
 
 IMAGES = torch.randn(2, 3, 12, 12, generator=torch.Generator().manual_seed(0))
-Register = Callable[[Backend], None]
-
-
-@pytest.fixture
-def register(monkeypatch: pytest.MonkeyPatch) -> Register:
-    """Adds a backend for the time of a test."""
-
-    def add(backend: Backend) -> None:
-        monkeypatch.setitem(BACKENDS._items, backend.name, backend)
-
-    return add
 
 
 def statuses(result: ScanResult) -> dict[str, str]:

@@ -108,6 +108,7 @@ MACHINE = {
     "LP301": "another precision, tested below",
     "LP306": "a fault of a compiler; tests/test_compiler_check.py",
     "LP307": "inputs like others; tests/test_margin.py",
+    **dict.fromkeys(["LP308", "LP309", "LP310"], "another backend; tests/test_backend_check.py"),
     "LP302": "a kernel that adds up in 16 bits, tested below",
     **dict.fromkeys([f"LP50{number}" for number in range(1, 10)], "training; tests/test_training_advice.py"),
     "LP901": "other inputs, tested below",

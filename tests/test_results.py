@@ -225,7 +225,25 @@ def test_codes_are_registered_once() -> None:
         rule("LP101", "again", "note")(lambda result: iter(()))
     assert set(rules()) >= {
         *(["LP101", "LP102", "LP103", "LP104", "LP105", "LP106", "LP107", "LP108", "LP201", "LP202", "LP203", "LP204"]),
-        *(["LP205", "LP301", "LP302", "LP303", "LP304", "LP401", "LP402", "LP901", "LP902", "LP903"]),
+        *(
+            [
+                "LP205",
+                "LP301",
+                "LP302",
+                "LP303",
+                "LP304",
+                "LP306",
+                "LP307",
+                "LP308",
+                "LP309",
+                "LP310",
+                "LP401",
+                "LP402",
+                "LP901",
+                "LP902",
+                "LP903",
+            ]
+        ),
     }
 
 

@@ -32,8 +32,8 @@ TIME_FACTOR = 1.5
 change a little between any two builds. Older files have no intervals: their medians vary by about 10 per cent between
 processes on a shared machine, and a ratio of two ratios by 20. Use infinity to ignore time."""
 
-MEMORY_FACTOR = 1.05
-"""Peak memory is counted, not sampled; allocators differ by a few per cent."""
+MEMORY_FACTOR, PROCESS_FACTOR = 1.05, 1.15
+"""The memory of tensors is counted, and allocators differ by a few per cent; that of processes is measured, and varies more."""
 
 _ERROR_FLOOR = 1e-7
 """Errors below fp32's own rounding carry no information."""
@@ -201,9 +201,10 @@ def _changes(
             yield _moved("error", after, ratio, what, error_figure(before.distance), error_figure(after.distance))
     yield from _speed(before, after, old, new, time_factor)
     of_fp32, now_of_fp32 = memory_ratio(before, old.runs), memory_ratio(after, new.runs)
-    if of_fp32 and now_of_fp32 and not after.is_reference:
-        ratio = now_of_fp32 / of_fp32
-        if not 1 / MEMORY_FACTOR <= ratio <= MEMORY_FACTOR:
+    of_processes = [run.process_memory_bytes is not None for run in (before, after)]  # an older file counts tensors
+    if of_fp32 and now_of_fp32 and not after.is_reference and of_processes[0] == of_processes[1]:
+        ratio, factor = now_of_fp32 / of_fp32, PROCESS_FACTOR if of_processes[0] else MEMORY_FACTOR
+        if not 1 / factor <= ratio <= factor:
             what = _compared("the peak memory is {times:times}", ratio, "as large as before", "smaller than before")
             shares = f"{percent(of_fp32)} of fp32's", f"{percent(now_of_fp32)} of fp32's"
             yield _moved("memory", after, ratio, what, *shares)

@@ -19,7 +19,7 @@ from lowprec_check.analysis.run_summary import (
     passes_all,
 )
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.analysis.speed import CLEAR, is_faster, speed
+from lowprec_check.analysis.speed import ALIKE, CLEAR, TOLD, Speed, is_faster, speed
 from lowprec_check.analysis.training_status import passing_ways
 from lowprec_check.schema.findings import Prefer, Recommendation, Worth
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
@@ -29,7 +29,7 @@ SMALLER = 0.9
 """A run saves memory if its peak is at most this part of fp32's."""
 
 SAME_MEMORY = 1.05
-"""Peaks within this factor are the same: memory is counted, but allocators differ."""
+"""Peaks within this factor are the same: allocators differ, and processes vary a little."""
 
 
 def recommend(
@@ -40,16 +40,17 @@ def recommend(
 ) -> Recommendation | None:
     """The best run that passed on every input that it was tried on; ``None`` if none did.
 
-    A time decides only where it can be told, and by a wide margin, so that a busy machine gets the advice of a quiet one:
+    A time decides where it can be told, or by the safe end of its interval, so that noise never wins:
 
     1. With ``prefer="memory"``, those with the smallest peak; with ``"accuracy"``, the one with the smallest error.
-    2. Of these, none that is clearly slower than another (:data:`~lowprec_check.analysis.speed.CLEAR`); and none that is slower
-       than fp32, if one is faster.
+    2. Of these, none that is told to be slower than another, and none whose safe end, as fast as it is at least, is far below that of
+       another (:data:`~lowprec_check.analysis.speed.ALIKE`).
     3. Among the rest, one that stays below :data:`~lowprec_check.analysis.run_summary.CLOSE` of its tolerance on every input.
     4. Then by what does not depend on times as far as possible: the least set-up (eager, contiguous), less memory
        than fp32, a dtype that the device accelerates, not slower than fp32, the smallest error, the order of the scan.
 
-    If only fp32 was run, on other backends, the best of those. If the output of no run could be compared, the best that
+    fp32 on another backend, or in another memory format, takes part if it is told to be faster than eager fp32, or if no lower precision was
+    run. If the output of no run could be compared, the best that
     ran; its reason says so.
 
     If a cast of the whole model lacks kernels in any dtype, autocast is preferred for speed to every such cast: it runs these
@@ -58,8 +59,10 @@ def recommend(
     ``environment`` is that of the scan, with the torch that the runs are about. The reason is left empty: it is said by
     :func:`lowprec_check.analysis.statements.advice.basis`, of the whole result.
     """
-    low = candidates(runs)
-    passed = [run for run in low if passes_all(run)] or [run for run in low if run.status == "unjudged"]
+    ways = candidates(runs)
+    if any(run.is_low for run in ways):
+        ways = [run for run in ways if run.is_low or speed(run, runs).told == "faster"]
+    passed = [run for run in ways if passes_all(run)] or [run for run in ways if run.status == "unjudged"]
     if not passed:
         return None
     best = best_of(passed, runs, environment, prefer)
@@ -126,7 +129,7 @@ def best_of(
         passed = [run for run in passed if error_of(run) <= least]
     elif any(missing_kernels(run) for run in runs if is_cast(run)):
         passed = [run for run in passed if not is_cast(run)] or passed
-    passed = not_clearly_slower(passed, runs)
+    passed = fastest(passed, runs)
 
     def preference(run: Run) -> tuple[object, ...]:
         return (
@@ -142,13 +145,20 @@ def best_of(
     return min(passed, key=preference)
 
 
-def not_clearly_slower(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
-    """Those of ``passed`` that no time speaks against: at least one, unless there are none."""
+def fastest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
+    """Those of ``passed`` that may be the fastest; all if none was timed."""
     known = [(run, speed(run, runs)) for run in passed]
-    kept = [(run, mine) for run, mine in known if not any(is_faster(other, mine, CLEAR) for _, other in known)]
-    if any(mine.told == "faster" for _, mine in kept):
-        kept = [(run, mine) for run, mine in kept if mine.told != "slower"]
-    return [run for run, _ in kept]
+    safe = max((mine.low for _, mine in known), default=0.0) / ALIKE
+
+    def is_slower(run: Run, mine: Speed) -> bool:
+        return any(
+            is_faster(found, mine, TOLD if in_rounds(run) and in_rounds(other) else CLEAR) for other, found in known
+        )
+
+    def in_rounds(run: Run) -> bool:
+        return run.latency is not None and run.latency.speedup is not None
+
+    return [run for run, mine in known if mine.low >= safe and not is_slower(run, mine)]
 
 
 def _is_smaller(run: Run, runs: Sequence[Run]) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from lowprec_check.schema.backend_checks import INPUT_CHANGES
 from lowprec_check.schema.measures import InputsTried, PlaceRange
 from lowprec_check.schema.op_calls import OpCall, OpCalls
-from lowprec_check.schema.run_key import qualified
+from lowprec_check.schema.run_key import EAGER, qualified
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
@@ -25,8 +26,8 @@ def reference_of(runs: Sequence[Run]) -> Run | None:
 
 
 def candidates(runs: Sequence[Run]) -> list[Run]:
-    """The runs that may be recommended: those in low precision; if there is none, those of fp32 on other backends."""
-    return [run for run in runs if run.is_low] or [run for run in runs if not run.is_reference]
+    """The runs that may be recommended: those in low precision, and fp32 on other backends and in other memory formats."""
+    return [run for run in runs if not run.is_reference]
 
 
 def is_plan_of(plan: Run, run: Run) -> bool:
@@ -64,8 +65,21 @@ CLOSE = 0.8
 
 
 def passes_all(run: Run) -> bool:
-    """Whether the run passes, on the further inputs that it was tried on too."""
-    return run.status == "ok" and not fails_elsewhere(run)
+    """Whether the run passes, on the further inputs that it was tried on too, and changes no input and buffer that eager mode leaves."""
+    return run.status == "ok" and not fails_elsewhere(run) and not changed_by_backend(run)
+
+
+def changed_by_backend(run: Run) -> list[str]:
+    """The inputs and buffers whose values differ from those of eager mode after the same calls."""
+    return run.backend_check.changed if run.backend_check is not None else []
+
+
+def blames_backend(run: Run, runs: Sequence[Run]) -> bool:
+    """Whether a failure of ``run`` is due to its backend: it is in fp32, or eager mode passes in the same precision on the same inputs."""
+    if run.backend == EAGER or run.failed_input is not None:
+        return run.backend != EAGER
+    eager = run.key._replace(backend=EAGER)
+    return not run.is_low or (not run.is_quantized and any(its.key == eager and its.status == "ok" for its in runs))
 
 
 def fails_elsewhere(run: Run) -> InputsTried | None:
@@ -82,7 +96,7 @@ def part_of_tolerance(run: Run) -> float:
 
 
 def on_which_call(run: Run) -> str:
-    """``on call 2: `` or ``on batch 3: `` for a run that did not fail in its first call on the first batch.
+    """``on call 2: `` or ``on batch 3: `` for a run that did not fail in its first call on the first batch; or on which changed inputs.
 
     The reason of a run that crashed or took too long names the call. That of one that was trained names the step.
     """
@@ -90,6 +104,8 @@ def on_which_call(run: Run) -> str:
         return ""
     call = None if run.status in ("crashed", "timeout") else run.failed_call
     parts = [f"{noun} {number}" for noun, number in (("batch", run.failed_batch), ("call", call)) if number]
+    if run.failed_input is not None:
+        parts.append(f"{INPUT_CHANGES.get(run.failed_input, run.failed_input)}, compared with eager mode")
     return f"on {', '.join(parts)}: " if parts else ""
 
 

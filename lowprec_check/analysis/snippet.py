@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from lowprec_check.catalog.versions import release_of, version_key
-from lowprec_check.schema.axes import BACKENDS, device_type
+from lowprec_check.schema.axes import BACKENDS, Backend, device_type, project_of
 from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.precisions import PRECISIONS, Precision
-from lowprec_check.schema.run_key import CONTIGUOUS, RunKey
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 
 _LISTED = 3
@@ -81,8 +81,14 @@ def snippet(
     """Code that runs ``model`` on ``inputs``, both as the user's file defines them, as the run of ``key`` does.
 
     ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32; the parameters ``untied``, which
-    such a module shares with a cast one, are copied. A device that torch of ``torch_version`` lacks is imported.
+    such a module shares with a cast one, are copied. A device that torch of ``torch_version`` lacks is imported. For a backend that
+    gives no code, a comment.
     """
+    backend = BACKENDS.get(key.backend)
+    if key.backend != EAGER and type(backend).code is Backend.code:
+        return (
+            f"# {project_of(key.backend)} gives no code to paste for the backend {key.backend}: see its documentation"
+        )
     found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
     context = ", ".join(filter(None, ("with torch.no_grad()", found.autocast)))
     called = [f"    {line}" for line in (*found.inside, f"output = {model.call}")]

@@ -32,14 +32,7 @@ WIDE = 2.0
 """Of an interval that spans more than this factor, only the end next to 1 is said."""
 
 CLEAR = 1.5
-"""A run is passed over for its time only if another is faster by this factor, and their intervals do not overlap.
-
-Load widens an interval around the same median: a rule on its ends (``low > 1.1 × high``) would choose one run on a quiet
-machine and another on a busy one, wherever the true ratio is between the two widths. A factor between the medians, wider
-than intervals get under load, moves little. Simulated rounds with 2 % of noise, then with 15 and 30 %, and true ratios
-from 1 to 4: 15 rounds choose differently in 30 and 56 % of the cases with ``low > 1.1 × high``, in 18 and 44 % with a factor of
-1.25 between the medians, in 10 and 32 % with 1.5. What remains is next to the threshold, where both choices are right.
-"""
+"""Modules are kept in fp32 by a plan that is this much slower than another, if that is better otherwise."""
 
 WAITED, CHANGED = 0.1, 1.2
 """The share of waiting threads, and the change of the processor's speed, from which on they are said."""

@@ -1,7 +1,7 @@
 """Scans and plans in a process of its own: whatever the user's file does to it, this process reports what was finished.
 
 The process loads the target and starts the workers. Its messages are encoded by msgspec: nothing that it sends is unpickled. This process does
-not import torch: both would wait for it.
+not import torch where it starts a fresh interpreter, which does: both would wait for it.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import faulthandler
 import functools
+import importlib
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -153,6 +154,8 @@ class _Session:
             source.on_progress = self.on_progress or source.on_progress
             yield from grow(source, self.isolation, self.options)
             return
+        if best == "fork":  # forks of a process that has imported torch itself start half a second later each
+            importlib.import_module("lowprec_check.engine.scan")
         log = shared_file()
         try:
             without_callback = replace(self, on_progress=None)
@@ -162,13 +165,13 @@ class _Session:
                 method="fork" if best == "fork" else "spawn",
                 log=log,
             )
-            worker.set_timeout(self.load_seconds)
+            worker.set_timeout(LOAD_SECONDS)
             yield from self._watch(worker, log)
         finally:
             os.close(log)
 
     def _watch(self, worker: FunctionWorker[_Message], log: int) -> Iterator[Any]:
-        loaded, step = False, (self.spec.name, "loading")
+        loaded, step = False, (self.spec.name, "importing torch")
         ended: Ended | None = None
         with Supervisor[FunctionWorker[_Message], _Message]([worker]) as supervisor:
             for event in supervisor.events():
@@ -191,6 +194,8 @@ class _Session:
                     worker.set_timeout(EXIT_SECONDS)
                 else:
                     step = (message.run, message.doing)
+                    if not loaded:  # what this program imports does not count
+                        worker.set_timeout(self.load_seconds)
         if ended is not None:
             ended.check()
 
@@ -221,8 +226,10 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
     def load_and_grow() -> None:
         from lowprec_check.engine.run.place_log import note_model
 
+        importlib.import_module("lowprec_check.engine.scan")  # and all that it imports
         note_model(log, _packages_named_by(session.spec.name))
         with _logged_ends(log):
+            send(_Progressed(session.spec.name, "loading"))
             source = _load(session.spec, session.options)
         send(_Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))

@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import PRECISIONS, Precision
-from lowprec_check.schema.registry import Registry, choices, objects_in
+from lowprec_check.schema.registry import Registry, added_by_packages, choices, objects_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 
 if TYPE_CHECKING:
+    from lowprec_check.schema.findings import Gap
     from lowprec_check.schema.measures import LayerError
     from lowprec_check.schema.scan_result import ModelInfo
 
@@ -59,6 +60,15 @@ class Code:
     """Lines inside the context of the call (``torch.no_grad()`` and autocast), before the call."""
 
 
+class UnsupportedOpsError(Exception):
+    """A backend has no implementation of some ops of a model."""
+
+    def __init__(self, backend: str, gaps: list[Gap]) -> None:
+        ops = ", ".join(dict.fromkeys(gap.op for gap in gaps))
+        super().__init__(f"{backend} does not support {ops}")
+        self.gaps = gaps
+
+
 class Backend:
     """How a prepared model is executed. Subclasses import torch only inside :meth:`prepare`."""
 
@@ -75,6 +85,8 @@ class Backend:
     """The least default tolerance for the rel_l2 of the output; for a backend that computes in fewer bits itself."""
     lowers_precision: ClassVar[bool] = False
     """Whether it computes in fewer bits than the precision, so that fp32 on it is a low-precision run."""
+    project: ClassVar[str] = ""
+    """Where its faults are reported, ``pytorch/pytorch``; empty for the package that registers it."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """Why the backend cannot run a precision on a device, the reason of a skipped run; ``None`` if it can."""
@@ -87,7 +99,9 @@ class Backend:
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """Return a callable that replaces ``model`` (a ``torch.nn.Module`` in its precision, on its device).
 
-        It is called in the context of the first call: without gradients, under autocast if the precision is.
+        It is called in the context of the first call: without gradients, under autocast if the precision is. Ops that the backend
+        lacks are an :class:`UnsupportedOpsError`; those that it computes in fp32 instead may be a list of gaps, the attribute
+        ``gaps`` of what is returned.
         """
         raise NotImplementedError
 
@@ -135,6 +149,13 @@ BACKENDS: Registry[Backend] = Registry(
     lambda each: None if isinstance(getattr(each, "summary", None), str) else "it has no summary",
 )
 """All backends, eager first."""
+
+
+def project_of(name: str) -> str:
+    """Where faults of the backend ``name`` are reported."""
+    backend = BACKENDS.find(name)
+    packages = (package for package, item in added_by_packages() if item is backend)
+    return (backend.project if backend is not None else "") or next(packages, f"the project of {name}")
 
 
 def lowers_precision(name: str) -> bool:

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 # -- What a scan finds: gaps in one run, and the diagnostics of the whole scan
 
 Severity = Literal["error", "warning", "note"]
-Layer = Literal["dispatch", "function"]
+Layer = Literal["dispatch", "function", "backend"]
 GapKind = Literal[
     "missing-kernel",
     "unsupported-dtype",
@@ -28,12 +28,12 @@ GapKind = Literal[
 
 
 class Gap(Struct, frozen=True, kw_only=True):
-    """Calls of one op at one place that fail in low precision and succeed when their inputs are widened."""
+    """Calls of one op at one place that fail in low precision and succeed when their inputs are widened; or that a backend lacks."""
 
     op: str
     """The op: an overload name (``aten.dot.default``), or a function of torch (``torch.fft.rfft``)."""
     layer: Layer
-    """``dispatch``: the op itself fails; ``function``: what is above dispatch."""
+    """``dispatch``: the op itself fails; ``function``: what is above dispatch; ``backend``: a library other than torch lacks it."""
     kind: GapKind
     """Why it fails."""
     phase: Phase = "forward"
@@ -51,7 +51,7 @@ class Gap(Struct, frozen=True, kw_only=True):
     calls: int = 1
     """How many calls failed there."""
     rescued: bool = True
-    """Always true: a failure that is not rescued ends the run and is saved as its ``stopped_by``."""
+    """False for a ``backend``; else true: a failure that is not rescued ends the run and is saved as its ``stopped_by``."""
     predicted_by: str | None = None
     """Of a predicted run: the row of the catalog that says so, in words."""
     custom_function: str | None = None

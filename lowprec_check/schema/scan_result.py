@@ -13,6 +13,7 @@ from typing import Any, Literal
 import msgspec
 
 from lowprec_check.schema.axes import lowers_precision
+from lowprec_check.schema.backend_checks import BackendCheck, CompilerCheck
 from lowprec_check.schema.base import Struct, decode, encoded, write_file
 from lowprec_check.schema.columns import Columns, Part, columns_of
 from lowprec_check.schema.findings import Diagnostic, Gap, GapKind, Layer, Recommendation, Severity
@@ -20,7 +21,6 @@ from lowprec_check.schema.fixing import Fixing
 from lowprec_check.schema.measures import (
     Ablation,
     BatchRanges,
-    CompilerCheck,
     ErrorBudget,
     InputsTried,
     Latency,
@@ -139,6 +139,11 @@ class Run(Struct, frozen=True, kw_only=True):
     """The label of the eager run whose op-by-op analysis explains this one, which has no op calls of its own."""
     compiler: CompilerCheck | None = None
     """Whether the compiler made the output worse; ``None`` for a run that is not compiled, or draws random numbers."""
+    backend_check: BackendCheck | None = None
+    """What the backend does otherwise than eager mode; ``None`` for an eager run, or one that gave no output."""
+    failed_input: str | None = None
+    """The changed inputs, as :class:`ChangedInputs` names them, on which it failed and which its status and error are about; ``None``
+    if it did not fail, or on those of the scan."""
     gaps: list[Gap] = []
     """What fails in low precision and succeeds when its inputs are widened."""
     op_calls: OpCalls = OpCalls()

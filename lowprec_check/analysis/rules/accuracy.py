@@ -18,12 +18,12 @@ from lowprec_check.analysis.rules.relevance import (
     recommended_instead,
     weighed_places,
 )
-from lowprec_check.analysis.run_summary import degenerate_output, judged_output, on_which_call
-from lowprec_check.schema.measures import MATTERS, CompilerCheck
+from lowprec_check.analysis.run_summary import blames_backend, degenerate_output, judged_output, on_which_call
+from lowprec_check.schema.axes import project_of
+from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
-from lowprec_check.schema.run_key import EAGER
-from lowprec_check.schema.scan_result import Run, ScanResult, Severity
-from lowprec_check.schema.statements import Sentence, chained, say, short_op
+from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.statements import Sentence, chained, say, short_op, some
 
 OUTLIER_ROUNDOFFS = 8
 JUMP = 4
@@ -70,7 +70,8 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
             when, odd = on_which_call(run), degenerate_output(run, result)
             message = chained(say("{when:text}", when=when) if when else None, _mismatch(run), between="")
             eager = run.lockstep_error.rel_l2 if run.lockstep_error and run.complete and not run.gaps else None
-            if eager is not None and eager <= (run.tolerance or 0.0) and not run.is_eager and not run.is_quantized:
+            other = not run.is_eager and not run.is_quantized and run.failed_input is None
+            if eager is not None and eager <= (run.tolerance or 0.0) and other:
                 also = say("op by op in eager mode the error is {eager:error}", eager=eager)
                 message = chained(message, also)
             if odd is None:
@@ -99,13 +100,20 @@ def _mismatch(run: Run) -> Sentence:
 
 def _instead(run: Run, result: ScanResult) -> str:
     best = recommended_instead(run, result)
-    if run.failed_call or (run.compiler is not None and run.compiler.verdict == "worse"):
-        return "try what the model keeps between calls in fp32" if run.failed_call else "see LP306 of this run"
+    if run.compiler is not None and run.compiler.verdict == "worse":
+        return "see LP306 of this run"
+    if blames_backend(run, result.runs):
+        remarks = run.backend_check.remarks if run.backend_check is not None else []
+        lines = list(dict.fromkeys(its.source for its in remarks if its.kind == "warning" and its.source))
+        fault = (
+            f"LP309 shows what it warns of, at {some(lines)}" if lines else f"report this to {project_of(run.backend)}"
+        )
+        return f"use eager mode, or another backend; {fault}"
+    if run.failed_call:
+        return "try what the model keeps between calls in fp32"
     if run.is_quantized:
         other = f", or use {best.label}" if best is not None and best.backend != run.backend else ""
         return f"calibrate on data like that of use: see the errors of its layers{other}"
-    if not run.is_low:
-        return "use eager mode, and report this to the project of the backend"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
     command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
@@ -309,66 +317,3 @@ def numeric_failure(result: ScanResult) -> Iterator[Finding]:
         y = torch.linalg.cholesky(x.float() + 1e-2 * torch.eye(len(x), device=x.device))
     """
     yield from from_gaps(result, "numeric-failure", "compute this op and its inputs in fp32")
-
-
-@rule("LP306", "compiled-worse", "error")
-def compiled_worse(result: ScanResult) -> Iterator[Finding]:
-    """A compiler makes the output worse than eager mode does in the same precision.
-
-    Observed: the model was run in fp64, in fp32, in the precision of the run in eager mode, and compiled, on the same
-    inputs and the same (rounded) weights. For a tensor of the output, the compiled result has NaN or Inf where eager has
-    numbers, or changes more than twice as many decisions (integers, booleans), or is more than twice as far from fp64 as
-    eager's. The distance is relative to that tensor. A larger distance is confirmed on eight other inputs, and counts
-    only if it is over a tenth of the tolerance: a result that differs from eager's but is not further from fp64 is no
-    fault. In a run that passes this is a warning.
-
-    Usual causes: the compiler computes a value in fp32 at one place and rounds it to 16 bits at another, so that two
-    values that were equal in eager mode differ; a fault of the compiler.
-
-    What to do: run the part in eager mode (`torch.compiler.disable`), and report it to pytorch/pytorch with the pass that
-    the finding names. Or, if the finding says that `emulate_precision_casts` removes it, set that:
-
-        # before
-        model = torch.compile(model)
-        # after
-        import torch._inductor.config
-        torch._inductor.config.emulate_precision_casts = True
-        model = torch.compile(model)
-    """
-    for run in result.runs:
-        check = run.compiler
-        if check is not None and check.verdict == "worse":
-            advice = f"torch's bisection finds {check.culprit}; " if check.culprit else ""
-            if check.emulated is not None and check.emulated != "worse":
-                config = "torch._inductor.config.emulate_precision_casts"
-                advice += f"set {config} = True, with which it was not worse"
-            else:
-                advice += "use eager mode, and report the fault to pytorch/pytorch"
-            severity: Severity | None = "warning" if run.status == "ok" else None
-            source = result.model.source
-            yield Finding(_what_compiling_does(run, check), run, source=source, help=advice, severity=severity)
-
-
-def _what_compiling_does(run: Run, check: CompilerCheck) -> Sentence:
-    what = "the compiled model" if run.backend == EAGER else run.backend
-    where = f" in tensor {check.tensor} of the output" if check.tensors > 1 else ""
-    about = {"what": what, "where": where, "exact": check.exact}
-    if check.nonfinite:
-        return say(
-            "{what:text} gives {values:count NaN or Inf value}{where:text} where eager and {exact:text} have numbers",
-            **about,
-            values=check.nonfinite,
-        )
-    if check.decisions:
-        return say(
-            "{what:text} changes {compiled:of decision}{where:text} against {exact:text}; eager changes {eager:number}",
-            **about,
-            compiled=[check.compiled_changed, check.decisions],
-            eager=check.eager_changed,
-        )
-    return say(
-        "the error of {what:text} against {exact:text} is {compiled:error}{where:text}, that of eager {eager:error}",
-        **about,
-        compiled=check.compiled_error,
-        eager=check.eager_error or 0.0,
-    )

@@ -30,7 +30,7 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
     """PyTorch has no kernel of this op for this dtype on this device.
 
     Observed: the op failed on its low-precision inputs and succeeded on the same inputs converted to fp32. The scan
-    continued with the fp32 result, rounded to the dtype, so one scan finds all such ops.
+    continued with the fp32 result, rounded to the dtype, so one scan finds all such ops. `onnxruntime` does so itself.
 
     Predicted, for a device that is not here: the catalog says that the device has no kernel for this dtype. For CUDA that
     was seen on a GPU; for XPU it is declared in the sources of its kernels, or reported in a known issue for releases
@@ -102,7 +102,7 @@ def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
 def no_backend_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op has no kernel on this device, not even in fp32.
 
-    Observed: the op failed on the device in fp32 too, and succeeded on the CPU.
+    Observed: the op failed on the device in fp32 too, and succeeded on the CPU. Or `openvino` or `onnxruntime` lacks it.
 
     Predicted, for a device that is not here: the op has no kernel registered for the device in the sources of that
     release of torch, and is not on the list of ops that fall back to the CPU without being asked (LP105).

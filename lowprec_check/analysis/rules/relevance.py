@@ -19,7 +19,7 @@ from lowprec_check.analysis.error_shares import (
     trusted_budget,
 )
 from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, low_runs
-from lowprec_check.analysis.run_summary import passes_all
+from lowprec_check.analysis.run_summary import candidates, passes_all
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
@@ -56,6 +56,8 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 advice, fix = _with_own_casts(gap.custom_function, run), None
             elif gap.phase in _ADVICE and gap.custom_function is None:
                 advice = _ADVICE[gap.phase] + or_autocast(gap, run, result)
+            if gap.layer == "backend":
+                advice, fix, continued = f"use {'fp32' if caught else 'another backend'}, or other ops here", None, None
             yield Finding(
                 chained(_in_phase(gap.phase, say("{error:text}", error=gap.message)), continued),
                 run,
@@ -357,7 +359,7 @@ def recommended_instead(run: Run, result: ScanResult) -> Recommendation | None:
         return None
     same = (best.precision, best.backend, best.memory_format) == (run.precision, run.backend, run.memory_format)
     is_itself = same and not best.keep_fp32 and best.way in (None, "plain")
-    return None if is_itself or not any(passes_all(other) for other in result.runs if other.is_low) else best
+    return None if is_itself or not any(map(passes_all, candidates(result.runs))) else best
 
 
 def _runs_in(wanted: FloatFormat, result: ScanResult) -> list[Run]:

@@ -20,7 +20,7 @@ from lowprec_check.analysis.run_summary import (
 )
 from lowprec_check.analysis.speed import Speed, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said
-from lowprec_check.analysis.statements.status import NEAR, fails_on_further, on_further, why
+from lowprec_check.analysis.statements.status import NEAR, on_further, passes_but, why
 from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
 from lowprec_check.analysis.training_status import first_way, remedies, way_text
 from lowprec_check.schema.precisions import low_precisions
@@ -77,6 +77,7 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
 
 def _no_pass(result: ScanResult) -> Sentence:
     tried = [run for run in candidates(result.runs) if run.base is None and run.status != "skipped"]
+    tried = [run for run in tried if run.is_low] or tried
     where = " on every input" if any(map(fails_elsewhere, tried)) else ""
     here = f"passed{where} here" if result.prediction is None else f"is predicted to pass{where}"
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
@@ -227,12 +228,12 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
     best = recommended_run(result)
     if result.recommendation is not None and (best is None or run is best):
         return None
-    fails = fails_elsewhere(run)
-    like_best = best is not None and run.status == best.status and not fails
+    fails = passes_but(run)
+    like_best = best is not None and run.status == best.status and fails is None
     if run not in candidates(result.runs) or run.precision == PLAN or run.status == "skipped" or like_best:
         return None
     if run.status == "ok":
-        return Said(fails_on_further(fails), "bad") if fails else None
+        return Said(fails, "bad") if fails else None
     odd = degenerate_output(run, result)
     reason = say("it cannot be judged: {odd:text}", odd=odd) if odd else why(run)
     passing = remedies(run)

@@ -173,9 +173,9 @@ def plan_passes(run: Run, result: ScanResult) -> Made:
 @per_run("rescued", "error", disproof="fixing the ops and running the model again")
 def rescued(run: Run, result: ScanResult) -> Made:
     """How many calls fail in this precision and succeed with their inputs in fp32."""
-    if not run.gaps or run.status not in ("error", "crashed"):
+    calls = sum(gap.calls for gap in run.gaps if gap.rescued)
+    if not calls or run.status not in ("error", "crashed"):
         return None
-    calls = sum(gap.calls for gap in run.gaps)
     end = "to its end" if run.complete else "on, but not to its end"
     return say(f"{{calls:count call}} failed and succeeded with inputs in fp32; the model then ran {end}", calls=calls)
 

@@ -11,6 +11,7 @@ from lowprec_check.analysis.error_shares import (
     trusted_budget,
 )
 from lowprec_check.analysis.run_summary import (
+    changed_by_backend,
     degenerate_output,
     fails_elsewhere,
     judged_output,
@@ -20,10 +21,11 @@ from lowprec_check.analysis.run_summary import (
     reference_of,
     shorten,
 )
-from lowprec_check.analysis.speed import failure_while_timed
+from lowprec_check.analysis.speed import failure_while_timed, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
 from lowprec_check.schema.measures import MATTERS, InputsTried
+from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say, short_op, some
 
@@ -123,15 +125,24 @@ def _nonfinite(run: Run) -> Sentence:
     return chained(what, say("first in {op:op}{phase:text} of {module:module}", **place), between=", ")
 
 
+def passes_but(run: Run) -> Sentence | None:
+    """Why a run with the status ``ok`` does not pass; ``None`` if it does."""
+    further = fails_elsewhere(run)
+    if further is not None:
+        return fails_on_further(further)
+    changed = changed_by_backend(run) if run.status == "ok" else []
+    return say("changes values that eager mode does not: {names:names}", names=changed) if changed else None
+
+
 @per_run("failure", "runs", disproof="running the model so, several times in a row, without it")
 def failure(run: Run, result: ScanResult) -> Made:
     """Why a run fails, was not run, or cannot be judged."""
     odd = degenerate_output(run, result)
     if odd is not None:
         return Said(say("cannot be judged: {odd:text}", odd=odd), "none")
-    further = fails_elsewhere(run)
-    if further is not None:
-        return Said(fails_on_further(further), "bad")
+    fails = passes_but(run)
+    if fails is not None:
+        return Said(fails, "bad")
     if run.status == "ok" or run.is_reference:
         return None
     return Said(why(run), "none" if run.status in ("skipped", "unjudged") else "bad")
@@ -142,7 +153,7 @@ def margin(run: Run, result: ScanResult) -> Made:
     """How near a run that passes is to its tolerance, if it is near, or was tried on further inputs."""
     part, found = part_of_tolerance(run), run.further_inputs
     tried = found.tried if found is not None and run.distance is not None else 0
-    if run.status != "ok" or run.training or fails_elsewhere(run) or degenerate_output(run, result):
+    if run.status != "ok" or run.training or passes_but(run) or degenerate_output(run, result):
         return None
     if not tried:
         return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn") if part >= NEAR else None
@@ -185,6 +196,32 @@ def further_in(runs: Sequence[Run]) -> Sentence | None:
     if least == most:
         return say(counted, most=most, kind=kind)
     return say(f"{{least:number}} – {counted}", least=least, most=most, kind=kind)
+
+
+@per_run("compiler-remarks", "runs", disproof="compiling it again")
+def compiler_remarks(run: Run, result: ScanResult) -> Made:
+    """How often a compiler warned, and how many graph breaks it made: with the speed that the run has nevertheless."""
+    found = run.backend_check.remarks if run.backend_check is not None else []
+    if not found:
+        return None
+    warned = sum(its.count for its in found if its.kind == "warning")
+    breaks = sum(its.count for its in found if its.kind == "graph-break")
+    eager = next((its for its in result.runs if its.key == run.key._replace(backend=EAGER)), None)
+    mine, other = (
+        speed(run, result.runs).told_ratio,
+        speed(eager, result.runs).told_ratio if eager is not None else None,
+    )
+    than = (
+        say("with them {ratio:times} as fast as in eager mode", ratio=mine / other)
+        if breaks and mine and other
+        else None
+    )
+    return chained(
+        say("{count:count warning} of the compiler (LP309)", count=warned) if warned else None,
+        say("{count:count graph break} (LP310)", count=breaks) if breaks else None,
+        than,
+        between=", ",
+    )
 
 
 @per_run("compared-module", "runs", disproof="comparing the output itself")

@@ -15,6 +15,7 @@ class Inductor(Backend):
 
     name = "inductor"
     summary = "torch.compile"
+    project = "pytorch/pytorch"
     aliases = ("compile", "torch-compile")
     setup_budget = 600.0
 
@@ -35,6 +36,7 @@ class FrozenInductor(Backend):
 
     name = "inductor-freeze"
     summary = "torch.compile with constant weights"
+    project = "pytorch/pytorch"
     aliases = ("freezing",)
     setup_budget = 600.0
     changes_process = True

@@ -1,12 +1,20 @@
-"""Post-training static quantization to int8, by torchao's PT2E on newer torch, by Intel's extension on torch 2.8."""
+"""Quantization to int8 after training: static, by torchao's PT2E, or by Intel's extension on torch 2.8; of linear layers by a config of torchao."""
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
-from lowprec_check.engine.quantize.library import library, missing, quantization_code
+from lowprec_check.engine.quantize.library import (
+    NEWEST,
+    calibrating,
+    fitting_torchao,
+    library,
+    missing,
+    quantization_code,
+    torchao_fits,
+)
 from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import BF16, Precision
@@ -18,6 +26,7 @@ class Int8(Backend):
     """Quantizes weights and activations of convolutions and linear layers; the rest stays in fp32, or bf16 by autocast."""
 
     name = "int8"
+    project = "pytorch/ao"
     summary = "static quantization to int8: torchao's PT2E and inductor, or Intel's extension on torch 2.8"
     aliases = ("qint8", "quantized")
     setup_budget = 240.0
@@ -58,4 +67,93 @@ class Int8(Backend):
         return quantization_code(model)
 
 
-INT8 = Int8()
+class Int8Linear(Backend):
+    """Quantizes the weights of linear layers by a config of torchao, and compiles the model with constant weights."""
+
+    setup_budget = 240.0
+    project = "pytorch/ao"
+    changes_process = True  # constant weights are an option of all that is compiled
+    tolerance = 0.1
+    lowers_precision = True
+    config: ClassVar[str]
+    """A class of ``torchao.quantization``."""
+    smooths: ClassVar[bool] = False
+    """Whether SmoothQuant moves outliers of the activations into the weights first."""
+
+    def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
+        """It is for weights in fp32 or bf16 on the CPU, without autocast."""
+        if device != "cpu":
+            return f"{self.name} is for the CPU here; on {device}, use torchao in your file"
+        if precision.name not in ("fp32", "bfloat16"):
+            return f"{self.name} computes the rest of the model in fp32 or bf16: use fp32 or bfloat16"
+        if self.smooths and fitting_torchao() != NEWEST:
+            return f"SmoothQuant needs torchao {NEWEST}, and with it torch 2.11 or later"
+        return None if torchao_fits() else f"{self.name} cannot run here: {missing()}"
+
+    def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
+        """The quantized model, which its first call compiles."""
+        from lowprec_check.engine.core.devices import kept_generators
+        from lowprec_check.engine.quantize.torchao_linear import quantize_linear
+
+        with kept_generators():
+            found: Callable[..., Any] = quantize_linear(
+                model, self.config, example.calibration if self.smooths else None
+            )
+        return found
+
+    def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
+        """The error of each linear layer, on the calibration inputs."""
+        from lowprec_check.engine.quantize.torchao_linear import linear_errors
+
+        return linear_errors(model, prepared._orig_mod, example.calibration)
+
+    def code(self, key: RunKey, model: ModelInfo) -> Code:
+        """The same calls of torchao."""
+        smooth = (
+            f'quantize_(model, SmoothQuantConfig({self.config}(), "prepare"))',
+            "with torch.no_grad():",
+            *(f"    {line}" for line in calibrating(model, "model(")),
+            f'quantize_(model, SmoothQuantConfig({self.config}(), "convert"))',
+        )
+        return Code(
+            imports=(
+                "import torch._inductor.config",
+                *(["from torchao.prototype.smoothquant import SmoothQuantConfig"] if self.smooths else []),
+                f"from torchao.quantization import {self.config}, quantize_",
+            ),
+            before=(
+                *(smooth if self.smooths else [f"quantize_(model, {self.config}())"]),
+                "torch._inductor.config.freezing = True  # without it, the weights are converted in each call",
+                "model = torch.compile(model)",
+            ),
+        )
+
+
+class WeightOnly(Int8Linear):
+    """Weights in int8, activations as they are."""
+
+    name = "int8-weight-only"
+    summary = "torchao: weights of linear layers in int8"
+    aliases = ("int8-weights", "w8a16")
+    config = "Int8WeightOnlyConfig"
+
+
+class Dynamic(Int8Linear):
+    """Weights and activations in int8, the activations by the range of each row."""
+
+    name = "int8-dynamic"
+    summary = "torchao: linear layers in int8, activations by the range of each row"
+    aliases = ("dynamic", "w8a8")
+    config = "Int8DynamicActivationInt8WeightConfig"
+
+
+class SmoothQuant(Dynamic):
+    """The same after SmoothQuant."""
+
+    name = "int8-smoothquant"
+    summary = "int8-dynamic after SmoothQuant, on the calibration inputs"
+    aliases = ("smoothquant", "smooth-quant")
+    smooths = True
+
+
+INT8, WEIGHT_ONLY, DYNAMIC, SMOOTHQUANT = Int8(), WeightOnly(), Dynamic(), SmoothQuant()

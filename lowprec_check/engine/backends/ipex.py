@@ -26,6 +26,8 @@ IMPORT = "import intel_extension_for_pytorch as ipex"
 class ExtensionBackend(Backend):
     """A backend that uses the extension."""
 
+    project = "intel/intel-extension-for-pytorch"
+
     changes_process = True  # the extension overrides kernels of autocast when it is imported
     successor: ClassVar[str]
     """The backend that does the same on newer torch."""

@@ -17,6 +17,7 @@ class Jit(Backend):
 
     name = "jit"
     summary = "torch.jit.trace and freeze"
+    project = "pytorch/pytorch"
     aliases = ("trace", "torchscript")
     setup_budget = 600.0
 

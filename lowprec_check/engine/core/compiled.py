@@ -11,12 +11,31 @@ from typing import Any
 import torch
 
 from lowprec_check.engine.core.installation import minor_version
+from lowprec_check.engine.core.source_location import is_user_code, show_line
 
 
 def compiled_frames() -> int:
     """How many frames Dynamo has compiled in this process."""
     dynamo = sys.modules.get("torch._dynamo")
     return int(dynamo.utils.counters["frames"]["ok"]) if dynamo is not None and hasattr(dynamo, "utils") else 0
+
+
+def graph_breaks() -> list[tuple[str, str | None]]:
+    """The reason and the line of each graph break since compiled code was forgotten last."""
+    dynamo = sys.modules.get("torch._dynamo")
+    found: list[tuple[str, str | None]] = []
+    for its in getattr(getattr(dynamo, "utils", None), "graph_break_reasons", ()):
+        if its.graph_break:
+            lines = [
+                show_line(frame.filename, frame.lineno or 0) for frame in its.user_stack if is_user_code(frame.filename)
+            ]
+            what, _, rest = its.reason.partition("\n")
+            explained = next(
+                (line.partition(":")[2].strip() for line in rest.splitlines() if "Explanation:" in line), what
+            )
+            text = "control flow depends on data" if what.startswith("generic_jump") else explained
+            found.append((text.rstrip("."), lines[-1] if lines else None))
+    return found
 
 
 def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:

@@ -44,6 +44,15 @@ def extension_problem() -> str | None:
     return None
 
 
+def missing_packages(*packages: str) -> str | None:
+    """``onnx, which is not installed: pip install onnx`` for those that are missing; ``None`` if there is none."""
+    missing = [package for package in packages if installed_version(package) is None]
+    if not missing:
+        return None
+    are = "is" if len(missing) == 1 else "are"
+    return f"{' and '.join(missing)}, which {are} not installed: pip install {' '.join(missing)}"
+
+
 def cpu_info(field: str) -> str:
     """What ``/proc/cpuinfo`` says of the first core, by ``field``: ``model name``, ``flags``; empty if there is no such file."""
     try:

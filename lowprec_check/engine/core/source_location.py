@@ -5,10 +5,11 @@ from __future__ import annotations
 import functools
 import itertools
 import os
+import re
 import sys
 import sysconfig
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import CodeType, FrameType, TracebackType
 from typing import Any, NamedTuple
 
@@ -155,13 +156,24 @@ def own_line(frame: FrameType) -> str | None:
 
 def traceback_lines(traceback: TracebackType | None) -> SourceLines:
     """The innermost line in a traceback that is not torch's, and that of the user's own files."""
-    source, own = None, ""
+    frames = []
     while traceback is not None:
-        filename = traceback.tb_frame.f_code.co_filename
-        if _KINDS[filename] in (_FOREIGN, _OWN):
-            source = show_line(filename, traceback.tb_lineno)
-            own = source if _KINDS[filename] == _OWN else own
+        frames.append((traceback.tb_frame.f_code.co_filename, traceback.tb_lineno))
         traceback = traceback.tb_next
+    return _lines_of(frames)
+
+
+def lines_of_trace(trace: str | None) -> SourceLines:
+    """Those in the text of a stack trace, the outermost line first; none of ``None``."""
+    return _lines_of((name, int(line)) for name, line in re.findall(r'File "(.+)", line (\d+)', trace or ""))
+
+
+def _lines_of(frames: Iterable[tuple[str, int]]) -> SourceLines:
+    source, own = None, ""
+    for filename, line in frames:
+        if _KINDS[filename] in (_FOREIGN, _OWN):
+            source = show_line(filename, line)
+            own = source if _KINDS[filename] == _OWN else own
     return SourceLines(source, None if source is None or source == own else own)
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError
 from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import Call
+from lowprec_check.schema.backend_checks import InputChange
 from lowprec_check.schema.measures import InputKind
 
 LEAST_VALUES = 8
@@ -86,6 +87,41 @@ def _like(given: Tensor, values: Tensor) -> Tensor:
     if given.layout != torch.strided or given.shape != values.shape:
         return values.detach()
     return torch.empty_like(given, requires_grad=False).copy_(values.detach())
+
+
+# -- Inputs that a compiler may not expect: those of the target with one change
+
+
+def changed_inputs(target: Target, seed: int) -> Iterator[tuple[InputChange, Call]]:
+    """The inputs of ``target``, changed in one way each, as far as they can be; ``seed`` is that of resampled values."""
+    call, tensors = target.inputs, [tensor.detach() for tensor in _tensors(target.inputs)]
+    if not all(map(_is_plain, tensors)):
+        return
+    free = [not _is_fixed(tensor) for tensor in tensors]
+    size = next((len(tensor) for tensor in tensors if tensor.ndim), 0)
+    items = [tensor.ndim > 0 and len(tensor) == size for tensor in tensors]
+
+    def changed(change: Callable[[Tensor], Tensor], which: Sequence[bool]) -> Call:
+        pairs = zip(tensors, which, strict=True)
+        return with_values(call, [change(tensor) if applies else tensor for tensor, applies in pairs])
+
+    numbers = [
+        is_free and (tensor.is_floating_point() or tensor.is_complex())
+        for tensor, is_free in zip(tensors, free, strict=True)
+    ]
+    if any(numbers):
+        yield "negated", changed(torch.neg, numbers)
+        yield "scaled", changed(lambda tensor: 4 * tensor, numbers)
+    if size > 1:
+        yield "reversed", changed(lambda tensor: tensor.flip(0), items)
+    elif any(free):
+        yield "reversed", changed(lambda tensor: tensor.flip(-1), free)
+    _, draws = further_draws(target._replace(make_batch=None), 1, seed)
+    values = next((values for _, values in draws), None)
+    if values is not None:
+        yield "resampled", with_values(call, values)
+    if size:
+        yield "larger-batch", changed(lambda tensor: torch.cat([tensor, tensor[:1]]), items)
 
 
 # -- Inputs that nothing draws anew: values are drawn, with replacement, from those that each tensor has

@@ -22,13 +22,21 @@ from lowprec_check.engine.core.devices import generator_states, seed_everything
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float
 from lowprec_check.engine.core.output_comparison import NOTHING, OutputComparison, compare_outputs, is_zero
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.source_location import call_model, module_names, traceback_lines
+from lowprec_check.engine.core.source_location import (
+    call_model,
+    is_own_file,
+    module_names,
+    show_line,
+    traceback_lines,
+)
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import first_line, message_of, text_of, type_name
 from lowprec_check.process import system
+from lowprec_check.schema.backend_checks import InputChange
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo, Status
 
 COMPARED_CALLS = 3
@@ -53,6 +61,8 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     """Whether its first call took so many times as long as fp32's that there was no other."""
     failed_call: int | None = None
     """The call that failed, or whose output has another status than that of the first call; ``None`` if there is none."""
+    failed_input: InputChange | None = None
+    """The changed inputs that the verdict is about, compared with eager mode in the same precision."""
     random: bool = False
     """Whether the model used random numbers."""
     compiled: bool = False
@@ -63,6 +73,8 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     fallbacks: tuple[str, ...] = ()
     loss: float | None = None
     output_is_zero: bool = False
+    backend_gaps: list[Gap] = []
+    """The ops that the backend lacks."""
     output_rms: float | None = None
     """Root mean square of the fp32 tensor that the verdict is about; of the fp32 run, of its largest tensor."""
     compared_output: str | None = None
@@ -96,6 +108,8 @@ class PlainCalls:
         """The leaves of the outputs, one list per call."""
         self.paths: list[str] = []
         """Where the first output has its leaves."""
+        self.warnings: list[warnings.WarningMessage] = []
+        """What was warned of in the calls."""
 
     def run(self, *, seconds: float, too_slow: float = math.inf, hopeless: float = math.inf) -> PlainResult:
         """Call the model :data:`COMPARED_CALLS` times, unless a call fails.
@@ -140,6 +154,7 @@ class PlainCalls:
                     failed_call=number if number > 1 else None,
                     seconds=min(taken, default=0.0),
                 )
+        self.warnings = list(caught)
         floating = [tensor for tensor in self.outputs[0] if is_float(tensor) and tensor.numel()]
         messages = [text_of(warning.message) for warning in caught]
         found = PlainResult(
@@ -168,7 +183,8 @@ def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], see
 
 
 def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
-    """Type and message of the exception, with the module and the user's lines that raised it."""
+    """Type and message of the exception, with the module and the user's lines that raised it; of a compiler, what it failed on."""
+    traced, error = getattr(error, "real_stack", None) or (), _cause(error)
     names = {id(module): name for name, module in model.named_modules()}
     module, traceback = None, error.__traceback__
     while traceback is not None:
@@ -176,13 +192,24 @@ def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
         module = names.get(id(owner), module) if owner is not None else module
         traceback = traceback.tb_next
     lines = traceback_lines(error.__traceback__)
+    at = [show_line(frame.filename, frame.lineno or 0) for frame in traced if is_own_file(frame.filename)]
     return ExceptionInfo(
         type=type_name(error),
         message=first_line(message_of(error)),
         module=module,
-        source=lines.source,
+        source=lines.source or (at[-1] if at else None),
         caller=lines.caller,
     )
+
+
+def _cause(error: BaseException) -> BaseException:
+    """What a compiler of torch failed on, out of the exceptions that it wraps around it; else ``error``."""
+    while type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
+        inner = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
+        if not isinstance(inner, BaseException) or first_line(message_of(inner)) not in message_of(error):
+            break
+        error = inner
+    return error
 
 
 # -- The verdict on outputs

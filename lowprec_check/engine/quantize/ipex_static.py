@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.quantize.quantized import Calibration, SquaredError, nothing_to_quantize, quiet
 from lowprec_check.errors import UsageError, encodable, message_of, type_name
@@ -39,7 +40,7 @@ def layer_errors(fp32: nn.Module, converted: nn.Module, calls: Iterable[Call]) -
         if parameter.numel()
     }
     errors: dict[int, tuple[str, str, SquaredError]] = {}
-    for args, kwargs in calls:
+    for number, (args, kwargs) in enumerate(calls):
         expected: list[tuple[str, str, Tensor]] = []
         found: list[str] = []
 
@@ -58,8 +59,10 @@ def layer_errors(fp32: nn.Module, converted: nn.Module, calls: Iterable[Call]) -
             errors.setdefault(index, (module, _PRODUCTS[op], SquaredError()))[2].add(output, reference)
 
         with torch.no_grad():
+            seed_everything(number)
             with torch.autocast("cpu", enabled=False), _Products(keep):
                 fp32(*args, **kwargs)
+            seed_everything(number)  # a model that draws random numbers draws the same
             with _Products(compare):
                 converted(*args, **kwargs)
         if [op for op, _, _ in expected] != found:

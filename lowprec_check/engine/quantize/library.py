@@ -29,19 +29,21 @@ NEWEST = "0.18.0"
 
 def library() -> Library | None:
     """What quantizes on the installed torch: Intel's extension if it fits, else torchao if it does; ``None`` if neither."""
-    if extension_problem() is None:
-        return "ipex"
+    return "ipex" if extension_problem() is None else "torchao" if torchao_fits() else None
+
+
+def torchao_fits() -> bool:
+    """Whether the installed torchao fits the installed torch."""
     torch, torchao = (minor_version(installed_version(package)) for package in ("torch", "torchao"))
     fitting = minor_version(fitting_torchao())
     if torch is None or torchao is None or fitting is None:
-        return None
+        return False
     # a torchao that is too new for a torch of the table imports what it lacks
-    fits = torchao >= fitting if torch > max(FITTING) else torchao == fitting
-    return "torchao" if fits else None
+    return torchao >= fitting if torch > max(FITTING) else torchao == fitting
 
 
 def missing() -> str:
-    """What to install, if :func:`library` is ``None``."""
+    """What to install, unless :func:`torchao_fits`."""
     needed = f"pip install torchao=={fitting_torchao()}"
     torch, torchao = (minor_version(installed_version(package)) for package in ("torch", "torchao"))
     if torchao is None:
@@ -97,6 +99,14 @@ def load(path: str | Path, extra: Iterable[str]) -> tuple[Quantized, dict[str, s
     return load_torchao(path, extra)
 
 
+def calibrating(model: ModelInfo, called: str) -> tuple[str, ...]:
+    """The code to paste that calls ``called``, the start of a call (``prepared(``), on the calibration data."""
+    call = model.call.replace("model(", called)
+    if not model.calibration:
+        return (call,)
+    return f"for batch in {model.calibration}:", f"    {call.replace('inputs', 'batch')}"
+
+
 def quantization_code(model: ModelInfo) -> Code:
     """The code to paste that quantizes ``model`` by the :func:`library`."""
     args = "(inputs,)" if model.call == "model(inputs)" else "tuple(inputs)"
@@ -104,10 +114,7 @@ def quantization_code(model: ModelInfo) -> Code:
     if model.call == "model(**inputs)":
         example, exported = "example_kwarg_inputs=dict(inputs)", "(), dict(inputs)"
         traced = example
-    call = model.call.replace("model(", "prepared(")
-    calibrate: tuple[str, ...] = (call,)
-    if model.calibration:
-        calibrate = (f"for batch in {model.calibration}:", f"    {call.replace('inputs', 'batch')}")
+    calibrate = calibrating(model, "prepared(")
     if library() == "ipex":
         return Code(
             imports=("import copy", "import intel_extension_for_pytorch as ipex"),

@@ -81,9 +81,9 @@ class Quantized(Protocol):
         """Write the converted model, and ``extra``, texts by name."""
 
 
-def nothing_to_quantize(model: nn.Module) -> UsageError:
+def nothing_to_quantize(model: nn.Module, what: str = "2-d convolutions and linear layers") -> UsageError:
     """The error for a model of which no layer was quantized, whose row would be fp32 under another name."""
     return UsageError(
-        f"int8 quantizes 2-d convolutions and linear layers, and found none in {type_name(model)}.",
+        f"int8 quantizes {what}, and found none in {type_name(model)}.",
         "Use another backend.",
     )

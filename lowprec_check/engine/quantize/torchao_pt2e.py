@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx import GraphModule, Interpreter, Node
 
+from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.quantize.quantized import Calibration, SquaredError, nothing_to_quantize, quiet
 from lowprec_check.errors import UsageError
@@ -139,10 +140,12 @@ def layer_errors(fp32: GraphModule, converted: GraphModule, calls: Iterable[Call
     watched_fp32 = _watched(fp32, {layer.name for layer in layers} | {source.name for source in sources.values()}, keep)
     watched = _watched(converted, {layer.name for layer in layers}, compare)
     with torch.no_grad():
-        for args, kwargs in calls:
+        for number, (args, kwargs) in enumerate(calls):
             values.clear()
+            seed_everything(number)
             with torch.autocast("cpu", enabled=False):
                 watched_fp32(*args, **kwargs)
+            seed_everything(number)  # a model that draws random numbers draws the same
             watched(*args, **kwargs)
             for layer, source in sources.items():
                 alone = _evaluated(Interpreter(converted), layer, {source: values[source.name]})

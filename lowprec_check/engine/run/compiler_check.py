@@ -24,7 +24,7 @@ from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.process import system
 from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.schema.axes import Call
-from lowprec_check.schema.measures import FACTOR, CompilerCheck, CompilerVerdict
+from lowprec_check.schema.backend_checks import FACTOR, CompilerCheck, CompilerVerdict
 from lowprec_check.schema.precisions import FP32, FP64, Precision
 from lowprec_check.schema.run_key import EAGER
 
@@ -55,23 +55,24 @@ class CompilerChecker:
     def __init__(
         self, task: ModelTask, target: Target, ready: Prepared, rewind: Callable[[], None], *, by_dynamo: bool
     ) -> None:
-        self._task, self._target, self._ready, self._rewind = task, target, ready, rewind
+        self.task, self.target, self.ready, self.rewind = task, target, ready, rewind
         self._by_dynamo = by_dynamo
-        self._seconds = SHARE_OF_BUDGET * task.call_budget
+        self.seconds = SHARE_OF_BUDGET * task.call_budget
         self._slack = SLACK * (task.tolerance if task.tolerance is not None else ready.precision.tolerance)
         self._exact = "fp64"
 
     def checks(self) -> Iterator[CompilerCheck]:
         """The check, then again with what explains it, as far as that is found; nothing if the outputs cannot be compared."""
-        calls = [self._corners(0)]
+        given = self.target.inputs
+        calls = [self.corners(given)]
         if calls[0] is None:
             return
         found = self._distances(calls)
         if found.uncertain(self._slack):
-            end = system.monotonic() + self._seconds
+            end = system.monotonic() + self.seconds
             for number in range(1, MORE_CALLS + 1):
                 if system.monotonic() < end:
-                    calls.append(self._corners(number))
+                    calls.append(self.corners(inputs_like(given, number)))
             found = self._distances(calls)
         errors = [found.error(squares) for squares in (found.fp32, found.eager, found.compiled)]
         fp32, eager, compiled = (error if math.isfinite(error) else None for error in errors)
@@ -104,44 +105,44 @@ class CompilerChecker:
 
     # -- the corners
 
-    def _corners(self, number: int) -> Corners | None:
-        """The four outputs on the inputs of a call; ``None`` if one fails, or they do not match."""
-        eager = in_eager_mode(self._ready, self._target)
+    def corners(self, call: Call) -> Corners | None:
+        """The four outputs on the inputs ``call``; ``None`` if one fails, or they do not match."""
+        eager = in_eager_mode(self.ready, self.target)
         try:
-            call = inputs_like(self._target.inputs, number)
-            low = self._outputs(eager, call, in_eager=True)
+            low = self.outputs(eager, call, in_eager=True)
             exact, fp32 = self._wide(self._exact, call), self._wide("fp32", call)
             if exact is None:
                 exact, self._exact = fp32, "fp32"
             if exact is None or fp32 is None:
                 return None
-            found = Corners(exact, fp32, low, self._outputs(self._ready, call))
+            found = Corners(exact, fp32, low, self.outputs(self.ready, call))
         except Exception:  # the run itself has its status; other inputs may not fit the model
             return None
         return found if found.match() else None
 
     def _wide(self, name: str, call: Call) -> list[Tensor] | None:
         """The output of the model, its weights and inputs rounded to its precision, in a wider format; ``None`` if it fails."""
-        args, kwargs = self._ready.inputs(*call)
-        self._rewind()
+        args, kwargs = self.ready.inputs(*call)
+        self.rewind()
         default = torch.get_default_dtype()
         with prepared(
-            self._ready.model, _EXACT[name], self._ready.device, call=self._target.call(self._target.model)
+            self.ready.model, _EXACT[name], self.ready.device, call=self.target.call(self.target.model)
         ) as wide:
             torch.set_default_dtype(wide.application.dtype)
             try:
                 with compiled_code_in_eager():
-                    output, _ = run_once(wide, args, kwargs, self._task.seed)
+                    output, _ = run_once(wide, args, kwargs, self.task.seed)
                 return [tensor.cpu().clone() for tensor in output_tensors(output)]
             except Exception:  # a model with fp32 constants may not run in fp64
                 return None
             finally:
                 torch.set_default_dtype(default)
 
-    def _outputs(self, ready: Prepared, call: Call, *, in_eager: bool = False) -> list[Tensor]:
-        self._rewind()  # which also restores the eager mode of compiled parts
+    def outputs(self, ready: Prepared, call: Call, *, in_eager: bool = False) -> list[Tensor]:
+        """The tensors in the output on the inputs ``call``, on the CPU; the state of the model is rewound before."""
+        self.rewind()  # which also restores the eager mode of compiled parts
         with compiled_code_in_eager() if in_eager else contextlib.nullcontext():
-            output, _ = run_once(ready, *call, self._task.seed)
+            output, _ = run_once(ready, *call, self.task.seed)
         return [tensor.cpu().clone() for tensor in output_tensors(output)]
 
     # -- the explanation
@@ -149,11 +150,11 @@ class CompilerChecker:
     def _compiled_again(self, calls: list[Corners | None], *, bisecting: bool = False) -> CompilerVerdict:
         """The verdict on the model compiled again, on the same inputs; what its user compiled is compiled as before."""
         forget_compiled()
-        compiled = on_backend(self._task, self._target, self._ready)
-        if bisecting and self._task.backend == EAGER:
-            compiled = compiled.calling(self._target.call(torch.compile(self._target.model)))
+        compiled = on_backend(self.task, self.target, self.ready)
+        if bisecting and self.task.backend == EAGER:
+            compiled = compiled.calling(self.target.call(torch.compile(self.target.model)))
         again = [
-            known._replace(compiled=self._outputs(compiled, inputs_like(self._target.inputs, number)))
+            known._replace(compiled=self.outputs(compiled, inputs_like(self.target.inputs, number)))
             for number, known in enumerate(calls)
             if known is not None
         ]
@@ -166,10 +167,10 @@ class CompilerChecker:
         """
         from torch._inductor.compiler_bisector import CompilerBisector
 
-        if self._task.backend == EAGER and self._target.compiled is None:
+        if self.task.backend == EAGER and self.target.compiled is None:
             return None
 
-        end = system.monotonic() + min(BISECT_SECONDS, self._seconds)
+        end = system.monotonic() + min(BISECT_SECONDS, self.seconds)
 
         def passes() -> bool:
             if system.monotonic() > end:

@@ -13,8 +13,9 @@ import msgspec
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.process.function_worker import Ended
+from lowprec_check.schema.backend_checks import BackendCheck, CompilerCheck, InputChange
 from lowprec_check.schema.base import Struct, encoded
-from lowprec_check.schema.measures import CompilerCheck, InputsTried, LayerError
+from lowprec_check.schema.measures import InputsTried, LayerError
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
@@ -48,6 +49,13 @@ class Measures(Struct, frozen=True, kw_only=True, tag="measures"):
     layer_errors: list[LayerError] = []
     """Of a backend that quantizes."""
     further_inputs: InputsTried | None = None
+    backend_check: BackendCheck | None = None
+
+
+class ChangedInputStarted(Struct, frozen=True, tag="changed-input"):
+    """The plain part calls the model on changed inputs, on its backend."""
+
+    change: InputChange
 
 
 class InputStarted(Struct, frozen=True, tag="input"):
@@ -162,6 +170,7 @@ TaskMessage = (
     | PlainResult
     | Measures
     | InputStarted
+    | ChangedInputStarted
     | TrainingDone
     | GapFound
     | OpCallsFound

@@ -12,6 +12,7 @@ from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.margin_part import with_input, with_interval
 from lowprec_check.engine.run.messages import (
     CallStarted,
+    ChangedInputStarted,
     GapFound,
     InputStarted,
     Measures,
@@ -31,6 +32,7 @@ from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.process.breadcrumb import Position
 from lowprec_check.process.supervisor import signal_name
 from lowprec_check.schema.axes import lowers_precision
+from lowprec_check.schema.backend_checks import InputChange
 from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.op_calls import OpCalls, concatenate, without_times
 from lowprec_check.schema.run_key import EAGER
@@ -58,6 +60,8 @@ class Outcome:
     measures: Measures | None = None
     on_input: InputStarted | None = None
     """The further input that the model runs on, and the results before it."""
+    changed_input: InputChange | None = None
+    """The changed inputs that the model runs on."""
     training: TrainingDone | None = None
     explained: Instrumented | None = None
     gaps: list[Gap] = dataclasses.field(default_factory=list)
@@ -99,7 +103,9 @@ class Outcome:
             case PlainResult() | TrainingDone() | StandInOps():
                 setattr(self, _STORED[type(message)], message)
             case Measures():
-                self.measures, self.on_input = message, None
+                self.measures, self.on_input, self.changed_input = message, None, None
+            case ChangedInputStarted():
+                self.changed_input = message.change
             case InputStarted():
                 self.on_input = message
             case Instrumented():
@@ -134,6 +140,12 @@ class Outcome:
     def died_in_plain_part(self) -> bool:
         """Whether the process died in a call of the plain part; what is measured after the calls does not count."""
         return self.ended == "crashed" and self.measures is None and self.position is None
+
+    @property
+    def failed_input(self) -> InputChange | None:
+        """The changed inputs in which the worker ended; a larger batch, for which a compiler compiles again, may take any time."""
+        took_long = self.ended != "crashed" and self.changed_input == "larger-batch"
+        return None if self.ended == "done" or took_long else self.changed_input
 
     @property
     def may_be_of_others(self) -> bool:
@@ -203,6 +215,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         "peak_memory_bytes": next((peak for peak in memory if peak is not None and status != "error"), None),
         "setup_seconds": _setup_seconds(task, outcome),
         "further_inputs": _further_inputs(outcome),
+        "failed_input": outcome.failed_input or fields.get("failed_input"),
         "training": outcome.training.run if outcome.training else None,
         "incomplete_because": outcome.incomplete_because or fields.get("incomplete_because"),
         "fallbacks": list(plain.fallbacks) if plain else [],
@@ -223,10 +236,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
     if task.predicted is not None or not task.timed:
         fields["op_calls"] = without_times(calls)
     called = set(calls.op)
-    for name in (
-        "known_ops",
-        "assumed_ops",
-    ):  # without those of the instruments; all if the calls of the model are not known
+    for name in ("known_ops", "assumed_ops"):  # without those of the instruments; all if the model's are not known
         fields[name] = [op for op in fields.get(name, ()) if op in called or not called]
     return Run(
         precision=task.precision,
@@ -236,7 +246,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         memory_format=task.memory_format,
         evidence=task.evidence,
         keep_fp32=list(task.keep_fp32),
-        **fields,
+        **fields | ({"gaps": plain.backend_gaps} if plain and plain.backend_gaps else {}),
     )
 
 
@@ -254,8 +264,10 @@ def _status(task: RunTask, outcome: Outcome) -> tuple[Status, str | None]:
         gaps = outcome.explained.gaps if outcome.explained is not None and outcome.call == 1 else []
         places = (f", in {gap.op}{f' of {gap.module}' if gap.module else ''}" for gap in gaps if gap.kind == "crash")
         return "crashed", f"{outcome.reason or 'the process died'}{which}{next(places, '')}"
-    if outcome.plain is not None:
+    if outcome.plain is not None and outcome.failed_input is None:
         return outcome.plain.status, None
+    if outcome.failed_input is not None and outcome.ended == "crashed":
+        return "crashed", outcome.reason or "the process died"
     line = f", at {outcome.line}" if outcome.line else ""
     return "timeout", f"exceeded the budget of {task.call_budget:g} s{which}{line}"
 
@@ -285,7 +297,7 @@ def explained_by(run: Run, eager: Run) -> Run:
     return msgspec.structs.replace(
         run,
         explained_by=eager.key.label,
-        gaps=eager.gaps if failed else [],
+        gaps=run.gaps or (eager.gaps if failed else []),
         uncalled_modules=eager.uncalled_modules,
         called_modules=eager.called_modules,
     )

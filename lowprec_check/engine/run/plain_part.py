@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import warnings
 import zlib
 from ctypes import c_char
 from typing import Any, NamedTuple
@@ -32,15 +33,17 @@ from lowprec_check.engine.model.plain_run import (
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.run.backend_check import BackendChecker
 from lowprec_check.engine.run.compiler_check import CompilerChecker
-from lowprec_check.engine.run.margin_part import FurtherCalls
-from lowprec_check.engine.run.messages import CallStarted, InputStarted, Measures, Send
+from lowprec_check.engine.run.margin_part import SLOW, FurtherCalls
+from lowprec_check.engine.run.messages import CallStarted, ChangedInputStarted, InputStarted, Measures, Send
 from lowprec_check.engine.run.preparation import OnBackend, as_standalone
 from lowprec_check.engine.run.process_memory import ProcessMemory
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.schema.axes import BACKENDS
+from lowprec_check.schema.backend_checks import BackendCheck
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.ways_to_train import WayToTrain
 
@@ -98,6 +101,7 @@ class PlainPart:
         """The leaves of the outputs of the calls."""
         self.paths: list[str] = []
         """Where an output has them."""
+        self._warnings: list[warnings.WarningMessage] = []
         self.probed: ModuleOutput | None = None
         """The output of a module that was judged in place of that of the model."""
         self.draws: list[list[Draw]] = []
@@ -134,9 +138,10 @@ class PlainPart:
         )
         seconds = task.budget / 2 if task.measured else min(2.0, task.budget / 5)
         result = calls.run(seconds=seconds, too_slow=task.slow_seconds, hopeless=task.hopeless_seconds)
-        self.outputs, self.paths = calls.outputs, calls.paths
+        self.outputs, self.paths, self._warnings = calls.outputs, calls.paths, calls.warnings
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
-        self.result = msgspec.structs.replace(result, changes_parameters=changed)
+        gaps = self.ready.call.gaps if isinstance(self.ready.call, OnBackend) else []
+        self.result = msgspec.structs.replace(result, changes_parameters=changed, backend_gaps=gaps)
         if saved is None:
             self.result = self._as_reference(self.result)
         elif self.result.status == "unjudged" and saved.probe is not None:
@@ -167,6 +172,29 @@ class PlainPart:
             if result.status == "nonfinite":
                 self._snapshot.rewind()
                 self._add(nonfinite_at=first_nonfinite(*self._call, task.seed))
+
+    def check_backend(self) -> None:
+        """Send what the backend does otherwise than eager mode, and the verdict if it fails on changed inputs."""
+        task, result = self.task, self.result
+        if not self._is_compiled or result.status == "error" or not task.measured:
+            return
+        if self.too_slow:
+            self._add(backend_check=BackendCheck(reason=SLOW))
+            return
+        quantizes = BACKENDS.get(task.backend).lowers_precision
+        checker = BackendChecker(self._compiler_checker(), result, quantizes=quantizes)
+        try:
+            checker.check(self._warnings, lambda change: self._send(ChangedInputStarted(change)))
+        finally:
+            self._add(backend_check=checker.found)
+        if checker.result is not result:
+            self.result = checker.result
+            self._send(self.result)
+
+    def _compiler_checker(self) -> CompilerChecker:
+        return CompilerChecker(
+            self.task, self.target, self.ready, self._snapshot.rewind, by_dynamo=self.result.compiled
+        )
 
     def _measure_memory(self) -> Any:
         """Send the memory of a call, and return its output."""
@@ -213,10 +241,7 @@ class PlainPart:
         backend = BACKENDS.get(self.task.backend)
         compiled = (self.result.compiled or self.task.backend != EAGER) and not backend.lowers_precision
         if compiled and self.outputs and not (self.result.random or self.too_slow or self.task.keep_fp32):
-            checker = CompilerChecker(
-                self.task, self.target, self.ready, self._snapshot.rewind, by_dynamo=self.result.compiled
-            )
-            for check in checker.checks():  # each is sent, in case time is too short for what follows
+            for check in self._compiler_checker().checks():  # each is sent, in case time is too short for what follows
                 self._add(compiler=check)
 
     def add_layer_errors(self) -> None:

@@ -17,7 +17,8 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.train.steps import TrainingStep, with_step
-from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example
+from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example, UnsupportedOpsError
+from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
@@ -105,6 +106,8 @@ class OnBackend:
         self._example: Example | None = None
         self.prepared: Callable[..., Any] | None = None
         """What replaces the model, without the loss; ``None`` before the first call."""
+        self.gaps: list[Gap] = []
+        """The ops that the backend lacks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the backend prepared, and the loss if there is one."""
@@ -121,7 +124,12 @@ class OnBackend:
                 device=ready.device.type,
                 calibration=calibration,
             )
-            prepared: Any = backend.prepare(ready.model, self._example)
+            try:
+                prepared: Any = backend.prepare(ready.model, self._example)
+            except UnsupportedOpsError as error:
+                self.gaps = error.gaps
+                raise
+            self.gaps = getattr(prepared, "gaps", [])
             if not callable(prepared):
                 kind = type(prepared).__name__
                 raise TypeError(f"prepare of the backend {backend.name} returned {kind}, which cannot be called")

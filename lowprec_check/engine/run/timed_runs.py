@@ -9,15 +9,17 @@ from __future__ import annotations
 import math
 import os
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
 import torch
 
-from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, latency_outside_rounds
+from lowprec_check.analysis.run_summary import candidates, passes_all
+from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, TOLD, latency_outside_rounds
 from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.run import turns
 from lowprec_check.engine.run.launcher import Launcher, TaskWorker, start_worker
 from lowprec_check.engine.run.messages import InstanceTimed, Loaded, NextTurn, Ready, TaskMessage, TurnTimed
 from lowprec_check.engine.run.target_source import TargetSource
@@ -39,6 +41,9 @@ part tells that much even on a busy machine."""
 AT_ONCE = 5
 """Runs timed beside fp32 in the same rounds."""
 
+FINAL = 3.0
+"""Times the usual seconds that the rounds take which decide between the fastest runs."""
+
 MEMORY = 0.25
 """The part of the free memory that copies of the weights may take while runs are timed."""
 
@@ -57,18 +62,24 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
     latencies: dict[RunKey, Latency] = {}
     failures: dict[RunKey, str] = {}
     conditions: list[TimingConditions] = []
-    for start in range(0, max(1, len(timed)), AT_ONCE):
-        group = [fp32, *timed[start : start + AT_ONCE]]
+
+    def take(group: Sequence[Run], *, final: bool = False) -> None:
         tasks = [task_of(run) for run in group]
         forks = launcher.isolation == "fork" and tasks[0].device == "cpu" and _copies_fit(tasks, launcher.source)
-        schedule = time_in_rounds(tasks, launcher, in_forks=forks)
+        schedule = time_in_rounds(tasks, launcher, in_forks=forks, final=final)
         conditions.append(schedule.conditions())
         for row, run in enumerate(group):
             latency = schedule.latency(row)
-            if latency is not None:
-                latencies.setdefault(run.key, latency)
+            if latency is not None and (final or run.key not in latencies):
+                latencies[run.key] = latency
             if row in schedule.failures:
                 failures.setdefault(run.key, schedule.failures[row])
+
+    for start in range(0, max(1, len(timed)), AT_ONCE):
+        take([fp32, *timed[start : start + AT_ONCE]])
+    rivals = _rivals(timed, latencies) if turns.ROUNDS_SECONDS else []
+    if rivals:
+        take([fp32, *rivals], final=True)
     failed = {run.key for run in timed}.difference(latencies)
     for run in runs:
         if run.latency_ms is not None and run.key not in latencies:
@@ -87,6 +98,19 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
         speed_change=max((known.speed_change for known in conditions if known.speed_change is not None), default=None),
     )
     return TimedRuns(answers, worst)
+
+
+def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[Run]:
+    """The passing runs that may be the fastest, if their times do not tell which is."""
+    known = [
+        (run, found.speedup)
+        for run in candidates(timed)
+        if passes_all(run) and (found := latencies.get(run.key)) is not None and found.speedup is not None
+    ]
+    most = max((speedup.low for _, speedup in known), default=0.0)
+    rivals = sorted(((run, found) for run, found in known if found.high >= most), key=lambda each: -each[1].high)
+    is_told = all(found.high <= TOLD * found.low for _, found in rivals)
+    return [] if len(rivals) < 2 or is_told else [run for run, _ in rivals[:AT_ONCE]]
 
 
 def untimed(runs: Sequence[Run]) -> TimedRuns:
@@ -117,9 +141,11 @@ def _copies_fit(tasks: Sequence[ModelTask], source: TargetSource) -> bool:
 # -- The rounds
 
 
-def time_in_rounds(tasks: Sequence[ModelTask], launcher: Launcher, *, in_forks: bool) -> RoundSchedule:
+def time_in_rounds(
+    tasks: Sequence[ModelTask], launcher: Launcher, *, in_forks: bool, final: bool = False
+) -> RoundSchedule:
     """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process."""
-    schedule = RoundSchedule(len(tasks))
+    schedule = RoundSchedule(len(tasks), turns.ROUNDS_SECONDS * FINAL if final else None, final=final)
     if in_forks:
         with Supervisor[TaskWorker, TaskMessage]() as supervisor:
             _Forks(tasks, launcher.source, schedule, supervisor).run()

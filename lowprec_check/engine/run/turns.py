@@ -14,7 +14,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.analysis.speed import Turn, judged, latency_of_rounds
+from lowprec_check.analysis.speed import TOLD, Turn, judged, latency_of_rounds
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.plain_run import run_once
 from lowprec_check.engine.model.prepared import Prepared
@@ -197,8 +197,12 @@ UNTOLD = 10.0
 class RoundSchedule:
     """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was measured."""
 
-    def __init__(self, rows: int, seconds: float | None = None) -> None:
-        """``seconds``: how long rounds are repeated, after the first :data:`FEW`; by default :data:`ROUNDS_SECONDS`."""
+    def __init__(self, rows: int, seconds: float | None = None, *, final: bool = False) -> None:
+        """``seconds``: how long rounds are repeated, after the first :data:`FEW`; by default :data:`ROUNDS_SECONDS`.
+
+        ``final``: whether it decides which of the rows is the fastest, so that all ratios must be known within 5 %.
+        """
+        self._final = final
         self.turns: list[dict[int, TurnTimed]] = [{} for _ in range(rows)]
         """By row, its turn in each round."""
         self.failures: dict[int, str] = {}
@@ -274,6 +278,8 @@ class RoundSchedule:
         if latency.median_ms >= LONG_SECONDS * 1e3 and speedup.median <= 1 / VERY_SLOW:
             return True
         enough = speedup.rounds >= ENOUGH
+        if self._final:
+            return enough and speedup.high <= TOLD * speedup.low
         margin = SAME if enough else FAR
         narrow = enough and speedup.high <= SAME * speedup.low
         return speedup.rounds >= FEW and (narrow or speedup.low >= margin or speedup.high <= 1 / margin)

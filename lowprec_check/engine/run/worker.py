@@ -158,6 +158,7 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
         part.run()
         for what, measure in (
             ("measuring", part.measure),
+            ("comparing with eager mode", part.check_backend),
             ("trying further inputs", part.try_further_inputs),
             ("the metric", part.compute_metric),
             ("checking the compiler", part.check_compiler),
@@ -166,8 +167,10 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
             with _report_faults(what, send):
                 measure()
     if part.draws:
-        what = "comparing with the same random numbers"
-        with _report_faults(what, send), prepared_for(in_fp32(task), target) as ready:
+        with (
+            _report_faults("comparing with the same random numbers", send),
+            prepared_for(in_fp32(task), target) as ready,
+        ):
             judge_with_same_draws(in_eager_mode(ready, target), part, send)
     return part.called()
 
@@ -290,9 +293,7 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
         send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
 
 
-# -- The process, for one task or for one after another
-#
-# A shared worker checks itself after the results of each task are sent, so that what fails then costs no row.
+# -- The process, for one task or several: a shared one checks itself after each, so that what fails then costs no row
 
 QUESTION = b""
 """Asks a worker that has finished a task what that left behind. It sends nothing between the two, so that no message is lost."""
@@ -333,8 +334,7 @@ class Sender:
 
     def __call__(self, message: TaskMessage) -> None:
         """Send a message."""
-        if isinstance(message, PlainResult):
-            self.plain = message
+        self.plain = message if isinstance(message, PlainResult) else self.plain
         self.channel(encode(message))
 
 

@@ -1,0 +1,166 @@
+"""LP306, LP308 to LP310: what backends and compilers do otherwise than eager mode, and what they say while they compile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Literal
+
+from lowprec_check.analysis.rules.registry import Finding, rule
+from lowprec_check.schema.axes import project_of
+from lowprec_check.schema.backend_checks import CompilerCheck
+from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.scan_result import Run, ScanResult, Severity
+from lowprec_check.schema.statements import Sentence, say
+
+
+@rule("LP306", "compiled-worse", "error")
+def compiled_worse(result: ScanResult) -> Iterator[Finding]:
+    """A compiler makes the output worse than eager mode does in the same precision.
+
+    Observed: the model was run in fp64, in fp32, in the precision of the run in eager mode, and compiled, on the same
+    inputs and the same (rounded) weights. For a tensor of the output, the compiled result has NaN or Inf where eager has
+    numbers, or changes more than twice as many decisions (integers, booleans), or is more than twice as far from fp64 as
+    eager's. The distance is relative to that tensor. A larger distance is confirmed on eight other inputs, and counts
+    only if it is over a tenth of the tolerance: a result that differs from eager's but is not further from fp64 is no
+    fault. In a run that passes this is a warning.
+
+    Usual causes: the compiler computes a value in fp32 at one place and rounds it to 16 bits at another, so that two
+    values that were equal in eager mode differ; a fault of the compiler.
+
+    What to do: run the part in eager mode (`torch.compiler.disable`), and report it to the project that the finding
+    names, with the pass. Or, if the finding says that `emulate_precision_casts` removes it, set that:
+
+        # before
+        model = torch.compile(model)
+        # after
+        import torch._inductor.config
+        torch._inductor.config.emulate_precision_casts = True
+        model = torch.compile(model)
+    """
+    for run in result.runs:
+        check = run.compiler
+        if check is not None and check.verdict == "worse":
+            advice = f"torch's bisection finds {check.culprit}; " if check.culprit else ""
+            if check.emulated is not None and check.emulated != "worse":
+                config = "torch._inductor.config.emulate_precision_casts"
+                advice += f"set {config} = True, with which it was not worse"
+            else:
+                project = "pytorch/pytorch" if run.backend == EAGER else project_of(run.backend)
+                advice += f"use eager mode, and report the fault to {project}"
+            severity: Severity | None = "warning" if run.status == "ok" else None
+            source = result.model.source
+            yield Finding(_what_compiling_does(run, check), run, source=source, help=advice, severity=severity)
+
+
+def _what_compiling_does(run: Run, check: CompilerCheck) -> Sentence:
+    what = "the compiled model" if run.backend == EAGER else run.backend
+    where = f" in tensor {check.tensor} of the output" if check.tensors > 1 else ""
+    about = {"what": what, "where": where, "exact": check.exact}
+    if check.nonfinite:
+        return say(
+            "{what:text} gives {values:count NaN or Inf value}{where:text} where eager and {exact:text} have numbers",
+            **about,
+            values=check.nonfinite,
+        )
+    if check.decisions:
+        return say(
+            "{what:text} changes {compiled:of decision}{where:text} against {exact:text}; eager changes {eager:number}",
+            **about,
+            compiled=[check.compiled_changed, check.decisions],
+            eager=check.eager_changed,
+        )
+    return say(
+        "the error of {what:text} against {exact:text} is {compiled:error}{where:text}, that of eager {eager:error}",
+        **about,
+        compiled=check.compiled_error,
+        eager=check.eager_error or 0.0,
+    )
+
+
+@rule("LP308", "backend-differs", "warning")
+def backend_differs(result: ScanResult) -> Iterator[Finding]:
+    """A backend gives another dtype than eager mode, or changes inputs or buffers that eager mode does not.
+
+    Observed: the run in its precision, on its backend and in eager mode, on the same inputs. The dtype of a tensor of the
+    output differs; or, after two calls, the values of an input or a buffer differ by more than the tolerance. In the
+    second case it is an error, and the run is not recommended.
+
+    Usual causes: a backend that computes in one dtype and does not cast back; one that reuses the memory of inputs, or
+    that keeps a copy of buffers, so that updates of them are lost.
+
+    What to do: cast the output; clone the inputs; or use eager mode, and report it to the project that the finding names.
+
+        # before
+        y = compiled(x)
+        # after
+        y = compiled(x.clone()).to(x.dtype)
+    """
+    for run in result.runs:
+        found = run.backend_check
+        if found is None:
+            continue
+        advice = f"use eager mode, or report this to {project_of(run.backend)}"
+        if found.changed:
+            words = "{values:names} {differ:text} after two calls than after two calls in eager mode"
+            differ = "has other values" if len(found.changed) == 1 else "have other values"
+            yield Finding(say(words, values=found.changed, differ=differ), run, help=advice, severity="error")
+        for eager, other in found.dtypes:
+            words = "its output is {other:text}, that of eager mode {eager:text}"
+            yield Finding(
+                say(words, other=other, eager=eager),
+                run,
+                help=f"cast the output, or report this to {project_of(run.backend)}",
+            )
+
+
+@rule("LP309", "compiler-warning", "note")
+def compiler_warning(result: ScanResult) -> Iterator[Finding]:
+    """A compiler warned of a line of the model.
+
+    Observed: while the model was prepared and called on its backend, a warning that eager mode does not give: that of
+    `torch.jit.trace` where Python code reads a value of a tensor, or one of another compiler. It is a warning if the
+    run fails.
+
+    Usual causes: control flow, a number or an array of NumPy that depends on the data. A trace keeps the branch and the
+    number of its example, for all inputs; a scan tries some, and the run fails if it is wrong on one.
+
+    What to do: use operators of tensors instead, or a compiler that handles Python code, such as `inductor`:
+
+        # before
+        y = self.b(x) if x.mean() > 0 else x
+        # after
+        y = torch.where(x.mean() > 0, self.b(x), x)
+    """
+    yield from _remarks(result, "warning")
+
+
+@rule("LP310", "graph-break", "note")
+def graph_break(result: ScanResult) -> Iterator[Finding]:
+    """Dynamo could not compile a line, so that what is before and after it is compiled separately.
+
+    Observed: the graph breaks that Dynamo recorded when the row was compiled. The code at the line runs in Python. What
+    this costs is not known without a model that has no breaks; the table of runs has the speed with them.
+
+    Usual causes: control flow that depends on the data, `.item()`, NumPy, printing, and functions that Dynamo does not know.
+
+    What to do: use operators of tensors instead, or set the option that the reason names.
+    `torch.compile(fullgraph=True)` raises an exception at the first graph break:
+
+        # before
+        scale = float(y.abs().max())
+        # after
+        scale = y.abs().max()
+    """
+    yield from _remarks(result, "graph-break")
+
+
+def _remarks(result: ScanResult, kind: Literal["warning", "graph-break"]) -> Iterator[Finding]:
+    for run in result.runs:
+        for its in run.backend_check.remarks if run.backend_check is not None else []:
+            if its.kind != kind:
+                continue
+            if kind == "warning":
+                severity: Severity = "note" if run.status in ("ok", "unjudged") else "warning"
+                yield Finding(say("{text:text}", text=its.text), run, source=its.source, severity=severity)
+                continue
+            yield Finding(say("graph break: {text:text}", text=its.text), run, source=its.source, calls=its.count)

@@ -1,0 +1,69 @@
+"""OpenVINO: the graph of ``torch.export``, converted and compiled for the CPU."""
+
+from __future__ import annotations
+
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from lowprec_check.engine.backends.exported import GraphBackend
+from lowprec_check.errors import message_of
+from lowprec_check.schema.precisions import Precision
+
+
+def in_openvino(program, precision):
+    """What runs a graph in OpenVINO on arrays of the shapes that it was exported with."""
+    import openvino
+    import torch
+
+    graph = openvino.convert_model(program)
+    graph.reshape({place: tuple(given.shape) for place, given in enumerate(program.example_inputs[0])})
+    options = {"INFERENCE_PRECISION_HINT": precision, "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+    compiled = openvino.compile_model(graph, "CPU", options)
+    return lambda arrays: compiled(arrays).to_tuple()
+
+
+class OpenVINO(GraphBackend):
+    """Converts and compiles the model; autocast is OpenVINO's own: fp32 weights, and ops in the precision of its hint."""
+
+    name = "openvino"
+    summary = "OpenVINO's CPU plugin"
+    title = "OpenVINO"
+    project = "openvinotoolkit/openvino"
+    packages = ("openvino",)
+    computes_in = {"fp32": "f32", "autocast-bf16": "bf16", "autocast-fp16": "f16"}
+    instead = "OpenVINO lowers the precision of an fp32 model itself: use autocast-bf16 or autocast-fp16"
+    functions = (in_openvino,)
+    loading = 'in_openvino(program, "{precision}")'
+
+    def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
+        """Also if this CPU has no instructions for ``precision``: OpenVINO would compute in fp32."""
+        reason = super().skip_reason(precision, device, memory_format)
+        if reason is not None or precision.kind == "reference" or precision.format.short.upper() in _capabilities():
+            return reason
+        return f"OpenVINO computes in fp32 on this CPU, which has no {precision.format.short} instructions"
+
+    def load(self, program: Any, precision: str) -> Callable[[list[Any]], Any]:
+        """The compiled graph."""
+        run: Callable[[list[Any]], Any] = in_openvino(program, precision)
+        return run
+
+    def missing_ops(self, error: Exception, program: Any) -> list[str]:
+        """Those without a conversion."""
+        found = re.search(r"No conversion rule found for operations: (.*)", message_of(error))
+        return found[1].split(", ") if found else []
+
+
+@functools.cache
+def _capabilities() -> list[str]:
+    """What OpenVINO can compute in on this CPU, ``BF16``; asked in a process of its own, in which its threads end."""
+    ask = "import openvino; print(*openvino.Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES'))"
+    done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False, timeout=60)
+    # FP16 also stands for weights stored in fp16
+    return done.stdout.split()
+
+
+OPENVINO = OpenVINO()

@@ -1,0 +1,106 @@
+"""How a backend compares with eager mode: its error, on changed inputs, what else it changes, and what it says while it compiles."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from lowprec_check.schema.base import Struct
+from lowprec_check.schema.verdict import Status
+
+# -- Whether a compiler made the output of a run worse
+
+FACTOR = 2.0
+"""The compiled output may be this many times as far from fp64 as eager's. That of ``torch._dynamo.utils.same``."""
+
+CompilerVerdict = Literal["no-worse", "harmless", "worse"]
+"""``harmless``: further than :data:`FACTOR` times, but within a tenth of the tolerance."""
+
+
+class CompilerCheck(Struct, frozen=True, kw_only=True):
+    """The four corners of a compiled run: how far fp32 eager, its own precision in eager mode, and the compiled model are from
+    fp64 eager, for the output tensor in which the compiled model does worst. Errors are rel_l2; ``None`` if infinite.
+    """
+
+    verdict: CompilerVerdict
+    """Whether the compiler made the output worse."""
+    tensor: int
+    """Which tensor of the output, counted from 0."""
+    tensors: int
+    """Number of tensors in the output."""
+    calls: int
+    """Calls, on other inputs each, that the errors are taken over."""
+    exact: Literal["fp64", "fp32"]
+    """The reference: fp32 if the model cannot run in fp64."""
+    fp32_error: float | None
+    """Of fp32 in eager mode."""
+    eager_error: float | None
+    """Of its own precision in eager mode."""
+    compiled_error: float | None
+    """Of the compiled model."""
+    nonfinite: int = 0
+    """Values that are NaN or Inf in the compiled output, and neither in eager's nor in fp64's."""
+    decisions: int = 0
+    """Integers and booleans in the tensor."""
+    eager_changed: int = 0
+    """Those that differ from fp64's in eager mode."""
+    compiled_changed: int = 0
+    """Those that differ from fp64's in the compiled model."""
+    emulated: CompilerVerdict | None = None
+    """The verdict with ``torch._inductor.config.emulate_precision_casts``; ``None`` if it was not tried."""
+    culprit: str | None = None
+    """What ``torch._inductor.compiler_bisector`` found."""
+
+
+# -- What a backend does on other inputs, to what it is given, and while it compiles
+
+InputChange = Literal["negated", "scaled", "reversed", "larger-batch", "resampled"]
+
+INPUT_CHANGES: dict[str, str] = {
+    "negated": "negated inputs",
+    "scaled": "inputs multiplied by 4",
+    "reversed": "inputs in reverse order",
+    "larger-batch": "a larger batch",
+    "resampled": "inputs with resampled values",
+}
+"""By name, on what a backend is compared with eager mode besides the inputs of the scan."""
+
+
+class ChangedInputs(Struct, frozen=True, kw_only=True):
+    """A run on a backend, on changed inputs, compared with eager mode in the same precision on the same inputs."""
+
+    change: InputChange
+    """How they differ from those of the scan."""
+    status: Status
+    """``ok`` if the backend is within the tolerance of eager mode, or at most :data:`FACTOR` times as far from the exact result."""
+    error: float | None = None
+    """rel_l2 between the backend and eager mode, or the share of integers that differ; ``None`` if it is not finite."""
+    eager_error: float | None = None
+    """Of eager mode against fp64, if the backend is not within the tolerance of it."""
+
+
+class CompilerRemark(Struct, frozen=True, kw_only=True):
+    """What a compiler said about a line of the model."""
+
+    kind: Literal["warning", "graph-break"]
+    """``graph-break``: Dynamo compiled what is before and after the line separately."""
+    text: str
+    """The first sentence of the warning, or the reason of the graph break."""
+    source: str | None = None
+    """``model.py:41``."""
+    count: int = 1
+    """How often."""
+
+
+class BackendCheck(Struct, frozen=True, kw_only=True):
+    """What a backend does otherwise than the model in eager mode in the same precision."""
+
+    inputs: list[ChangedInputs] = []
+    """The changed inputs that it was tried on."""
+    reason: str | None = None
+    """Why it was not tried on more."""
+    changed: list[str] = []
+    """Inputs and buffers, ``buffer bn.running_mean``, whose values after two calls differ from those after two calls in eager mode."""
+    dtypes: list[tuple[str, str]] = []
+    """The dtypes of output tensors in eager mode and on the backend, where they differ."""
+    remarks: list[CompilerRemark] = []
+    """Warnings and graph breaks, in the order in which they occurred."""
