@@ -47,7 +47,7 @@ def write(folder: Path, body: str, head: str = HEAD, tail: str = TAIL) -> Path:
 
 
 def fixed(call: Call, file: Path, *options: str) -> Fixing:
-    done = call("fix", file, "-q", "-f", "json", *(options or ("-p", "half")), folder=file.parent)
+    done = call("fix", file, "-q", "-f", "json", "--budget", "300", *(options or ("-p", "half")), folder=file.parent)
     assert done.returncode in (0, 1), done.stderr
     return msgspec.json.decode(done.stdout, type=Fixing)
 
@@ -77,13 +77,14 @@ def test_every_expression_can_be_wrapped_where_it_is(tmp_path: Path) -> None:
 
 
 CASES = {
-    "constant": ("h = self.fc(x)\nreturn h.masked_fill(h > 0, -1e9).softmax(-1)", "torch.finfo(h.dtype).min"),
+    "constant": ("h = self.fc(x)\nreturn h.masked_fill(torch.arange(8) > 3, -1e9).softmax(-1)", "torch.finfo(h.dtype).min"),
     "named constant": ("h = self.fc(x)\nbig = 1e9\nreturn torch.clamp(h, max=big)  # as it was", "min(big, torch.finfo(h.dtype).max)"),
     "eps": ("h = self.fc(x) * 0\nreturn self.fc(x) + h / (h.norm(dim=-1, keepdim=True) + 1e-8)", "max(1e-8, torch.finfo("),
     "default eps": ("h = self.fc(x) * 0\nreturn self.fc(x) + F.normalize(h, dim=-1)", "eps=max(1e-12, torch.finfo(h.dtype).tiny)"),
     "overflow": ("h = self.fc(x) * 400\nreturn h / h.pow(2).mean(-1, keepdim=True).sqrt()", "h.float().pow(2)"),
-    "kernel": ("h = self.fc(x)\nreturn torch.linalg.qr(h.T @ h)[1]", "torch.linalg.qr((h.T @ h).float())[1].to(h.dtype)"),
+    "kernel": ("h = self.fc(x)\nreturn torch.linalg.qr(h.T @ h)[1]", ".to(h.dtype)"),
     "factory": ("h = self.fc(x)\nw = torch.eye(8)\nreturn h @ w", "torch.eye(8, dtype=x.dtype)"),
+    "in place": ("h = self.fc(x) * 300\nh *= h\nreturn h.mean(-1, keepdim=True).sqrt() + self.fc(x)", "h = (h.float() * h.float())"),
     "scale": ("h = self.fc(x) * 400\nreturn (h @ h.T) / 4096", "2**-"),
 }  # fmt: skip
 
@@ -105,7 +106,7 @@ def test_a_fault_is_fixed_and_proven(call: Call, tmp_path: Path, case: str) -> N
 
 @pytest.mark.slow
 def test_the_patch_is_applied_and_the_plain_model_passes(call: Call, tmp_path: Path) -> None:
-    file = write(tmp_path, "h = self.fc(x)\nreturn h.masked_fill(h > 0, -1e9).softmax(-1)  # kept")
+    file = write(tmp_path, "h = self.fc(x)\nreturn h.masked_fill(torch.arange(8) > 3, -1e9).softmax(-1)  # kept")
     assert call("fix", file, "-q", "-p", "half", "--check", folder=tmp_path).returncode == 1
     done = call("fix", file, "-q", "-p", "half", "--apply", folder=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -122,7 +123,7 @@ def test_the_patch_is_applied_and_the_plain_model_passes(call: Call, tmp_path: P
 
 @pytest.mark.slow
 def test_a_file_with_changes_that_are_not_committed_is_not_written(call: Call, tmp_path: Path) -> None:
-    file = write(tmp_path, "h = self.fc(x)\nreturn h.masked_fill(h > 0, -1e9).softmax(-1)")
+    file = write(tmp_path, "h = self.fc(x)\nreturn h.masked_fill(torch.arange(8) > 3, -1e9).softmax(-1)")
     subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
     before = file.read_bytes()
     done = call("fix", file, "-q", "-p", "half", "--apply", folder=tmp_path)
@@ -135,7 +136,7 @@ def test_a_file_with_changes_that_are_not_committed_is_not_written(call: Call, t
 
 @pytest.mark.slow
 def test_what_is_compiled_from_text_is_left_alone(call: Call, tmp_path: Path) -> None:
-    made = 'exec("def big(h):\\n    return h.masked_fill(h > 0, -1e9)")\n'
+    made = 'exec("def big(h):\\n    return h.masked_fill(torch.arange(8) > 3, -1e9)")\n'
     file = write(tmp_path, "return big(self.fc(x)).softmax(-1)", tail=TAIL + made)
     found = fixed(call, file)
     assert not found.due

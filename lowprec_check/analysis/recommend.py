@@ -19,7 +19,7 @@ from lowprec_check.analysis.run_summary import (
     passes_all,
 )
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.analysis.speed import ALIKE, is_faster, speed
+from lowprec_check.analysis.speed import ALIKE, CLEAR, TOLD, Speed, is_faster, speed
 from lowprec_check.analysis.training_status import passing_ways
 from lowprec_check.schema.findings import Prefer, Recommendation, Worth
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
@@ -149,7 +149,16 @@ def fastest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     """Those of ``passed`` that may be the fastest; all if none was timed."""
     known = [(run, speed(run, runs)) for run in passed]
     safe = max((mine.low for _, mine in known), default=0.0) / ALIKE
-    return [run for run, mine in known if mine.low >= safe and not any(is_faster(other, mine) for _, other in known)]
+
+    def is_slower(run: Run, mine: Speed) -> bool:
+        return any(
+            is_faster(found, mine, TOLD if in_rounds(run) and in_rounds(other) else CLEAR) for other, found in known
+        )
+
+    def in_rounds(run: Run) -> bool:
+        return run.latency is not None and run.latency.speedup is not None
+
+    return [run for run, mine in known if mine.low >= safe and not is_slower(run, mine)]
 
 
 def _is_smaller(run: Run, runs: Sequence[Run]) -> bool:

@@ -34,7 +34,7 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import counted, short_op
 
-LEAST_SECONDS = 20.0
+LEAST_SECONDS = 60.0
 """For the search after a scan that took less."""
 
 MOST_ROUNDS = 8

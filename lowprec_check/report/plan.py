@@ -65,7 +65,8 @@ def plan_document(planning: Planning) -> Document:
     elif any(attempt.stopped_without_plan for attempt in planning.attempts):
         blocks.append(Say("No plan was found in time. Raise --max-trials or --budget.", "bad", "verdict"))
     else:
-        blocks.append(Say("No plan passes. Stay in fp32, or fix the causes shown above.", "bad", "verdict"))
+        search = "search for a patch of these lines: lowprec-check fix TARGET"
+        blocks.append(Say(f"No plan passes. Stay in fp32, or {search}.", "bad", "verdict"))
     return Document(title, blocks, plan.tool if plan else "")
 
 

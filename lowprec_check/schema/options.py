@@ -324,7 +324,7 @@ class FixOptions(DeclaredOptions):
     seconds: float | None = option(
         None,
         "Seconds for the search after the scan.",
-        unset="as many as the scan took, but at least 20",
+        unset="as many as the scan took, but at least 60",
         flags=("--budget",),
         above=0.0,
     )

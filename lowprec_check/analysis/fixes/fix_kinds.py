@@ -44,7 +44,7 @@ def constants(site: Site, scene: Scene) -> Iterator[SourceFix]:
             end, choose = ("min", "max") if number < 0 else ("max", "min")
             limit = f"{torch}.finfo({dtype}).{end}"
             why = f"{number:g} does not fit: use the limit of the dtype"
-            literal = not any(isinstance(each, ast.Name) for each in ast.walk(node))
+            literal = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} <= {torch}
             for new in [limit] * literal + [f"{choose}({text}, {limit})"]:
                 yield SourceFix("constant", why, node, edits=(Edit(*span, new), *imports))
         elif number in site.numbers and 0 < abs(number) < smallest:

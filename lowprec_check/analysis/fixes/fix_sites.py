@@ -48,7 +48,10 @@ class PatchedFile:
             if isinstance(node, ast.AugAssign) and moved(self.source.span(node), self.edits) == (start, end):
                 return node
         inside = [each for each in self.nodes if start <= each[0] and each[1] <= end]
-        return self.nodes[max(inside, key=lambda each: each[1] - each[0])] if inside and self.edits else None
+        if not inside or not self.edits:
+            return None
+        largest = self.nodes[max(inside, key=lambda each: each[1] - each[0])]
+        return self.source.around(largest, ast.AugAssign) or largest
 
     def original_line(self, line: int) -> int:
         """The number that a line of the changed text has in the original."""

@@ -241,11 +241,10 @@ def _augmented(site: Site, scene: Scene) -> Iterator[SourceFix]:
     widened = frozenset([node.value]) if scene.is_floating(node.value) else frozenset[ast.expr]()
     inner = source.segment(node.value) if widened or isinstance(node.value, ATOMS) else None
     opened = "" if inner is not None or source.span(node.value) != (start, end) else "("
-    edits = [
-        Edit(behind, start, f" = ({name}.float() {sign} {opened}"),
-        Edit(end, end, f"{')' if opened else ''}).to({name}.dtype)", 1 << 29),
-    ]
-    yield SourceFix("fp32", "computed in fp32 and cast back", node, widened, edits=tuple(edits))
+    for suffix, why in ((f".to({name}.dtype)", "computed in fp32 and cast back"), ("", "computed in fp32")):
+        first = Edit(behind, start, f" = ({name}.float() {sign} {opened}")
+        last = Edit(end, end, f"{')' if opened else ''}){suffix}", 1 << 29)
+        yield SourceFix("fp32", why, node, widened, edits=(first, last))
 
 
 # -- Buffers
