@@ -463,6 +463,75 @@ REFUSED["a loss that torch cannot see"] = (
     "    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n",
     "the loss was computed in a way that no function of torch shows",
 )
+GAN_HEAD = """
+generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+of_critic, of_generator = torch.optim.RMSprop(critic.parameters(), lr=1e-2), torch.optim.Adam(generator.parameters(), lr=1e-2)
+"""
+SEVERAL = {
+    "a GAN that trains its critic three times": (
+        4,
+        GAN_HEAD
+        + """
+for number, x in enumerate(torch.randn(9, 32, 8)):
+    of_critic.zero_grad()
+    loss = critic(generator(torch.randn(32, 2)).detach()).mean() - critic(x).mean()
+    loss.backward()
+    nn.utils.clip_grad_norm_(critic.parameters(), 0.05)
+    of_critic.step()
+    if number % 3 == 2:
+        of_generator.zero_grad()
+        (-critic(generator(torch.randn(32, 2))).mean()).backward()
+        of_generator.step()
+""",
+    ),
+    "a GAN that computes all gradients first": (
+        2,
+        GAN_HEAD
+        + """
+for x, _ in batches():
+    fake = generator(torch.randn(32, 2))
+    of_generator.zero_grad()
+    (-critic(fake).mean()).backward()
+    of_critic.zero_grad()
+    (critic(fake.detach()).mean() - critic(x).mean()).backward()
+    of_generator.step()
+    of_critic.step()
+""",
+    ),
+    "two optimizers of one model": (
+        2,
+        """
+model = net()
+matrices, others = [p for p in model.parameters() if p.ndim > 1], [p for p in model.parameters() if p.ndim == 1]
+first, second = torch.optim.SGD(matrices, lr=0.1, momentum=0.9), torch.optim.AdamW(others, lr=1e-2)
+scheduler = torch.optim.lr_scheduler.ExponentialLR(second, 0.5)
+for x, y in batches():
+    model.zero_grad()
+    F.cross_entropy(model(x), y).backward()
+    first.step()
+    second.step()
+    scheduler.step()
+""",
+    ),
+    "a GAN with a penalty on its weights": (
+        2,
+        GAN_HEAD
+        + """
+for x, _ in batches():
+    of_critic.zero_grad()
+    fake = generator(torch.randn(32, 2))
+    loss = critic(fake.detach()).mean() - critic(x).mean() + 0.1 * sum(p.square().sum() for p in critic.parameters())
+    loss.backward()
+    of_critic.step()
+    of_generator.zero_grad()
+    (-critic(fake).mean() + 0.01 * critic[0].weight.square().sum()).backward()
+    of_generator.step()
+""",
+    ),
+}
+"""How many steps its optimizers make together before each has made one, and the script."""
+SCRIPTS |= {kind: script for kind, (_, script) in SEVERAL.items()}
+
 STEP = "    loss.backward()\n    optimizer.step()\n    optimizer.zero_grad()\n"
 NOTED = {
     "the script has another optimizer, Adam, made at train.py:14: the scan does not make its steps": "other = nn.Linear(8, 8)\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Callable
 from pathlib import Path
@@ -10,12 +11,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import Call
-from observed_scripts import FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS
+from observed_scripts import FRAMEWORKS, HEAD, MIXED, NOTED, REFUSED, SCRIPTS, SEVERAL
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from lowprec_check import ScanResult, UsageError
 from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.observed_training import ScriptStep
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
@@ -23,6 +25,7 @@ from lowprec_check.engine.model.training import LossInputs, describe_loss, loss_
 from lowprec_check.engine.run.target_source import load_spec
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.train.other_seeds import OtherSeeds
+from lowprec_check.engine.train.steps import USUAL
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 from lowprec_check.schema.training import TrainingSetup, TrainingWay
@@ -31,12 +34,12 @@ Write = Callable[..., Path]
 MODEL = "model = nn.Linear(8, 3)\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\n"
 
 
-def run_as_it_is(path: Path) -> tuple[list[float], list[list[torch.Tensor]]]:
-    """The losses of a script, summed for each step of its first optimizer, and the weights of that optimizer after each."""
+def run_as_it_is(path: Path, optimizers: int = 1) -> tuple[list[float], list[list[torch.Tensor]]]:
+    """The losses of a script, summed for each step of all its optimizers, and their weights after each."""
     losses: list[float] = []
     weights: list[list[torch.Tensor]] = []
     pending: list[float] = []
-    first: list[Any] = []
+    several: list[Any] = []
     kept = torch.Tensor.backward
 
     def backward(self: torch.Tensor, *args: Any, **kwargs: Any) -> None:
@@ -46,11 +49,12 @@ def run_as_it_is(path: Path) -> tuple[list[float], list[list[torch.Tensor]]]:
     def after(optimizer: torch.optim.Optimizer, _args: Any, _kwargs: Any) -> None:
         if not pending:
             return
-        first.append(optimizer)
-        if optimizer is first[0]:
+        several.append(optimizer)
+        if len(several) % optimizers == 0:
+            groups = [group for one in dict.fromkeys(several) for group in one.param_groups]
             losses.append(sum(pending))
-            weights.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
-        pending.clear()
+            weights.append([p.detach().clone() for group in groups for p in group["params"]])
+            pending.clear()
 
     hook = register_optimizer_step_post_hook(after)
     torch.Tensor.backward = backward  # type: ignore[assignment,method-assign]
@@ -66,16 +70,21 @@ def run_as_it_is(path: Path) -> tuple[list[float], list[list[torch.Tensor]]]:
 def run_observed(target: Target, steps: int) -> tuple[list[float], list[list[torch.Tensor]]]:
     """The same of a target."""
     assert callable(target.optimizer)
-    optimizer = target.optimizer([p for p in target.model.parameters() if p.requires_grad])
+    optimizer: Any = target.optimizer([p for p in target.model.parameters() if p.requires_grad])
+    parts: list[torch.optim.Optimizer] = getattr(optimizer, "parts", [optimizer])
     losses, weights = [], []
     for number in range(steps):
         batch = target.batch(number)
-        optimizer.zero_grad()
-        output = target.model(*batch.args, **batch.kwargs)
-        loss = loss_of(target.loss, output, LossInputs(batch.args, batch.kwargs, batch.targets))
-        loss.backward()
-        optimizer.step()
-        losses.append(loss.item())
+        losses.append(0.0)
+        for phase in target.model.start(batch.args) if isinstance(target.model, ScriptStep) else USUAL:
+            for one in phase.clears:
+                parts[one].zero_grad()
+            output = target.model(*batch.args, **batch.kwargs)
+            loss = loss_of(target.loss, output, LossInputs(batch.args, batch.kwargs, batch.targets))
+            loss.backward()
+            for one in phase.steps:
+                parts[one].step()
+            losses[-1] += loss.item()
         weights.append([p.detach().clone() for group in optimizer.param_groups for p in group["params"]])
     return losses, weights
 
@@ -83,7 +92,7 @@ def run_observed(target: Target, steps: int) -> tuple[list[float], list[list[tor
 @pytest.mark.parametrize("kind", SCRIPTS)
 def test_steps_are_those_of_the_script(here: Path, write: Write, kind: str) -> None:
     path = write(HEAD + SCRIPTS[kind], "train.py")
-    losses, weights = run_as_it_is(path)
+    losses, weights = run_as_it_is(path, SEVERAL[kind][0] if kind in SEVERAL else 2 if "GAN" in kind else 1)
     target = load_target("train.py", steps=3)
     found, after = run_observed(target, 3)
     assert len(losses) == 3
@@ -368,3 +377,113 @@ def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, 
 def test_what_a_scan_does_otherwise_is_said(here: Path, write: Write, note: str) -> None:
     write(HEAD + MODEL + NOTED[note], "train.py")
     assert note in "\n".join(load_target("train.py", steps=4).notes)
+
+
+# -- Several optimizers, in every precision
+
+FIXED_GAN = """
+import torch
+from torch import nn
+torch.manual_seed(0)
+generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
+of_critic, of_generator = torch.optim.SGD(critic.parameters(), lr=0.1), torch.optim.Adam(generator.parameters(), lr=1e-2)
+real, noise = torch.randn(16, 8), torch.randn(16, 2)
+"""
+LOOP = """
+for step in range(3):
+    of_critic.zero_grad()
+    with {context}:
+        fake = generator(noise)
+        loss = critic(fake.detach()).square().mean() + (critic(real) - 1).square().mean()
+    losses.append(loss.item())
+    {scaled}.backward()
+    {step_of_critic}
+    of_generator.zero_grad()
+    with {context}:
+        loss = (critic(fake) - 1).square().mean()
+    losses[-1] += loss.item()
+    {scaled}.backward()
+    {step_of_generator}
+    {update}
+"""
+PLAIN = {
+    "context": "contextlib.nullcontext()",
+    "scaled": "loss",
+    "step_of_critic": "of_critic.step()",
+    "step_of_generator": "of_generator.step()",
+    "update": "",
+}
+SCALED = {
+    "context": "torch.autocast('cpu', torch.float16)",
+    "scaled": "scaler.scale(loss)",
+    "step_of_critic": "scaler.step(of_critic)",
+    "step_of_generator": "scaler.step(of_generator)",
+    "update": "scaler.update()",
+}
+
+
+def run_gan(how: dict[str, str], scale: float = 0.0) -> list[float]:
+    """The losses of a loop as torch's documentation writes it, summed for each step."""
+    space: dict[str, Any] = {
+        "losses": [],
+        "contextlib": contextlib,
+        "scaler": torch.amp.GradScaler("cpu", scale or 1.0),
+    }
+    exec(FIXED_GAN + LOOP.format(**how), space)
+    return list(space["losses"])
+
+
+@pytest.mark.slow
+def test_a_gan_trains_in_every_precision_as_plain_loops_and_pasted_code_do(
+    here: Path, write: Write, call: Call
+) -> None:
+    loop = LOOP.format(**PLAIN).replace("losses.append(loss.item())", "").replace("losses[-1] += loss.item()", "")
+    path = write("import contextlib\n" + FIXED_GAN + loop, "train.py")
+    done = call("scan", str(path), "--train", "--steps", "3", "--times", "off", "--json", "-")
+    result = ScanResult.from_json(done.stdout.encode())
+    assert result.training is not None
+    assert len(result.training.optimizers) == 2
+    assert result.training.losses[:3] == pytest.approx(run_gan(PLAIN), rel=1e-6)
+
+    def way(precision: str, name: str) -> TrainingWay:
+        training = result.run(precision).training
+        assert training is not None
+        assert len(training.gradients) == 8
+        found = training.way(name)
+        assert found is not None
+        return found
+
+    bf16 = PLAIN | {"context": "torch.autocast('cpu', torch.bfloat16)"}
+    assert way("autocast-bf16", "plain").losses[:3] == pytest.approx(run_gan(bf16), rel=1e-6)
+    scaled = way("autocast-fp16", "grad-scaler")
+    assert scaled.losses[:3] == pytest.approx(run_gan(SCALED, scaled.scales[0]), rel=1e-6)
+    lost = result.run("bfloat16").training.lost_updates  # type: ignore[union-attr]
+    assert {one.group for one in lost if one.values == "weight"} == {0, 1}
+
+    ways = {
+        "bfloat16": ["plain", "master-weights", "split-weights", "kahan", "stochastic-rounding"],
+        "autocast-bf16": ["plain", "states-16bit"],
+        "autocast-fp16": ["grad-scaler"],
+        "half": ["master-weights-scaled"],
+    }
+    for precision, names in ways.items():
+        for name in names:
+            tried = way(precision, name)
+            target = load_target("train.py", steps=1)
+            key = RunKey(precision, "eager", "cpu", "contiguous")
+            code = training_code(key, result.model, result.training, tried)
+            code = code.replace("step_loss = output", "step_loss = seen(output)")
+            losses: list[float] = []
+
+            def seen(loss: Any, losses: list[float] = losses) -> Any:
+                losses.append(loss.item())
+                return loss
+
+            made: Any = target.optimizer
+            parts = made([p for p in target.model.parameters() if p.requires_grad]).parts
+            exec(code, {"model": target.model, "inputs": target.args, "optimizers": parts, "seen": seen})
+            sums = [first + second for first, second in zip(losses[::2], losses[1::2], strict=True)]
+            done_steps = 3 - tried.skipped_steps  # the scan repeats a skipped step
+            assert sums[tried.skipped_steps :][:done_steps] == pytest.approx(
+                tried.losses[:done_steps], rel=1e-2 if tried.skipped_steps else 1e-6, abs=0
+            ), (precision, name)

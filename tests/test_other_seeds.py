@@ -19,7 +19,8 @@ from lowprec_check.engine.run.target_source import load_spec
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.train.other_seeds import OtherSeeds
 from lowprec_check.engine.train.spread import Spread
-from lowprec_check.engine.train.steps import Samples, Trajectory, batches_of
+from lowprec_check.engine.train.steps import batches_of
+from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.schema.training import Divergence
 
 FACTORY = """\

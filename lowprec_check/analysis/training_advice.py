@@ -14,7 +14,7 @@ from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.findings import Prefer, Recommendation
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo, Run, ScanResult
-from lowprec_check.schema.training import TrainingSetup, TrainingWay
+from lowprec_check.schema.training import TrainingPhase, TrainingSetup, TrainingWay
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS
 
 # -- The code that a user pastes to train a model as recommended, in pure PyTorch
@@ -28,6 +28,7 @@ class _Updates(NamedTuple):
     zero_grad: str
     backward: str
     step: list[str]
+    """Without that of the scaler."""
 
 
 def training_code(
@@ -50,22 +51,30 @@ def training_code(
         return switch
     found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
     found = found._replace(imports=[*found.imports, *way.declared.imports])
-    class_code, updates = way.declared.class_code(), _updates(way, setup, device_type(key.device))
+    class_code, device = way.declared.class_code(), device_type(key.device)
+    updates = [_updates(way, setup, device, number) for number in range(len(setup.optimizers))] or [
+        _updates(way, setup, device)
+    ]
     lines = ["", class_code, "", ""] if class_code else []
     has_optimizer = _uses_optimizer(way, setup)
     lines += [line for line in setup.loss_setup if not (has_optimizer and line.startswith("def optimizer_like"))]
     if any(line.startswith("targets =") for line in setup.loss_setup):
         lines += convert_targets(found.conversion)
     lines += ["parameters = [p for p in model.parameters() if p.requires_grad]"] * (
-        not has_optimizer or bool(setup.clip_code)
+        not setup.optimizers and (not has_optimizer or bool(setup.clip_code))
     )
-    lines += updates.before
+    scaler = _scaler(way, device)
+    lines += [*([f"scaler = {scaler}"] if scaler else []), *(line for one in updates for line in one.before)]
     if setup.average_code:
         lines.append(f"average = {setup.average_code}")
     forward = [*found.inside, f"output = {model.call}", f"step_loss = {setup.loss_code or 'loss(output)'}"]
     if found.autocast:
         forward = [f"with {found.autocast}:", *(f"    {line}" for line in forward)]
-    step = [updates.zero_grad, *forward, updates.backward, *updates.step]
+    step = []
+    for phase in setup.phases or [TrainingPhase(clears=[0], steps=[0])]:
+        step += [*(updates[number].zero_grad for number in phase.clears), *forward, updates[0].backward]
+        step += [line for number in phase.steps for line in updates[number].step]
+    step += ["scaler.update()"] if scaler else []
     if setup.average_code:
         step.append("average.update_parameters(model)")
     one_batch = "  # the scan had another batch for each" if setup.new_batches else ""
@@ -73,29 +82,38 @@ def training_code(
     return "\n".join(found.with_lines(*lines))
 
 
-def _updates(way: TrainingWay, setup: TrainingSetup, device: str) -> _Updates:
-    """The optimizer, what scales the loss, and what updates 16-bit weights."""
-    made, class_code = setup.optimizer_code or "optimizer(parameters)", way.declared.class_code()
-    clips = setup.clip_code
+def _scaler(way: TrainingWay, device: str) -> str:
+    """What makes the ``GradScaler``; empty without one."""
     scale = "" if way.initial_scale in (None, DEFAULT_SCALE) else f", init_scale={way.initial_scale}"
-    scaler = f'torch.amp.GradScaler("{device}"{scale})' if way.initial_scale is not None else None
+    return f'torch.amp.GradScaler("{device}"{scale})' if way.initial_scale is not None else ""
+
+
+def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | None = None) -> _Updates:
+    """The optimizer, or the one of that ``number`` of several, and what updates 16-bit weights."""
+    made, class_code = setup.optimizer_code or "optimizer(parameters)", way.declared.class_code()
+    clips, given, updater = setup.clip_code, "optimizer", "updater"
+    parameters, of_group = "parameters", '([p for group in {}.param_groups for p in group["params"]]'
+    if number is not None:
+        clips, given, updater = setup.clips[number], f"optimizers[{number}]", f"updater{number}"
+        parameters, made = of_group.format(given)[1:], made.replace("optimizer)", f"{given})")
+        clips = [clip.replace("(parameters", f"({parameters}", 1) for clip in clips]
+    scaler = _scaler(way, device)
     if class_code:
-        updater = class_code.partition(":")[0].removeprefix("class ")
+        kind = class_code.partition(":")[0].removeprefix("class ")
         make = "optimizer" if made == "optimizer(parameters)" else f"lambda parameters: {made}"
-        arguments = ", ".join(filter(None, ("parameters", make, scaler and "scaler")))
-        before = [*([f"scaler = {scaler}"] if scaler else []), f"updater = {updater}({arguments})"]
+        arguments = ", ".join(filter(None, (parameters, make, scaler and "scaler")))
+        before = [f"{updater} = {kind}({arguments})"]
         for clip in clips:
-            own = clip.replace("(parameters", '([p for group in optimizer.param_groups for p in group["params"]]', 1)
-            before.append(f"updater.optimizer.register_step_pre_hook(lambda optimizer, *_: {own} and None)")
-        step = ["updater.step()", *(["scaler.update()"] if scaler else [])]
-        return _Updates(before, "updater.zero_grad()", "updater.backward(step_loss)", step)
+            own = clip.replace(f"({parameters}", of_group.format("optimizer"), 1)
+            before.append(f"{updater}.optimizer.register_step_pre_hook(lambda optimizer, *_: {own} and None)")
+        return _Updates(before, f"{updater}.zero_grad()", f"{updater}.backward(step_loss)", [f"{updater}.step()"])
     is_own = _uses_optimizer(way, setup)
-    name = "optimizer" if setup.default_optimizer or is_own else "updater"  # the file's own `optimizer` is a function
+    name = given if setup.default_optimizer or is_own else updater  # the file's own `optimizer` is a function
     before = [] if is_own else [f"{name} = {made}", *way.declared.optimizer_code(name)]
-    if scaler is None:
+    if not scaler:
         return _Updates(before, f"{name}.zero_grad()", "step_loss.backward()", [*clips, f"{name}.step()"])
-    after = [*([f"scaler.unscale_({name})"] if clips else []), *clips, f"scaler.step({name})", "scaler.update()"]
-    return _Updates([*before, f"scaler = {scaler}"], f"{name}.zero_grad()", "scaler.scale(step_loss).backward()", after)
+    after = [*([f"scaler.unscale_({name})"] if clips else []), *clips, f"scaler.step({name})"]
+    return _Updates(before, f"{name}.zero_grad()", "scaler.scale(step_loss).backward()", after)
 
 
 def _uses_optimizer(way: TrainingWay, setup: TrainingSetup) -> bool:

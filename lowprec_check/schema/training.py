@@ -23,6 +23,15 @@ BEYOND = 2.0
 """How many times the largest distance of another seed to fp32 the weights of a run may be from those of fp32."""
 
 
+class TrainingPhase(Struct, frozen=True, kw_only=True):
+    """A part of a step with several optimizers: gradients are cleared, a loss is computed and differentiated, optimizers make steps."""
+
+    clears: list[int] = []
+    """Numbers of the optimizers whose gradients are cleared, counted from 0."""
+    steps: list[int] = []
+    """Numbers of the optimizers that make their step."""
+
+
 class TrainingSetup(Struct, frozen=True, kw_only=True):
     """How the model is trained in every precision, and how far fp32 runs from other seeds differ."""
 
@@ -49,7 +58,13 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     framework: str = ""
     """What trains in the script: ``lightning``, ``transformers`` or ``accelerate``; empty if it has a loop of its own."""
     clip_code: list[str] = []
-    """Calls that clip the gradients of ``parameters`` before each step of the optimizer."""
+    """Calls that clip the gradients of ``parameters`` before each step of the optimizer; of several, of the first."""
+    optimizers: list[str] = []
+    """The lines that make the optimizers of a script with several; empty for one."""
+    clips: list[list[str]] = []
+    """Of several optimizers, the calls that clip the gradients of ``parameters`` of each."""
+    phases: list[TrainingPhase] = []
+    """The parts of a step with several optimizers."""
     average_code: str = ""
     """The average of the weights as an expression of ``model``; empty if the file defines none."""
     new_batches: bool = False

@@ -141,7 +141,8 @@ def graph_break(result: ScanResult) -> Iterator[Finding]:
     Observed: the graph breaks that Dynamo recorded when the row was compiled. The code at the line runs in Python. What
     this costs is not known without a model that has no breaks; the table of runs has the speed with them.
 
-    Usual causes: control flow that depends on the data, `.item()`, NumPy, printing, and functions that Dynamo does not know.
+    Usual causes: control flow that depends on the data, `.item()`, NumPy, printing, and functions that Dynamo does
+    not know.
 
     What to do: use operators of tensors instead, or set the option that the reason names.
     `torch.compile(fullgraph=True)` raises an exception at the first graph break:

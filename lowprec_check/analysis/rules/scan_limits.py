@@ -72,8 +72,8 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
 
     Usual causes: those of LP106 (slow kernel) and LP107 (crash).
 
-    What to do: fix that finding, if there is one for this op. If the op is only slow, raise the time budget, or add `--thorough` if the
-    run was judged by one call:
+    What to do: fix that finding, if there is one for this op. If the op is only slow, raise the time budget, or add
+    `--thorough` if the run was judged by one call:
 
         # before
         lowprec-check scan mymodel.py

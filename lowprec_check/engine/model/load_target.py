@@ -174,7 +174,7 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
         training.model,
         calls[0],
         source=training.line,
-        setup=(f"# in the step at {training.line}: {_STANDS_FOR[isinstance(training.model, ScriptStep)]}",),
+        setup=(f"# in the step at {training.line}: {_stands_for(training)}",),
         notes=(*training.notes, *script.ran.notes),
         loss=training.loss,
         optimizer=training.optimizer,
@@ -183,11 +183,16 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
     return target._replace(targets=training.batches[0].targets)
 
 
-_STANDS_FOR = {
-    False: "`model` is the model that it calls, `inputs` what it is called with, `optimizer` its optimizer",
-    True: "`model(...)` stands for all that it computes up to its loss, `optimizer` for its optimizer",
-}
-"""What the names of code to paste mean in a script, with one call or with several."""
+def _stands_for(training: ObservedTraining) -> str:
+    """What the names of code to paste mean in a script, with one call or with several."""
+    if len(training.optimizers) > 1:
+        made = ", ".join(training.optimizers)
+        return (
+            f"`model(...)` stands for all that it computes up to its next loss, `optimizers` for those made at {made}"
+        )
+    if isinstance(training.model, ScriptStep):
+        return "`model(...)` stands for all that it computes up to its loss, `optimizer` for its optimizer"
+    return "`model` is the model that it calls, `inputs` what it is called with, `optimizer` its optimizer"
 
 
 def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...], steps: int) -> Target:

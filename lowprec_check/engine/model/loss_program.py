@@ -1,178 +1,44 @@
-"""Records what the user's code computes between the calls of models and a loss, and computes it again."""
+"""What leads from a batch to the losses of a step, as it was recorded, and computes them again."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.overrides import TorchFunctionMode
 
-from lowprec_check.engine.core.devices import generator_states
 from lowprec_check.engine.core.pytree import leaves, map_tensors
-from lowprec_check.engine.core.source_location import own_line
+from lowprec_check.engine.model.call_recorder import NUMBERS, Node, UnrepeatableError, autocasts_now, version_of
 from lowprec_check.errors import UsageError
 
-_AUTOCASTS = ("cpu", "cuda", "xpu", "mps")
-_NUMBERS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
-"""Methods that turn a tensor into something that no function of torch sees."""
+
+class Backward(NamedTuple):
+    """A call of ``backward()``."""
+
+    loss: Tensor
+    value: Tensor
+    """Of the loss, which may be changed in place later."""
+    nodes: int
+    """How many were recorded before it."""
+    scale: float
+    """Of a ``GradScaler``; 1 without one."""
 
 
-class UnrepeatableError(Exception):
-    """What the user's code computed cannot be computed again; the text says why, and where."""
+class Phase(NamedTuple):
+    """A part of a step: gradients are cleared, losses are computed, ``backward()`` is called of their sum, optimizers make their steps.
 
+    ``clears`` and ``steps`` are the numbers of these optimizers.
+    """
 
-@dataclasses.dataclass
-class Node:
-    """A call of a function of torch, or of a model that no other model called."""
-
-    call: Callable[..., Any]
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    line: str | None
-    has_gradients: bool
-    """Whether gradients were enabled."""
-    autocasts: dict[str, torch.dtype]
-    reads: list[Tensor]
-    versions: list[int]
-    """Of what it reads, before the call: how often each was written to in place."""
-    given: Any = None
-    """Of a model: copies of the arguments, which it may change."""
-    restore_generators: Sequence[Callable[[], Any]] = ()
-    """Of a model: what restores the random numbers that it draws."""
-    results: list[Tensor] = dataclasses.field(default_factory=list)
-    made: list[int] = dataclasses.field(default_factory=list)
-    """Versions of the results."""
-    draws: bool = False
-    """Whether a function of tensors without gradients draws random numbers."""
-
-    @classmethod
-    def of(cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
-        """A call that is about to be made, by the line that calls the caller of this function."""
-        reads = [tensor for _, tensor in leaves((args, kwargs))]
-        return cls(
-            call,
-            args,
-            kwargs,
-            own_line(sys._getframe(2)),
-            torch.is_grad_enabled(),
-            autocasts_now(),
-            reads,
-            [_version(tensor) for tensor in reads],
-        )
-
-    @property
-    def name(self) -> str:
-        """The name of the function."""
-        return getattr(self.call, "__name__", "")
-
-    @property
-    def is_pure(self) -> bool:
-        """Whether a function gives the same results again, and nothing that it reads or makes was changed."""
-        if isinstance(self.call, nn.Module) or self.draws or self.changed:
-            return False
-        tensors, versions = [*self.reads, *self.results], [*self.versions, *self.made]
-        return all(_version(tensor) == version for tensor, version in zip(tensors, versions, strict=True))
-
-    @property
-    def changed(self) -> list[Tensor]:
-        """What it writes to in place."""
-        in_place = self.name.endswith("_") and not self.name.endswith("__")
-        first = in_place or self.name == "__setitem__" or self.name.startswith("__i")
-        return [*self.reads[:first], *(tensor for _, tensor in leaves(self.kwargs.get("out")))]
-
-    def written(self) -> set[int]:
-        """Ids of the tensors that it makes or changes."""
-        return {id(tensor) for tensor in (*self.results, *self.changed)}
-
-    def read_instead(self, tensor: Tensor, copy: Tensor) -> None:
-        """Let it read a copy of ``tensor``."""
-        self.args, self.kwargs = map_tensors((self.args, self.kwargs), lambda one: copy if one is tensor else one)
-        self.reads = [copy if one is tensor else one for one in self.reads]
-
-
-def autocasts_now() -> dict[str, torch.dtype]:
-    """The dtype of autocast, by the type of the device for which it is enabled."""
-    found = {}
-    for kind in _AUTOCASTS:
-        with contextlib.suppress(RuntimeError):  # not known to this torch
-            if torch.is_autocast_enabled(kind):
-                found[kind] = torch.get_autocast_dtype(kind)
-    return found
-
-
-def _version(tensor: Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version
-
-
-class CallRecorder(TorchFunctionMode):
-    """Records the functions of torch that the user's code calls while it is ``on``."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.nodes: list[Node] = []
-        self.copies: dict[tuple[int, int], Tensor] = {}
-        """Of tensors that were read and changed later, by id and version."""
-        self.on = False
-        self.is_paused = False
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.recorded(func, tuple(args), kwargs or {}) if self.on else func(*args, **(kwargs or {}))
-
-    def recorded(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, which is recorded if it reads tensors and makes some, or makes numbers of them."""
-        node = Node.of(call, args, kwargs)
-        for tensor in node.changed:
-            place = id(tensor), _version(tensor)
-            if (
-                not tensor.requires_grad
-                and place not in self.copies
-                and any(tensor is one for known in self.nodes for one in known.reads)
-            ):
-                self.copies[place] = tensor.detach().clone()
-        states = None if any(tensor.requires_grad for tensor in node.reads) else generator_states()
-        result = call(*args, **kwargs)
-        is_leaf = isinstance(result, Tensor) and result.requires_grad and result.grad_fn is None
-        if not (node.changed or is_leaf) and any(result is tensor for tensor in node.reads):
-            result = result.view_as(result)  # of `x.float()`, which is another tensor in other precisions
-        node.draws = states is not None and states != generator_states()
-        node.results = [tensor for _, tensor in leaves(result)]
-        node.made = [_version(tensor) for tensor in node.results]
-        if node.reads and (node.written() or node.name in _NUMBERS):
-            self.nodes.append(node)
-        return result
-
-    @contextlib.contextmanager
-    def paused(self) -> Iterator[None]:
-        """Inside, nothing is recorded, and no function of torch comes by here."""
-        kept, self.on, self.is_paused = (self.on, self.is_paused), False, True
-        stack = function_modes()
-        set_function_modes([mode for mode in stack if mode is not self])
-        try:
-            yield
-        finally:
-            set_function_modes(stack)
-            self.on, self.is_paused = kept
-
-
-def function_modes() -> list[Any]:
-    """The modes that see functions of torch in this thread, the innermost last."""
-    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
-
-
-def set_function_modes(modes: Iterable[Any]) -> None:
-    """Replace the modes of this thread."""
-    while torch._C._len_torch_function_stack():
-        torch._C._pop_torch_function_stack()
-    for mode in modes:
-        torch._C._push_on_torch_function_stack(mode)
-
-
-# -- What of it leads from a batch to the loss
+    clears: tuple[int, ...]
+    losses: tuple[Tensor, ...]
+    """Empty once the program is released."""
+    nodes: int
+    """How many were recorded before its last ``backward()``."""
+    steps: tuple[int, ...]
 
 
 @dataclasses.dataclass
@@ -186,10 +52,11 @@ class _Step:
     """Keys."""
     model: str | None
     """The name of the model that it calls."""
+    phase: int
 
 
 class Program:
-    """What leads from tensors, and the weights that are ``trained``, to ``losses``: calls of models, and functions of torch.
+    """What leads from tensors, and the weights that are ``trained``, to the losses of ``plan``: calls of models, and functions of torch.
 
     Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after they were read. What models read besides,
     and what is drawn at random, is an input; what functions compute of labels is computed again, in each precision.
@@ -198,10 +65,11 @@ class Program:
     def __init__(
         self,
         nodes: Sequence[Node],
-        losses: Sequence[Tensor],
+        plan: Sequence[Phase],
         trained: dict[int, nn.Parameter],
         copies: Mapping[tuple[int, int], Tensor],
     ) -> None:
+        losses = [loss for phase in plan for loss in phase.losses]
         dependent, needed = set(trained), {id(loss) for loss in losses}
         depends = []
         for node in nodes:
@@ -215,12 +83,13 @@ class Program:
         for index in reversed(range(len(nodes))):
             node, written = nodes[index], nodes[index].written()
             is_again = depends[index] or (not written & of_models and node.is_pure)
-            if written & needed and is_again and node.name not in _NUMBERS:
+            if written & needed and is_again and node.name not in NUMBERS:
                 needed |= {id(tensor) for tensor in node.reads}
                 of_models |= {id(tensor) for tensor in node.reads if isinstance(node.call, nn.Module)}
                 kept.append(index)
         self.nodes = [nodes[index] for index in reversed(kept)]
-        self.losses = list(losses)
+        self.phases = [sum(index >= phase.nodes for phase in plan) for index in reversed(kept)]
+        self.plan, self.losses, self._values = list(plan), losses, dict[int, Tensor]()
         after = {id(loss) for loss in losses}
         for node in nodes:
             if any(id(tensor) in after for tensor in node.reads):
@@ -228,7 +97,7 @@ class Program:
         self.numbers = [
             node
             for index, node in enumerate(nodes[: max(kept, default=0)])
-            if index > kept[-1] and node.name in _NUMBERS and depends[index] and id(node.reads[0]) not in after
+            if index > kept[-1] and node.name in NUMBERS and depends[index] and id(node.reads[0]) not in after
         ]
         """Where the user's code made numbers of what the loss may depend on."""
         self.calls = [node for node in self.nodes if isinstance(node.call, nn.Module)]
@@ -250,7 +119,7 @@ class Program:
                         f"{node.line} reads a tensor that {tensor.grad_fn.name()} made of the weights, in code that is not Python"
                     )
                 source = tensor
-                if not isinstance(node.call, nn.Module) and _version(tensor) != version:
+                if not isinstance(node.call, nn.Module) and version_of(tensor) != version:
                     if (id(tensor), version) not in copies:
                         raise UnrepeatableError(f"a tensor that {node.line} reads is changed in place later")
                     source = copies[id(tensor), version]
@@ -265,7 +134,7 @@ class Program:
     @property
     def single(self) -> Node | None:
         """The only call of a model, if the loss follows from its output, and it does not depend on what is computed before it."""
-        if len(self.calls) != 1 or len(self.losses) > 1:
+        if len(self.calls) != 1 or len(self.losses) > 1 or len(self.plan[0].steps) > 1:
             return None
         (call,) = self.calls
         own = {id(parameter) for parameter in call.call.parameters()}  # type: ignore[attr-defined]
@@ -293,23 +162,25 @@ class Program:
             tensor = given.get(identity, self._inputs[identity])
             inputs.append(tensor.detach().clone().requires_grad_(self._inputs[identity].requires_grad))
             self.input_keys.append(self._key(self._inputs[identity]))
-        for node in self.nodes:
+        for node, phase in zip(self.nodes, self.phases, strict=True):
             args, kwargs = ((), {}) if node is single else map_tensors((node.args, node.kwargs), self._placeholder)
             name = None
             if isinstance(node.call, nn.Module):
                 name = models.get(node.call, "")
-            self._steps.append(_Step(node, args, kwargs, [self._key(tensor) for tensor in node.results], name))
+            self._steps.append(_Step(node, args, kwargs, [self._key(tensor) for tensor in node.results], name, phase))
             for tensor in node.reads:
                 if id(tensor) in self.trained and id(tensor) in names:
                     self._parameters[self._key(tensor)] = names[id(tensor)]
-        self.loss_keys = [self._key(loss) for loss in self.losses]
-        self.form = repr([self._form_of(step) for step in self._steps])
+        self.loss_keys = [[self._key(loss) for loss in phase.losses] for phase in self.plan]
+        plan = [(phase.clears, len(phase.losses), phase.steps) for phase in self.plan]
+        self.form = repr((plan, [self._form_of(step) for step in self._steps]))
         return inputs
 
     def release(self) -> None:
         """Free the tensors that were recorded."""
         self.losses, self.nodes, self.calls, self.numbers = [], [], [], []
-        self._inputs, self.trained = {}, {}
+        self._inputs, self.trained, self._values, self.phases = {}, {}, {}, []
+        self.plan = [phase._replace(losses=()) for phase in self.plan]
         for step in self._steps:
             step.node = dataclasses.replace(
                 step.node,
@@ -333,22 +204,28 @@ class Program:
         """What two programs have in common if they differ by their tensors only."""
         order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
         what = step.model if step.model is not None else getattr(step.node.call, "__qualname__", step.node.name)
-        return what, map_tensors((step.args, step.kwargs), lambda tensor: order[id(tensor)])
+        return what, step.phase, map_tensors((step.args, step.kwargs), lambda tensor: order[id(tensor)])
 
     def run(
-        self, root: nn.Module, inputs: Sequence[Tensor], output: Any = None, *, again: Callable[[], Any] | None = None
+        self,
+        root: nn.Module,
+        inputs: Sequence[Tensor],
+        output: Any = None,
+        *,
+        again: Callable[[], Any] | None = None,
+        phase: int = 0,
     ) -> list[Tensor]:
-        """The losses, from inputs like those of :meth:`bind`, and the ``output`` of the only model.
+        """The losses of a phase, from inputs like those of :meth:`bind`, and the ``output`` of the only model; phases follow each other.
 
         ``again`` calls the only model, if there is one: everything is then computed under autocast and from the random numbers of the recording.
         """
-        values = dict(zip(self.input_keys, inputs, strict=True))
+        values = self._values = self._values if phase else dict(zip(self.input_keys, inputs, strict=True))
         values |= {key: root.get_parameter(name) for key, name in self._parameters.items()}
 
         def value_of(placeholder: Tensor) -> Tensor:
             return values.get(id(placeholder), placeholder)
 
-        for step in self._steps:
+        for step in [step for step in self._steps if step.phase == phase]:
             with contextlib.ExitStack() as stack:
                 if not step.node.has_gradients:
                     stack.enter_context(torch.no_grad())
@@ -368,7 +245,9 @@ class Program:
                     f"At {step.node.line}, {len(step.results)} tensors came back in the script, and {len(found)} here."
                 )
             values |= dict(zip(step.results, found, strict=True))
-        return [values[key] for key in self.loss_keys]
+        if phase + 1 == len(self.plan):
+            self._values = {}
+        return [values[key] for key in self.loss_keys[phase]]
 
 
 def _enter_autocasts(stack: contextlib.ExitStack, wanted: dict[str, torch.dtype]) -> None:

@@ -8,7 +8,7 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import FrameType
 from typing import Any
 
@@ -20,9 +20,15 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from lowprec_check.engine.core.devices import generator_restorers
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import own_line
+from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError
 from lowprec_check.engine.model.kept_files import replaced
-from lowprec_check.engine.model.loss_program import CallRecorder, Node, Program, UnrepeatableError, copy_of
-from lowprec_check.engine.model.observed_training import SECONDS, Backward, ObservedStep, ObservedSteps
+from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
+from lowprec_check.engine.model.observed_training import (
+    SECONDS,
+    ObservedStep,
+    ObservedSteps,
+    OptimizerStep,
+)
 from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
 from lowprec_check.engine.model.snapshot import saved_tensor
 from lowprec_check.errors import message_of
@@ -36,6 +42,9 @@ _FRAMEWORKS = {
 }
 """What trains, by the start of the name of a module that calls ``backward()``."""
 
+
+_WAIT = 10
+"""Steps that an optimizer makes before one that was made and trains other weights is no longer waited for."""
 
 _EVALUATED = 100
 """Calls that are kept of models in eval mode, outside ``torch.no_grad()``: of an evaluation, unless a ``backward()`` follows."""
@@ -58,8 +67,8 @@ class StepObserver:
         self._scaled: dict[int, tuple[Tensor, Tensor, float]] = {}
         self._clips: dict[int, list[Clip]] = {}
         """By the number of backward passes before them."""
-        self._states: dict[Optimizer, Any] = {}
-        """Of optimizers, before their first step."""
+        self._made_steps: list[OptimizerStep] = []
+        """Of the step that is not complete."""
         self.found = ObservedSteps(steps)
 
     def give_up(self, why: str) -> None:
@@ -97,6 +106,8 @@ class StepObserver:
             stack.enter_context(torch.compiler.set_stance("force_eager"))  # compiled code may call models
             stack.enter_context(self._recorder)
             yield
+        if not self._is_over:
+            self._end()
         self._is_over = True
 
     @property
@@ -121,6 +132,7 @@ class StepObserver:
             return call(module, *args, **kwargs)
         in_step = bool(self._recorder.nodes or self._backwards) and not self.found.steps
         if system.monotonic() - self._since > SECONDS * (5 if in_step else 1):
+            self._end()
             if not self.found.steps:
                 self.give_up(f"no step of an optimizer is complete {SECONDS:g} s after the first call of a model")
             self._leave()
@@ -191,63 +203,114 @@ class StepObserver:
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_elsewhere:
             return
+        self._recorder.on = False
         if not self.found.steps:
             self._save(_trained_by(optimizer).values())
-        if optimizer not in self._states:
-            self._states[optimizer] = copy.deepcopy(optimizer.state_dict()["state"]) if optimizer.state else None
+        if optimizer not in self.found.states:
+            self.found.states[optimizer] = copy.deepcopy(optimizer.state_dict()["state"]) if optimizer.state else None
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
-        trained = _trained_by(optimizer).keys()
-        start = max((count for count, cleared in self._cleared if trained <= cleared), default=0)
-        backwards = self._backwards[start:]
-        if self._is_elsewhere or not backwards:
+        trained, end = _trained_by(optimizer), len(self._backwards)
+        start = max((count for count, cleared in self._cleared if trained.keys() <= cleared), default=0)
+        if self._is_elsewhere or start == end:
             return  # without gradients, as a step is made to please a scheduler
-        self.found.optimizer = self.found.optimizer or optimizer
         if takes_closure(optimizer):
             self.give_up(f"{type(optimizer).__name__}.step() needs a closure, and a scan calls step() without one")
-        if optimizer is self.found.optimizer:
+        clips = [clip for clip in self._clips.get(end, []) if any(known in trained for known in clip.parameters)]
+        gradients = {} if self.found.steps else {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
+        self._made_steps.append(OptimizerStep(optimizer, start, end, clips, gradients))
+        self.found.schedule.setdefault(optimizer, []).append(settings_of(optimizer))
+        if self.found.problem is None and not self._is_complete():
+            self._recorder.on = True
+            return
+        self._end()
+        if self.found.problem is not None or self.found.unlike or len(self.found.steps) >= self.found.wanted:
+            self._leave()
+
+    def _is_complete(self) -> bool:
+        """Whether each optimizer has made a step: in the first, all that train other weights, unless one makes many before them."""
+        made, found = {one.optimizer for one in self._made_steps}, self.found
+        if found.steps:
+            return made >= set(found.optimizers)
+        known = {known for one in made for known in _trained_by(one)}
+        others = [_trained_by(one) for one, _ in found.made if one not in made and hasattr(one, "param_groups")]
+        is_waited_for = any(
+            own.keys().isdisjoint(known) and any(p.requires_grad for p in own.values()) for own in others
+        )
+        return len(self._made_steps) >= max(_WAIT, found.wanted) if is_waited_for else True
+
+    def _end(self) -> None:
+        """Add the step that was made; before the first is complete, and with one optimizer, each of its own."""
+        made, found = self._made_steps, self.found
+        if found.problem is None and made and (not found.steps or self._is_complete()):
+            several = list(dict.fromkeys(one.optimizer for one in made))
+            found.optimizers = found.optimizers or several
+            each = [[one] for one in made] if len(several) == 1 and not found.steps else [made]
             with self._recorder.paused():
                 try:
-                    self._add(optimizer, backwards)
+                    for steps in each[: found.wanted]:
+                        self._add(steps)
                 except UnrepeatableError as problem:
-                    if self.found.steps:
-                        self.found.unlike = message_of(problem)
+                    if found.steps:
+                        found.unlike = message_of(problem)
                     else:
                         self.give_up(message_of(problem))
         self._forget_step()
-        if self.found.problem is not None or self.found.unlike or len(self.found.steps) >= self.found.wanted:
-            self._leave()
 
     def _forget_step(self) -> None:
         recorder = self._recorder
         recorder.on = False
-        for kept in (recorder.nodes, recorder.copies, self._backwards, self._cleared, self._scaled, self._clips):
+        lists = (recorder.nodes, self._backwards, self._cleared, self._made_steps)
+        for kept in (*lists, recorder.copies, self._scaled, self._clips):
             kept.clear()
 
     def forget(self) -> None:
         """Free all that was observed."""
         self._forget_step()
-        self._states.clear()
         self.found = ObservedSteps(0)
 
     # -- After a step of the optimizer
 
-    def _add(self, optimizer: Optimizer, backwards: list[Backward]) -> None:
+    def _add(self, made: list[OptimizerStep]) -> None:
         found = self.found
-        trained = _trained_by(optimizer)
-        nodes = self._recorder.nodes[: backwards[-1].nodes]
-        program = Program(nodes, [backward.loss for backward in backwards], trained, self._recorder.copies)
+        trained = {known: p for optimizer in found.optimizers for known, p in _trained_by(optimizer).items()}
+        plan = plan_of(made, self._backwards, found.optimizers)
+        program = Program(self._recorder.nodes[: plan[-1].nodes], plan, trained, self._recorder.copies)
         step = ObservedStep.of(program, found.steps[0] if found.steps else None)
         if not found.steps:
-            clips = self._clips.get(len(self._backwards), [])
-            found.first, found.state = backwards, self._states[optimizer]
-            found.clips = [clip for clip in clips if any(known in trained for known in clip.parameters)]
-            found.gradients = {known: p.grad.clone() for known, p in trained.items() if p.grad is not None}
+            used = {id(loss) for loss in program.losses}
+            found.first = [backward for backward in self._backwards if id(backward.loss) in used]
+            found.made_first = list(made)
             found.note_facts(program)
         else:
             program.release()
-        found.schedule.append(settings_of(optimizer))
         found.steps.append(step)
+
+
+def plan_of(
+    made: Sequence[OptimizerStep], backwards: Sequence[Backward], optimizers: Sequence[Optimizer]
+) -> list[Phase]:
+    """The phases of the steps ``made``, from the backward passes that they use."""
+    plan: list[Phase] = []
+    waiting = [(optimizers.index(one.optimizer), one) for one in made]
+    for index, backward in enumerate([*backwards, None]):
+        done = [number for number, one in waiting if one.end <= index]
+        waiting = [(number, one) for number, one in waiting if one.end > index]
+        if done:
+            plan[-1] = plan[-1]._replace(steps=(*plan[-1].steps, *done))
+        clears = tuple(dict.fromkeys(number for number, one in waiting if one.start == index))
+        if backward is None or not any(one.start <= index for _, one in waiting):
+            continue
+        if not plan or clears or plan[-1].steps:
+            plan.append(Phase(clears, (), 0, ()))
+        plan[-1] = plan[-1]._replace(losses=(*plan[-1].losses, backward.loss), nodes=backward.nodes)
+    cleared, stepped = set[int](), set[int]()
+    for phase in plan[1:]:
+        cleared |= set(phase.clears)
+    for phase in plan:  # before the first backward pass, those that make a step before they are cleared
+        stepped |= set(phase.steps) - (set(phase.clears) if phase is not plan[0] else set())
+    first = tuple(number for number in range(len(optimizers)) if number in stepped or number not in cleared)
+    return [plan[0]._replace(clears=first), *plan[1:]]
 
 
 def _trained_by(optimizer: Optimizer) -> dict[int, nn.Parameter]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,8 +14,9 @@ from torch.optim import Optimizer
 
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.loss_program import Program, UnrepeatableError, copy_of
-from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, Settings
+from lowprec_check.engine.model.call_recorder import UnrepeatableError
+from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
+from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
 
@@ -30,24 +32,28 @@ class ScriptStep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.programs: list[Program] = []
+        self._phase = 0
+
+    def start(self, inputs: Sequence[Any]) -> Sequence[Phase]:
+        """The phases of the step with these inputs; each is a call."""
+        self._phase = 0
+        return _program_of(self.programs, inputs)[0].plan
 
     def forward(self, *inputs: Any) -> Tensor:
-        """The sum of the losses that the script calls ``backward()`` of for one step."""
-        return _loss_of(self.programs, self, inputs)
+        """The sum of the losses that the script calls ``backward()`` of in the next phase."""
+        program, given = _program_of(self.programs, inputs)
+        phase, self._phase = self._phase, (self._phase + 1) % len(program.plan)
+        return sum_of(program.run(self, given, phase=phase))
 
 
-def _loss_of(programs: Sequence[Program], root: nn.Module, inputs: Sequence[Any], output: Any = None) -> Tensor:
-    """The loss of a step; of several programs, the first of the inputs is the number of the step's."""
-    number, given = (0, inputs) if len(programs) == 1 else (inputs[0], inputs[1:])
-    return sum_of(programs[number].run(root, given, output))
+def _program_of(programs: Sequence[Program], inputs: Sequence[Any]) -> tuple[Program, Sequence[Any]]:
+    """What computes the losses of a step; of several programs, the first of the inputs is the number of the step's."""
+    return (programs[0], inputs) if len(programs) == 1 else (programs[inputs[0]], inputs[1:])
 
 
 def sum_of(losses: Sequence[Tensor]) -> Tensor:
     """One loss, as it is, or the sum of several."""
-    total = losses[0]
-    for loss in losses[1:]:
-        total = total + loss
-    return total
+    return sum(losses[1:], losses[0])
 
 
 class ObservedLoss:
@@ -56,6 +62,7 @@ class ObservedLoss:
     def __init__(self, programs: Sequence[Program], model: nn.Module) -> None:
         program = programs[0]
         functional = [node for node in program.nodes if getattr(nn.functional, node.name, None) is node.call]
+        calls = {node.call for node in functional}
         self.line = (functional or program.nodes)[-1].line
         """Where it is computed: ``train.py:12``."""
         of_model = len(program.nodes) == 1
@@ -63,7 +70,9 @@ class ObservedLoss:
         """Whether the scanned model returns it."""
         self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
         """What the words are of, as code."""
-        self.words = f"{functional[-1].name if functional else 'the loss'} of {self.line}"
+        last = {phase: node for node, phase in zip(program.nodes, program.phases, strict=True) if node.call in calls}
+        of_lines = [f"{node.name} of {node.line}" for node in last.values()]
+        self.words = " + ".join(of_lines) or f"the loss of {self.line}"
         if of_model:
             self.words = "the loss that the model returns"
         self._programs, self._model = programs, model
@@ -74,7 +83,8 @@ class ObservedLoss:
         """The loss, with one element."""
         if isinstance(self._model, ScriptStep):
             return sum_of([output])
-        return _loss_of(self._programs, self._model, targets, output)
+        program, given = _program_of(self._programs, targets)
+        return sum_of(program.run(self._model, given, output))
 
 
 def _with_targets(output: Any, target: Any, /, *targets: Any) -> None:
@@ -102,26 +112,29 @@ class ObservedTraining(NamedTuple):
 
     model: nn.Module
     loss: ObservedLoss
-    optimizer: OptimizerLike
+    optimizer: OptimizerLike | OptimizersLike
     batches: list[ObservedBatch]
     """Of the first step, and of those after it."""
     line: str | None
     """That calls the model."""
     framework: str
     """What calls ``backward()``: ``lightning``, ``transformers`` or ``accelerate``; empty if the script does."""
+    optimizers: tuple[str, ...]
+    """The lines that make the optimizers."""
     notes: tuple[str, ...]
 
 
-class Backward(NamedTuple):
-    """A call of ``backward()``."""
+class OptimizerStep(NamedTuple):
+    """A step of an optimizer."""
 
-    loss: Tensor
-    value: Tensor
-    """Of the loss, which may be changed in place later."""
-    nodes: int
-    """How many were recorded before it."""
-    scale: float
-    """Of a ``GradScaler``; 1 without one."""
+    optimizer: Optimizer
+    start: int
+    """How many backward passes there were when its gradients were cleared."""
+    end: int
+    """How many there were before it."""
+    clips: list[Clip]
+    gradients: dict[int, Tensor]
+    """By the id of the parameter, as the optimizer got them."""
 
 
 class ObservedStep(NamedTuple):
@@ -161,13 +174,14 @@ class ObservedStep(NamedTuple):
 
 @dataclasses.dataclass
 class ObservedSteps:
-    """What was observed of the first ``wanted`` steps of an optimizer."""
+    """What was observed of the first ``wanted`` steps of the optimizers."""
 
     wanted: int
-    optimizer: Optimizer | None = None
-    state: dict[int, Any] | None = None
-    """Of the optimizer, before its first step."""
-    schedule: list[Settings] = dataclasses.field(default_factory=list)
+    optimizers: list[Optimizer] = dataclasses.field(default_factory=list)
+    """Those that made steps."""
+    states: dict[Optimizer, Any] = dataclasses.field(default_factory=dict)
+    """Of optimizers, before their first step."""
+    schedule: dict[Optimizer, list[Settings]] = dataclasses.field(default_factory=dict)
     """Of each step."""
     steps: list[ObservedStep] = dataclasses.field(default_factory=list)
     unlike: str = ""
@@ -175,10 +189,9 @@ class ObservedSteps:
     values: dict[int, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Of parameters and buffers, before the first step."""
     first: Sequence[Backward] = ()
-    """Of the first step, and so are these."""
-    clips: list[Clip] = dataclasses.field(default_factory=list)
-    gradients: dict[int, Tensor] = dataclasses.field(default_factory=dict)
-    """By the id of the parameter, as the optimizer got them."""
+    """Of the first step: those that it uses."""
+    made_first: Sequence[OptimizerStep] = ()
+    """In the first step."""
     facts: dict[str, None] = dataclasses.field(default_factory=dict)
     """Notes."""
     framework: str = ""
@@ -198,10 +211,16 @@ class ObservedSteps:
             made.append(f"with a GradScaler at {self.first[0].scale:g}")
         if made:
             facts[f"the script trains {' and '.join(made)}: fp32 is trained without"] = None
-        if len(self.first) > 1:
+        if len(program.losses) > len(program.plan):
             facts[
-                f"the script calls backward() {len(self.first)} times for a step: the scan calls it once, of the sum of the losses, "
-                "which gives the same gradients and takes more memory"
+                f"the script calls backward() {len(program.losses)} times for a step: the scan calls it {'once' if len(program.plan) == 1 else 'less often'}, of the "
+                "sum of the losses, which gives the same gradients and takes more memory"
+            ] = None
+        if len(self.optimizers) > 1:
+            lines = dict(self.made)
+            those = [f"{type(one).__name__} (made at {lines.get(one)})" for one in self.optimizers]
+            facts[
+                f"a step is that of {len(those)} optimizers: {', '.join(those)}; the loss that is shown is the sum of theirs"
             ] = None
         if len(program.calls) > 1:
             names = ", ".join(dict.fromkeys(type(node.call).__name__ for node in program.calls))
@@ -224,7 +243,7 @@ class ObservedSteps:
                 raise UnrepeatableError(self.problem)
             if not self.steps and not self.has_gradients:
                 return None
-            if not self.steps or self.optimizer is None:
+            if not self.steps:
                 raise UnrepeatableError(
                     "it makes no step of a torch.optim.Optimizer with the gradients that it computes"
                 )
@@ -237,13 +256,13 @@ class ObservedSteps:
             if isinstance(root, ScriptStep):
                 for parameter in root.parameters():  # of other optimizers
                     parameter.requires_grad_(id(parameter) in program.trained)
-            optimizer = OptimizerLike(self.optimizer, root, self.clips, self.state, self.schedule)
+            optimizer = self._optimizer(root)
             self._check(optimizer, loss)
         except UnrepeatableError as problem:
             raise UsageError(f"The training of {script} cannot be scanned: {problem}.", DEFINE_PARTS) from None
         for module in root.modules():
             _detach(module, self.facts)
-        notes = (f"the training step is that of the script, observed at {line}", *self._notes(optimizer))
+        notes = (f"the training step is that of the script, observed at {line}", *self._notes(_parts_of(optimizer)))
         program.release()
         batches, is_input = [step.batch for step in self.steps], isinstance(root, ScriptStep)
         if isinstance(root, ScriptStep):
@@ -252,9 +271,22 @@ class ObservedSteps:
             numbers = [list(forms).index(step.program.form) for step in self.steps]
             pairs = zip(batches, numbers, strict=True)
             batches = [batch.numbered(number, is_input=is_input) for batch, number in pairs]
-        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, notes)
+        made = tuple(dict(self.made).get(one) or "" for one in self.optimizers)
+        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes)
 
-    def _check(self, made: OptimizerLike, loss: ObservedLoss) -> None:
+    def _optimizer(self, root: nn.Module) -> OptimizerLike | OptimizersLike:
+        """What makes optimizers like those of the script, of the parameters of ``root``."""
+        position = {id(p): index for index, p in enumerate([p for p in root.parameters() if p.requires_grad])}
+        parts, positions = [], []
+        for optimizer in self.optimizers:
+            own = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in position}
+            clips = next(one.clips for one in self.made_first if one.optimizer is optimizer)
+            model = root if len(self.optimizers) == 1 else nn.ParameterList(own.values())
+            parts.append(OptimizerLike(optimizer, model, clips, self.states[optimizer], self.schedule[optimizer]))
+            positions.append([position[known] for known in own])
+        return parts[0] if len(parts) == 1 else OptimizersLike(parts, positions)
+
+    def _check(self, made: OptimizerLike | OptimizersLike, loss: ObservedLoss) -> None:
         """Make the first step again up to its gradients; raises :class:`UnrepeatableError` if they or the loss differ."""
         program, batch, root = self.steps[0]
         given = batch.args if isinstance(root, ScriptStep) else batch.targets
@@ -264,33 +296,32 @@ class ObservedSteps:
             args, kwargs = map_tensors((batch.args, batch.kwargs), copy_of)
             return root(*args, **kwargs)
 
+        trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
+        positions = made.positions if isinstance(made, OptimizersLike) else [range(len(trained))]
+        own = [[trained[index] for index in places] for places in positions]
+        optimizers = [part(parameters) for part, parameters in zip(_parts_of(made), own, strict=True)]
+        values, steps = iter([first.value for first in self.first]), iter(self.made_first)
         self._restore()
         try:
             with kept_generators(), torch.enable_grad(), torch.compiler.set_stance("force_eager"):
-                losses = program.run(root, map_tensors(given, copy_of), again=again)
-                for found, first in zip(losses, self.first, strict=True):
-                    if not torch.allclose(found, first.value, rtol=_rounding(found), atol=0, equal_nan=True):
-                        raise UnrepeatableError(
-                            f"computed again from the same batch, the loss at {loss.line} is {found.item():g}, not {first.value.item():g}"
-                        )
-                (sum_of(losses) * scale).backward()
-                for parameter in root.parameters():
-                    if parameter.grad is not None:
-                        parameter.grad.div_(scale)
-                made.clip([parameter for parameter in root.parameters() if parameter.requires_grad])
-                pairs = [
-                    (torch.zeros_like(p) if p.grad is None else p.grad, self.gradients[id(p)])
-                    for p in root.parameters()
-                    if id(p) in self.gradients
-                ]
-            error = sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
-            norm = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
+                for number, phase in enumerate(program.plan):
+                    for parameter in itertools.chain(*(own[index] for index in phase.clears)):
+                        parameter.grad = None
+                    losses = program.run(root, map_tensors(given, copy_of), again=again, phase=number)
+                    for found, value in zip(losses, values, strict=False):
+                        if not torch.allclose(found, value, rtol=_rounding(found), atol=0, equal_nan=True):
+                            raise UnrepeatableError(
+                                f"computed again from the same batch, the loss at {loss.line} is {found.item():g}, not {value.item():g}"
+                            )
+                    (sum_of(losses) * scale).backward()
+                    for index in phase.steps:
+                        for parameter in own[index]:
+                            if parameter.grad is not None:
+                                parameter.grad.div_(scale)
+                        optimizers[index].step()
+                        _check_gradients(own[index], next(steps).gradients, loss)
         finally:
             self._restore()
-        if not error <= _SAME * norm:
-            raise UnrepeatableError(
-                f"the gradients that the optimizer gets differ from those of the loss at {loss.line} by {error / (norm or 1.0):.1%}"
-            )
 
     def _restore(self) -> None:
         """Make parameters and buffers as they were before the first step."""
@@ -298,18 +329,20 @@ class ObservedSteps:
             restore_tensor(*saved)
             saved[0].grad = None
 
-    def _notes(self, made: OptimizerLike) -> Iterator[str]:
-        for clip in made.clips:
-            yield f"gradients are clipped as in the script: {clip.code.removeprefix('torch.nn.utils.')}"
-        rates, count = made.rates, len(self.steps)
-        if not any(rates) and "initial_lr" in made.schedule[0][0]:
-            for settings in [found for step in made.schedule for found in step]:
-                settings["lr"] = settings["initial_lr"]
-            yield f"the learning rate of the script is 0 in its first step (a warm-up): the scan uses {made.rates[0]:g}"
-        elif len(set(rates)) > 1:
-            yield f"the learning rate is that of the script in each step: {rates[0]:g} to {rates[-1]:g}"
-        if made.state:
+    def _notes(self, parts: Sequence[OptimizerLike]) -> Iterator[str]:
+        for code in dict.fromkeys(clip.code for made in parts for clip in made.clips):
+            yield f"gradients are clipped as in the script: {code.removeprefix('torch.nn.utils.')}"
+        for made in parts:
+            rates = made.rates
+            if not any(rates) and "initial_lr" in made.schedule[0][0]:
+                for settings in [found for step in made.schedule for found in step]:
+                    settings["lr"] = settings["initial_lr"]
+                yield f"the learning rate of the script is 0 in its first step (a warm-up): the scan uses {made.rates[0]:g}"
+            elif len(set(rates)) > 1:
+                yield f"the learning rate is that of the script in each step: {rates[0]:g} to {rates[-1]:g}"
+        if any(made.state for made in parts):
             yield "the optimizer starts from the state that it has in the script"
+        count = len(self.steps)
         if count < self.wanted:
             why = self.unlike or f"the script makes no more within {SECONDS:g} s"
             batches = "is observed: its batch is" if count == 1 else "are observed: their batches are"
@@ -321,6 +354,21 @@ class ObservedSteps:
                 kind = type(optimizer).__name__
                 yield f"the script has another optimizer, {kind}, made at {line}: the scan does not make its steps"
         yield from self.facts
+
+
+def _parts_of(made: OptimizerLike | OptimizersLike) -> Sequence[OptimizerLike]:
+    return made.parts if isinstance(made, OptimizersLike) else [made]
+
+
+def _check_gradients(parameters: Sequence[nn.Parameter], wanted: dict[int, Tensor], loss: ObservedLoss) -> None:
+    """Raise :class:`UnrepeatableError` if the gradients of ``parameters`` differ from those of the script."""
+    pairs = [(torch.zeros_like(p) if p.grad is None else p.grad, wanted[id(p)]) for p in parameters if id(p) in wanted]
+    error = sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
+    norm = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
+    if not error <= _SAME * norm:
+        raise UnrepeatableError(
+            f"the gradients that the optimizer gets differ from those of the loss at {loss.line} by {error / (norm or 1.0):.1%}"
+        )
 
 
 _SAME = 1e-3

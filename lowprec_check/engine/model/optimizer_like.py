@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import itertools
 from collections.abc import Callable, Iterable, Sequence
@@ -114,7 +115,38 @@ class OptimizerLike:
         return [float(settings[0].get("lr", 1.0)) for settings in self.schedule]
 
 
-def takes_closure(optimizer: torch.optim.Optimizer) -> bool:
+class OptimizersTogether:
+    """Several optimizers of different parameters, seen as one."""
+
+    def __init__(self, parts: Sequence[Any]) -> None:
+        self.parts = parts
+        self.param_groups = [group for part in parts for group in part.param_groups]
+        self.defaults = {name: value for part in parts for name, value in part.defaults.items()}
+        self.state: Any = collections.defaultdict(dict)
+        for part in parts:
+            self.state.update(part.state)
+            part.state = self.state
+
+    def step(self) -> None:
+        """Make the step of each."""
+        for part in self.parts:
+            part.step()
+
+
+class OptimizersLike:
+    """Makes optimizers like several of the user's, ``parts``; each has the parameters of the model at its ``positions``."""
+
+    def __init__(self, parts: Sequence[OptimizerLike], positions: Sequence[Sequence[int]]) -> None:
+        self.parts, self.positions = parts, positions
+
+    def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
+        """Optimizers of ``parameters``, in the order of those of the model."""
+        listed = list(parameters)
+        pairs = zip(self.parts, self.positions, strict=True)
+        return OptimizersTogether([part([listed[index] for index in places]) for part, places in pairs])
+
+
+def takes_closure(optimizer: Any) -> bool:
     """Whether its ``step()`` cannot be called without a closure."""
     _, *given = parameters_of(type(optimizer).step).values()  # a scheduler wraps that of the object
     return any(map(_is_needed, given))

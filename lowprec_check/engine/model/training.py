@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.observed_training import ObservedLoss
-from lowprec_check.engine.model.optimizer_like import OptimizerLike, takes_closure
+from lowprec_check.engine.model.optimizer_like import OptimizerLike, OptimizersLike, OptimizersTogether, takes_closure
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, message_of, type_name
 
@@ -216,6 +216,10 @@ def optimizer_code(given: Any) -> tuple[tuple[str, ...], str]:
     """Lines of code, and the expression that makes the optimizer from ``parameters``; ``given`` is what the user's file defines."""
     if given is None:
         return (), f"torch.optim.AdamW(parameters, lr={DEFAULT_LEARNING_RATE})"
+    if isinstance(given, OptimizersLike):
+        own = '[p for group in optimizer.param_groups for p in group["params"]]'
+        code = _LIKE.replace("(parameters)", "(parameters, optimizer)").replace("model.parameters()", own)
+        return (code,), "optimizer_like(parameters, optimizer)"
     if isinstance(given, OptimizerLike):
         return (_LIKE,), "optimizer_like(parameters)"
     return (), "optimizer(parameters)"
@@ -232,8 +236,10 @@ def optimizer_like(parameters):  # as `optimizer`, which a scheduler may have ch
 """
 
 
-def describe_optimizer(made: torch.optim.Optimizer) -> str:
+def describe_optimizer(made: Any) -> str:
     """``SGD(lr=0.1, momentum=0.9)``: the learning rate, weight decay, and settings that differ from the defaults of the class."""
+    if isinstance(made, OptimizersTogether):
+        return " and ".join(map(describe_optimizer, made.parts))
     usual = {name: found.default for name, found in parameters_of(type(made)).items()}
     settings = []
     for name in made.defaults:

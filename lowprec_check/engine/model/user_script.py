@@ -22,8 +22,8 @@ from torch import nn
 from torch.utils import _python_dispatch as dispatch_modes
 
 from lowprec_check.engine.core.source_location import is_own_file, own_line, source_line
+from lowprec_check.engine.model.call_recorder import function_modes, set_function_modes
 from lowprec_check.engine.model.kept_files import KeptFiles, replaced
-from lowprec_check.engine.model.loss_program import function_modes, set_function_modes
 from lowprec_check.engine.model.observed_step import StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.process.function_worker import end_if_forked

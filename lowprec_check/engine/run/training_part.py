@@ -41,10 +41,10 @@ from lowprec_check.engine.train.steps import (
     Loop,
     StepFailedError,
     TrainingStep,
-    Trajectory,
     Watcher,
     state_bytes,
 )
+from lowprec_check.engine.train.trajectory import Trajectory
 from lowprec_check.engine.train.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.training import LossScale, TrainingRun, TrainingWay

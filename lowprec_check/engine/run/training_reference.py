@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.output_comparison import same_bits
 from lowprec_check.engine.model.memory import measure_memory
-from lowprec_check.engine.model.optimizer_like import OptimizerLike
+from lowprec_check.engine.model.observed_training import ScriptStep
+from lowprec_check.engine.model.optimizer_like import OptimizerLike, OptimizersLike
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -37,18 +38,17 @@ from lowprec_check.engine.train.spread import Spread
 from lowprec_check.engine.train.steps import (
     MAX_SKIPPED,
     Loop,
-    Samples,
     StepFailedError,
     StepResult,
     TrainingStep,
-    Trajectory,
     Watcher,
     kept_by,
     state_bytes,
 )
+from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.training import TrainingRun, TrainingSetup, TrainingWay
+from lowprec_check.schema.training import TrainingPhase, TrainingRun, TrainingSetup, TrainingWay
 from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
 
@@ -93,13 +93,16 @@ class TrainingReference:
 def script_parts(target: Target) -> dict[str, Any]:
     """What is saved of the step of a script besides its loss and its optimizer; empty for other targets."""
     observed, optimizer = target.observed, target.optimizer
-    if observed is None or not isinstance(optimizer, OptimizerLike):
+    if observed is None or not isinstance(optimizer, (OptimizerLike, OptimizersLike)):
         return {}
-    return {
-        "script": observed.line or "",
-        "framework": observed.framework,
-        "clip_code": [c.code for c in optimizer.clips],
-    }
+    parts = optimizer.parts if isinstance(optimizer, OptimizersLike) else [optimizer]
+    clips = [[clip.code for clip in part.clips] for part in parts]
+    found: dict[str, Any] = {"script": observed.line or "", "framework": observed.framework, "clip_code": clips[0]}
+    if isinstance(target.model, ScriptStep) and len(parts) > 1:
+        plan = target.model.start(target.args)
+        phases = [TrainingPhase(clears=list(phase.clears), steps=list(phase.steps)) for phase in plan]
+        found |= {"optimizers": list(observed.optimizers), "clips": clips, "phases": phases}
+    return found
 
 
 class TrainingSteps:
@@ -320,7 +323,10 @@ class ReferenceTraining(TrainingSteps):
         super()._keep_outputs(result)
         self._count = len(output_tensors((result.output, result.loss)))
         target = self.target
-        self._loss = describe_loss(target.loss, result.output, target.form, target.targets_code)
+        output = (
+            result.output[0] if isinstance(target.optimizer, OptimizersLike) else result.output
+        )  # of its first phase
+        self._loss = describe_loss(target.loss, output, target.form, target.targets_code)
 
 
 def _failed_loss(error: ExceptionInfo, target: Target) -> tuple[str, str]:

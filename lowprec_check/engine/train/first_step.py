@@ -20,6 +20,7 @@ from lowprec_check.engine.core.floating_dtypes import as_real
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.plain_run import output_tensors
 from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.trace.op_errors import ROUNDING
 from lowprec_check.engine.trace.places import Places, accumulates, nodes_of
@@ -40,20 +41,24 @@ class FirstGradients(Watcher):
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
-        self._is_skipped = True
+        self._is_skipped, self._has_scale = True, False
         self.found: dict[str, Tensor] = {}
 
     def gradients(self, step: TrainingStep) -> None:
-        """Copy the gradients; where a ``GradScaler`` skips the step, they are replaced."""
+        """Copy the gradients of an optimizer; where a ``GradScaler`` skips the step, they are replaced."""
         if not self._is_skipped:
             return
-        scale = step.scale
-        self.found = {
+        scale, updated = step.scale, {id(parameter) for parameter in step.parts[step.number].parameters}
+        self._has_scale = scale is not None
+        self.found |= {
             name: as_real(parameter.grad.detach()).float().cpu().clone().div_(scale or 1.0)
             for name, parameter in self._parameters.items()
-            if parameter.grad is not None and parameter.grad.layout == torch.strided
+            if id(parameter) in updated and parameter.grad is not None and parameter.grad.layout == torch.strided
         }
-        self._is_skipped = scale is not None and not all(map(_is_finite, self.found.values()))
+
+    def after(self, step: TrainingStep) -> None:
+        """Note whether the step was skipped."""
+        self._is_skipped = self._has_scale and not all(map(_is_finite, self.found.values()))
 
 
 def _is_finite(tensor: Tensor) -> bool:
@@ -72,14 +77,18 @@ class FirstStep(NamedTuple):
 def first_step_under(mode: DispatchMode, ready: Prepared, target: Target, seed: int) -> FirstStep:
     """The first step of ``ready`` in eager mode under ``mode``, without loss scaling."""
     step = TrainingStep(target, ready, PLAIN, target.model)
-    seed_everything(seed)
-    inputs = ready.inputs(target.args, target.kwargs)
-    with compiled_code_in_eager(), mode:
-        output, loss = call_model(step.forward, inputs, {})
-        step.updates.backward(loss)
     watcher = FirstGradients({name: p for name, p in ready.model.named_parameters() if p.requires_grad})
-    watcher.gradients(step)
-    return FirstStep([tensor.cpu() for tensor in output_tensors((output, loss))], watcher.found)
+    step.on_gradients = lambda: watcher.gradients(step)
+    snapshot = Snapshot(ready.model, target.inputs, parameters=True)
+    seed_everything(seed)
+    inputs, named = ready.inputs(target.args, target.kwargs)
+    try:
+        with compiled_code_in_eager(), mode:
+            result = call_model(step, inputs, named)
+        outputs = [tensor.cpu().clone() for tensor in output_tensors((result.output, result.loss))]
+    finally:
+        snapshot.rewind()
+    return FirstStep(outputs, watcher.found)
 
 
 class GradientComparison(NamedTuple):

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import widened_dtype
 from lowprec_check.engine.model.training import MakeOptimizer
-from lowprec_check.engine.train.steps import Samples, TrainingStep, Trajectory, Watcher
+from lowprec_check.engine.train.steps import TrainingStep, Watcher
+from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.schema.training import EpsilonCheck, LostUpdates, Values
 
@@ -43,6 +44,9 @@ class LostUpdateCounter(Watcher):
         self._make = make
         self._optimizer = make(list(self._copies.values()))
         self._counts: defaultdict[Name, _Count] = defaultdict(_Count)
+        self._updated: dict[str, nn.Parameter] = {}
+        """Those of the optimizer that makes its step."""
+        self._is_finite = True
         self._before: dict[str, Tensor] = {}
         self._state_before: dict[str, dict[str, Any]] = {}
         self._average: tuple[Any, list[Tensor]] | None = None
@@ -58,21 +62,23 @@ class LostUpdateCounter(Watcher):
             groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
             self._groups = {name: groups[id(p)] for name, p in self._parameters.items() if id(p) in groups}
             self._decay = self._lost_decay()
-        self._before = {name: p.detach().clone() for name, p in self._parameters.items()}
-        self._state_before = {name: copy.deepcopy(optimizer.state.get(p, {})) for name, p in self._parameters.items()}
         if step.average is not None:
             self._average = self._wider(step.average), [tensor.clone() for tensor in _floats(step.average)]
 
     def gradients(self, step: TrainingStep) -> None:
-        """Give the copies the gradients."""
-        for name, parameter in self._parameters.items():
-            self._copies[name].grad = None if parameter.grad is None else self._copy(parameter.grad)
+        """Keep the values, and give the copies the gradients of the optimizer that makes its step."""
+        optimizer, updated = step.updates.optimizer, {id(parameter) for parameter in step.parts[step.number].parameters}
+        self._updated = {name: p for name, p in self._parameters.items() if id(p) in updated}
+        for name, p in self._updated.items():
+            self._before[name], self._state_before[name] = p.detach().clone(), copy.deepcopy(optimizer.state.get(p, {}))
+            self._copies[name].grad = None if p.grad is None else self._copy(p.grad)
 
-    def after(self, step: TrainingStep) -> None:
+    def update(self, step: TrainingStep) -> None:
         """Make the same step on the copies, and count; a step after which a weight is NaN or Inf neither keeps nor loses updates."""
-        if not all(bool(parameter.detach().isfinite().all()) for parameter in self._parameters.values()):
+        self._is_finite = all(bool(parameter.detach().isfinite().all()) for parameter in self._parameters.values())
+        if not self._is_finite:
             return
-        for name in self._parameters:
+        for name in self._updated:
             mine = self._copies[name]
             mine.data = self._copy(self._before[name])
             state = self._state_before[name]
@@ -80,8 +86,8 @@ class LostUpdateCounter(Watcher):
                 wide = {key: self._copy(value) for key, value in _tensors(state) if key != "step"}
                 others = {key: value for key, value in state.items() if key not in wide}
                 self._optimizer.state[mine] = copy.deepcopy(others) | wide
-        self._optimizer.step()
-        for name, parameter in self._parameters.items():
+        getattr(self._optimizer, "parts", [self._optimizer])[step.number].step()
+        for name, parameter in self._updated.items():
             before = self._before[name]
             self._count((name, "weight"), before, parameter.detach(), self._copies[name].detach())
             exact = dict(_tensors(self._optimizer.state.get(self._copies[name], {})))
@@ -90,7 +96,10 @@ class LostUpdateCounter(Watcher):
                 known = known if isinstance(known, Tensor) else torch.zeros_like(value)
                 if value.shape == before.shape and key in exact:
                     self._count((f"{name} · {key}", "optimizer state"), known, value, exact[key])
-        if self._average is not None and step.average is not None:
+
+    def after(self, step: TrainingStep) -> None:
+        """Count what the average loses."""
+        if self._is_finite and self._average is not None and step.average is not None:
             average, values = self._average
             average.update_parameters(self._wider(step.model))
             names = [name for name, _ in step.average.named_parameters()]
@@ -164,14 +173,16 @@ class Stalls(Watcher):
 
     def gradients(self, step: TrainingStep) -> None:
         """Note the weights and which of them have a gradient."""
-        zero = torch.zeros(())
+        zero, updated = torch.zeros(()), {id(parameter) for parameter in step.parts[step.number].parameters}
         gradients = {
-            name: zero.expand(p.shape) if p.grad is None or p.grad.layout != torch.strided else p.grad
+            name: p.grad
+            if id(p) in updated and p.grad is not None and p.grad.layout == torch.strided
+            else zero.expand(p.shape)
             for name, p in self._parameters.items()
         }
         self._moving, self._before = self._samples.take(gradients) != 0, self._samples.take(self._parameters)
 
-    def after(self, step: TrainingStep) -> None:
+    def update(self, step: TrainingStep) -> None:
         """Count those that stayed as they were."""
         weights = self._samples.weights * self._moving
         self._all += float(weights.sum())

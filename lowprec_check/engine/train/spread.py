@@ -11,7 +11,7 @@ import torch
 from msgspec import structs
 from torch import Tensor
 
-from lowprec_check.engine.train.steps import Samples, Trajectory
+from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.schema.training import BEYOND, Divergence
 
 NOTABLE = 0.1

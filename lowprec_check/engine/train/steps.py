@@ -3,34 +3,38 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.devices import seed_everything
-from lowprec_check.engine.core.floating_dtypes import as_real, is_float
+from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.inputs import NoBatchError
+from lowprec_check.engine.model.loss_program import Phase as StepPhase
+from lowprec_check.engine.model.observed_training import ScriptStep, sum_of
+from lowprec_check.engine.model.optimizer_like import OptimizersLike, OptimizersTogether
 from lowprec_check.engine.model.prepared import FailedCast, Prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.training import LossInputs, loss_of, make_optimizer
 from lowprec_check.engine.model.user_code import call_user_code, reraise_interrupt
+from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.schema.run_key import Phase
 from lowprec_check.schema.ways_to_train import Updates, WayToTrain
 
-SAMPLED, TOGETHER = 1024, 2**17
-"""Elements of each tensor that are kept of every step, chosen at random; more, if those of all tensors are no more than ``TOGETHER``."""
-
 MAX_SKIPPED = 24
 """Steps that a ``GradScaler`` may skip: from 2¹⁶, it is then below 2⁻⁸."""
+
+
+USUAL = (StepPhase((0,), (), 0, (0,)),)
+"""The phases of a step with one loss and one optimizer."""
 
 
 class StepResult(NamedTuple):
@@ -49,7 +53,8 @@ class TrainingStep:
     ``call`` is called in place of the model, by default what its user compiled, or the model.
     """
 
-    updates: Updates
+    updates: Any
+    """What updates the weights; of several optimizers, what they all have and keep."""
     average: Any
     """The average of the weights, if the user's file makes one."""
 
@@ -64,7 +69,14 @@ class TrainingStep:
         self.on_loss: Callable[[Tensor], None] = lambda _loss: None
         """Called with the loss, before the backward pass."""
         self.on_gradients: Callable[[], None] = lambda: None
-        """Called after the backward pass, before the optimizer may change the gradients."""
+        """Called before an optimizer makes its step, and may change its gradients."""
+        self.on_update: Callable[[], None] = lambda: None
+        """Called after it."""
+        self.number = 0
+        """Of this optimizer, of several."""
+        self._done = set[tuple[int, int]]()
+        """Of several optimizers, the steps, by phase and number, that were made before a ``GradScaler`` skipped one: when the step is
+        repeated, they and those after them are each made once, as without it."""
         self.targets: tuple[Any, ...] = target.targets
         """What the loss gets of the batch besides the output."""
         self._ready = ready
@@ -75,37 +87,75 @@ class TrainingStep:
         """Forget the state of the optimizer, of the loss scale and of the average."""
         scale, device = self.way.scale, self._ready.device.type
         self.scaler = None if scale is None else torch.amp.GradScaler(device, init_scale=scale)
-        self.updates = self.way.updates(
-            self.model,
-            lambda parameters: make_optimizer(self.target.optimizer, list(parameters)),
-            self.scaler,
-        )
+        optimizer: Any = self.target.optimizer
+        models, makes = [self.model], [optimizer]
+        if isinstance(optimizer, OptimizersLike):
+            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+            models = [nn.ParameterList([trained[index] for index in places]) for places in optimizer.positions]
+            makes = list(optimizer.parts)
+        self.parts = [
+            self.way.updates(model, lambda found, make=make: make_optimizer(make, list(found)), self.scaler)
+            for model, make in zip(models, makes, strict=True)
+        ]
+        """What updates the weights, by optimizer."""
+        self.updates = self.parts[0] if len(self.parts) == 1 else _Together(self.parts)
         self.average = None if self.target.average is None else self.target.average(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         """Do one step on a batch, prepared by ``ready.inputs``."""
-        self.updates.zero_grad()
-        output, loss = self.forward(args, kwargs)
-        self.on_loss(loss)
-        self.phase = "backward"
-        self.updates.backward(loss)
-        self.on_gradients()
-        self.phase = "optimizer"
-        self.updates.step()
+        outputs, losses, is_skipped = [], [], False
+        for index, phase in enumerate(self._plan(args)):
+            for number in phase.clears:
+                self.parts[number].zero_grad()
+            output, loss = self._forward(args, kwargs)
+            self.on_loss(loss)
+            self.phase = "backward"
+            self.parts[0].backward(loss)
+            for self.number in phase.steps:
+                if is_skipped or (index, self.number) in self._done:
+                    continue
+                self.on_gradients()
+                self.phase = "optimizer"
+                self.parts[self.number].step()
+                self.on_update()
+                if self.scaler is not None and len(self.parts) > 1:
+                    is_skipped = not self._is_finite()
+                    self._done |= set() if is_skipped else {(index, self.number)}
+            outputs.append(output)
+            losses.append(loss.detach())
         if self.scaler is not None:
             self.scaler.update()
+        self._done = self._done if is_skipped else set()
         if self.average is not None:
             self.average.update_parameters(self.model)
         parameters = self.updates.parameters
         return StepResult(
-            output,
-            loss.detach(),
+            outputs[0] if len(outputs) == 1 else outputs,
+            _total(losses),
             [parameter.grad for parameter in parameters if parameter.grad is not None],
             [tensor.detach() for tensor in (*parameters, *self.model.buffers())],
         )
 
+    def _plan(self, args: tuple[Any, ...]) -> Sequence[StepPhase]:
+        """The phases of a step, which starts."""
+        return self.model.start(args) if isinstance(self.model, ScriptStep) else USUAL
+
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
-        """The output and the loss, in the precision."""
+        """The output and the loss, in the precision; of several phases, the outputs and the sum of the losses, without steps between."""
+        found = [self._forward(args, kwargs) for _ in self._plan(args)]
+        return found[0] if len(found) == 1 else ([output for output, _ in found], _total([loss for _, loss in found]))
+
+    def _is_finite(self) -> bool:
+        """Whether the gradients of an optimizer that made its step are finite: a ``GradScaler`` skips it otherwise."""
+        found = [parameter.grad for parameter in self.parts[self.number].parameters]
+        return all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None)
+
+    def weights(self) -> dict[int, Tensor]:
+        """The weights that are trained, or what is kept of them in more bits, by the id of the parameter."""
+        pairs = [zip(part.parameters, self.way.weights(part), strict=True) for part in self.parts]
+        return {id(parameter): weight for found in pairs for parameter, weight in found}
+
+    def _forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
         self.phase, self.in_loss = "forward", False
         targets, _ = self._ready.inputs(self.targets, {})
         with self.context(around=False):
@@ -127,14 +177,32 @@ class TrainingStep:
         return None if self.scaler is None else float(self.scaler.get_scale())
 
 
+def _total(losses: Sequence[Tensor]) -> Tensor:
+    """The only loss, or the sum of several in fp32."""
+    return losses[0] if len(losses) == 1 else sum_of([loss.float() for loss in losses])
+
+
+class _Together:
+    """What several optimizers update, to be observed."""
+
+    def __init__(self, parts: Sequence[Updates]) -> None:
+        self.parts = parts
+        self.parameters = [parameter for part in parts for parameter in part.parameters]
+        self.optimizer = OptimizersTogether([part.optimizer for part in parts])
+
+    def backward(self, loss: Tensor) -> None:
+        self.parts[0].backward(loss)
+
+
 def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
     """``ready``, called by ``step``, which enters the context of the precision itself."""
     return ready._replace(call=step, enters_context=True)
 
 
-def kept_by(updates: Updates) -> list[Tensor]:
+def kept_by(updates: Any) -> list[Tensor]:
     """The weights, their copies, and the state of the optimizer: what stays from step to step."""
-    lists = [found for found in vars(updates).values() if isinstance(found, list)]
+    parts = updates.parts if isinstance(updates, _Together) else [updates]
+    lists = [found for part in parts for found in vars(part).values() if isinstance(found, list)]
     lists += [list(state.values()) for state in updates.optimizer.state.values()]
     return [part for found in lists for tensor in found if isinstance(tensor, Tensor) for part in _parts(tensor)]
 
@@ -149,7 +217,7 @@ def _parts(tensor: Any) -> Iterator[Tensor]:
         yield from _parts(getattr(tensor, name))
 
 
-def state_bytes(updates: Updates) -> int:
+def state_bytes(updates: Any) -> int:
     """Bytes of what ``updates`` keeps."""
     storages = [tensor.untyped_storage() for tensor in kept_by(updates)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
@@ -175,63 +243,6 @@ def step_seed(seed: int, number: int) -> int:
 # -- Several steps
 
 
-class Samples:
-    """Random elements of named tensors, the same ones in every run; ``sizes`` are the numbers of elements by name."""
-
-    def __init__(self, sizes: Mapping[str, int]) -> None:
-        generator = torch.Generator().manual_seed(0)
-        self.sizes = dict(sizes)
-        most = max(SAMPLED, TOGETHER // max(1, len(self.sizes)))
-        self._picked: dict[str, Tensor | None] = {}
-        self.slices: dict[str, slice] = {}
-        """By name, where its elements are in what :meth:`take` returns."""
-        weights, end = [torch.zeros(0)], 0
-        for name, size in self.sizes.items():
-            count = min(size, most)
-            self._picked[name] = torch.randint(size, (most,), generator=generator) if size > most else None
-            self.slices[name] = slice(end, end + count)
-            end += count
-            weights.append(torch.full((count,), size / max(count, 1)))
-        self.weights = torch.cat(weights)
-        """How many elements each sample stands for."""
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Samples:
-        """Those of ``tensors``."""
-        return cls({name: as_real(tensor).numel() for name, tensor in tensors.items()})
-
-    def take(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        """The elements of all tensors, as one fp32 vector on the CPU."""
-        found = [torch.zeros(0)]
-        for name, picked in self._picked.items():
-            flat = as_real(tensors[name].detach()).reshape(-1)
-            found.append((flat if picked is None else flat[picked.to(flat.device)]).float().cpu())
-        return torch.cat(found)
-
-
-@dataclasses.dataclass
-class Trajectory:
-    """What a run of steps did; it is saved for the runs that are compared with it."""
-
-    losses: list[float] = dataclasses.field(default_factory=list)
-    """Before each step, and after the last."""
-    weights: list[Tensor] = dataclasses.field(default_factory=list)
-    """:class:`Samples` of the weights that are trained, before the first step and after each."""
-    buffers: list[Tensor] = dataclasses.field(default_factory=list)
-    """The same of the floating buffers."""
-    skipped: int = 0
-    """Steps that a ``GradScaler`` skipped; they were repeated with the same batch."""
-    scales: list[float] = dataclasses.field(default_factory=list)
-    """The loss scale of each step that was not skipped; empty without a ``GradScaler``."""
-    seconds: list[float] = dataclasses.field(default_factory=list)
-    """Of each step."""
-
-    @property
-    def steps(self) -> int:
-        """Steps that were done."""
-        return max(0, len(self.weights) - 1)
-
-
 class Watcher:
     """Observes the steps of a run from outside."""
 
@@ -239,7 +250,10 @@ class Watcher:
         """Called before a step."""
 
     def gradients(self, step: TrainingStep) -> None:
-        """Called after its backward pass, before the optimizer may change the gradients."""
+        """Called before each step of an optimizer, which may change its gradients."""
+
+    def update(self, step: TrainingStep) -> None:
+        """Called after each step of an optimizer."""
 
     def after(self, step: TrainingStep) -> None:
         """Called after it."""
@@ -309,14 +323,13 @@ class Loop:
         inputs, named = self._inputs(number)
         watched = 0.0
 
-        def watch() -> None:
+        def watch(call: Callable[[Watcher], None]) -> None:
             nonlocal watched
-            _, watched = devices.timed(
-                self._ready.device, lambda: self._observe(lambda watcher: watcher.gradients(step))
-            )
+            watched += devices.timed(self._ready.device, lambda: self._observe(call))[1]
 
         if self._watchers:
-            step.on_gradients = watch
+            step.on_gradients = lambda: watch(lambda watcher: watcher.gradients(step))
+            step.on_update = lambda: watch(lambda watcher: watcher.update(step))
         states = None if number else devices.generator_states()
         with _failures():
             result, seconds = devices.timed(self._ready.device, lambda: call_model(step, inputs, named))
@@ -353,8 +366,8 @@ class Loop:
         return self._ready.inputs(batch.args, batch.kwargs)
 
     def _keep(self) -> None:
-        weights = dict(zip(self.parameters, self._step.way.weights(self._step.updates), strict=True))
-        self.trajectory.weights.append(self.samples.take(weights))
+        weights = self._step.weights()
+        self.trajectory.weights.append(self.samples.take({name: weights[id(p)] for name, p in self.parameters.items()}))
         self.trajectory.buffers.append(self.buffer_samples.take(self.buffers))
 
 

@@ -1,0 +1,172 @@
+"""Records what the user's code computes: calls of models, and of functions of torch."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+
+from lowprec_check.engine.core.devices import generator_states
+from lowprec_check.engine.core.pytree import leaves, map_tensors
+from lowprec_check.engine.core.source_location import own_line
+
+_AUTOCASTS = ("cpu", "cuda", "xpu", "mps")
+NUMBERS = ("item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__array__")
+"""Methods that turn a tensor into something that no function of torch sees."""
+
+
+class UnrepeatableError(Exception):
+    """What the user's code computed cannot be computed again; the text says why, and where."""
+
+
+@dataclasses.dataclass
+class Node:
+    """A call of a function of torch, or of a model that no other model called."""
+
+    call: Callable[..., Any]
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    line: str | None
+    has_gradients: bool
+    """Whether gradients were enabled."""
+    autocasts: dict[str, torch.dtype]
+    reads: list[Tensor]
+    versions: list[int]
+    """Of what it reads, before the call: how often each was written to in place."""
+    given: Any = None
+    """Of a model: copies of the arguments, which it may change."""
+    restore_generators: Sequence[Callable[[], Any]] = ()
+    """Of a model: what restores the random numbers that it draws."""
+    results: list[Tensor] = dataclasses.field(default_factory=list)
+    made: list[int] = dataclasses.field(default_factory=list)
+    """Versions of the results."""
+    draws: bool = False
+    """Whether a function of tensors without gradients draws random numbers."""
+
+    @classmethod
+    def of(cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
+        """A call that is about to be made, by the line that calls the caller of this function."""
+        reads = [tensor for _, tensor in leaves((args, kwargs))]
+        return cls(
+            call,
+            args,
+            kwargs,
+            own_line(sys._getframe(2)),
+            torch.is_grad_enabled(),
+            autocasts_now(),
+            reads,
+            [version_of(tensor) for tensor in reads],
+        )
+
+    @property
+    def name(self) -> str:
+        """The name of the function."""
+        return getattr(self.call, "__name__", "")
+
+    @property
+    def is_pure(self) -> bool:
+        """Whether a function gives the same results again, and nothing that it reads or makes was changed."""
+        if isinstance(self.call, nn.Module) or self.draws or self.changed:
+            return False
+        tensors, versions = [*self.reads, *self.results], [*self.versions, *self.made]
+        return all(version_of(tensor) == version for tensor, version in zip(tensors, versions, strict=True))
+
+    @property
+    def changed(self) -> list[Tensor]:
+        """What it writes to in place."""
+        in_place = self.name.endswith("_") and not self.name.endswith("__")
+        first = in_place or self.name == "__setitem__" or self.name.startswith("__i")
+        return [*self.reads[:first], *(tensor for _, tensor in leaves(self.kwargs.get("out")))]
+
+    def written(self) -> set[int]:
+        """Ids of the tensors that it makes or changes."""
+        return {id(tensor) for tensor in (*self.results, *self.changed)}
+
+    def read_instead(self, tensor: Tensor, copy: Tensor) -> None:
+        """Let it read a copy of ``tensor``."""
+        self.args, self.kwargs = map_tensors((self.args, self.kwargs), lambda one: copy if one is tensor else one)
+        self.reads = [copy if one is tensor else one for one in self.reads]
+
+
+def autocasts_now() -> dict[str, torch.dtype]:
+    """The dtype of autocast, by the type of the device for which it is enabled."""
+    found = {}
+    for kind in _AUTOCASTS:
+        with contextlib.suppress(RuntimeError):  # not known to this torch
+            if torch.is_autocast_enabled(kind):
+                found[kind] = torch.get_autocast_dtype(kind)
+    return found
+
+
+def version_of(tensor: Tensor) -> int:
+    """How often it was written to in place."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+class CallRecorder(TorchFunctionMode):
+    """Records the functions of torch that the user's code calls while it is ``on``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.nodes: list[Node] = []
+        self.copies: dict[tuple[int, int], Tensor] = {}
+        """Of tensors that were read and changed later, by id and version."""
+        self.on = False
+        self.is_paused = False
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return self.recorded(func, tuple(args), kwargs or {}) if self.on else func(*args, **(kwargs or {}))
+
+    def recorded(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The result of a call, which is recorded if it reads tensors and makes some, or makes numbers of them."""
+        node = Node.of(call, args, kwargs)
+        for tensor in node.changed:
+            place = id(tensor), version_of(tensor)
+            if (
+                not tensor.requires_grad
+                and place not in self.copies
+                and any(tensor is one for known in self.nodes for one in known.reads)
+            ):
+                self.copies[place] = tensor.detach().clone()
+        states = None if any(tensor.requires_grad for tensor in node.reads) else generator_states()
+        result = call(*args, **kwargs)
+        is_leaf = isinstance(result, Tensor) and result.requires_grad and result.grad_fn is None
+        if not (node.changed or is_leaf) and any(result is tensor for tensor in node.reads):
+            result = result.view_as(result)  # of `x.float()`, which is another tensor in other precisions
+        node.draws = states is not None and states != generator_states()
+        node.results = [tensor for _, tensor in leaves(result)]
+        node.made = [version_of(tensor) for tensor in node.results]
+        if node.reads and (node.written() or node.name in NUMBERS):
+            self.nodes.append(node)
+        return result
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Inside, nothing is recorded, and no function of torch comes by here."""
+        kept, self.on, self.is_paused = (self.on, self.is_paused), False, True
+        stack = function_modes()
+        set_function_modes([mode for mode in stack if mode is not self])
+        try:
+            yield
+        finally:
+            set_function_modes(stack)
+            self.on, self.is_paused = kept
+
+
+def function_modes() -> list[Any]:
+    """The modes that see functions of torch in this thread, the innermost last."""
+    return [torch._C._get_function_stack_at(index) for index in range(torch._C._len_torch_function_stack())]
+
+
+def set_function_modes(modes: Iterable[Any]) -> None:
+    """Replace the modes of this thread."""
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    for mode in modes:
+        torch._C._push_on_torch_function_stack(mode)
