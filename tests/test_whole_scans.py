@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import textwrap
 import time
 from pathlib import Path
 from typing import Any
@@ -145,3 +148,23 @@ def test_the_compiler_is_reset_only_if_it_compiled(monkeypatch: pytest.MonkeyPat
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
     forget_compiled()
     assert resets
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the command does not fork")
+def test_the_command_does_not_import_torch(tmp_path: Path) -> None:
+    """The process that loads the model does, and this one would be slower by that time where it starts a fresh interpreter."""
+    (tmp_path / "tiny.py").write_text("import torch\nmodel, inputs = torch.nn.Linear(2, 2).eval(), torch.ones(1, 2)\n")
+    program = textwrap.dedent("""
+        import sys
+        from lowprec_check.cli.main import main
+        try:
+            main()
+        finally:
+            print("torch" in sys.modules, file=sys.__stderr__)
+    """)
+    command = [sys.executable, "-c", program, "scan", "tiny.py", "-q", "-p", "bf16", "--times", "off"]
+    command += ["--budget", "2"]  # in which no process imports torch and this tool: only what the file does counts
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert "bfloat16" in done.stdout
+    assert done.stderr.split()[-1] == "False"

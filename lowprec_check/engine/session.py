@@ -1,7 +1,7 @@
 """Scans and plans in a process of its own: whatever the user's file does to it, this process reports what was finished.
 
 The process loads the target and starts the workers. Its messages are encoded by msgspec: nothing that it sends is unpickled. This process does
-not import torch where it starts a fresh interpreter, which does: both would wait for it.
+not import torch: both would wait for it.
 """
 
 from __future__ import annotations
@@ -154,8 +154,6 @@ class _Session:
             source.on_progress = self.on_progress or source.on_progress
             yield from grow(source, self.isolation, self.options)
             return
-        if best == "fork":  # forks of a process that has imported torch itself start half a second later each
-            importlib.import_module("lowprec_check.engine.scan")
         log = shared_file()
         try:
             without_callback = replace(self, on_progress=None)
