@@ -182,7 +182,7 @@ def test_columns_are_saved_in_order() -> None:
         *["op", "module", "source", "dtypes", "shape", "outcome", "local_error", "accumulated_error", "input_error"],
         *["absmax", "rms", "introduced_inf", "introduced_nan", "flushed", "subnormal", "input_flushed", "flips"],
         *["recast", "to_python", "time_ms", "reference_ms", "compared_values", "compared_choices", "share", "phase"],
-        *["vanished", "caller", "reads", "leaving", "nth", "reaches_output"],
+        *["vanished", "caller", "reads", "leaving", "nth", "reaches_output", "span"],
     ]
     assert set(map(str, saved.values())) == {"[]"}
 

@@ -202,6 +202,7 @@ def run_options(options: ScanOptions, machine: Machine) -> RunOptions:
         further_inputs=0 if options.train else options.further_inputs,
         batches=options.batches,
         timed=options.times == "on",
+        process_memory=options.names_of("backends") != [EAGER],
         steps=options.training_steps,
         slow_formats=frozenset(
             name

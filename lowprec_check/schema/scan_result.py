@@ -130,7 +130,7 @@ class Run(Struct, frozen=True, kw_only=True):
     another backend on the CPU, ``process_memory_bytes``, since it may hold memory that is not torch's."""
     process_memory_bytes: int | None = None
     """What a process holds at the peak of a call that serves this run alone, in bytes, beyond one that has loaded torch and the
-    model's file, but no model; ``None`` if it was not measured, and on an accelerator."""
+    model's file, but no model; ``None`` in scans of eager runs only, if it was not measured, and on an accelerator."""
     timing: Timing | None = None
     """Times in the scenario that the scan was asked for."""
     setup_seconds: float | None = None

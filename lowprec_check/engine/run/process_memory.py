@@ -40,8 +40,8 @@ class ProcessMemory:
 
     @classmethod
     def of(cls, task: RunTask, model: nn.Module) -> ProcessMemory | None:
-        """That of the run of ``task``; ``None`` if its process has done other runs, or they are on another device."""
-        here = task.alone and task.measured and task.device == "cpu" and task.predicted is None
+        """That of the run of ``task``; ``None`` if it is not asked for, its process has done other runs, or they are on another device."""
+        here = task.process_memory and task.alone and task.measured and task.device == "cpu" and task.predicted is None
         return cls(model) if here else None
 
     def peak(self, call: Callable[[], object], free: Callable[[], object], prepared: object = None) -> int | None:

@@ -78,6 +78,8 @@ class RunOptions:
     """Steps of training; 0 if only the forward pass is run."""
     timed: bool = True
     """Whether times are compared."""
+    process_memory: bool = False
+    """Whether the memory is that of processes, since the runs of other backends hold more than tensors of torch."""
     slow_formats: frozenset[str] = frozenset()
     """Short names of the formats that the device does not accelerate: one call may decide about a run in them."""
 

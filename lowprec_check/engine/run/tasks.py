@@ -110,6 +110,8 @@ class ModelTask:
     """Whether calls write to parameters, whose values are then saved and restored."""
     steps: int = 0
     """Steps of training; 0 if only the forward pass is run."""
+    process_memory: bool = False
+    """Whether to measure what its process holds."""
     accelerated: bool = True
     """Whether the hardware may compute in this format, so that a slow call does not decide about the run."""
 
