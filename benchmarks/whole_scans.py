@@ -252,7 +252,7 @@ def scanned(checkout: Path, command: list[str], folder: Path, limit: float) -> d
     ended = subprocess.Popen(
         command,
         cwd=checkout,
-        env=os.environ | {"PYTHONPATH": str(checkout)},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(checkout), *sys.path[1:]])},
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
     )
