@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lowprec_check import Backend, ScanResult, UsageError, scan
 from lowprec_check.analysis.conclusion import wanted_runs
+from lowprec_check.analysis.run_summary import error_of
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.core.devices import peak_allocated, seed_everything
 from lowprec_check.engine.core.output_comparison import compare_outputs
@@ -78,6 +79,11 @@ def check_rows(result: ScanResult, file: Callable[[], dict[str, Any]], reference
             assert str(found).startswith(run.exception.type), (run.key.label, found)
         elif run.status == "nonfinite":
             assert found == math.inf
+        elif (
+            run.failed_input is not None
+        ):  # the code passes on the inputs of the file: the error is that of another input
+            assert isinstance(found, float)
+            assert found <= (run.tolerance or 0.0) < error_of(run)
         else:
             assert not isinstance(found, str), (run.key.label, found, code)
             assert run.output_error is not None
