@@ -355,7 +355,7 @@ def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, 
     body += "    nn.utils.clip_grad_norm_(model.parameters(), 0.1)\n    optimizer.step()\n    torch.save(model, 'ckpt.pt')\n"
     path = write(HEAD + body, "train.py")
     options = ["--train", "--steps", "2", "-p", "autocast-bf16", "--times", "off", "--isolation", isolation]
-    done = call("scan", str(path), *options, "--json", "-", "--", "0.5")
+    done = call("scan", str(path), *options, "--json", "-", "--", "0.5", folder=here)
     assert done.returncode in (0, 1), done.stderr
     result = ScanResult.from_json(done.stdout.encode())
     assert (here / "ckpt.pt").read_bytes() == b"kept"
