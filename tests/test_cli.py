@@ -123,7 +123,10 @@ def test_every_example_gets_a_recommendation(example: Path, shared_scan: SharedS
     assert done.returncode == 0, done.stderr
     assert re.search(r"^(Use|Stay in fp32)", done.stdout, re.MULTILINE)
     assert max(map(len, done.stdout.splitlines())) <= 104
-    assert len(done.stdout.splitlines()) < 60
+    busy = re.compile(
+        "other programs|used the others$|were taken"
+    )  # up to three lines, of a scan beside other programs
+    assert sum(not busy.search(line) for line in done.stdout.splitlines()) < 60
 
 
 def test_explain_knows_every_code(call: Call) -> None:
