@@ -159,9 +159,9 @@ def test_weights_too_large_for_copies_are_cast_in_place(monkeypatch: pytest.Monk
     seen = []
     rounds = timed_runs.time_in_rounds
 
-    def spy(*args: Any, in_forks: bool) -> Any:
+    def spy(*args: Any, in_forks: bool, **more: Any) -> Any:
         seen.append(in_forks)
-        return rounds(*args, in_forks=in_forks)
+        return rounds(*args, in_forks=in_forks, **more)
 
     monkeypatch.setattr(timed_runs, "time_in_rounds", spy)
     for free in (10_000, 100):
