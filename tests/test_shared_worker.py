@@ -20,7 +20,7 @@ from lowprec_check.engine.core import devices
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.target import Target, make_target
-from lowprec_check.engine.run import worker
+from lowprec_check.engine.run import isolation, target_source, worker
 from lowprec_check.engine.run.isolation import isolation_on
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import Send
@@ -238,8 +238,15 @@ class Breaks(nn.Module):
         return self.linear(x)
 
 
+def break_in_forks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forks have the accelerator; this process is taken not to use it, or it would start fresh interpreters."""
+    monkeypatch.setattr(devices, "initialized", lambda: iter([FakeAccelerator]))
+    for module in (isolation, target_source):
+        monkeypatch.setattr(module, "accelerator_in_use", lambda: False)
+
+
 def test_a_broken_device_costs_its_row_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "initialized", lambda: iter([FakeAccelerator]))  # forks have it too
+    break_in_forks(monkeypatch)
     source = TargetSource(make_target(Breaks().eval(), torch.ones(2, 8)))
     result = scanned(source, "shared", precisions=["half", "bfloat16"])
     assert [run.status for run in result.runs] == ["ok", "error", "ok"]
@@ -252,7 +259,7 @@ def fails_on_the_device(task: RunTask, target: Target, send: Send) -> None:
 
 
 def test_a_device_that_breaks_outside_of_a_call_is_an_error_of_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "initialized", lambda: iter([FakeAccelerator]))
+    break_in_forks(monkeypatch)
     monkeypatch.setattr(worker, "run_model", fails_on_the_device)
     source = TargetSource(make_target(Breaks().eval(), torch.ones(2, 8)))
     with open_task_files() as files:

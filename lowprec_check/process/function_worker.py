@@ -58,12 +58,12 @@ class Activity:
 
 
 def _processor_seconds(pid: int) -> float | None:
-    """Processor time of the process and its descendants; ``None`` if it has ended, is stopped, or waits for a disk or a core."""
+    """Processor time of the process and its descendants; ``None`` if it has ended, or one is stopped, or waits for a disk or a core."""
     try:
         process = psutil.Process(pid)
-        if process.status() != psutil.STATUS_SLEEPING:
-            return None
         family = [process, *process.children(recursive=True)]
+        if process.status() != psutil.STATUS_SLEEPING or any(map(_could_work, family[1:])):
+            return None
     except psutil.Error:
         return None
     total = 0.0
@@ -72,6 +72,12 @@ def _processor_seconds(pid: int) -> float | None:
             times = one.cpu_times()
             total += float(times.user + times.system)
     return total
+
+
+def _could_work(process: psutil.Process) -> bool:
+    with contextlib.suppress(psutil.Error):
+        return process.status() not in (psutil.STATUS_SLEEPING, psutil.STATUS_ZOMBIE)
+    return False
 
 
 # -- A worker that runs a Python function: in a fork of this process, or in a fresh interpreter
