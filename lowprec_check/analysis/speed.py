@@ -32,7 +32,7 @@ WIDE = 2.0
 """Of an interval that spans more than this factor, only the end next to 1 is said."""
 
 CLEAR = 1.5
-"""Modules are kept in fp32 by a plan that is this much slower than another, if that is better otherwise."""
+"""A larger factor decides between times that were not taken in rounds: those of two plans, and of runs without rounds."""
 
 WAITED, CHANGED = 0.1, 1.2
 """The share of waiting threads, and the change of the processor's speed, from which on they are said."""

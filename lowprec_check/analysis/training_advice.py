@@ -92,10 +92,10 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | 
     """The optimizer, or the one of that ``number`` of several, and what updates 16-bit weights."""
     made, class_code = setup.optimizer_code or "optimizer(parameters)", way.declared.class_code()
     clips, given, updater = setup.clip_code, "optimizer", "updater"
-    parameters, of_group = "parameters", '([p for group in {}.param_groups for p in group["params"]]'
+    parameters, of_group = "parameters", '[p for group in {}.param_groups for p in group["params"]]'
     if number is not None:
         clips, given, updater = setup.clips[number], f"optimizers[{number}]", f"updater{number}"
-        parameters, made = of_group.format(given)[1:], made.replace("optimizer)", f"{given})")
+        parameters, made = of_group.format(given), made.replace("optimizer)", f"{given})")
         clips = [clip.replace("(parameters", f"({parameters}", 1) for clip in clips]
     scaler = _scaler(way, device)
     if class_code:
@@ -104,7 +104,7 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | 
         arguments = ", ".join(filter(None, (parameters, make, scaler and "scaler")))
         before = [f"{updater} = {kind}({arguments})"]
         for clip in clips:
-            own = clip.replace(f"({parameters}", of_group.format("optimizer"), 1)
+            own = clip.replace(f"({parameters}", f"({of_group.format('optimizer')}", 1)
             before.append(f"{updater}.optimizer.register_step_pre_hook(lambda optimizer, *_: {own} and None)")
         return _Updates(before, f"{updater}.zero_grad()", f"{updater}.backward(step_loss)", [f"{updater}.step()"])
     is_own = _uses_optimizer(way, setup)

@@ -110,14 +110,15 @@ class _Chosen:
 
     site: Site
     options: list[SourceFix]
-    number: int = 0
-    number_of_round: int = 0
+    option: int = 0
+    round: int = 0
+    """Of the search, in which it was added."""
     raises: bool = False
     """Whether the line raises an exception without it, given the changes of earlier rounds."""
 
     @property
     def fix(self) -> SourceFix:
-        return self.options[self.number]
+        return self.options[self.option]
 
 
 State = dict[ast.AST, _Chosen]
@@ -175,8 +176,8 @@ class _Search:
             trial = self._with_equal_bits(state)
             if trial is None or trial.result is None:
                 break
-            analyzed, score = trial.result, self._score(trial.result.runs[1:])
-            if score < before and (best is None or score < self._score_of(best[1])):
+            analyzed, score = trial.result, self._score(_low_runs(trial))
+            if score < before and (best is None or score < self._score(_low_runs(best[1]))):
                 best = {key: replace(chosen) for key, chosen in state.items()}, trial
             if not score[0]:
                 break
@@ -195,8 +196,8 @@ class _Search:
         for node, site in sites.found.items():
             chosen = state.get(by_top.get(node, node))
             if chosen is not None:
-                if chosen.number + 1 < len(chosen.options) and not chosen.site.mismatch:
-                    chosen.number, advanced = chosen.number + 1, True
+                if chosen.option + 1 < len(chosen.options) and not chosen.site.mismatch:
+                    chosen.option, advanced = chosen.option + 1, True
                 continue
             found = proposals(site, self._scene(site, patched, probe))
             if found:
@@ -211,8 +212,8 @@ class _Search:
     def _composes(self, state: State, newest: ast.AST) -> bool:
         """Whether the changes together are Python; those of the ``newest`` place are left out otherwise."""
         chosen = state[newest]
-        for number in range(chosen.number, len(chosen.options)):
-            chosen.number = number
+        for option in range(chosen.option, len(chosen.options)):
+            chosen.option = option
             try:
                 for file in self.patched(state).values():
                     ast.parse(file.text)
@@ -242,10 +243,10 @@ class _Search:
         trial = self.tried(state)
         while trial is not None and not self._keeps_bits(trial):
             others = [
-                c for c in state.values() if c.fix.kind in ("constant", "scale") and c.number + 1 < len(c.options)
+                c for c in state.values() if c.fix.kind in ("constant", "scale") and c.option + 1 < len(c.options)
             ]
             for chosen in others:
-                chosen.number += 1
+                chosen.option += 1
             if not others:
                 break
             trial = self.tried(state)
@@ -260,15 +261,15 @@ class _Search:
 
     def _smallest(self, state: State, trial: SourceTrial) -> tuple[State, SourceTrial]:
         """Without what is not needed: each change is left out once, where it is not known that its line raises without it."""
-        best, dropped = self._score_of(trial), False
-        for key, chosen in sorted(state.items(), key=lambda each: each[1].number_of_round):
+        best, dropped = self._score(_low_runs(trial)), False
+        for key, chosen in sorted(state.items(), key=lambda each: each[1].round):
             fewer = {other: each for other, each in state.items() if other is not key}
             if not fewer or self._out_of_time():
                 break
-            if chosen.raises and (chosen.number_of_round == 0 or not dropped):
+            if chosen.raises and (chosen.round == 0 or not dropped):
                 continue
             tried = self.tried(fewer, analyzed=False)
-            if tried is not None and self._keeps_bits(tried) and self._at_least(self._score_of(tried), best):
+            if tried is not None and self._keeps_bits(tried) and self._at_least(self._score(_low_runs(tried)), best):
                 state, trial, dropped = fewer, tried, True
         return state, trial
 
@@ -302,9 +303,6 @@ class _Search:
         return (not self.bits.outputs or trial.outputs == self.bits.outputs) and (
             not self.bits.gradients or trial.gradients == self.bits.gradients
         )
-
-    def _score_of(self, trial: SourceTrial) -> tuple[float, float]:
-        return self._score(trial.result.runs[1:] if trial.result is not None else [])
 
     def _score(self, runs: Sequence[Run]) -> tuple[float, float]:
         """How far runs are from passing, and the sum of their errors; less is better."""
@@ -359,10 +357,9 @@ class _Search:
 
     def told(self, ordered: Sequence[_Chosen], trial: SourceTrial | None) -> Fixing:
         """What was found, to be saved."""
-        runs = {run.precision: run for run in (trial.result.runs[1:] if trial is not None and trial.result else [])}
-        passes = bool(runs) and not self._score(list(runs.values()))[0] if self.failing else True
+        runs = _low_runs(trial)
+        passes = bool(runs) and not self._score(runs)[0] if self.failing else True
         patched = self.patched({each.site.node: each for each in ordered}) if ordered else {}
-        equal = trial is not None and bool(self.bits.outputs)
         changes = [change_of(chosen.site, chosen.fix) for chosen in ordered]
         return Fixing(
             tool=f"lowprec-check {version()}",
@@ -373,7 +370,7 @@ class _Search:
             changes=changes,
             diff="".join(unified_diff(f.source.text, f.text, shown_path(path)) for path, f in patched.items()),
             proven=self.proven_by(trial),
-            outputs_equal=trial.outputs == self.bits.outputs if equal and trial else None,
+            outputs_equal=trial.outputs == self.bits.outputs if trial and self.bits.outputs else None,
             gradients_equal=trial.gradients == self.bits.gradients if trial and self.bits.gradients else None,
             left_alone=[] if passes else list(self.left_alone.values()),
             trials=self.trials,
@@ -385,8 +382,12 @@ class _Search:
 
     def proven_by(self, trial: SourceTrial | None) -> list[Proven]:
         """Each precision before and after."""
-        runs = {run.precision: run for run in (trial.result.runs[1:] if trial is not None and trial.result else [])}
+        runs = {run.precision: run for run in _low_runs(trial)}
         return [proven_by(run, runs.get(run.precision)) for run in self.failing]
+
+
+def _low_runs(trial: SourceTrial | None) -> Sequence[Run]:
+    return trial.result.runs[1:] if trial is not None and trial.result is not None else []
 
 
 def _by_node(file: PatchedFile, places: dict[str, SeenValue]) -> dict[ast.AST, SeenValue]:

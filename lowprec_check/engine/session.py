@@ -114,10 +114,9 @@ def try_source(
     options: ScanOptions,
     isolation: Isolation | None,
     grow: Grow[SourceTrial],
-    on_progress: OnProgress | None = None,
 ) -> SourceTrial:
     """Load ``spec`` with its changed sources, and return what ``grow`` finds. Raises as :func:`scan_file` does."""
-    *_, trial = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress).grow(grow)
+    *_, trial = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, None).grow(grow)
     return trial
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowprec_check.analysis.fixes.scene import Site
-from lowprec_check.analysis.fixes.source_text import Edit, SourceText, Span, edited, line_starts, moved
+from lowprec_check.analysis.fixes.source_text import Edit, SourceText, Span, edited, lines_of, moved
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.fixing import LeftAlone
 from lowprec_check.schema.op_calls import OpCall
@@ -36,7 +36,7 @@ class PatchedFile:
     def __init__(self, source: SourceText, edits: Iterable[Edit] = ()) -> None:
         self.source, self.edits = source, list(edits)
         self.text = edited(source.text, self.edits)
-        self._starts, self._lines = line_starts(self.text)
+        self._lines = lines_of(self.text)
         self.nodes: dict[Span, ast.expr] = {moved(span, self.edits): node for span, node in source.nodes.items()}
 
     def at(self, span: str) -> ast.AST | None:
@@ -55,7 +55,7 @@ class PatchedFile:
 
     def original_line(self, line: int) -> int:
         """The number that a line of the changed text has in the original."""
-        start = self._starts[line - 1]
+        start = self._lines.starts[line - 1]
         known = [(span[0], node) for span, node in self.nodes.items() if span[0] >= start]
         return min(known, key=lambda each: each[0])[1].lineno if known else line
 
@@ -64,11 +64,8 @@ class PatchedFile:
         return self.nodes.get(self._span(span))
 
     def _span(self, span: str) -> Span:
-        start, end = (self._offset(*map(int, part.split(":"))) for part in span.split("-"))
+        start, end = (self._lines.offset(*map(int, part.split(":"))) for part in span.split("-"))
         return start, end
-
-    def _offset(self, line: int, column: int) -> int:
-        return self._starts[line - 1] + len(self._lines[line - 1].encode()[:column].decode(errors="ignore"))
 
 
 class OwnFiles:

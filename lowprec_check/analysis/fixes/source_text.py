@@ -50,7 +50,8 @@ class SourceText:
         self.encoding = tokenize.detect_encoding(io.BytesIO(data).readline)[0]
         self.text = data.decode(self.encoding)
         self.tree = ast.parse(self.text)
-        self._starts, self._lines = line_starts(self.text)
+        self._places = lines_of(self.text)
+        self._starts, self._lines = self._places
         self.newline = "\r\n" if "\r\n" in self.text else "\n"
         self.parents = {child: node for node in ast.walk(self.tree) for child in ast.iter_child_nodes(node)}
         self.nodes = {
@@ -61,10 +62,7 @@ class SourceText:
 
     def offset(self, line: int, column: int) -> int:
         """Of a position as ``ast`` counts it: lines from 1, columns in bytes of UTF-8."""
-        content = self._lines[line - 1]
-        return self._starts[line - 1] + (
-            column if content.isascii() else len(content.encode()[:column].decode(errors="ignore"))
-        )
+        return self._places.offset(line, column)
 
     def line_of(self, offset: int) -> int:
         """The number of the line, from 1."""
@@ -157,14 +155,27 @@ class SourceText:
         return at
 
 
-def line_starts(text: str) -> tuple[list[int], list[str]]:
-    """Where each line starts, and the lines with their ends, as Python counts them."""
+class Lines(NamedTuple):
+    """The lines of a text with their ends, and where each starts, as Python counts them."""
+
+    starts: list[int]
+    texts: list[str]
+
+    def offset(self, line: int, column: int) -> int:
+        """Of a position as ``ast`` counts it: lines from 1, columns in bytes of UTF-8."""
+        content = self.texts[line - 1]
+        before = column if content.isascii() else len(content.encode()[:column].decode(errors="ignore"))
+        return self.starts[line - 1] + before
+
+
+def lines_of(text: str) -> Lines:
+    """The lines of ``text``."""
     lines = [found for found in _LINE.findall(text) if found]
     starts, at = [], 0
     for line in lines:
         starts.append(at)
         at += len(line)
-    return starts, lines
+    return Lines(starts, lines)
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
@@ -193,5 +204,5 @@ def moved(span: Span, edits: Iterable[Edit]) -> Span:
 
 def unified_diff(old: str, new: str, name: str) -> str:
     """What changes between two texts of a file, as ``git apply`` takes it."""
-    lines = difflib.unified_diff(line_starts(old)[1], line_starts(new)[1], f"a/{name}", f"b/{name}")
+    lines = difflib.unified_diff(lines_of(old).texts, lines_of(new).texts, f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)

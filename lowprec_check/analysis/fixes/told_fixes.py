@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from lowprec_check.analysis.fixes.scene import Site, SourceFix, compose
-from lowprec_check.analysis.fixes.source_text import edited, line_starts
+from lowprec_check.analysis.fixes.source_text import edited, lines_of
 from lowprec_check.schema.fixing import Proven, SourceChange
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import Run
@@ -24,7 +24,7 @@ def shown_path(path: Path) -> str:
 def change_of(site: Site, fix: SourceFix) -> SourceChange:
     """The lines that a change alone changes."""
     old, new = (
-        line_starts(text)[1] for text in (site.source.text, edited(site.source.text, compose(site.source, [fix])))
+        lines_of(text).texts for text in (site.source.text, edited(site.source.text, compose(site.source, [fix])))
     )
     blocks = [b for b in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if b[0] != "equal"]
     first, last = (blocks[0], blocks[-1]) if blocks else (("", 0, 0, 0, 0),) * 2

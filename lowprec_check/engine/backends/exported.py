@@ -105,12 +105,9 @@ class GraphBackend(Backend):
         """
         import torch
 
-        from lowprec_check.engine.quantize.quantized import quiet
+        from lowprec_check.engine.quantize.quantized import check_in_eval_mode, quiet
 
-        if model.training:
-            raise UsageError(
-                f"The model is in training mode; {self.name} is for inference.", "Call model.eval() in your file."
-            )
+        check_in_eval_mode(model, self.name)
         with quiet(), torch.autocast("cpu", enabled=False):  # the exporters log what they do
             program, called_by = exported(model, example.args, example.kwargs)
             self._check(program)

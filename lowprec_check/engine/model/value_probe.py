@@ -55,13 +55,15 @@ class _Probes(ast.NodeTransformer):
             node.body = [self.visit(each) for each in node.body]
             self._depth -= 1
             return node
-        if isinstance(node, (ast.JoinedStr, ast.Constant, ast.AnnAssign)) or not self._depth:
-            return node if not isinstance(node, ast.AST) or self._depth else self.generic_visit(node)
+        if not self._depth:
+            return self.generic_visit(node)
+        if isinstance(node, (ast.JoinedStr, ast.Constant, ast.AnnAssign)):
+            return node
         is_target = not isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
-        was_super = (
+        looks_at_frame = (
             isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("super", "locals")
         )
-        node = node if was_super else self.generic_visit(node)
+        node = node if looks_at_frame else self.generic_visit(node)
         if not isinstance(node, ast.expr) or is_target or isinstance(node, _NOT_VALUES):
             return node
         place = f"{node.lineno}:{node.col_offset}-{node.end_lineno}:{node.end_col_offset}"

@@ -63,10 +63,9 @@ def quantize(model: nn.Module, example: Call, calibration: Calibration) -> Quant
     ``example`` is a call of it, to whose shapes the result is bound. Raises :class:`UsageError` if no library is installed
     that can, the model is in training mode, or no layer of it can be quantized.
     """
-    if model.training:
-        raise UsageError(
-            "The model is in training mode; static quantization is for inference.", "Call model.eval() in your file."
-        )
+    from lowprec_check.engine.quantize.quantized import check_in_eval_mode
+
+    check_in_eval_mode(model, "static quantization")
     found = library()
     if found is None:
         raise UsageError(f"int8 cannot run here: {missing()}.")

@@ -81,6 +81,12 @@ class Quantized(Protocol):
         """Write the converted model, and ``extra``, texts by name."""
 
 
+def check_in_eval_mode(model: nn.Module, way: str) -> None:
+    """Raise :class:`UsageError` if ``model`` is in training mode, for a ``way`` to run it that is for inference."""
+    if model.training:
+        raise UsageError(f"The model is in training mode; {way} is for inference.", "Call model.eval() in your file.")
+
+
 def nothing_to_quantize(model: nn.Module, what: str = "2-d convolutions and linear layers") -> UsageError:
     """The error for a model of which no layer was quantized, whose row would be fp32 under another name."""
     return UsageError(

@@ -141,8 +141,8 @@ class BackendChecker:
         self._add(inputs=[*self.found.inputs, tried])
 
     def _is_worse(self, call: Call, compiled: list[Tensor]) -> tuple[bool, float | None]:
-        """Whether the backend, which gave ``compiled``, is further from fp64 than eager mode, as for :class:`CompilerCheck`, and by more than the tolerance, also
-        with inputs near by; and the error of eager mode. What cannot be compared with fp64 is worse.
+        """Whether the backend, which gave ``compiled``, is further from fp64 than eager mode by more than the tolerance, also with
+        inputs near by, as for :class:`CompilerCheck`; and the error of eager mode. What cannot be compared with fp64 is worse.
         """
         slack, end = self._task.tolerance or 0.0, system.monotonic() + self._checker.seconds
         corners = self._checker.corners(call)

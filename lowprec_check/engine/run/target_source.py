@@ -169,7 +169,7 @@ def _unpickle(descriptor: int) -> Target:
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
-LOAD_SECONDS = 10.0
+QUICK_SECONDS = 10.0
 """A file that takes longer to load is not loaded again for other initial weights."""
 
 
@@ -183,12 +183,9 @@ def load_spec(spec: TargetSpec, seed: int) -> Target:
     weights = str(spec.weights) if spec.weights is not None else None
     target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps)
     target = scale_weights(target, seed) if spec.scale_weights else target
-    is_quick = system.monotonic() - started <= LOAD_SECONDS
-    return (
-        target._replace(remake=functools.partial(_model, spec._replace(steps=min(1, spec.steps))))
-        if is_quick
-        else target
-    )
+    is_quick = system.monotonic() - started <= QUICK_SECONDS
+    remake = functools.partial(_model, spec._replace(steps=min(1, spec.steps)))
+    return target._replace(remake=remake) if is_quick else target
 
 
 def _model(spec: TargetSpec, seed: int) -> nn.Module:
