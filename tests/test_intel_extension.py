@@ -121,7 +121,7 @@ def test_an_extension_for_another_torch_is_not_imported(tmp_path: Path) -> None:
     done = call_process("scan", tmp_path / "mymodel.py", *arguments, env=os.environ | {"PYTHONPATH": paths})
     assert done.returncode == 0, done.stderr
     ways = [way["name"] for run in json.loads(done.stdout)["runs"] for way in run["training"]["ways"]]
-    assert ways == ["plain", "plain", "one-autocast"]
+    assert ways == ["plain", "plain", "one-autocast", "states-16bit"]  # none of the extension's
     assert not imported.exists()
     ended = call_process("scan", "--help", env=os.environ | {"PYTHONPATH": paths})
     assert ended.returncode == 0, ended.stderr

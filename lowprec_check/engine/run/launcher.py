@@ -184,7 +184,8 @@ class Launcher:
     def _execute_here(self, task: ModelTask) -> Outcome:
         if self.hidden_state or BACKENDS.get(task.backend).changes_process:
             self.renew()
-        idle_limit = max(Activity.SECONDS, min(IDLE_SECONDS, task.budget / 2))
+        least = 2 * Activity.SECONDS  # one measurement may be of a process that lacks a core
+        idle_limit = max(least, min(IDLE_SECONDS, task.budget / 2))
         limit = idle_limit if self._forks and self._forks_may_wait else math.inf
         return execute(task, self.source, self.isolation, idle_limit=limit)
 
