@@ -109,6 +109,14 @@ Weights = Annotated[
         metavar="FILE", help="State dict to load into the model: a file of torch.save or .safetensors; weights only."
     ),
 ]
+Stream = Annotated[
+    bool,
+    typer.Option(
+        "--stream",
+        help="Leave weights in their .safetensors files (hf:FOLDER, or --weights) until a module uses them: for models larger than "
+        "memory. Done by itself where the weights of hf:FOLDER do not fit.",
+    ),
+]
 Isolation = Annotated[
     process.Isolation | None,
     typer.Option(

@@ -28,6 +28,7 @@ from lowprec_check.cli.options import (
     Inputs,
     Isolation,
     Quiet,
+    Stream,
     Target,
     Weights,
     WithScriptArguments,
@@ -54,6 +55,7 @@ def scan(
     target: Target,
     inputs: Inputs = None,
     weights: Weights = None,
+    stream: Stream = False,
     scale_weights: Annotated[
         bool,
         typer.Option(
@@ -103,7 +105,7 @@ def scan(
         from lowprec_check.engine.session import scan_file
 
         arguments, steps = script_arguments(context), options.training_steps
-        spec = TargetSpec(target, tuple(inputs or ()), weights, scale_weights, arguments, steps)
+        spec = TargetSpec(target, tuple(inputs or ()), weights, stream, scale_weights, arguments, steps)
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)
     with interrupts_ignored_after(ended_by):
         concluded = asked_to_fail_on(_conclude(result, ended_by), fail_on, with_baseline=baseline is not None)
@@ -209,6 +211,7 @@ def plan(
     target: Target,
     inputs: Inputs = None,
     weights: Weights = None,
+    stream: Stream = False,
     options: PlanOptions,
     save: Annotated[Path | None, typer.Option("--save", help="Save the plan, for lowprec_check.apply.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the plan and all attempts as JSON.")] = False,
@@ -221,7 +224,7 @@ def plan(
         from lowprec_check.engine.run.target_spec import TargetSpec
         from lowprec_check.engine.session import plan_file
 
-        spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
+        spec = TargetSpec(target, tuple(inputs or ()), weights, stream, arguments=script_arguments(context))
         found, ended_by = last_before_end(plan_file(spec, options, isolation, shown.step))
     try:
         if json:

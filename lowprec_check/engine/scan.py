@@ -16,6 +16,7 @@ from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, version
 from lowprec_check.engine.model.prepared import application_of
+from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.model.user_code import texts_of_lines
@@ -121,6 +122,14 @@ def growing_scan(source: TargetSource, isolation: Isolation | None, options: Sca
     if settings.steps:
         importlib.import_module("torch._dynamo")  # optimizers import it, which takes a second in each fork
     target = source.target
+    if stream_of(target.model) is not None:
+        for name in ("train", "what_if", "scenario", "memory_formats"):
+            if getattr(options, name):
+                flag = name.replace("_", "-").removesuffix("s")
+                raise UsageError(
+                    f"--{flag} needs the weights in memory, and --stream leaves them in their files.",
+                    f"Leave out --{flag}.",
+                )
     with (
         open_runs(source, settings, isolation) as target_runs,
         open_batches(source, options.batches, settings, isolation) as further,

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.inputs import parse_inputs
+from lowprec_check.engine.model.streamed_weights import parameters_in, stream_weights, unread_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import call_user_code
-from lowprec_check.engine.model.zoo import check_memory, import_zoo, unknown_name, zoo_target
+from lowprec_check.engine.model.zoo import check_memory, fits_memory, import_zoo, unknown_name, zoo_target
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 
 TOKENS, SAMPLES = 32, 16_000
@@ -58,8 +59,11 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
     return _target(f"transformers:{text}", model, config, inputs, f"{call}({config_code})")
 
 
-def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
-    """Return the target for ``hf:FOLDER``, a folder with the config.json of a model of transformers, and maybe weights."""
+def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = False) -> Target:
+    """Return the target for ``hf:FOLDER``, a folder with the config.json of a model of transformers, and maybe weights.
+
+    They stay in their files with ``stream``, and where they do not fit into memory.
+    """
     content = _read_config(folder)
     transformers = import_zoo("transformers")
     try:
@@ -72,10 +76,17 @@ def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
     listed = content.get("architectures")
     architecture = listed[0] if isinstance(listed, list) and listed else None
     model_class = _attribute(transformers, architecture) if isinstance(architecture, str) and architecture else None
-    has_weights = any(Path(folder).glob("*.safetensors")) or any(Path(folder).glob("pytorch_model*.bin"))
+    files = sorted(Path(folder).glob("*.safetensors"))
+    has_weights = bool(files) or any(Path(folder).glob("pytorch_model*.bin"))
+    if stream and not files:
+        raise UsageError(f"{folder} has no weights in .safetensors.", "Save the model again with save_pretrained.")
+    notes: list[str] = []
     if has_weights:
         maker: Any = transformers.AutoModel if model_class is None else model_class
-        model, notes = _saved_model(maker, folder)
+        if files and (stream or not fits_memory(parameters_in(files))):
+            model = _streamed_model(maker.from_config if model_class is None else maker, config, files)
+        else:
+            model, notes = _saved_model(maker, folder)
         code = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)"
     else:
         model, call = _random_model(transformers, model_class, config, f"hf:{folder}")
@@ -83,6 +94,14 @@ def load_folder(folder: str, inputs: tuple[str, ...] = ()) -> Target:
         notes = [f"{folder} has no weights: they are random"]
     target = _target(f"hf:{folder}", model, config, inputs, code)
     return target._replace(notes=(*target.notes, *notes), weights="loaded" if has_weights else "random")
+
+
+def _streamed_model(make: Any, config: Any, files: list[Path]) -> nn.Module:
+    """The model in fp32, whose weights stay in ``files``."""
+    with unread_weights():
+        model: Any = call_user_code("Making the model without its weights", lambda: make(config))
+    stream_weights(model, files, model.base_model_prefix)
+    return model.float().eval()  # type: ignore[no-any-return]
 
 
 def _saved_model(maker: Any, folder: str) -> tuple[nn.Module, list[str]]:

@@ -28,6 +28,7 @@ from lowprec_check.engine.model.inputs import (
     parse_inputs,
 )
 from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedBatch, ObservedTraining, ScriptStep
+from lowprec_check.engine.model.streamed_weights import NOTE, stream_file, stream_of, unread_weights
 from lowprec_check.engine.model.target import (
     NOT_TRAINED,
     Target,
@@ -69,24 +70,39 @@ def load_target(
     weights: str | None = None,
     arguments: tuple[str, ...] = (),
     steps: int = 0,
+    *,
+    stream: bool = False,
 ) -> Target:
     """Load ``file.py``, ``file.py:attr``, ``package.module:attr`` or a name in one of the :data:`ZOOS`.
 
     ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) that replace the inputs of the file; ``weights`` is a file
-    with a state dict; ``arguments`` are those of a script, of whose training ``steps`` steps are observed. Raises :class:`UsageError` for everything the user can fix.
+    with a state dict; ``arguments`` are those of a script, of whose training ``steps`` steps are observed;
+    with ``stream``, weights stay in their files. Raises :class:`UsageError` for everything the user can fix.
     """
     zoo, _, name = spec.partition(":")
     if zoo in ZOOS and not name:
         raise UsageError(f"{spec!r} does not name a model.", f"Pass {FORMS}.")
+    if stream and (zoo != "hf" if weights is None else not weights.endswith(".safetensors") or zoo in ZOOS):
+        raise UsageError(
+            f"--stream reads weights from files of safetensors, and {spec} has none.",
+            "Pass hf:FOLDER, or a file that makes the model and --weights FILE.safetensors.",
+        )
     kept, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec, *arguments]
     try:
         with contextlib.redirect_stdout(sys.stderr), torchvision_works():
-            target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs, steps)
+            if zoo == "hf":
+                target = load_folder(name, inputs, stream=stream)
+            else:
+                with unread_weights() if stream else contextlib.nullcontext():
+                    target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs, steps)
             if steps and zoo in ("transformers", "hf"):
                 target = with_labels(target)
             if weights is not None:
-                setup = (*target.setup, *load_weights(target.model, weights))
+                load = stream_file if stream else load_weights
+                setup = (*target.setup, *load(target.model, weights))
                 target = target._replace(setup=setup, weights="loaded")
+            if stream_of(target.model) is not None:
+                target = target._replace(notes=(*target.notes, NOTE))
             return call_user_code(f"Reading {type(target.model).__name__}", lambda: check(target))
     finally:
         sys.argv = kept

@@ -40,13 +40,21 @@ def unknown_name(owner: str, noun: str, name: str, names: Sequence[str], hint: s
 
 def check_memory(what: str, parameters: int, hint: str) -> None:
     """Raise :class:`UsageError` if a model of so many parameters does not fit into the free memory of this machine."""
-    needed, free = parameters * 12, psutil.virtual_memory().available  # the fp32 weights, their cast, what a run adds
-    if needed > free:
+    if not fits_memory(parameters):
         raise UsageError(
-            f"{what} has {parameters / 1e9:.1f} billion parameters: a scan needs about {needed / 2**30:.0f} GiB of memory, "
-            f"and {free / 2**30:.0f} GiB are free.",
+            f"{what} has {parameters / 1e9:.1f} billion parameters: a scan needs about {_BYTES * parameters / 2**30:.0f} GiB of memory, "
+            f"and {psutil.virtual_memory().available / 2**30:.0f} GiB are free.",
             hint,
         )
+
+
+_BYTES = 12
+"""Of memory for a parameter: its fp32 value, its cast, what a run adds."""
+
+
+def fits_memory(parameters: int) -> bool:
+    """Whether a scan of a model of so many parameters fits into the free memory of this machine."""
+    return _BYTES * parameters <= psutil.virtual_memory().available
 
 
 def zoo_target(name: str, model: nn.Module, make_batch: Callable[[int], Any], code: str, *, asked: bool) -> Target:

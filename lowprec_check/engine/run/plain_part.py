@@ -32,6 +32,7 @@ from lowprec_check.engine.model.plain_run import (
 )
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.streamed_weights import is_unread, stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.backend_check import BackendChecker
 from lowprec_check.engine.run.compiler_check import CompilerChecker
@@ -163,12 +164,13 @@ class PlainPart:
         if task.measured and not self.too_slow:
             again = self._measure_memory()  # None if what was attached could change it
         if task.saves_reference:
-            if again is None:
-                self._snapshot.rewind()
-                again, _ = run_once(*self._call, task.seed)
-            compared = compare_outputs(output_tensors(again), self.outputs[0])
-            if compared.compared and compared.distance > 0:
-                self._add(self_error=compared.error)
+            if stream_of(self.ready.model) is None:
+                if again is None:
+                    self._snapshot.rewind()
+                    again, _ = run_once(*self._call, task.seed)
+                compared = compare_outputs(output_tensors(again), self.outputs[0])
+                if compared.compared and compared.distance > 0:
+                    self._add(self_error=compared.error)
             if result.status == "nonfinite":
                 self._snapshot.rewind()
                 self._add(nonfinite_at=first_nonfinite(*self._call, task.seed))
@@ -343,7 +345,9 @@ def _fingerprint(model: nn.Module) -> int:
     found = 0
     seen: set[int] = set()
     for parameter in model.parameters():
-        if parameter.layout != torch.strided or is_lazy(parameter) or storage_key(parameter) in seen:
+        if parameter.layout != torch.strided or is_lazy(parameter) or is_unread(parameter):
+            continue
+        if storage_key(parameter) in seen:
             continue
         seen.add(storage_key(parameter))
         storage = parameter.untyped_storage()

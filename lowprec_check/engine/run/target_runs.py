@@ -14,6 +14,7 @@ import torch
 from lowprec_check.catalog.names import why_not_covered
 from lowprec_check.engine.core.installation import extension_problem
 from lowprec_check.engine.model.prepared import autocast_problem, format_problem
+from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.messages import Measures
@@ -103,6 +104,7 @@ class TargetRuns:
         """The time of fp32 here, which limits are derived from."""
         self._self_error = 0.0
         self._first_seconds = 0.0
+        self._streams = stream_of(source.target.model) is not None
         self._eager: dict[RunKey, Run] = {}
         """The eager runs without a plan, whose op-by-op analysis explains those on other backends."""
 
@@ -133,8 +135,8 @@ class TargetRuns:
             REFERENCE,
             budget=self._reference_budget,
             saves_reference=True,
-            measured=first,
-            instrumented=first and instrumented,
+            measured=first and not self._streams,
+            instrumented=first and instrumented and not self._streams,
         )
         outcome = self._launcher.run_reference(task)
         plain, measures = check_reference(task, outcome, self.target), outcome.measures
@@ -154,7 +156,7 @@ class TargetRuns:
             notes=[*run.notes, *([HIDDEN_STATE] if self._launcher.hidden_state else [])],
         )
         if timed_as is None:
-            self._fp32_ms = measures.latency_ms if measures else None
+            self._fp32_ms = plain.seconds * 1e3 if self._streams else measures.latency_ms if measures else None
             self.fp32 = self._timed(run, task)
         else:
             self._fp32_ms, peak = timed_as.latency_ms, timed_as.peak_memory_bytes
@@ -223,7 +225,7 @@ class TargetRuns:
             backend=backend,
             memory_format=memory_format,
             keep_fp32=keep_fp32,
-            measured=measured,
+            measured=measured and not self._streams,
             errors=errors or self.options.errors,
             setup_budget=0.0 if self.options.budget else BACKENDS.get(backend).setup_budget,
         )
@@ -243,7 +245,7 @@ class TargetRuns:
     def time(self, runs: Sequence[Run]) -> TimedRuns:
         """fp32 and ``runs``, with the times of calls in rounds over all of them; none if no times are taken."""
         assert self.fp32 is not None
-        if self.options.predicted is not None or not self.options.timed:
+        if self.options.predicted is not None or not self.options.timed or self._streams:
             return untimed([self.fp32, *runs])
 
         def task_of(run: Run) -> ModelTask:
@@ -311,8 +313,13 @@ class TargetRuns:
     def _why_skipped(self, key: RunKey) -> str | None:
         """Why a run is not possible here, in words."""
         backend, target = BACKENDS.get(key.backend), self.target
-        if backend.name != EAGER and (self.options.predicted is not None or self.options.steps):
-            return f"only eager runs are {'predicted' if self.options.predicted is not None else 'trained'}"
+        done = {
+            "predicted": self.options.predicted is not None,
+            "trained": self.options.steps > 0,
+            "streamed": self._streams,
+        }
+        if backend.name != EAGER and any(done.values()):
+            return f"only eager runs are {next(filter(done.get, done))}"
         if backend.changes_process and self.isolation == "none":
             return (
                 f"{backend.name} changes its process for good, so it runs in a worker only (--isolation fork or spawn)"
@@ -335,7 +342,7 @@ class TargetRuns:
             **{name: getattr(options, name) for name in _FROM_OPTIONS},
             "files": self._files,
             "alone": self.isolation in ("fork", "spawn"),
-            "budget_error": options.budget_error and not options.steps,
+            "budget_error": options.budget_error and not (options.steps or self._streams),
             "tolerance": self.tolerance(precision, changes.get("backend", EAGER)),
             "budget": self.budget,
             "explain_budget": options.budget or max(self.budget, forwards),

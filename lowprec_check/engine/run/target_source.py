@@ -181,7 +181,7 @@ def load_spec(spec: TargetSpec, seed: int) -> Target:
     if spec.probed:
         start_probing()
     weights = str(spec.weights) if spec.weights is not None else None
-    target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps)
+    target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps, stream=spec.stream)
     target = scale_weights(target, seed) if spec.scale_weights else target
     is_quick = system.monotonic() - started <= QUICK_SECONDS
     remake = functools.partial(_model, spec._replace(steps=min(1, spec.steps)))

@@ -22,6 +22,8 @@ class TargetSpec(NamedTuple):
     """Shapes that replace the inputs of the target."""
     weights: Path | None = None
     """File with a state dict."""
+    stream: bool = False
+    """Whether weights stay in their files until a module uses them; chosen for a folder whose weights do not fit into memory."""
     scale_weights: bool = False
     """Whether to scale random weights of layers whose output vanishes or explodes."""
     arguments: tuple[str, ...] = ()

@@ -28,6 +28,7 @@ from lowprec_check.engine.model.plain_run import (
 )
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
@@ -146,7 +147,7 @@ def _pass(
     figures = PendingFigures(deferred=_is_deferred(ready, options), everywhere=bool(options.deferred))
     lockstep = Lockstep(options.wide, _tape_limit(options, ready.device) if options.budget else None, figures)
     inputs, named = ready.inputs(args, kwargs)
-    journal.rows += seed_state(lockstep, ready.model, fp32)
+    seed_state(lockstep, ready.model, fp32, journal.rows)
     journal.rows += seed_inputs(lockstep, (inputs, named), (args, kwargs), ready.device)
     counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model) as stack:
@@ -268,7 +269,8 @@ def call_under(
 
 def uncalled_modules(model: nn.Module, stack: ModuleStack, input_storages: Iterable[int]) -> list[str]:
     """Modules with parameters that never ran and whose parameters no op read; of a whole subtree, only the root."""
-    read = set(input_storages)
+    read, stream = set(input_storages), stream_of(model)
+    was_read = stream.was_read if stream is not None else set()
     used = {around for name, count in stack.calls.items() if count for around in (name, *paths_above(name))}
     with_parameters: set[str] = set()
     for path, parameter in model.named_parameters(remove_duplicate=False):
@@ -276,7 +278,7 @@ def uncalled_modules(model: nn.Module, stack: ModuleStack, input_storages: Itera
         with_parameters.update(owners)
         if not owners or owners[0] in used:  # and so are those above it
             continue
-        if parameter.layout != torch.strided or storage_key(parameter) in read:
+        if parameter.layout != torch.strided or storage_key(parameter) in read or path in was_read:
             used.update(owners)
     found: dict[str, None] = {}
     for name, _ in model.named_modules():

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from lowprec_check.engine.core.dispatch_mode import observing
 from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widened_dtype
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
+from lowprec_check.engine.model.streamed_weights import is_unread, stream_of
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_differentiable, run_wide
 from lowprec_check.engine.trace.error_tape import ErrorTape, Leaf
 from lowprec_check.engine.trace.nonfinite_origins import NonfiniteOrigins
@@ -48,8 +50,7 @@ class Lockstep:
         self.full_tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit, self.figures)
         """The tape, also if it is full."""
         self.origins = NonfiniteOrigins(self.twins)
-        self.parameters: set[int] = set()
-        """Storages of the model's parameters and buffers."""
+        self._parameters: dict[int, weakref.ref[Any]] = {}
         self.is_partial = False
         """Whether it has low-precision values: of a weight or an input, since sparse tensors have no twins, or after a failure."""
         self.failures: dict[str, str] = {}
@@ -62,7 +63,12 @@ class Lockstep:
 
     def is_parameter(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` shares memory with a parameter or buffer of the model."""
-        return storage_key(tensor) in self.parameters
+        return storage_key(tensor) in self._parameters
+
+    def add_parameter(self, tensor: Tensor) -> None:
+        """Note that ``tensor`` is a parameter or buffer of the model, as long as its storage lives."""
+        key, known = storage_key(tensor), self._parameters
+        known[key] = weakref.ref(tensor.untyped_storage(), lambda _: known.pop(key, None))
 
     @property
     def tape(self) -> ErrorTape | None:
@@ -321,20 +327,17 @@ _NOTABLE_FLUSHED = 0.01
 
 
 @observing()
-def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) -> list[OpCall]:
-    """Set the twins of parameters and buffers from ``fp32``, by name.
+def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], rows: list[OpCall]) -> None:
+    """Set the twins of parameters and buffers from ``fp32``, by name; of streamed weights, when they are read.
 
-    Returns a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the run shows.
+    Adds a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the run shows.
     """
-    rows: list[OpCall] = []
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout != torch.strided:
-            lockstep.is_partial |= name in fp32 and fp32[name].dtype != tensor.dtype
-            continue
-        lockstep.parameters.add(storage_key(tensor))
-        if name not in fp32 or not is_float(tensor):
-            continue
-        low, wide = tensor.detach(), fp32[name]
+
+    def seed(name: str, tensor: Tensor, wide: Tensor | None) -> None:
+        lockstep.add_parameter(tensor)
+        if wide is None or not is_float(tensor):
+            return
+        low = tensor.detach()
         lockstep.twins.seed(low, wide)
         twin = lockstep.twins.find(low)
         if twin is not None:
@@ -344,8 +347,27 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor]) ->
             module, _, attribute = name.rpartition(".")
             row = OpCall(f"cast {attribute}", module)
             lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, row, wide, low, compared))
+
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if tensor.layout != torch.strided:
+            lockstep.is_partial |= name in fp32 and fp32[name].dtype != tensor.dtype
+        elif not is_unread(tensor):
+            seed(name, tensor, fp32.get(name))
+    stream = stream_of(model)
+    if stream is not None:
+        seen: set[str] = set()
+
+        def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
+            is_first, differs = name not in seen, saved.dtype != low.dtype
+            seen.add(name)
+            before = len(rows)
+            seed(name, low, saved.to(low.device, widened_dtype(saved.dtype, lockstep.wide)) if differs else None)
+            lockstep.figures.settle()
+            if not is_first:
+                del rows[before:]
+
+        stream.restart(seed_read)
     lockstep.figures.settle()
-    return rows
 
 
 def _add_cast(

@@ -69,7 +69,7 @@ def predict(
     """An entry for each of the formats ``names``; ``ready`` is the fp32 model, which runs once, unchanged."""
     figures = PendingFigures(deferred=ready.device.type != "cpu")
     lockstep = Lockstep(tape_limit=MemoryLimit.half_of(free_memory(ready.device)), figures=figures)
-    seed_state(lockstep, ready.model, {})
+    seed_state(lockstep, ready.model, {}, [])
     formats = [WHAT_IF_FORMATS.get(name) for name in names]
     inputs, named = ready.inputs(args, kwargs)
     with ModuleStack(ready.model) as stack, _unfused_attention():

@@ -1,0 +1,309 @@
+"""Scan checkpoints whose weights stay in their files, and compare with scans that hold them; and large ones, within a limit of memory.
+
+    python benchmarks/streamed.py --output reports/streamed
+    python benchmarks/streamed.py --large 7 13 --folder /path/on/a/disk --output reports/streamed-large
+
+The first makes small models of 20 architectures of transformers with random weights, saves them in fp32 or bf16, and compares statuses,
+gaps and errors of all ops of the two scans. The second writes the checkpoint of a Llama of so many billions of parameters, scans it in bf16, and
+measures the largest memory of all its processes together that is not a cache of files (``RssAnon``), and of all that they have mapped (``Rss``).
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from report_files import head, made, save
+from safetensors.torch import save_file
+from tabulate import tabulate
+
+from lowprec_check.engine.model.torchvision_ops import torchvision_works
+from lowprec_check.engine.run.target_source import load_here
+from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.scan import scan_target
+from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.scan_result import ScanResult
+
+_SMALL = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 200,
+    "max_position_embeddings": 64,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+ARCHITECTURES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {},
+    "MistralForCausalLM": {},
+    "Qwen2ForCausalLM": {"tie_word_embeddings": True},
+    "Qwen3ForCausalLM": {"head_dim": 16},
+    "GemmaForCausalLM": {"head_dim": 16},
+    "Gemma2ForCausalLM": {"head_dim": 16},
+    "PhiForCausalLM": {"num_key_value_heads": 4},
+    "Phi3ForCausalLM": {},
+    "StableLmForCausalLM": {"num_key_value_heads": 4},
+    "OlmoForCausalLM": {},
+    "GPTNeoXForCausalLM": {},
+    "GPT2LMHeadModel": {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 64},
+    "OPTForCausalLM": {"ffn_dim": 128, "word_embed_proj_dim": 64},
+    "BloomForCausalLM": {"n_layer": 2, "n_head": 4},
+    "FalconForCausalLM": {},
+    "BertForMaskedLM": {},
+    "RobertaForMaskedLM": {"pad_token_id": 1},
+    "ElectraForMaskedLM": {"embedding_size": 32},
+    "AlbertForMaskedLM": {"embedding_size": 32},
+    "T5ForConditionalGeneration": {
+        "d_model": 64,
+        "d_ff": 128,
+        "num_layers": 2,
+        "num_heads": 4,
+        "d_kv": 16,
+        "decoder_start_token_id": 0,
+    },
+    "BartForConditionalGeneration": {
+        "d_model": 64,
+        "encoder_layers": 2,
+        "decoder_layers": 2,
+        "encoder_attention_heads": 4,
+        "decoder_attention_heads": 4,
+    },
+    "ViTForImageClassification": {"image_size": 32, "patch_size": 8},
+}
+
+
+def scanned(folder: str, *, stream: bool) -> ScanResult:
+    """The result of a scan without what a streamed one leaves out."""
+    options = ScanOptions(times="off", further_inputs=0, budget_error="off", plan=False, thorough=True)
+    return scan_target(load_here(TargetSpec(f"hf:{folder}", stream=stream), 0), None, options)
+
+
+def compared(name: str, dtype: str) -> dict[str, Any]:
+    """One architecture: what differs between the two scans, and the largest relative difference of their errors."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    with torchvision_works(), tempfile.TemporaryDirectory() as folder:
+        transformers = importlib.import_module("transformers")
+        model_class = getattr(transformers, name)
+        known = model_class.config_class()
+        config = model_class.config_class(
+            **{key: value for key, value in (_SMALL | ARCHITECTURES[name]).items() if hasattr(known, key)}
+        )
+        torch.manual_seed(0)
+        model_class(config).to(getattr(torch, dtype)).save_pretrained(folder)
+        try:
+            held, streamed = (scanned(folder, stream=stream) for stream in (False, True))
+        except Exception as error:
+            return {"name": name, "saved": dtype, "problem": f"{type(error).__name__}: {error}"}
+    differ, largest, count = list[str](), 0.0, 0
+    for one, other in zip(held.runs, streamed.runs, strict=True):
+        if (one.status, one.gaps) != (other.status, other.gaps):
+            differ.append(
+                f"{one.precision}: {one.status} and {other.status}, {len(one.gaps)} and {len(other.gaps)} gaps"
+            )
+        if one.key.is_reference:
+            continue
+        pairs = [(one.output_error and one.output_error.rel_l2, other.output_error and other.output_error.rel_l2)]
+        if one.op_calls.op != other.op_calls.op:
+            differ.append(f"{one.precision}: {len(one.op_calls.op)} and {len(other.op_calls.op)} rows of ops")
+        else:
+            for field in ("local_error", "accumulated_error"):
+                pairs += zip(getattr(one.op_calls, field), getattr(other.op_calls, field), strict=True)
+        for a, b in pairs:
+            if (a is None) != (b is None):
+                differ.append(f"{one.precision}: an error of {a} and {b}")
+            elif a is not None and b is not None:
+                largest, count = max(largest, abs(a - b) / max(a, b, 1e-12)), count + 1
+    return {"name": name, "saved": dtype, "differ": differ[:3], "largest": largest, "errors": count}
+
+
+# -- Large checkpoints
+
+
+def write_llama(folder: Path, billions: float) -> dict[str, Any]:
+    """Write the checkpoint of a Llama in bf16, one file per layer."""
+    hidden, layers, vocabulary = (4096, 32, 32000) if billions < 10 else (5120, 40, 32000)
+    inner = 11008 if billions < 10 else 13824
+    scale = billions / (6.74 if billions < 10 else 13.0)
+    layers = max(1, round(layers * scale))
+    content = {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": hidden,
+        "intermediate_size": inner,
+        "num_hidden_layers": layers,
+        "num_attention_heads": hidden // 128,
+        "num_key_value_heads": hidden // 128,
+        "vocab_size": vocabulary,
+        "max_position_embeddings": 2048,
+        "torch_dtype": "bfloat16",
+    }
+    (folder / "config.json").write_text(json.dumps(content))
+    block = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).bfloat16()
+
+    def weight(*shape: int) -> torch.Tensor:  # the same numbers again and again: drawing billions takes minutes
+        count = shape[0] * shape[1]
+        return (block * shape[-1] ** -0.5).repeat(-(-count // len(block)))[:count].view(shape)
+
+    total = 0
+    for number in range(-1, layers):
+        if number < 0:
+            state = {
+                "model.embed_tokens.weight": weight(vocabulary, hidden),
+                "lm_head.weight": weight(vocabulary, hidden),
+                "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
+            }
+        else:
+            prefix = f"model.layers.{number}."
+            state = {f"{prefix}self_attn.{key}_proj.weight": weight(hidden, hidden) for key in "qkvo"}
+            state |= {f"{prefix}mlp.{key}_proj.weight": weight(inner, hidden) for key in ("gate", "up")}
+            state[f"{prefix}mlp.down_proj.weight"] = weight(hidden, inner)
+            for key in ("input", "post_attention"):
+                state[f"{prefix}{key}_layernorm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
+        save_file(state, folder / f"model-{number + 2:05d}.safetensors", {"format": "pt"})
+        total += sum(tensor.numel() for tensor in state.values())
+    return {"parameters": total, "layers": layers}
+
+
+def memory_of(process: psutil.Process) -> Iterator[tuple[int, int]]:
+    """Bytes that the process and each of its children allocate, and that they have mapped of files too."""
+    for one in (process, *process.children(recursive=True)):
+        with contextlib.suppress(psutil.Error, OSError):
+            lines = Path(f"/proc/{one.pid}/status").read_text(encoding="ascii").splitlines()
+            values = {
+                key: int(rest.split()[0]) << 10
+                for key, _, rest in (line.partition(":") for line in lines)
+                if key in ("RssAnon", "VmRSS")
+            }
+            yield values["RssAnon"], values["VmRSS"]
+
+
+def large(billions: float, folder: Path, precisions: str) -> dict[str, Any]:
+    """Scan a checkpoint of so many billions of parameters."""
+    with tempfile.TemporaryDirectory(dir=folder) as kept:
+        written = write_llama(Path(kept), billions)
+        size = sum(path.stat().st_size for path in Path(kept).glob("*.safetensors"))
+        start = time.monotonic()
+        for path in Path(kept).glob("*.safetensors"):
+            with path.open("rb") as file:
+                while file.read(1 << 24):
+                    pass
+        reading = time.monotonic() - start
+        output = Path(kept) / "result.json"
+        command = [
+            sys.executable,
+            "-m",
+            "lowprec_check",
+            "scan",
+            f"hf:{kept}",
+            "--stream",
+            "-p",
+            precisions,
+            "--no-plan",
+            "-q",
+            "--json",
+            str(output),
+        ]
+        start, anonymous, mapped = time.monotonic(), 0, 0
+        done = subprocess.Popen(command, stdout=subprocess.DEVNULL)
+        while done.poll() is None:
+            found = list(memory_of(psutil.Process(done.pid)))
+            anonymous = max(anonymous, sum(each for each, _ in found))
+            mapped = max(mapped, sum(each for _, each in found))
+            time.sleep(0.2)
+        seconds = time.monotonic() - start
+        runs = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    return written | {
+        "billions": billions,
+        "bytes": size,
+        "reading_seconds": reading,
+        "seconds": seconds,
+        "anonymous": anonymous,
+        "mapped": mapped,
+        "runs": [{key: run.get(key) for key in ("precision", "status", "output_error", "incomplete")} for run in runs],
+    }
+
+
+# -- The report
+
+
+def render(data: dict[str, Any]) -> str:
+    """The report as Markdown."""
+    lines = head("Weights that stay in their files", data)
+    rows = data.get("architectures", [])
+    if rows:
+        good = [row for row in rows if not row.get("problem") and not row["differ"] and row["largest"] <= 1e-6]
+        lines += [
+            f"- equal statuses, gaps and ops, and errors to 1e-6: {len(good)} of {len(rows)} checkpoints of {len({row['name'] for row in rows})} architectures",
+            "",
+            tabulate(
+                [
+                    [
+                        row["name"],
+                        row["saved"],
+                        row.get("errors", "–"),
+                        f"{row['largest']:.1e}" if "largest" in row else "–",
+                        "; ".join(row.get("differ", [])) or row.get("problem", "")[:200] or "nothing",
+                    ]
+                    for row in rows
+                ],
+                ["model", "saved in", "errors compared", "largest relative difference", "differs"],
+                tablefmt="github",
+            ),
+            "",
+        ]
+    for row in data.get("large", []):
+        runs = ", ".join(
+            f"{run['precision']} {run['status']}"
+            + (f" ({run['output_error']['rel_l2']:.1e})" if run["output_error"] else "")
+            for run in row["runs"]
+        )
+        lines += [
+            f"- {row['parameters'] / 1e9:.1f} billion parameters, {row['bytes'] / 2**30:.1f} GiB in bf16: {row['seconds']:.0f} s "
+            f"(reading the files once took {row['reading_seconds']:.0f} s); at most {row['anonymous'] / 2**30:.1f} GiB allocated, "
+            f"{row['mapped'] / 2**30:.1f} GiB with the mapped pages of files; {runs}"
+        ]
+    return "\n".join([*lines, ""])
+
+
+def main() -> None:
+    """Compare, or scan the large ones; save."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="*", help="parts of names")
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--large", nargs="*", type=float, help="billions of parameters")
+    parser.add_argument("--precisions", default="bfloat16", help="of the large ones")
+    parser.add_argument("--folder", type=Path, help="where large checkpoints are written, and removed")
+    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
+    options = parser.parse_args()
+    data: dict[str, Any] = {"made": made()}
+    if options.large:
+        data["large"] = [large(each, options.folder or Path.cwd(), options.precisions) for each in options.large]
+    else:
+        names = [name for name in ARCHITECTURES if not options.only or any(part in name for part in options.only)]
+        dtypes = ["bfloat16" if number % 2 else "float32" for number, _ in enumerate(names)]
+        with ProcessPoolExecutor(options.jobs, max_tasks_per_child=1) as pool:
+            data["architectures"] = list(pool.map(compared, names, dtypes))
+    if options.output is not None:
+        save(options.output, data, render)
+    print(render(data))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,286 @@
+"""Weights that stay in their files: a module reads each when it uses it, so that a model may be larger than memory.
+
+In place of its values, the model holds an :class:`Unread` tensor of the same shape, dtype and device. A cast such as ``model.half()``
+changes that; the values are cast when they are read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import math
+import mmap
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_map_only
+
+from lowprec_check.errors import UsageError, first_line, message_of
+
+HELD_BYTES = 256 << 20
+"""Weights that are kept after their last use, in bytes; at least one is."""
+
+NOTE = (
+    "weights are read from their files when a module uses them (--stream): each run is one call, without times, memory, further inputs "
+    "and shares of the output error"
+)
+
+
+# -- Files of safetensors: eight bytes for the length of a header in JSON, the header, and the values of all tensors
+# (https://huggingface.co/docs/safetensors)
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_LENGTH = 8
+
+
+class Saved(NamedTuple):
+    """A tensor in a file, which is mapped into memory: the system reads its pages when they are used, and may drop them at any time."""
+
+    values: Tensor
+    mapped: mmap.mmap
+    start: int
+    """Of its first byte in the file."""
+
+    def advise(self, advice: int) -> None:
+        """Tell the system what becomes of the pages: ``mmap.MADV_WILLNEED`` or ``MADV_DONTNEED``."""
+        first = self.start - self.start % mmap.PAGESIZE
+        self.mapped.madvise(advice, first, self.start + self.values.nbytes - first)
+
+
+def saved_tensors(path: Path) -> dict[str, Saved]:
+    """The tensors in a file of safetensors, by name; raises :class:`UsageError` if it is none."""
+    try:
+        with path.open("rb") as file:
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        begin = _LENGTH + int.from_bytes(mapped[:_LENGTH], "little")
+        header = json.loads(mapped[_LENGTH:begin])
+        found = {}
+        for name, entry in header.items():
+            if name != "__metadata__":
+                first, end = entry["data_offsets"]
+                dtype, shape = _DTYPES[entry["dtype"]], entry["shape"]
+                count = math.prod(shape)
+                if end - first != count * dtype.itemsize or begin + end > len(mapped):
+                    raise ValueError(f"{name} has not as many bytes as its shape needs")
+                values = torch.empty(0, dtype=dtype)
+                if count:
+                    with warnings.catch_warnings():
+                        warnings.filterwarnings("ignore", message="The given buffer is not writable")
+                        values = torch.frombuffer(mapped, dtype=dtype, count=count, offset=begin + first)
+                found[name] = Saved(values.view(shape), mapped, begin + first)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UsageError(
+            f"Cannot read weights from {path}: {first_line(message_of(error))}",
+            "Weights are streamed from .safetensors only.",
+        ) from None
+    return found
+
+
+# -- A model without its weights
+
+
+class Unread(Tensor):
+    """Stands for a weight that was not read: it has a shape, a dtype and a device, and no values."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    making = False
+    """Whether modules are being made: what they do with their weights is then done without values."""
+
+    @staticmethod
+    def __new__(cls, like: Tensor, device: torch.device | None = None) -> Unread:
+        """The stand-in for ``like``, on ``device``."""
+        made = Tensor._make_wrapper_subclass
+        found: Unread = made(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=device or like.device)
+        return found
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        """Cast it, move it, or copy it; anything else is an error, but for a module that is being made."""
+        if not cls.making and func not in _CASTS:
+            raise RuntimeError(f"{func} got a weight that was not read (--stream)")
+        kwargs = dict(kwargs or {})
+        device = kwargs.pop("device", None) or next(each.device for each in args if isinstance(each, Unread))
+        out = func(*tree_map_only(Tensor, _without_values, args), **kwargs)
+        return args[0] if func._schema.is_mutable else tree_map_only(Tensor, lambda tensor: Unread(tensor, device), out)
+
+    def __repr__(self) -> str:  # type: ignore[override]
+        """Its shape and dtype."""
+        return f"Unread({tuple(self.shape)}, {self.dtype})"
+
+
+_aten = torch.ops.aten
+_CASTS = (_aten._to_copy.default, _aten.detach.default, _aten.clone.default, _aten.copy_.default)
+
+
+def _without_values(tensor: Tensor) -> Tensor:
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="meta")
+
+
+def is_unread(tensor: Tensor) -> bool:
+    """Whether ``tensor`` stands for a weight that was not read."""
+    return type(tensor) is Unread
+
+
+_M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 1 << 20
+"""A setting of glibc's malloc.h: larger blocks are returned to the system when they are freed, which it else stops to do in time."""
+
+
+@contextlib.contextmanager
+def unread_weights() -> Iterator[None]:
+    """Modules that are made inside hold no weights."""
+    register = nn.Module.register_parameter
+
+    def registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        register(module, name, parameter)
+        if parameter is not None and not is_lazy(parameter) and not is_unread(parameter):
+            module._parameters[name] = nn.Parameter(Unread(parameter), requires_grad=False)
+
+    with contextlib.suppress(OSError, AttributeError):  # without glibc
+        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+    nn.Module.register_parameter, Unread.making = registered, True  # type: ignore[method-assign, assignment]
+    try:
+        yield
+    finally:
+        nn.Module.register_parameter, Unread.making = register, False  # type: ignore[method-assign]
+
+
+# -- Reading
+
+
+OnRead = Callable[[str, Tensor, Tensor], None]
+"""Told the name of a weight that was read, its values as the module gets them, and as they are in the file."""
+
+
+class WeightStream:
+    """Reads the weights of a model from ``saved``."""
+
+    def __init__(self, saved: dict[str, Saved]) -> None:
+        self._saved = saved
+        self._held: OrderedDict[str, nn.Parameter] = OrderedDict()
+        self.on_read: OnRead | None = None
+        self.was_read: set[str] = set()
+        """Names of the weights that were read since this was cleared."""
+
+    def read(self, name: str, unread: Tensor) -> nn.Parameter:
+        """The weight, in the dtype and on the device of what stands for it."""
+        held = self._held.get(name)
+        if held is None or (held.dtype, held.device) != (unread.dtype, unread.device):
+            saved = self._saved[name]
+            saved.advise(mmap.MADV_WILLNEED)
+            with _disable_current_modes():  # a mode that records the model's ops
+                held = nn.Parameter(saved.values.to(unread.device, unread.dtype), requires_grad=False)
+                self._hold(name, held)
+                if self.on_read is not None:
+                    self.on_read(name, held, saved.values)
+        self.was_read.add(name)
+        return held
+
+    def _hold(self, name: str, weight: nn.Parameter) -> None:
+        self._held[name] = weight
+        self._held.move_to_end(name)
+        while len(self._held) > 1 and sum(each.nbytes for each in self._held.values()) > HELD_BYTES:
+            self.forget(self._held.popitem(last=False)[0])
+
+    def forget(self, name: str) -> None:
+        """Drop the pages of the file."""
+        self._saved[name].advise(mmap.MADV_DONTNEED)
+
+    def restart(self, on_read: OnRead | None) -> None:
+        """Forget everything that was read; tell ``on_read`` what is from now on."""
+        for name in self._held:
+            self.forget(name)
+        self._held.clear()
+        self.was_read.clear()
+        self.on_read = on_read
+
+
+class _Parameters(dict[str, Any]):
+    """The parameters of one module. Who takes one by its name gets the values; who lists them, what stands for them."""
+
+    def __init__(self, stream: WeightStream, names: dict[str, str], parameters: dict[str, Any]) -> None:
+        super().__init__(parameters)
+        self.stream, self._names = stream, names
+
+    def __getitem__(self, key: str) -> Any:
+        found = super().__getitem__(key)
+        return self.stream.read(self._names[key], found) if found is not None and is_unread(found) else found
+
+
+def stream_of(model: nn.Module) -> WeightStream | None:
+    """What ``model`` reads its weights through; ``None`` if it holds them."""
+    for module in model.modules():
+        if isinstance(module._parameters, _Parameters):
+            return module._parameters.stream
+    return None
+
+
+def parameters_in(files: Iterable[Path]) -> int:
+    """The number of values in ``files``."""
+    return sum(saved.values.numel() for file in files for saved in saved_tensors(file).values())
+
+
+def stream_file(model: nn.Module, path: str) -> list[str]:
+    """Let ``model`` read its weights from the file at ``path``; returns code that loads them."""
+    stream_weights(model, [Path(path)])
+    read = f"state = load_file({json.dumps(path)})"
+    return ["from safetensors.torch import load_file", read, "model.load_state_dict(state)"]
+
+
+def stream_weights(model: nn.Module, files: Iterable[Path], prefix: str = "") -> None:
+    """Let ``model``, made under :func:`unread_weights`, read its weights from ``files``; buffers are read at once.
+
+    ``prefix`` may be missing from, or be added to, the names in the files. Raises :class:`UsageError` if weights are missing.
+    """
+    saved = {name: tensor for file in files for name, tensor in saved_tensors(file).items()}
+    state: dict[str, Tensor] = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
+    for change in (lambda name: name, lambda name: f"{prefix}.{name}", lambda name: name.removeprefix(f"{prefix}.")):
+        named = {change(name): tensor for name, tensor in saved.items()}
+        if not named.keys().isdisjoint(state):
+            break
+    other = [name for name, tensor in named.items() if name in state and state[name].shape != tensor.values.shape]
+    same: dict[int, str] = {id(tensor): name for name, tensor in state.items() if name in named}
+    missing = [name for name, tensor in state.items() if is_unread(tensor) and id(tensor) not in same]
+    if missing or other:
+        few = ", ".join([*missing, *other][:3])
+        raise UsageError(
+            f"{len(missing)} weights of the model are missing in the file and {len(other)} have another shape ({few}): it cannot be streamed.",
+            "Save it with the names that its weights have, or scan it without --stream where there is memory for it.",
+        )
+    stream = WeightStream(named)
+    for path, module in model.named_modules():
+        names = {
+            key: same[id(tensor)]
+            for key, tensor in module._parameters.items()
+            if tensor is not None and is_unread(tensor)
+        }
+        if isinstance(module, nn.RNNBase):  # keeps a list of its weights
+            for key, name in names.items():
+                values = named[name].values.to(getattr(module, key).dtype, copy=True)
+                setattr(module, key, nn.Parameter(values, requires_grad=False))
+        elif names:
+            module._parameters = _Parameters(stream, names, module._parameters)
+        for key, buffer in module.named_buffers(recurse=False):
+            name = f"{path}.{key}" if path else key
+            if name in named:
+                buffer.copy_(named[name].values)

@@ -1,0 +1,220 @@
+"""Weights that are read from their files when a module uses them: the same results, in less memory."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowprec_check.engine.model.streamed_weights import NOTE, is_unread, stream_weights, unread_weights
+from lowprec_check.engine.run.target_source import load_here
+from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.scan import scan_target
+from lowprec_check.errors import UsageError
+from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.scan_result import ScanResult
+
+
+class Tied(nn.Module):
+    """Reads weights of its children itself, shares one, and normalizes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(50, 16, padding_idx=0)
+        self.attention = nn.MultiheadAttention(16, 2, batch_first=True)
+        self.norm = nn.LayerNorm(16)
+        self.lstm = nn.LSTM(16, 16, batch_first=True)
+        self.head = nn.Linear(16, 50, bias=False)
+        self.head.weight = self.embed.weight
+        self.register_buffer("scale", torch.ones(16))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.norm(self.embed(ids))
+        x = x + self.attention(x, x, x)[0]
+        x = self.lstm(x)[0] * self.scale
+        return self.head(x) + F.linear(x, self.embed.weight)
+
+
+def streamed(make: Callable[[], nn.Module], path: Path) -> tuple[nn.Module, nn.Module]:
+    """A model, and the same with its weights in a file."""
+    torch.manual_seed(0)
+    model = make().eval()
+    with torch.no_grad():
+        for buffer in model.buffers():
+            buffer.uniform_(0.5, 1.5)
+    state = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    save_file(state, path)
+    with unread_weights():
+        other = make().eval()
+    stream_weights(other, [path])
+    return model, other
+
+
+@pytest.mark.parametrize("cast", [lambda m: m, nn.Module.half, nn.Module.bfloat16, nn.Module.double])
+def test_outputs_are_equal(cast: Callable[[nn.Module], nn.Module], tmp_path: Path) -> None:
+    model, other = streamed(Tied, tmp_path / "weights.safetensors")
+    ids = torch.arange(12).view(2, 6)
+    with torch.no_grad():
+        expected, found = cast(model)(ids), cast(other)(ids)
+    torch.testing.assert_close(
+        found, expected, rtol=1e-5 if found.itemsize > 2 else 1e-2, atol=1e-6
+    )  # sums depend on the alignment
+    listed = dict(other.named_parameters())
+    assert listed.keys() == dict(model.named_parameters()).keys()
+    assert all(is_unread(weight) for name, weight in listed.items() if not name.startswith("lstm"))
+    assert {weight.dtype for weight in other.parameters()} == {weight.dtype for weight in model.parameters()}
+
+
+def test_a_weight_that_was_not_read_cannot_be_used(tmp_path: Path) -> None:
+    _, other = streamed(Tied, tmp_path / "weights.safetensors")
+    weight = dict(other.named_parameters())["norm.weight"]
+    with pytest.raises(RuntimeError, match="was not read"):
+        weight + 1
+
+
+def test_missing_weights_are_an_error(tmp_path: Path) -> None:
+    save_file({"0.weight": torch.zeros(3, 3)}, tmp_path / "weights.safetensors")
+    with unread_weights():
+        model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
+    with pytest.raises(UsageError, match=r"3 weights of the model are missing .* \(0.bias, 1.weight, 1.bias\)"):
+        stream_weights(model, [tmp_path / "weights.safetensors"])
+
+
+def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    save_file({"0.weight": torch.zeros(3, 3)}, path)
+    path.write_bytes(path.read_bytes()[:-4])
+    with pytest.raises(UsageError, match="has not as many bytes"):
+        stream_weights(nn.Linear(3, 3), [path])
+
+
+# -- Scans
+
+MODEL = """
+import torch
+from torch import nn
+
+class Mean(nn.Module):
+    def forward(self, x):
+        return (x * {factor}).sum(-1) / {factor}
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear({width}, {width}) for _ in range({layers}))
+        self.norm, self.mean = nn.LayerNorm({width}), Mean()
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(self.norm(x)).relu()
+        return self.mean(x)
+
+def model():
+    torch.manual_seed(0)
+    return Model().eval()
+
+inputs = torch.randn(2, {width}, generator=torch.Generator().manual_seed(0))
+"""
+
+
+def written(folder: Path, *, width: int = 32, layers: int = 3, factor: float = 1.0) -> tuple[Path, Path]:
+    """A file with a model, and one with its weights."""
+    path, weights = folder / "mymodel.py", folder / "weights.safetensors"
+    path.write_text(MODEL.format(width=width, layers=layers, factor=factor))
+    torch.manual_seed(0)
+    state = {}
+    for number in range(layers):
+        state[f"layers.{number}.weight"] = torch.randn(width, width) / width**0.5
+        state[f"layers.{number}.bias"] = torch.randn(width)
+    state |= {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
+    save_file(state, weights)
+    return path, weights
+
+
+def scanned(path: Path, weights: Path, *, stream: bool, **options: object) -> ScanResult:
+    """The result of a scan without what a streamed one leaves out."""
+    spec = TargetSpec(str(path), weights=weights, stream=stream)
+    given = ScanOptions(times="off", further_inputs=0, budget_error="off", **options)  # type: ignore[arg-type]
+    return scan_target(load_here(spec, 0), None, given)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1e4])
+def test_a_scan_finds_the_same(factor: float, tmp_path: Path) -> None:
+    files = written(tmp_path, factor=factor)
+    held, other = (scanned(*files, stream=stream, plan=False) for stream in (False, True))
+    assert NOTE in other.model.notes
+    assert NOTE not in held.model.notes
+    assert [run.status for run in other.runs] == [run.status for run in held.runs]
+    assert {run.status for run in other.runs} == ({"ok", "nonfinite"} if factor > 1 else {"ok"})
+    for one, same in zip(other.runs[1:], held.runs[1:], strict=True):
+        assert one.output_error is not None
+        assert same.output_error is not None
+        distances = one.output_error.rel_l2, same.output_error.rel_l2
+        assert distances == (None, None) or distances[0] == pytest.approx(distances[1], rel=1e-6)
+        assert one.op_calls.op == same.op_calls.op
+        for name in ("local_error", "accumulated_error"):
+            known = [
+                (a, b)
+                for a, b in zip(getattr(one.op_calls, name), getattr(same.op_calls, name), strict=True)
+                if b is not None
+            ]
+            assert [a for a, _ in known] == pytest.approx([b for _, b in known], rel=1e-6)
+        assert (one.latency_ms, one.peak_memory_bytes, one.uncalled_modules) == (None, None, same.uncalled_modules)
+
+
+def test_a_plan_is_found(tmp_path: Path) -> None:
+    files = written(tmp_path, factor=1e4)
+    result = scanned(*files, stream=True, precisions="half", plan=True)
+    assert result.plan is not None
+    assert "mean" in result.plan.keep_fp32
+
+
+def test_what_needs_the_weights_in_memory_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="--train needs the weights in memory"):
+        scanned(*written(tmp_path), stream=True, train=True)
+    with pytest.raises(UsageError, match="--stream reads weights from files of safetensors"):
+        load_here(TargetSpec(str(tmp_path / "mymodel.py"), stream=True), 0)
+
+
+def test_a_backend_is_skipped(tmp_path: Path) -> None:
+    result = scanned(*written(tmp_path), stream=True, precisions="bfloat16", backends="jit", plan=False)
+    assert result.run("bfloat16", "jit").reason == "only eager runs are streamed"
+
+
+WIDTH, LAYERS = 2048, 40  # 670 MB in fp32
+LIMIT = 500 << 20
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
+def test_a_model_larger_than_the_limit_of_memory_is_scanned(tmp_path: Path) -> None:
+    """``RLIMIT_DATA`` limits what a process allocates, beside what torch itself took when it was imported."""
+    path, weights = written(tmp_path, width=WIDTH, layers=LAYERS)
+    code = f"""
+import resource, sys
+import torch, lowprec_check.engine.session
+from lowprec_check.__main__ import main
+used = int(next(line.split()[1] for line in open("/proc/self/status") if line.startswith("VmData"))) << 10
+resource.setrlimit(resource.RLIMIT_DATA, (used + {LIMIT}, used + {LIMIT}))
+sys.argv = ["lowprec-check", "scan", {str(path)!r}, "--weights", {str(weights)!r}, *sys.argv[1:]]
+main()
+"""
+    arguments = ("-p", "bfloat16", "--no-plan", "--isolation", "none", "-q")
+
+    def ended(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-c", code, *arguments, *more], capture_output=True, text=True, check=False, timeout=300
+        )
+
+    assert weights.stat().st_size > LIMIT
+    held, streamed_ = ended(), ended("--stream")
+    assert held.returncode != 0
+    assert streamed_.returncode == 0, streamed_.stderr
+    assert "bfloat16" in streamed_.stdout
