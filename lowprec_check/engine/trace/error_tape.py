@@ -22,7 +22,7 @@ from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.ops import Args, Kwargs
-from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
+from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.twins import Twin, Twins
 from lowprec_check.schema.op_calls import OpCall
 
@@ -161,23 +161,23 @@ class ErrorTape:
         for out in node.outputs:
             self._writers[out.part.storage] = len(self._nodes)
             self._bytes += sum(its.nbytes for its in (out.values, *out.errors) if its is not None)
-            if self._figures.deferred:
-                for index, error in enumerate(out.errors):
-                    if error is not None:
-                        some = self._figures.number(error.any())
-                        self._figures.then(functools.partial(self._drop_zero, out.errors, index, some))
+            kept = [index for index, error in enumerate(out.errors) if error is not None]
+            if kept and self._figures.deferred:
+                some = [error.any() for error in out.errors if error is not None]
+                self._figures.read(some, functools.partial(self._drop_zeros, out.errors, kept))
         self._nodes.append(node)
         if self._bytes > self._limit.size:
             self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit.size / 2**30, self._limit.why)
             self._nodes.clear()
             self._writers.clear()
 
-    def _drop_zero(self, errors: list[Tensor | None], index: int, some: Pending[float]) -> None:
-        """Drop an error that is zero everywhere, once that is known."""
-        error = errors[index]
-        if error is not None and not some.value:
-            self._bytes -= error.nbytes
-            errors[index] = None
+    def _drop_zeros(self, errors: list[Tensor | None], kept: Sequence[int], some: Sequence[float]) -> None:
+        """Drop the errors that are zero everywhere, once that is known."""
+        for index, not_zero in zip(kept, some, strict=True):
+            error = errors[index]
+            if error is not None and not not_zero:
+                self._bytes -= error.nbytes
+                errors[index] = None
 
     def _compact(self, errors: AddedErrors) -> list[Tensor | None]:
         """Errors in fewer bits, without NaN and Inf; ``None`` for zeros, unless to know them means to wait for an accelerator."""
