@@ -275,7 +275,8 @@ def _size(gradients: Tensor, errors: Tensor) -> Tensor:
     """The root of the sum of the squares of the products of ``errors`` and their gradients, in each direction."""
     if gradients.is_complex() and not errors.is_complex():
         gradients = torch.view_as_real(gradients.resolve_conj())
-    return torch.linalg.vector_norm((gradients * errors).reshape(len(gradients), -1), dim=1)
+    size: Tensor = torch.linalg.vector_norm((gradients * errors).reshape(len(gradients), -1), dim=1)
+    return size
 
 
 def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | None, ...]:

@@ -130,9 +130,7 @@ class Part(NamedTuple):
         return False
 
 
-def pulled_back(
-    values: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor]
-) -> list[Tensor | None]:
+def pulled_back(values: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
     """The gradients of ``leaves``, given those of ``values``, both of shape (directions, *shape); ``None`` for a leaf that is not reached.
 
     NaN and Inf, which derivatives have where a function has none, count as 0.
@@ -157,7 +155,7 @@ def pulled_back(
                 )
             )
     with torch.no_grad():
-        return [None if its[0] is None else _finite(torch.stack(its)) for its in zip(*found, strict=True)]  # type: ignore[arg-type]
+        return [None if its[0] is None else _finite(torch.stack(its)) for its in zip(*found, strict=True)]
 
 
 def _finite(values: Tensor) -> Tensor:
@@ -167,7 +165,7 @@ def _finite(values: Tensor) -> Tensor:
 
 def _edges_of(values: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[int | None] | None:
     """For each leaf, the edge that leads to it from the node that gave all ``values``; ``None`` if that node is not the whole graph."""
-    node = values[0].grad_fn
+    node: Any = values[0].grad_fn
     if node is None or not hasattr(node, "_input_metadata") or isinstance(node, BackwardCFunction):
         return None
     if any(value.grad_fn is not node for value in values):
