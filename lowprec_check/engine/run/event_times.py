@@ -79,39 +79,48 @@ class EventCalls:
         self._rewind()
         given = self._given()
         synchronize(self._ready.device)
-        started = system.perf_counter()
-        self._call(given)
-        host = system.perf_counter() - started
+        host = self._call(given).host
         given = self._given()
         synchronize(self._ready.device)
         keep_busy(int(min(MOST_AHEAD, 2 * host + 1e-3) * CYCLES))
-        events = self._call(given)
+        ahead = self._call(given)
         synchronize(self._ready.device)
-        return Launched(host, self._elapsed(events))
+        return Launched(host, ahead.elapsed)
 
     def _times(self, calls: int) -> list[float]:
         """The seconds of a few calls that are launched one after another, from the same state of the model."""
         self._rewind()
-        events = [self._call(self._given()) for _ in range(calls)]
+        made = [self._call(self._given()) for _ in range(calls)]
         synchronize(self._ready.device)
-        return [self._elapsed(pair) for pair in events]
+        return [call.elapsed for call in made]
 
     def _given(self) -> Call:
         seed_everything(self._seed)
         return self._ready.inputs(*self._inputs)
 
-    def _call(self, given: Call) -> tuple[Any, Any]:
+    def _call(self, given: Call) -> _Call:
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
         with warnings.catch_warnings(), self._ready.context():
             warnings.simplefilter("ignore")  # the plain run has shown them
             start.record()
+            started = system.perf_counter()
             call_model(self._ready.call, *given)
+            host = system.perf_counter() - started
             end.record()
-        return start, end
+        return _Call(start, end, host)
 
-    def _elapsed(self, events: tuple[Any, Any]) -> float:
-        start, end = events
-        return float(start.elapsed_time(end)) / 1e3
+
+class _Call(NamedTuple):
+    """The events around a call, and seconds until it was launched."""
+
+    start: Any
+    end: Any
+    host: float
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds on the device, once it is done."""
+        return float(self.start.elapsed_time(self.end)) / 1e3
 
 
 def has_events(device: torch.device) -> bool:
