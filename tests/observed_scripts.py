@@ -239,6 +239,23 @@ for x, y in batches():
     loss.backward()
     optimizer.step()
 """,
+    "a rollout and an evaluation in training mode": """
+model, critic = net(2), net(1)
+optimizer = torch.optim.SGD([*model.parameters(), *critic.parameters()], lr=0.1)
+for x, _ in batches():
+    values, actions = torch.zeros(32), []
+    with torch.no_grad():
+        mean = model(x).mean()
+        for row in range(0, 32, 8):
+            scores = model(x[row:row + 8])
+            values[row:row + 8] = critic(x[row:row + 8])[:, 0]
+            actions += torch.distributions.Categorical(logits=scores).sample().tolist()
+    wanted = torch.tensor(actions)
+    loss = (F.cross_entropy(model(x), wanted, reduction="none") * (1 - values)).mean() + F.mse_loss(critic(x)[:, 0], wanted.float())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
     "pseudo labels": """
 model = nn.Linear(8, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -496,6 +513,23 @@ for x, _ in batches():
     (critic(fake.detach()).mean() - critic(x).mean()).backward()
     of_generator.step()
     of_critic.step()
+""",
+    ),
+    "a GAN whose critic sees images without gradients": (
+        2,
+        GAN_HEAD
+        + """
+for x, _ in batches():
+    of_critic.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=False):
+        with torch.no_grad():
+            fake = generator(torch.randn(32, 2)).clamp(-2, 2)
+        loss = critic(fake).mean() - critic(x).mean()
+    loss.backward()
+    of_critic.step()
+    of_generator.zero_grad()
+    (-critic(generator(torch.randn(32, 2))).mean()).backward()
+    of_generator.step()
 """,
     ),
     "two optimizers of one model": (
