@@ -484,6 +484,11 @@ GAN_HEAD = """
 generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
 of_critic, of_generator = torch.optim.RMSprop(critic.parameters(), lr=1e-2), torch.optim.Adam(generator.parameters(), lr=1e-2)
 """
+REFUSED["one clip for two optimizers"] = (
+    "first, second = (torch.optim.Adam([one]) for one in model.parameters())\nfor x, y in batches():\n    model.zero_grad()\n"
+    "    F.cross_entropy(model(x), y).backward()\n    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)\n    first.step()\n    second.step()\n",
+    "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone",
+)
 SEVERAL = {
     "a GAN that trains its critic three times": (
         4,
