@@ -26,7 +26,7 @@ from lowprec_check.analysis.run_summary import (
     reference_of,
     tiny_output,
 )
-from lowprec_check.analysis.speed import CHANGED, cores_were_used, launch_bound, speed
+from lowprec_check.analysis.speed import CHANGED, cores_were_used, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
 from lowprec_check.analysis.statements.status import further_in
 from lowprec_check.catalog.versions import release_of
@@ -362,16 +362,6 @@ def noisy(run: Run, result: ScanResult) -> Made:
     if run.status == "skipped" or run.is_reference or run.latency is None or speed(run, result.runs).told != "noisy":
         return None
     return Said(plain("its speed cannot be told: calls are too short, or varied too much"), "warn")
-
-
-@per_run("launch-bound", "times", disproof="a profile of the call")
-def launched_too_slowly(run: Run, result: ScanResult) -> Made:
-    """A run whose accelerator waits for the host, so that 16 bits cannot make it faster."""
-    if run.latency is None or not launch_bound(run):
-        return None
-    words = "launch-bound: {host:ms} of {call:ms} on the host, {device:ms} on the device: a larger batch, CUDA graphs or torch.compile help, not 16 bits"
-    call, host, device = run.latency.median_ms, run.latency.host_ms or 0.0, run.latency.device_ms or 0.0
-    return Said(say(words, host=min(host, call), call=call, device=device), "warn")
 
 
 # -- what was not seen

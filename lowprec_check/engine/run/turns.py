@@ -306,12 +306,14 @@ def _is_disturbed(turn: TurnTimed) -> bool:
 def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
     """In one process: take all turns, with the model cast in place for each, and send each."""
     schedule = RoundSchedule(len(task.runs), final=task.final, patient=torch.device(task.device).type != "cpu")
+    changes_parameters = any(run.changes_parameters for run in task.runs)
+    snapshot = Snapshot(target.model, target.inputs, parameters=changes_parameters)
     for row in schedule:
         run = task.runs[row]
         turn: TurnTimed | TurnFailed
         try:
             started = system.perf_counter()
-            with ready_for(run, target) as ready:
+            with ready_for(run, target, snapshot) as ready:
                 calls = TimedCalls(run, target, ready)
                 calls.warm_up()
                 least = min(LONG_SECONDS, system.perf_counter() - started)  # else most of the time goes into preparing
