@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.devices import MemoryLimit
-from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
+from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, rounding_of
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.ops import Args, Kwargs
@@ -264,7 +264,7 @@ def _energies(gradients: Sequence[Tensor | None], outputs: Sequence[_Output]) ->
 def _energy(gradients: Tensor, reference: Tensor, low: torch.dtype, part: Part) -> Tensor:
     """:attr:`Read.energy`, given gradients of shape (directions, *shape of the reference)."""
     with torch.no_grad():
-        rounding = torch.sub(reference.to(low), reference).nan_to_num_(0.0, 0.0, 0.0)
+        rounding = rounding_of(reference, low).nan_to_num_(0.0, 0.0, 0.0)
         for dim, step in enumerate(part.stride):  # what is shown several times is rounded once
             if not step and reference.shape[dim] > 1:
                 gradients, rounding = gradients.sum(dim + 1, keepdim=True), rounding.narrow(dim, 0, 1)
