@@ -22,6 +22,13 @@ LEAST_SHARE = 0.03
 """An op that causes a smaller part of the error is not looked at."""
 
 
+def fails(run: Run) -> bool:
+    """Whether a patch is due for ``run``."""
+    further = run.further_inputs
+    counts = run.is_low and run.backend == "eager" and run.base is None and run.evidence == "measured"
+    return counts and (run.status not in ("ok", "unjudged", "skipped") or bool(further and further.failed))
+
+
 class Culprit(NamedTuple):
     """An op call that may be why a run fails."""
 

@@ -97,10 +97,14 @@ def in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:
         yield from _unpacked(site, scene)
 
 
+HEADROOM = 4.0
+"""So many times larger may the values of other inputs be."""
+
+
 def _fits(seen: SeenValue | None, largest: float) -> bool:
-    return (
-        seen is not None and seen.kind == "tensor" and seen.dtypes == ("float32",) and (seen.absmax or 0.0) <= largest
-    )
+    if seen is None or seen.kind != "tensor" or seen.dtypes != ("float32",):
+        return False
+    return (seen.absmax or 0.0) * HEADROOM <= largest
 
 
 def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.expr], list[Edit]] | None:

@@ -41,6 +41,11 @@ class Site:
         return min(limits, default=(65504.0, 2.0**-14))
 
     @property
+    def breaks(self) -> bool:
+        """Whether an op fails there, or a value does not fit."""
+        return any(code.startswith(("LP1", "LP2")) for code in self.codes)
+
+    @property
     def under_autocast(self) -> bool:
         """Whether autocast computes the op in 16 bits, whatever its inputs are."""
         return bool(PRODUCTS.search(self.op)) and any(PRECISIONS.get(p).kind == "autocast" for p in self.precisions)
