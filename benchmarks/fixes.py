@@ -95,7 +95,7 @@ FAULTS: dict[str, list[Fault]] = {
     ],
     "cancellation": [
         Fault("$z = $V + 3000\ny = $z - $z.mean(-1, keepdim=True)"),
-        Fault("$z = $V * 0.1 + 30\ny = ($z.pow(2).mean(-1, keepdim=True) - $z.mean(-1, keepdim=True) ** 2) * 100 + $V * 0"),
+        Fault("$z = $V + 30\ny = $z.pow(2).mean(-1, keepdim=True) - $z.mean(-1, keepdim=True) ** 2 + $V"),
     ],
     "kernel": [
         Fault("$z = $V.T @ $V + $T.eye($V.shape[-1], dtype=$V.dtype, device=$V.device)\ny = $V @ $T.linalg.inv($z)"),
@@ -262,8 +262,8 @@ def tried(made: Planted, file: Path) -> dict[str, Any]:
             output, after = called(new, "fp32")
         except Exception as error:
             return found | {"broken": True, "why": f"{type(error).__name__}: {error}"[:200]}
-        equal = torch.equal(output, reference) and len(after) == len(gradients)
-        equal = equal and all(map(torch.equal, after, gradients))
+        equal = torch.equal(output, reference) and (not gradients or len(after) == len(gradients))
+        equal = equal and all(torch.equal(*each) for each in zip(after, gradients, strict=False))
         passes = error_of(new, made.precision, reference) <= limit
         found |= {"fp32_equal": equal, "good": fixing.passes and passes and equal, "diff": fixing.diff}
     return found

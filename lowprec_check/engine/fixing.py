@@ -28,7 +28,7 @@ from lowprec_check.analysis.fixes.told_fixes import change_of, compared_with_pla
 from lowprec_check.engine.machine import version
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
 from lowprec_check.engine.session import scan_file, try_source
-from lowprec_check.engine.source_trial import Look, Trial
+from lowprec_check.engine.source_trial import Goal, Look, Trial
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.fixing import Fixing, LeftAlone, Proven
@@ -135,8 +135,8 @@ class _Search:
     rounds: int = 0
     stopped: str | None = None
     left_alone: dict[tuple[str | None, str], LeftAlone] = field(default_factory=dict)
-    known: dict[Any, dict[tuple[bool, bool], SourceTrial]] = field(default_factory=dict)
-    """By the texts of files, the trials of them: whether they are whole, and analyzed."""
+    known: dict[tuple[Any, ...], SourceTrial] = field(default_factory=dict)
+    """By the texts of files and the goal of the trial."""
 
     def __post_init__(self) -> None:
         self.started = system.monotonic()
@@ -147,9 +147,9 @@ class _Search:
         self.scan_options = _scan_options(replace(self.options, precisions=names or None, device=self.device))
         self.bits = SourceTrial()
         limited = any(run.status in ("crashed", "timeout") for run in self.scanned.runs)
-        self.whole = Trial(
+        self.step = Trial(
+            goal="step",
             fp32=msgspec.structs.replace(self.scanned.runs[0], op_calls=OpCalls()),
-            analyzed=True,
             apart=limited or self.scan_seconds > SLOW_SECONDS,
         )
 
@@ -193,9 +193,16 @@ class _Search:
             chosen = state.get(by_top.get(node, node))
             if chosen is None:
                 new.append(site)
-            elif chosen.option + 1 < len(chosen.options) and not chosen.site.mismatch:
+            elif chosen.option + 1 < len(chosen.options):
                 chosen.option, advanced = chosen.option + 1, True
+        tops = [
+            chosen.fix.back[0] for key, chosen in state.items() if chosen.fix.back and chosen.fix.back[0] is not key
+        ]
+        for covered in state.keys() & set[ast.AST](tops):
+            del state[covered]
         given_pass = all(run.status == "ok" for run in failing)
+        if not advanced and not any(site.breaks for site in new):
+            advanced = self._computes_instead(state)
         looked = self._looked(state) if new and not (advanced and given_pass) else None
         for site in new if looked is not None else ():
             found = proposals(site, self._scene(site, patched, looked or self.bits))
@@ -207,6 +214,14 @@ class _Search:
                 self._leave_alone(site, "no change is known for it")
         self.left_alone |= sites.left_alone
         return advanced
+
+    @staticmethod
+    def _computes_instead(state: State) -> bool:
+        """Compute in fp32 where a number was changed, which may be what fails now; whether there is such a place."""
+        others = [c for c in state.values() if c.fix.kind in ("constant", "scale") and c.option + 1 < len(c.options)]
+        for chosen in others:
+            chosen.option += 1
+        return bool(others)
 
     def _composes(self, state: State, newest: ast.AST) -> bool:
         """Whether the changes together are Python; those of the ``newest`` place are left out otherwise."""
@@ -237,53 +252,44 @@ class _Search:
     def _with_equal_bits(self, state: State) -> SourceTrial | None:
         """The trial of ``state``, analyzed; where it changes fp32, with other changes, or without those that do."""
         trial = self.tried(state)
-        while trial is not None and not self._keeps_bits(trial):
-            others = [
-                c for c in state.values() if c.fix.kind in ("constant", "scale") and c.option + 1 < len(c.options)
-            ]
-            for chosen in others:
-                chosen.option += 1
-            if not others:
-                break
+        while trial is not None and not self._keeps_bits(trial) and self._computes_instead(state):
             trial = self.tried(state)
         if trial is None or self._keeps_bits(trial):
             return trial
         for key in list(state):
-            alone = self.tried({key: state[key]}, replace(self.whole, analyzed=False))
+            alone = self.tried({key: state[key]}, "proof")
             if alone is None or not self._keeps_bits(alone):
                 self._leave_alone(state.pop(key).site, "the changes that are known for it change fp32's results")
         trial = self.tried(state) if state else None
         return trial if trial is not None and self._keeps_bits(trial) else None
 
     def _smallest(self, state: State, trial: SourceTrial) -> tuple[State, SourceTrial]:
-        """Without what is not needed, found by trials that only show what passes; by whole ones if that set fails where all of it passes."""
-        whole, best = replace(self.whole, analyzed=False), self._score(trial.runs)
+        """Without what is not needed, found at a glance; by proofs if that set fails where all of it passes."""
+        best = self._score(trial.runs)
         may_go = [key for key, chosen in state.items() if not chosen.raises or chosen.round]
         may_go.sort(key=lambda key: (state[key].site.breaks, state[key].round, -getattr(key, "lineno", 0)))
-        for how in (replace(whole, whole=False), whole):
-            fewer = self._without(may_go, state, best, how)
-            if len(fewer) == len(state):
-                break
-            tried = self._as_good(fewer, best, whole)
+        for goal in ("glance", "proof"):
+            fewer = self._without(may_go, state, best, goal)
+            tried = self._as_good(fewer, best, "proof")
             if tried is not None:
                 return fewer, tried
         return state, trial
 
-    def _without(self, keys: Sequence[ast.AST], state: State, best: tuple[float, float], how: Trial) -> State:
+    def _without(self, keys: Sequence[ast.AST], state: State, best: tuple[float, float], goal: Goal) -> State:
         """``state`` without those of ``keys`` that are not needed: all at once, or else each half, the first one before the second."""
         fewer = {key: chosen for key, chosen in state.items() if key not in keys}
         if not keys or self._out_of_time():
             return state
-        if fewer and self._as_good(fewer, best, how) is not None:
+        if fewer and self._as_good(fewer, best, goal) is not None:
             return fewer
         if len(keys) == 1:
             return state
         half = len(keys) // 2
-        return self._without(keys[half:], self._without(keys[:half], state, best, how), best, how)
+        return self._without(keys[half:], self._without(keys[:half], state, best, goal), best, goal)
 
-    def _as_good(self, state: State, best: tuple[float, float], how: Trial) -> SourceTrial | None:
+    def _as_good(self, state: State, best: tuple[float, float], goal: Goal) -> SourceTrial | None:
         """The trial of ``state``, if it passes as ``best`` does, or its error is not more than a tenth larger."""
-        tried = self.tried(state, how)
+        tried = self.tried(state, goal)
         if tried is None or not self._keeps_bits(tried):
             return None
         score = self._score(tried.runs)
@@ -295,21 +301,18 @@ class _Search:
 
     # -- trials
 
-    def tried(self, state: State, how: Trial | None = None) -> SourceTrial | None:
+    def tried(self, state: State, goal: Goal = "step") -> SourceTrial | None:
         """What a trial with the changes of ``state`` finds; ``None`` if its process dies, or the file cannot be loaded."""
-        how = how or self.whole
-        texts = self._texts(self.patched(state))
-        for whole, analyzed in self.known.get(key := tuple(sorted(texts.items())), {}):
-            if whole >= how.whole and analyzed >= how.analyzed:
-                return self.known[key][whole, analyzed]
+        texts = tuple(sorted(self._texts(self.patched(state)).items()))
+        for other in ("glance", "proof", "step"):
+            known = self.known.get((*texts, other))
+            if known is not None and (goal in (other, "glance") or (goal == "proof" and known.outputs)):
+                return known
         self.trials += 1
-        found = self._session(
-            self.spec._replace(sources=tuple(texts.items())),
-            how,
-            f"trial {self.trials}: {counted(len(state), 'change')}",
-        )
+        doing = f"trial {self.trials}: {counted(len(state), 'change')}"
+        found = self._session(self.spec._replace(sources=texts), replace(self.step, goal=goal), doing)
         if found is not None:
-            self.known.setdefault(key, {})[how.whole, how.analyzed] = found
+            self.known[(*texts, goal)] = found
         return found
 
     def _looked(self, state: State) -> SourceTrial | None:

@@ -8,7 +8,7 @@ import hashlib
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 from lowprec_check.analysis.fixes.fix_sites import fails
 from lowprec_check.analysis.fixes.seen_values import Places, SourceTrial
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
-from lowprec_check.engine.core.source_location import is_installed
+from lowprec_check.engine.core.source_location import is_own_file
 from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.target import Target
@@ -34,6 +34,8 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import REFERENCE
 from lowprec_check.schema.scan_result import Run
 
+Goal = Literal["glance", "step", "proof"]
+
 
 @dataclass(frozen=True, kw_only=True)
 class Trial:
@@ -41,10 +43,9 @@ class Trial:
 
     fp32: Run
     """The reference of the scan, without its op calls."""
-    whole: bool = True
-    """Whether it is also tried on further inputs, and the bits of fp32 are taken; else it only shows which precisions pass."""
-    analyzed: bool = False
-    """Whether what fails is analyzed op by op."""
+    goal: Goal
+    """``glance``: which precisions pass. ``proof``: also on further inputs, and the bits of fp32. ``step``: a proof if all pass, else what
+    fails is analyzed op by op."""
     apart: bool = False
     """Whether each run has a process of its own, which is ended if an op takes too long."""
 
@@ -58,22 +59,23 @@ class Trial:
             tolerance=options.tolerance,
             seed=options.seed,
             without_kernel=tuple(options.without_kernel),
-            further_inputs=options.further_inputs if self.whole else 0,
+            further_inputs=options.further_inputs,
             timed=False,
         )
-        isolation = isolation or (
-            isolation_on(settings.device, source.best_on(settings.device)) if self.apart else "none"
-        )
+        device, found = settings.device, SourceTrial()
+        isolation = isolation or (isolation_on(device, source.best_on(device)) if self.apart else "none")
         source.isolated_by(isolation)
-        found = SourceTrial()
-        if self.whole:
-            found = _isolated(source, isolation, settings.device, lambda: _bits(source, settings.device, options.seed))
         with open_runs(source, settings, isolation) as runs:
-            runs.reference(None if self.whole else self.fp32, instrumented=False)
-            for name in options.names_of("precisions"):
-                run = runs.run(name, measured=self.whole, instrumented=False)
-                found.runs.append(runs.run(name, measured=self.whole) if self.analyzed and fails(run) else run)
-        yield found
+            runs.reference(self.fp32, instrumented=False)
+            plain = [runs.run(n, measured=False, instrumented=False) for n in options.names_of("precisions")]
+            proves = self.goal == "proof" or (self.goal == "step" and not any(map(fails, plain)))
+            if proves:
+                found = _isolated(source, isolation, device, lambda: _bits(source, device, options.seed))
+                runs.reference(instrumented=False)
+                plain = [runs.run(run.precision, instrumented=False) for run in plain]
+            if self.goal == "step":
+                plain = [runs.run(run.precision, measured=proves) if fails(run) else run for run in plain]
+        yield msgspec.structs.replace(found, runs=plain)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -124,7 +126,8 @@ def _probed(source: TargetSource, device: str, precisions: Sequence[str], option
                     reraise_interrupt(error)
             seen[name] = probed()
         buffers = _rounded_buffers(target, device, precisions, options)
-    packages = [name for name, each in list(sys.modules.items()) if is_installed(getattr(each, "__file__", None) or "")]
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    packages = [name for name, file in files.items() if isinstance(file, str) and not is_own_file(file)]
     return SourceTrial(seen=seen, buffers=buffers, packages=packages)
 
 

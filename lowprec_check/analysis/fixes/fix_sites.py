@@ -119,7 +119,7 @@ def culprits(run: Run) -> list[Culprit]:
         return list(_failing(run, rows))
     found = [Culprit(row, number=row.vanished) for row in rows if row.vanished is not None or row.flushes]
     if run.status == "nonfinite":
-        found += [Culprit(row) for row in rows if row.spoils_output]
+        found += [Culprit(row) for row in rows if row.gives_nonfinite]
     else:
         shares = [row for row in rows if (row.share or 0.0) >= LEAST_SHARE or row.gives_nonfinite]
         if not shares:

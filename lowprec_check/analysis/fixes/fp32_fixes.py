@@ -9,7 +9,6 @@ from lowprec_check.analysis.fixes.scene import ATOMS, Scene, Site, SourceFix, is
 from lowprec_check.analysis.fixes.seen_values import SeenValue
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText
 from lowprec_check.schema.op_calls import PRODUCTS
-from lowprec_check.schema.precisions import PRECISIONS
 
 
 def scaled(site: Site, scene: Scene) -> Iterator[SourceFix]:
@@ -45,9 +44,8 @@ def custom_functions(site: Site, scene: Scene) -> Iterator[SourceFix]:
     """An op in a ``torch.autograd.Function`` under autocast: torch's own decorators."""
     del scene
     owner = site.source.around(site.node, ast.ClassDef)
-    autocast = any(PRECISIONS.get(name).kind == "autocast" for name in site.precisions)
     if (
-        not autocast
+        not site.autocasts
         or not isinstance(owner, ast.ClassDef)
         or not any("Function" in ast.unparse(b) for b in owner.bases)
     ):
@@ -108,7 +106,7 @@ def _fits(seen: SeenValue | None, largest: float) -> bool:
 
 
 def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.expr], list[Edit]] | None:
-    """The operands to widen so that ``top`` computes in fp32 from the op of the site on, and edits of the call of a module."""
+    """The operands to widen so that ``top`` computes in fp32 from the op of the site on, and edits of the call of a module; ``None`` if that cannot be."""
     inside, edits = set(ast.walk(top)), list[Edit]()
     found: set[ast.expr] = set()
 
@@ -134,7 +132,7 @@ def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.exp
                 return False
         return True
 
-    return (frozenset(found), edits) if enter(top) and (found or edits) else None
+    return (frozenset(found), edits) if enter(top) else None
 
 
 def _differs(scene: Scene, operand: ast.expr) -> bool:
@@ -183,12 +181,17 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
     if back and dtype is None:
         return None
     kind, why = "fp32", "computed in fp32" + (" and cast back" if back else "")
-    if site.under_autocast:
+    path = [site.node]
+    while path[-1] is not top:
+        path.append(site.source.parents[path[-1]])
+    if site.autocasts and any(map(scene.is_product, path)):
         region = _region(site, scene)
         if region is None:
             return None
         kind, why = "autocast", f"{why}, outside of autocast"
         edits += region
+    if not widened and not edits:
+        return None
     return SourceFix(
         kind, why, site.node, widened, (top, dtype) if dtype is not None else None, tuple(edits), dtype is None
     )
@@ -215,7 +218,7 @@ def _unpacked(site: Site, scene: Scene) -> Iterator[SourceFix]:
     if not is_unpacked or seen is None or seen.kind != "tuple" or not all(p == "float32" for p in seen.parts):
         return
     found, dtype = _widened(site, scene, site.node), scene.dtype_of(site.node)  # type: ignore[arg-type]
-    if found is None or dtype is None:
+    if found is None or not any(found) or dtype is None:
         return
     start, end = site.source.outer(site.node)  # type: ignore[arg-type]
     edits = [Edit(start, start, f"(part.to({dtype}) for part in ", start - end), Edit(end, end, ")", end - start)]

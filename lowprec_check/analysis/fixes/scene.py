@@ -46,9 +46,9 @@ class Site:
         return any(code.startswith(("LP1", "LP2")) for code in self.codes)
 
     @property
-    def under_autocast(self) -> bool:
-        """Whether autocast computes the op in 16 bits, whatever its inputs are."""
-        return bool(PRODUCTS.search(self.op)) and any(PRECISIONS.get(p).kind == "autocast" for p in self.precisions)
+    def autocasts(self) -> bool:
+        """Whether a precision in which it fails is autocast."""
+        return any(PRECISIONS.get(name).kind == "autocast" for name in self.precisions)
 
     @property
     def cast(self) -> bool:
@@ -169,7 +169,17 @@ class Scene:
         if not isinstance(node, ast.Call):
             return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript))
         callee = self.callee(node)
-        return callee is not None and callee.kind == "callable" and callee.name.partition(".")[0] == "torch"
+        named = callee is not None and callee.kind == "callable" and callee.name.partition(".")[0] == "torch"
+        return named or (callee is not None and callee.of_torch)
+
+    def is_product(self, node: ast.AST) -> bool:
+        """Whether autocast computes an expression in 16 bits, whatever its inputs are: a matrix product, a layer with weights."""
+        if isinstance(node, ast.BinOp):
+            return isinstance(node.op, ast.MatMult)
+        callee = self.callee(node)
+        if callee is None or callee.kind == "module":
+            return callee is not None and bool(callee.name)
+        return bool(PRODUCTS.search(f"{callee.name}.".replace("matmul", "mm").replace("einsum", "mm")))
 
     def dtype_of(self, node: ast.AST) -> str | None:
         """Code for the low dtype at ``node``: that of a name near it whose tensor has it; ``None`` if there is none."""

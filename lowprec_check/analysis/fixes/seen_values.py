@@ -16,6 +16,8 @@ class SeenValue(Struct, frozen=True, kw_only=True):
     """Of a tensor, ``float16``, of all calls; of a module, that of its first floating parameter."""
     name: str = ""
     """Of a module: its first floating parameter, ``weight``; of a callable: where it is defined, ``torch.nn.functional.normalize``."""
+    of_torch: bool = False
+    """Whether the class of a module is one of torch."""
     number: float | None = None
     absmax: float | None = None
     """The largest finite magnitude of a tensor, over all calls."""
@@ -41,4 +43,4 @@ class SourceTrial(Struct, frozen=True, kw_only=True):
     buffers: dict[str, list[str]] = {}
     """The buffers with values that a cast rounds, by the class that has them."""
     packages: list[str] = []
-    """The modules of installed packages that the source imports."""
+    """The modules that are not the user's own, imported until the model has run."""
