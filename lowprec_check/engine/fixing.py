@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from lowprec_check.schema.statements import counted, short_op
 LEAST_SECONDS = 60.0
 """For the search after a scan that took less, and for each trial."""
 
-SLOW_SECONDS = 15.0
+SLOW_SECONDS = 30.0
 """A model whose scan took longer may be slow: each run of a trial has a process of its own, with limits for its calls and ops."""
 
 MOST_ROUNDS = 8
@@ -123,6 +123,19 @@ class _Chosen:
 State = dict[ast.AST, _Chosen]
 
 
+def _next_option(places: Iterable[_Chosen]) -> bool:
+    """Take the next option of each of these places that has another one; whether any has."""
+    others = [chosen for chosen in places if chosen.option + 1 < len(chosen.options)]
+    for chosen in others:
+        chosen.option += 1
+    return bool(others)
+
+
+def _computes_instead(state: State) -> bool:
+    """Compute in fp32 where a number was changed, which may be what fails now; whether there is such a place."""
+    return _next_option(chosen for chosen in state.values() if chosen.fix.kind in ("constant", "scale"))
+
+
 @dataclass
 class _Search:
     spec: TargetSpec
@@ -146,10 +159,10 @@ class _Search:
         names = [run.precision for run in self.failing]
         self.scan_options = _scan_options(replace(self.options, precisions=names or None, device=self.device))
         self.bits = SourceTrial()
-        limited = any(run.status in ("crashed", "timeout") for run in self.scanned.runs)
+        fp32, limited = self.scanned.runs[0], any(run.status in ("crashed", "timeout") for run in self.scanned.runs)
         self.step = Trial(
             goal="step",
-            fp32=msgspec.structs.replace(self.scanned.runs[0], op_calls=OpCalls()),
+            fp32=msgspec.structs.replace(fp32, op_calls=OpCalls()),
             apart=limited or self.scan_seconds > SLOW_SECONDS,
         )
 
@@ -187,22 +200,22 @@ class _Search:
         failing = [run for run in analyzed.runs if fails(run)]
         for run in failing:
             sites.add(run, analyzed.diagnostics)
-        advanced, new = False, list[Site]()
+        new, met = list[Site](), list[_Chosen]()
         by_top: dict[ast.AST, ast.AST] = {c.fix.back[0]: key for key, c in state.items() if c.fix.back is not None}
         for node, site in sites.found.items():
             chosen = state.get(by_top.get(node, node))
             if chosen is None:
                 new.append(site)
-            elif chosen.option + 1 < len(chosen.options):
-                chosen.option, advanced = chosen.option + 1, True
-        tops = [
-            chosen.fix.back[0] for key, chosen in state.items() if chosen.fix.back and chosen.fix.back[0] is not key
-        ]
-        for covered in state.keys() & set[ast.AST](tops):
+            else:
+                met.append(chosen)
+        advanced = _next_option(each for each in met if not each.site.mismatch)
+        advanced = advanced or (not new and _next_option(met))
+        tops = {c.fix.back[0] for key, c in state.items() if c.fix.back is not None and c.fix.back[0] is not key}
+        for covered in tops.intersection(state):
             del state[covered]
         given_pass = all(run.status == "ok" for run in failing)
         if not advanced and not any(site.breaks for site in new):
-            advanced = self._computes_instead(state)
+            advanced = _computes_instead(state)
         looked = self._looked(state) if new and not (advanced and given_pass) else None
         for site in new if looked is not None else ():
             found = proposals(site, self._scene(site, patched, looked or self.bits))
@@ -214,14 +227,6 @@ class _Search:
                 self._leave_alone(site, "no change is known for it")
         self.left_alone |= sites.left_alone
         return advanced
-
-    @staticmethod
-    def _computes_instead(state: State) -> bool:
-        """Compute in fp32 where a number was changed, which may be what fails now; whether there is such a place."""
-        others = [c for c in state.values() if c.fix.kind in ("constant", "scale") and c.option + 1 < len(c.options)]
-        for chosen in others:
-            chosen.option += 1
-        return bool(others)
 
     def _composes(self, state: State, newest: ast.AST) -> bool:
         """Whether the changes together are Python; those of the ``newest`` place are left out otherwise."""
@@ -252,7 +257,7 @@ class _Search:
     def _with_equal_bits(self, state: State) -> SourceTrial | None:
         """The trial of ``state``, analyzed; where it changes fp32, with other changes, or without those that do."""
         trial = self.tried(state)
-        while trial is not None and not self._keeps_bits(trial) and self._computes_instead(state):
+        while trial is not None and not self._keeps_bits(trial) and _computes_instead(state):
             trial = self.tried(state)
         if trial is None or self._keeps_bits(trial):
             return trial

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.fixes.scene import ATOMS, Scene, Site, SourceFix, is_plain, torch_in
+from lowprec_check.analysis.fixes.scene import ATOMS, Scene, Site, SourceFix, is_plain, torch_in, unused_name
 from lowprec_check.analysis.fixes.seen_values import SeenValue
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText
 from lowprec_check.schema.op_calls import PRODUCTS
@@ -185,11 +185,12 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
     while path[-1] is not top:
         path.append(site.source.parents[path[-1]])
     if site.autocasts and any(map(scene.is_product, path)):
-        region = _region(site, scene)
+        region = _region(site, scene, widened)
         if region is None:
             return None
         kind, why = "autocast", f"{why}, outside of autocast"
-        edits += region
+        more, hoisted = region
+        edits, widened = edits + more, widened - hoisted
     if not widened and not edits:
         return None
     return SourceFix(
@@ -197,8 +198,8 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
     )
 
 
-def _region(site: Site, scene: Scene) -> list[Edit] | None:
-    """The statement with autocast disabled."""
+def _region(site: Site, scene: Scene, widened: frozenset[ast.expr]) -> tuple[list[Edit], frozenset[ast.expr]] | None:
+    """The statement with autocast disabled, and what is computed before it, under autocast: operands that hold products themselves."""
     source = site.source
     statement = source.around(site.node, ast.stmt)
     simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
@@ -207,7 +208,29 @@ def _region(site: Site, scene: Scene) -> list[Edit] | None:
         return None
     torch, imports = torch_in(source)
     header = f"with {torch}.autocast({source.segment(tensor)}.device.type, enabled=False):"
-    return [*source.indented_under(statement, header), *imports]
+    edits = [*source.indented_under(statement, header), *imports]
+    hoisted = [each for each in widened if any(map(scene.is_product, ast.walk(each))) and _is_first(source, each)]
+    for node in hoisted[:1]:
+        name = unused_name(source, "operand")
+        (start, end), inner = source.outer(node), source.segment(node)
+        value = f"{inner}.float()" if isinstance(node, ATOMS) else f"({inner}).float()"
+        edits += [source.line_before(statement, f"{name} = {value}")._replace(size=-(1 << 41)), Edit(start, end, name)]
+    return edits, frozenset(hoisted[:1])
+
+
+def _is_first(source: SourceText, node: ast.expr) -> bool:
+    """Whether an expression in one line is computed once in its statement, and before all others but names."""
+    at: ast.AST = node
+    while isinstance(at, ast.expr):
+        parent = source.parents[at]
+        if isinstance(parent, (ast.Call, ast.BinOp, ast.Subscript)):
+            earlier = [each for each in ast.iter_child_nodes(parent) if isinstance(each, ast.expr)]
+            if not all(map(is_plain, earlier[: earlier.index(at)] if at in earlier else [node])):
+                return False
+        elif isinstance(parent, ast.expr) and not isinstance(parent, (ast.Attribute, ast.UnaryOp)):
+            return False
+        at = parent
+    return node.lineno == node.end_lineno
 
 
 def _unpacked(site: Site, scene: Scene) -> Iterator[SourceFix]:

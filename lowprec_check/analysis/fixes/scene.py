@@ -215,6 +215,12 @@ def _names(node: ast.AST) -> set[str]:
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
 
 
+def unused_name(source: SourceText, wanted: str) -> str:
+    """A name like ``wanted`` that nothing in the file has."""
+    known = _names(source.tree)
+    return next(name for name in (wanted, *(f"{wanted}_{n}" for n in range(2, 1000))) if name not in known)
+
+
 def torch_in(source: SourceText) -> tuple[str, tuple[Edit, ...]]:
     """The name of torch in a file, and the edit that imports it where it has none."""
     for node in source.tree.body:
