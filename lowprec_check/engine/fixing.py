@@ -10,7 +10,7 @@ import contextlib
 import importlib
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,23 +18,24 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.analysis.fixes.chosen import Chosen, State, compute_instead, next_option
 from lowprec_check.analysis.fixes.fix_kinds import proposals
-from lowprec_check.analysis.fixes.fix_sites import OwnFiles, PatchedFile, Sites, fails
+from lowprec_check.analysis.fixes.fix_sites import OwnFiles, PatchedFile, Sites, distance_of, fails
 from lowprec_check.analysis.fixes.fp32_fixes import kept_buffers
 from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, compose
-from lowprec_check.analysis.fixes.seen_values import SeenValue, SourceTrial
+from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.analysis.fixes.source_text import SourceText, unified_diff
 from lowprec_check.analysis.fixes.told_fixes import change_of, compared_with_plan, proven_by, shown_path
 from lowprec_check.engine.machine import version
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
 from lowprec_check.engine.session import scan_file, try_source
-from lowprec_check.engine.source_trial import Goal, Look, Trial
+from lowprec_check.engine.source_trial import Goal, Look, PlainTrial
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.fixing import Fixing, LeftAlone, Proven
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.options import FixOptions, ScanOptions
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import counted, short_op
 
 LEAST_SECONDS = 60.0
@@ -45,13 +46,11 @@ SLOW_SECONDS = 30.0
 
 MOST_ROUNDS = 8
 
-_RANKS = {"ok": 0.0, "unjudged": 0.0, "skipped": 0.0, "inaccurate": 1.0, "nonfinite": 2.0}
-
 
 class Patch:
     """What was found: texts of files with some of the changes, and what was proven of them."""
 
-    def __init__(self, search: _Search, chosen: Sequence[_Chosen]) -> None:
+    def __init__(self, search: _Search, chosen: Sequence[Chosen]) -> None:
         self._search, self._chosen = search, chosen
 
     def texts(self, numbers: Sequence[int]) -> dict[SourceText, str]:
@@ -104,39 +103,6 @@ def _scan_options(options: FixOptions) -> ScanOptions:
 
 
 @dataclass
-class _Chosen:
-    """What could be changed at one place, and which of it is tried."""
-
-    site: Site
-    options: list[SourceFix]
-    option: int = 0
-    round: int = 0
-    """Of the search, in which it was added."""
-    raises: bool = False
-    """Whether the line raises an exception without it, given the changes of earlier rounds."""
-
-    @property
-    def fix(self) -> SourceFix:
-        return self.options[self.option]
-
-
-State = dict[ast.AST, _Chosen]
-
-
-def _next_option(places: Iterable[_Chosen]) -> bool:
-    """Take the next option of each of these places that has another one; whether any has."""
-    others = [chosen for chosen in places if chosen.option + 1 < len(chosen.options)]
-    for chosen in others:
-        chosen.option += 1
-    return bool(others)
-
-
-def _computes_instead(state: State) -> bool:
-    """Compute in fp32 where a number was changed, which may be what fails now; whether there is such a place."""
-    return _next_option(chosen for chosen in state.values() if chosen.fix.kind in ("constant", "scale"))
-
-
-@dataclass
 class _Search:
     spec: TargetSpec
     options: FixOptions
@@ -160,7 +126,7 @@ class _Search:
         self.scan_options = _scan_options(replace(self.options, precisions=names or None, device=self.device))
         self.bits = SourceTrial()
         fp32, limited = self.scanned.runs[0], any(run.status in ("crashed", "timeout") for run in self.scanned.runs)
-        self.step = Trial(
+        self.step = PlainTrial(
             goal="step",
             fp32=msgspec.structs.replace(fp32, op_calls=OpCalls()),
             apart=limited or self.scan_seconds > SLOW_SECONDS,
@@ -175,7 +141,7 @@ class _Search:
 
     def _searched(self) -> tuple[State, SourceTrial] | None:
         state, analyzed, best = State(), self.scanned, None
-        before, first = self._score(self.failing), self._looked(state)
+        before, first = distance_of(self.failing), self._looked(state)
         if first is None:
             return None
         advanced = self._keep_buffers(state, first)
@@ -186,8 +152,8 @@ class _Search:
             trial = self._with_equal_bits(state)
             if trial is None:
                 break
-            analyzed, score = self._analyzed(trial), self._score(trial.runs)
-            if score < before and (best is None or score < self._score(best[1].runs)):
+            analyzed, score = self._analyzed(trial), distance_of(trial.runs)
+            if score < before and (best is None or score < distance_of(best[1].runs)):
                 best = {key: replace(chosen) for key, chosen in state.items()}, trial
             if not score[0]:
                 break
@@ -200,7 +166,7 @@ class _Search:
         failing = [run for run in analyzed.runs if fails(run)]
         for run in failing:
             sites.add(run, analyzed.diagnostics)
-        new, met = list[Site](), list[_Chosen]()
+        new, met = list[Site](), list[Chosen]()
         by_top: dict[ast.AST, ast.AST] = {c.fix.back[0]: key for key, c in state.items() if c.fix.back is not None}
         for node, site in sites.found.items():
             chosen = state.get(by_top.get(node, node))
@@ -208,20 +174,20 @@ class _Search:
                 new.append(site)
             else:
                 met.append(chosen)
-        advanced = _next_option(each for each in met if not each.site.mismatch)
-        advanced = advanced or (not new and _next_option(met))
+        advanced = next_option(each for each in met if not each.site.mismatch)
+        advanced = advanced or (not new and next_option(met))
         tops = {c.fix.back[0] for key, c in state.items() if c.fix.back is not None and c.fix.back[0] is not key}
         for covered in tops.intersection(state):
             del state[covered]
         given_pass = all(run.status == "ok" for run in failing)
         if not advanced and not any(site.breaks for site in new):
-            advanced = _computes_instead(state)
+            advanced = compute_instead(state)
         looked = self._looked(state) if new and not (advanced and given_pass) else None
         for site in new if looked is not None else ():
             found = proposals(site, self._scene(site, patched, looked or self.bits))
             if found:
                 raises = any(run.status == "error" for run in failing if run.precision in site.precisions)
-                state[site.node] = _Chosen(site, found, 0, self.rounds, raises)
+                state[site.node] = Chosen(site, found, 0, self.rounds, raises)
                 advanced = self._composes(state, site.node) or advanced
             else:
                 self._leave_alone(site, "no change is known for it")
@@ -251,13 +217,13 @@ class _Search:
             fix = kept_buffers(source, name, names) if isinstance(source, SourceText) else None
             if fix is not None:
                 site = Site(source, fix.anchor, "", {run.precision for run in self.failing})  # type: ignore[arg-type]
-                state[fix.anchor] = _Chosen(site, [fix], 0, self.rounds)
+                state[fix.anchor] = Chosen(site, [fix], 0, self.rounds)
         return bool(state)
 
     def _with_equal_bits(self, state: State) -> SourceTrial | None:
         """The trial of ``state``, analyzed; where it changes fp32, with other changes, or without those that do."""
         trial = self.tried(state)
-        while trial is not None and not self._keeps_bits(trial) and _computes_instead(state):
+        while trial is not None and not self._keeps_bits(trial) and compute_instead(state):
             trial = self.tried(state)
         if trial is None or self._keeps_bits(trial):
             return trial
@@ -270,7 +236,7 @@ class _Search:
 
     def _smallest(self, state: State, trial: SourceTrial) -> tuple[State, SourceTrial]:
         """Without what is not needed, found at a glance; by proofs if that set fails where all of it passes."""
-        best = self._score(trial.runs)
+        best = distance_of(trial.runs)
         may_go = [key for key, chosen in state.items() if not chosen.raises or chosen.round]
         may_go.sort(key=lambda key: (state[key].site.breaks, state[key].round, -getattr(key, "lineno", 0)))
         for goal in ("glance", "proof"):
@@ -297,7 +263,7 @@ class _Search:
         tried = self.tried(state, goal)
         if tried is None or not self._keeps_bits(tried):
             return None
-        score = self._score(tried.runs)
+        score = distance_of(tried.runs)
         return (
             tried
             if score[0] < best[0] or (score[0] == best[0] and (not best[0] or score[1] <= 1.1 * best[1]))
@@ -335,7 +301,7 @@ class _Search:
                         importlib.import_module(name)
         return found
 
-    def _session(self, spec: TargetSpec, what: Trial | Look, doing: str) -> SourceTrial | None:
+    def _session(self, spec: TargetSpec, what: PlainTrial | Look, doing: str) -> SourceTrial | None:
         if self.on_progress is not None:
             self.on_progress("fix", doing)
         try:
@@ -351,15 +317,6 @@ class _Search:
         """Whether fp32 gives the same outputs and gradients, where two calls of the original do, if the trial took them."""
         both = ((self.bits.outputs, trial.outputs), (self.bits.gradients, trial.gradients))
         return not trial.outputs or all(not before or after == before for before, after in both)
-
-    def _score(self, runs: Sequence[Run]) -> tuple[float, float]:
-        """How far runs are from passing, and the sum of their errors; less is better."""
-        rank, error = 0.0, 0.0
-        for run in runs:
-            rank += _RANKS.get(run.status, 3.0)
-            rank += 0.5 if run.further_inputs is not None and run.further_inputs.failed else 0.0
-            error += min(run.distance, 1e3) if run.distance is not None else 1e3
-        return rank, error
 
     def _out_of_time(self) -> bool:
         limit = self.options.seconds or max(LEAST_SECONDS, self.scan_seconds)
@@ -392,7 +349,7 @@ class _Search:
         file = patched.get(site.source.path) or PatchedFile(site.source)
         name = next(run.precision for run in self.failing if run.precision in site.precisions)
         both = (probe.seen.get("fp32", {}), probe.seen.get(name, {}))
-        fp32, low = (_by_node(file, places.get(str(site.source.path), {})) for places in both)
+        fp32, low = (file.by_node(places.get(str(site.source.path), {})) for places in both)
         return Scene(site.source, fp32, low)
 
     def _leave_alone(self, site: Site, reason: str) -> None:
@@ -403,10 +360,10 @@ class _Search:
 
     # -- what is told
 
-    def told(self, ordered: Sequence[_Chosen], trial: SourceTrial | None) -> Fixing:
+    def told(self, ordered: Sequence[Chosen], trial: SourceTrial | None) -> Fixing:
         """What was found, to be saved."""
         runs = trial.runs if trial is not None else []
-        passes = bool(runs) and not self._score(runs)[0] if self.failing else True
+        passes = bool(runs) and not distance_of(runs)[0] if self.failing else True
         patched = self.patched({each.site.node: each for each in ordered}) if ordered else {}
         changes = [change_of(chosen.site, chosen.fix) for chosen in ordered]
         return Fixing(
@@ -432,13 +389,3 @@ class _Search:
         """Each precision before and after."""
         runs = {run.precision: run for run in (trial.runs if trial is not None else [])}
         return [proven_by(run, runs.get(run.precision)) for run in self.failing]
-
-
-def _by_node(file: PatchedFile, places: dict[str, SeenValue]) -> dict[ast.AST, SeenValue]:
-    """What the original's expressions gave, in the changed text."""
-    found: dict[ast.AST, SeenValue] = {}
-    for place, seen in places.items():
-        node = file.exactly_at(place)
-        if node is not None:
-            found[node] = seen
-    return found

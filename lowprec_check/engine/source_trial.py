@@ -38,7 +38,7 @@ Goal = Literal["glance", "step", "proof"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
+class PlainTrial:
     """A trial of a source: the model runs plain in fp32, then in each precision. Called in a session, which may be its only process."""
 
     fp32: Run
