@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import cProfile
 import functools
 import gc
 import json
 import os
+import pstats
 import subprocess
 import sys
 import threading
@@ -176,11 +178,18 @@ def launches(bench: Bench) -> dict[str, Any]:
     with torch.profiler.profile(activities=activities) as found:
         bench.instrumented("both, budget")
     averages = found.key_averages()
+    profiler = cProfile.Profile()
+    bench.instrumented("both, budget", profiler.runcall)
+    spent = sorted(pstats.Stats(profiler).stats.items(), key=lambda its: -its[1][2])[:25]  # type: ignore[attr-defined]
     waits = {event.key: event.count for event in averages if event.key in _WAITS or "Memcpy DtoH" in event.key}
     return {
         "ops": bench.ops,
         "kernels per op": round(sum(event.count for event in averages if "LaunchKernel" in event.key) / bench.ops, 1),
         "waits": waits,
+        "functions": [
+            [f"{Path(file).name}:{line} {name}", found[0], round(found[2], 4), round(found[3], 4)]
+            for (file, line, name), found in spent
+        ],
         "device ms": round(sum(event.self_device_time_total for event in averages) / 1e3, 1),
     }
 
