@@ -770,7 +770,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     "one-core": {"{text}": lambda c, text: text.startswith("compared with fp32 on one core") and c.run["latency"]["speedup"]["one_core"]},
     "noisy": {"{text}": lambda c, text: text.startswith("its speed cannot be told") and c.speed()[0] == "noisy"},
     "launch-bound": {
-        "launch-bound: {host} of {call} on the host, {device} on the device: a larger batch, CUDA graphs or torch.compile help, not 16 bits": lambda c, host, call, device: same(call, c.run["latency"]["median_ms"]) and same(device, c.run["latency"]["device_ms"]) and same(host, min(call, c.run["latency"]["host_ms"])) and host >= 0.9 * call and device <= 0.8 * call,
+        "launch-bound: {host} of {call} on the host, {device} on the device: faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do": lambda c, host, call, device: same(call, c.run["latency"]["median_ms"]) and same(device, c.run["latency"]["device_ms"]) and same(host, min(call, c.run["latency"]["host_ms"])) and host >= 0.9 * call and device <= 0.8 * call,
     },
     "partly-analyzed": {
         "analyzed op by op only in part: {reason}": lambda c, reason: not c.run["complete"] and reason.rstrip(".") in f"{c.run['incomplete_because']} {(c.run['stopped_by'] or {}).get('type')}: {(c.run['stopped_by'] or {}).get('message')} the reason is not known (no message)",

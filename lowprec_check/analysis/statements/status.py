@@ -244,6 +244,6 @@ def launched_too_slowly(run: Run, result: ScanResult) -> Made:
     """A run whose accelerator waits for the host, so that 16 bits cannot make it faster."""
     if run.latency is None or not launch_bound(run):
         return None
-    words = "launch-bound: {host:ms} of {call:ms} on the host, {device:ms} on the device: a larger batch, CUDA graphs or torch.compile help, not 16 bits"
+    words = "launch-bound: {host:ms} of {call:ms} on the host, {device:ms} on the device: faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do"
     call, host, device = run.latency.median_ms, run.latency.host_ms or 0.0, run.latency.device_ms or 0.0
     return Said(say(words, host=min(host, call), call=call, device=device), "warn")
