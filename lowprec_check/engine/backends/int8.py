@@ -33,6 +33,7 @@ class Int8(Backend):
     changes_process = True  # both libraries register operators and passes, the extension overrides autocast's kernels
     tolerance = 0.1
     lowers_precision = True
+    calibrates = True
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """The quantizers are for x86 CPUs, and quantize fp32 weights."""
@@ -77,8 +78,6 @@ class Int8Linear(Backend):
     lowers_precision = True
     config: ClassVar[str]
     """A class of ``torchao.quantization``."""
-    smooths: ClassVar[bool] = False
-    """Whether SmoothQuant moves outliers of the activations into the weights first."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """It is for weights in fp32 or bf16 on the CPU, without autocast."""
@@ -86,7 +85,7 @@ class Int8Linear(Backend):
             return f"{self.name} is for the CPU here; on {device}, use torchao in your file"
         if precision.name not in ("fp32", "bfloat16"):
             return f"{self.name} computes the rest of the model in fp32 or bf16: use fp32 or bfloat16"
-        if self.smooths and fitting_torchao() != NEWEST:
+        if self.calibrates and fitting_torchao() != NEWEST:
             return f"SmoothQuant needs torchao {NEWEST}, and with it torch 2.11 or later"
         return None if torchao_fits() else f"{self.name} cannot run here: {missing()}"
 
@@ -97,7 +96,7 @@ class Int8Linear(Backend):
 
         with kept_generators():
             found: Callable[..., Any] = quantize_linear(
-                model, self.config, example.calibration if self.smooths else None
+                model, self.config, example.calibration if self.calibrates else None
             )
         return found
 
@@ -118,11 +117,11 @@ class Int8Linear(Backend):
         return Code(
             imports=(
                 "import torch._inductor.config",
-                *(["from torchao.prototype.smoothquant import SmoothQuantConfig"] if self.smooths else []),
+                *(["from torchao.prototype.smoothquant import SmoothQuantConfig"] if self.calibrates else []),
                 f"from torchao.quantization import {self.config}, quantize_",
             ),
             before=(
-                *(smooth if self.smooths else [f"quantize_(model, {self.config}())"]),
+                *(smooth if self.calibrates else [f"quantize_(model, {self.config}())"]),
                 "torch._inductor.config.freezing = True  # without it, the weights are converted in each call",
                 "model = torch.compile(model)",
             ),
@@ -153,7 +152,7 @@ class SmoothQuant(Dynamic):
     name = "int8-smoothquant"
     summary = "int8-dynamic after SmoothQuant, on the calibration inputs"
     aliases = ("smoothquant", "smooth-quant")
-    smooths = True
+    calibrates = True
 
 
 INT8, WEIGHT_ONLY, DYNAMIC, SMOOTHQUANT = Int8(), WeightOnly(), Dynamic(), SmoothQuant()

@@ -101,13 +101,13 @@ class BackendChecker:
     # -- changed inputs
 
     def _try_changed_inputs(self, on_input: Callable[[InputChange], Any]) -> None:
-        """Until the run fails on one, or there is no time."""
-        end = system.monotonic() + SHARE * self._task.call_budget
+        """Until the run fails on one, or there is no time; the time that threads wait for a core does not count."""
+        limit = _seconds_with_core() + SHARE * self._task.call_budget
         for change, call in changed_inputs(self._target, self._task.seed):
             if self._quantizes and change not in _IN_RANGE:
                 continue
             compiles = change == "larger-batch" and self._plain.first_seconds > SECONDS_TO_COMPILE
-            if compiles or system.monotonic() > end:
+            if compiles or _seconds_with_core() > limit:
                 self._add(reason=SLOW)
             elif self.result is self._plain:
                 self._try(change, call, on_input)
@@ -157,6 +157,10 @@ class BackendChecker:
             return True, None
         found = worst(distances(known), slack)
         return found.verdict(slack) == "worse", found.error(found.eager)
+
+
+def _seconds_with_core() -> float:
+    return system.monotonic() - (system.longest_wait() or 0.0)
 
 
 @contextlib.contextmanager
