@@ -19,10 +19,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-
 from report_files import head, made, save
 from tabulate import tabulate
+from torch import nn
 
 import lowprec_check
 
