@@ -39,11 +39,6 @@ LEAST_MEMORY = 4 << 20
 """Bytes below which the memory of processes is not compared: allocators and libraries keep a few megabytes, more or less."""
 
 
-def memory_of(run: Run) -> int | None:
-    """Peak bytes of the run: what its process holds, or if that was not measured, of its tensors."""
-    return run.process_memory_bytes or run.peak_memory_bytes
-
-
 def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
     """This run's peak memory over fp32's, of processes if fp32's was measured, else of tensors; ``None`` if it lacks that figure."""
     reference = reference_of(runs)

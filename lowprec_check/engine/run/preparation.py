@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -113,7 +114,8 @@ class OnBackend:
         if self._call is None:
             backend = self._backend
             try:
-                prepared: Any = backend.prepare(self._ready.model, self._example(args, kwargs))
+                with kept_generators():
+                    prepared: Any = backend.prepare(self._ready.model, self._example(args, kwargs))
             except UnsupportedOpsError as error:
                 self.gaps = error.gaps
                 raise
