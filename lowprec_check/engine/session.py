@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import functools
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -110,13 +111,10 @@ def _growing_planning(source: TargetSource, isolation: Isolation | None, options
 
 
 def try_source(
-    spec: TargetSpec,
-    options: ScanOptions,
-    isolation: Isolation | None,
-    grow: Grow[SourceTrial],
+    spec: TargetSpec, options: ScanOptions, isolation: Isolation | None, grow: Grow[SourceTrial], seconds: float
 ) -> SourceTrial:
-    """Load ``spec`` with its changed sources, and return what ``grow`` finds. Raises as :func:`scan_file` does."""
-    *_, trial = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, None).grow(grow)
+    """Load ``spec`` with its changed sources, and return what ``grow`` finds within so many ``seconds`` each. Raises as :func:`scan_file` does."""
+    *_, trial = _Session(spec, options, isolation, seconds, None, seconds).grow(grow)
     return trial
 
 
@@ -143,6 +141,8 @@ class _Session:
     isolation: Isolation | None
     load_seconds: float
     on_progress: OnProgress | None
+    grow_seconds: float = math.inf
+    """Limit of what follows, if its runs have no limits of their own."""
 
     def grow(self, grow: Grow[Item]) -> Iterator[Item]:
         """Load the target and yield what ``grow`` finds; in this process, if there are no other ones."""
@@ -183,7 +183,7 @@ class _Session:
                 message = event.message
                 if isinstance(message, _Loaded):
                     loaded = True
-                    worker.set_timeout(float("inf"))
+                    worker.set_timeout(self.grow_seconds)
                 elif isinstance(message, _Grown):
                     yield message.item
                 elif isinstance(message, Ended):
@@ -198,7 +198,7 @@ class _Session:
 
     def _raise_loss(self, event: StateEvent[Any], loaded: bool, line: str | None) -> NoReturn:
         at = f" at {line}" if line else ""
-        if event.state == "timeout":
+        if event.state == "timeout" and not loaded:
             raise UsageError(
                 f"{self.spec.name} was not loaded within {self.load_seconds:g} s{at and f'; it was{at}'}.",
                 "Increase --budget, or shorten what the file does when it is imported.",

@@ -180,6 +180,13 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
             yield from _amplifiers(run, result, run.format.roundoff)
 
 
+_INPUTS = {
+    "forward": "try the inputs of this op in fp32",
+    "backward": "try the inputs of the op of the forward pass in fp32",
+    "optimizer": "try the modules in fp32 whose gradients it reads",
+}
+
+
 def _amplifiers(run: Run, result: ScanResult, roundoff: float) -> Iterator[Finding]:
     def amplifies(row: OpCall) -> bool:
         if row.input_error is None or row.input_error > 1.0:
@@ -194,7 +201,8 @@ def _amplifiers(run: Run, result: ScanResult, roundoff: float) -> Iterator[Findi
     for row, count in found:
         grows = "this op magnifies the relative error of its inputs from {before:error} to {after:error}"
         message = say(grows, before=row.input_error or 0.0, after=row.accumulated_error or 0.0)
-        finding = place_finding(result, run, row, count, message, "try the inputs of this op in fp32")
+        advice = _INPUTS[row.phase or "forward"]
+        finding = place_finding(result, run, row, count, message)._replace(help=advice)
         if relevance.known != "explained":
             yield relevance.weigh(finding, row)
             continue

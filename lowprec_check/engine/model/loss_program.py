@@ -71,10 +71,17 @@ class Program:
     ) -> None:
         losses = [loss for phase in plan for loss in phase.losses]
         dependent, needed = set(trained), {id(loss) for loss in losses}
+        left: set[int] = set()
+        """What leads, without gradients, to a number, a random draw or a change in place: that of a rollout is data, as it is."""
+        for node in reversed(nodes):
+            is_left = node.name in NUMBERS or node.draws or node.changed or node.written() & left
+            left |= {id(tensor) for tensor in node.reads} if is_left and not node.has_gradients else set()
         depends = []
         for node in nodes:
-            calls_trained = isinstance(node.call, nn.Module) and any(id(p) in trained for p in node.call.parameters())
-            depends.append(calls_trained or any(id(tensor) in dependent for tensor in node.reads))
+            is_model = isinstance(node.call, nn.Module)
+            calls_trained = is_model and any(id(p) in trained for p in node.call.parameters())  # type: ignore[attr-defined]
+            is_data = is_model and not node.has_gradients and bool(node.written() & left)
+            depends.append(not is_data and (calls_trained or any(id(tensor) in dependent for tensor in node.reads)))
             if depends[-1]:
                 dependent |= node.written()
         kept: list[int] = []

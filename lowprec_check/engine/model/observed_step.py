@@ -47,7 +47,7 @@ _WAIT = 10
 """Steps that an optimizer makes before one that was made and trains other weights is no longer waited for."""
 
 _EVALUATED = 100
-"""Calls that are kept of models in eval mode, outside ``torch.no_grad()``: of an evaluation, unless a ``backward()`` follows."""
+"""Calls that are kept of models in eval mode or without gradients: of an evaluation, unless a ``backward()`` follows."""
 
 
 class StepObserver:
@@ -136,9 +136,10 @@ class StepObserver:
             if not self.found.steps:
                 self.give_up(f"no step of an optimizer is complete {SECONDS:g} s after the first call of a model")
             self._leave()
-        if not torch.is_grad_enabled():
+        if not (torch.is_grad_enabled() or module.training):
             return call(module, *args, **kwargs)
-        if not (module.training or self._backwards) and len(self._recorder.nodes) > _EVALUATED:
+        is_trained = module.training and torch.is_grad_enabled()
+        if not (is_trained or self._backwards) and len(self._recorder.nodes) > _EVALUATED:
             self._recorder.nodes.clear()
         if not self.found.steps:
             self._save((*module.parameters(), *module.buffers()))

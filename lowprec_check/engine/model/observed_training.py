@@ -319,7 +319,7 @@ class ObservedSteps:
                             if parameter.grad is not None:
                                 parameter.grad.div_(scale)
                         optimizers[index].step()
-                        _check_gradients(own[index], next(steps).gradients, loss)
+                        _check_gradients(own[index], next(steps), loss)
         finally:
             self._restore()
 
@@ -360,14 +360,19 @@ def _parts_of(made: OptimizerLike | OptimizersLike) -> Sequence[OptimizerLike]:
     return made.parts if isinstance(made, OptimizersLike) else [made]
 
 
-def _check_gradients(parameters: Sequence[nn.Parameter], wanted: dict[int, Tensor], loss: ObservedLoss) -> None:
+def _check_gradients(parameters: Sequence[nn.Parameter], step: OptimizerStep, loss: ObservedLoss) -> None:
     """Raise :class:`UnrepeatableError` if the gradients of ``parameters`` differ from those of the script."""
-    pairs = [(torch.zeros_like(p) if p.grad is None else p.grad, wanted[id(p)]) for p in parameters if id(p) in wanted]
+    known = {id(parameter): parameter.grad for parameter in parameters}
+    found = [(known[key], wanted) for key, wanted in step.gradients.items() if key in known]
+    pairs = [(torch.zeros_like(wanted) if gradient is None else gradient, wanted) for gradient, wanted in found]
     error = sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
     norm = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
     if not error <= _SAME * norm:
+        together = not known.keys() >= {parameter for clip in step.clips for parameter in clip.parameters}
         raise UnrepeatableError(
             f"the gradients that the optimizer gets differ from those of the loss at {loss.line} by {error / (norm or 1.0):.1%}"
+            + "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone"
+            * together
         )
 
 
