@@ -687,7 +687,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     "kept": {"kept in fp32: {kept}": lambda c, kept: kept == c.run["keep_fp32"]},
     "not-chosen": _FAILURE,
     "failure": _FAILURE,
-    "passing-ways": {"passes with {ways}": _names_of_ways, "with {way}": lambda c, way: WAYS[c.first["name"]] == way and c.run["status"] == "ok"},
+    "passing-ways": {"passes with {ways}": _names_of_ways, "with {way}": lambda c, way: WAYS[c.first["name"]] == way and c.run["status"] == "ok", "after {done} of {steps}": lambda c, done, steps: 0 < done == len(c.first["losses"]) - 1 < steps == c.setup["steps"]},
     "also-faster": {
         "passes too": lambda c: c.run["status"] == "ok",
         "{ratio} as fast as fp32": lambda c, ratio: c.speed()[0] == "faster" and same(ratio, c.speed()[1]),
@@ -735,7 +735,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         and steps == c.setup["steps"]
         and optimizer == c.setup["optimizer"] + " (default)" * c.setup["default_optimizer"]
         and loss == c.setup["loss"] + " (default)" * c.setup["default_loss"]
-        and batches == ("" if steps == 1 else f", {'a new batch' if c.setup['new_batches'] else 'the same batch'} each step"),
+        and batches == ("" if steps == 1 else f", {c.setup['batches']} batches in turn" if c.setup["batches"] else f", {'a new batch' if c.setup['new_batches'] else 'the same batch'} each step"),
     },
     "seeds": {
         "judged by {seeds} from other seeds": lambda c, seeds: c.setup is not None and seeds == c.setup["seeds"],

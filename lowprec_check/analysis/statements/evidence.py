@@ -200,6 +200,7 @@ def scope(result: ScanResult) -> Iterator[Made]:
         return
     default = {True: " (default)", False: ""}
     batches = "" if setup.steps == 1 else f", {'a new' if setup.new_batches else 'the same'} batch each step"
+    batches = f", {setup.batches} batches in turn" if setup.batches else batches
     yield say(
         "{steps:count step} of {optimizer:text}, loss: {loss:text}{batches:text}",
         steps=setup.steps,

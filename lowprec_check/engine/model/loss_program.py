@@ -194,17 +194,8 @@ class Program:
         self._inputs, self.trained, self._values, self.phases = {}, {}, {}, []
         self.plan = [phase._replace(losses=()) for phase in self.plan]
         for step in self._steps:
-            step.node = dataclasses.replace(
-                step.node,
-                args=(),
-                kwargs={},
-                reads=[],
-                versions=[],
-                given=None,
-                results=[],
-                made=[],
-                restore_generators=(),
-            )
+            node = step.node
+            step.node = Node(node.call, (), {}, node.line, node.has_gradients, node.autocasts, [], [])
 
     def _placeholder(self, tensor: Tensor) -> Tensor:
         return self._keys.setdefault(id(tensor), torch.empty(0))
