@@ -69,22 +69,22 @@ def in_fp32(task: ModelTask) -> ModelTask:
 
 
 @contextlib.contextmanager
-def in_training(task: ModelTask, target: Target) -> Iterator[Prepared]:
+def in_training(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
     """The model of ``task`` in training mode, or that of its script, with gradients; restored afterwards."""
-    with prepared_for(task, target) as ready, torch.enable_grad():
+    with prepared_for(task, target, snapshot) as ready, torch.enable_grad():
         if not ready.model.training and target.observed is None:
             ready.model.train()
         yield ready
 
 
 @contextlib.contextmanager
-def ready_for(task: ModelTask, target: Target) -> Iterator[Prepared]:
+def ready_for(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
     """The model of ``task``, called as it runs: on its backend, or by a step of training in the first way of its precision."""
     if task.steps:
-        with in_training(task, target) as ready:
+        with in_training(task, target, snapshot) as ready:
             yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0]))
     else:
-        with prepared_for(task, target) as ready:
+        with prepared_for(task, target, snapshot) as ready:
             yield on_backend(task, target, ready)
 
 

@@ -23,7 +23,6 @@ from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
     Checked,
     GapFound,
-    Loaded,
     OpCallsFound,
     PartFailed,
     Predicted,
@@ -76,7 +75,7 @@ from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.process.function_worker import Channel, Ended
+from lowprec_check.process.function_worker import Channel, Ended, Loaded
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.measures import RangeTrial
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
