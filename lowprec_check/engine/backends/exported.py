@@ -161,16 +161,17 @@ class GraphBackend(Backend):
 def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str) -> list[Gap]:
     """A gap for each place in a graph that calls one of ``ops``, as torch's decompositions of it name them."""
     from lowprec_check.engine.core.source_location import lines_of_trace
-    from lowprec_check.engine.trace.ops import dtype_names
 
     wanted, calls = set(ops), Counter[tuple[str, str, Any, tuple[str, ...]]]()
     for decomposed in (False, True):
         for node in (program.run_decompositions() if decomposed and wanted else program).graph.nodes:
             if str(node.target) in wanted:
                 module = list((node.meta.get("nn_module_stack") or {"": ("",)}).values())[-1][0].partition(".")[2]
-                values = [each.meta["val"] for each in node.all_input_nodes if hasattr(each.meta.get("val"), "dtype")]
-                lines = lines_of_trace(node.meta.get("stack_trace"))
-                calls[str(node.target), module, lines, tuple(dtype_names(values))] += 1
+                given = (getattr(each.meta.get("val"), "dtype", None) for each in node.all_input_nodes)
+                dtypes = {str(dtype).removeprefix("torch.") for dtype in given if dtype and dtype.is_floating_point}
+                calls[
+                    str(node.target), module, lines_of_trace(node.meta.get("stack_trace")), tuple(sorted(dtypes))
+                ] += 1
         wanted -= {op for op, *_ in calls}
     places = [*calls, *((op, "", lines_of_trace(None), ()) for op in sorted(wanted))]
     return [
