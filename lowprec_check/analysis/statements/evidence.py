@@ -314,6 +314,9 @@ def rounds(result: ScanResult) -> Iterator[Made]:
         yield plain("times were not compared in rounds" if timed else "no times were taken")
         return
     least, most = min(counts), max(counts)
+    if most == 1:
+        yield plain("no run was compared with fp32 in more than one round")
+        return
     found = say("times of {rounds:count round}", rounds=most)
     if least < most:
         found = say("times of {least:number} – {rounds:count round}", least=least, rounds=most)

@@ -138,6 +138,8 @@ class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
     """Seconds of further calls, less those in which they waited for their core."""
     fixed_work: float
     """Seconds of a fixed piece of work."""
+    launched: tuple[float, float] | None = None
+    """Seconds that a call takes the host, and the accelerator if it need not wait for the host; ``None`` if they are not known."""
 
 
 class TurnFailed(Struct, frozen=True, tag="turn-failed"):
