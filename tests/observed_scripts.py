@@ -371,6 +371,8 @@ MIXED = {
     "autocast": 'with torch.autocast("cpu", dtype=torch.bfloat16):\n    loss = F.cross_entropy(model(x), y)\n',
     "autocast around the model alone": 'with torch.autocast("cpu", dtype=torch.bfloat16):\n    out = model(x)\n'
     "loss = F.cross_entropy(out.float(), y)\n",
+    "several calls under autocast": 'with torch.autocast("cpu", dtype=torch.bfloat16):\n'
+    "    loss = sum(F.cross_entropy(model(each), y) for each in (x, 1 - x, 2 * x, -x))\n",
     "dropout and random numbers": "loss = F.cross_entropy(F.dropout(model(x + torch.rand_like(x)), 0.5), y)\n",
 }
 """How the loss of a step is computed; scans compute it otherwise or draw other numbers, so only the first step is made again."""

@@ -193,8 +193,7 @@ class ObservedSteps:
 
     def facts_of(self, program: Program) -> Iterator[str]:
         """What the first step does differently from a scan, as notes."""
-        dtypes = {dtype: None for node in program.nodes for dtype in node.autocasts.values()}
-        made = [f"under autocast to {str(dtype).removeprefix('torch.')}" for dtype in dtypes]
+        made = [f"under autocast to {str(dtype).removeprefix('torch.')}" for dtype in program.autocasts]
         if self.first[0].scale != 1.0:
             made.append(f"with a GradScaler at {self.first[0].scale:g}")
         if made:
@@ -296,7 +295,7 @@ class ObservedSteps:
                             if parameter.grad is not None:
                                 parameter.grad.div_(scale)
                         optimizers[index].step()
-                        _check_gradients(own[index], next(steps), loss)
+                        _check_gradients(own[index], next(steps), loss.line, program.gradient_rounding)
         finally:
             self._restore()
 
@@ -333,24 +332,20 @@ class ObservedSteps:
         yield from self.facts
 
 
-def _check_gradients(parameters: Sequence[nn.Parameter], step: OptimizerStep, loss: ObservedLoss) -> None:
+def _check_gradients(parameters: Sequence[nn.Parameter], step: OptimizerStep, line: str | None, same: float) -> None:
     """Raise :class:`UnrepeatableError` if the gradients of ``parameters`` differ from those of the script."""
     known = {id(parameter): parameter.grad for parameter in parameters}
     found = [(known[key], wanted) for key, wanted in step.gradients.items() if key in known]
     pairs = [(torch.zeros_like(wanted) if gradient is None else gradient, wanted) for gradient, wanted in found]
     error = sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
     norm = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
-    if not error <= _SAME * norm:
+    if not error <= same * norm:
         together = not known.keys() >= {parameter for clip in step.clips for parameter in clip.parameters}
         raise UnrepeatableError(
-            f"the gradients that the optimizer gets differ from those of the loss at {loss.line} by {error / (norm or 1.0):.1%}"
+            f"the gradients that the optimizer gets differ from those of the loss at {line} by {error / (norm or 1.0):.1%}"
             + "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone"
             * together
         )
-
-
-_SAME = 1e-3
-"""How far gradients may differ, as a part of their norm: sums of several losses are rounded differently."""
 
 
 def _rounding(tensor: Tensor) -> float:

@@ -152,9 +152,10 @@ def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> Non
 
 def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
     memory = ProcessMemory.of(task, target.model)
-    with prepared_for(task, target) as ready, _kernels(task):
+    with prepared_for(task, target) as ready, _kernels(task), contextlib.ExitStack() as context:
         part = PlainPart(task, target, on_backend(task, target, ready), send, memory)
         part.run()
+        part.draw_as_eager(context)
         for what, measure in (
             ("measuring", part.measure),
             ("comparing with eager mode", part.check_backend),
