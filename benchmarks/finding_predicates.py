@@ -4,6 +4,7 @@
 # ruff: noqa: ARG001, ARG005
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -238,6 +239,39 @@ def _eager(c: Case, eager: float) -> bool:
     return eager in (c.run["compiler"]["eager_changed"],) or same(eager, c.run["compiler"]["eager_error"] or 0.0)
 
 
+_KINDS = {"drawn anew": "drawn", "the next batches": "batches", "with resampled values": "resampled"}
+
+
+def _elsewhere(c: Case, failed: int, tried: int, kind: str) -> bool:
+    found = c.run["further_inputs"]
+    bad = sum(count for status, count in found["statuses"].items() if status != "ok")
+    return c.run["status"] == "ok" and (failed, tried, _KINDS[kind]) == (bad, sum(found["statuses"].values()), found["kind"]) and failed > 0
+
+
+def _failing(c: Case, low: float, high: float) -> bool:
+    """Clopper and Pearson: as many failures or more have a probability of 2.5 % at the lower end, as many or fewer at the upper end; half of
+    that where the first 16 decided whether to try more.
+    """
+    statuses = c.run["further_inputs"]["statuses"]
+    count = sum(statuses.values())
+    failed = count - statuses.get("ok", 0)
+
+    def chance(share: float, numbers: range) -> float:
+        return sum(math.comb(count, k) * share**k * (1 - share) ** (count - k) for k in numbers)
+
+    ends = [(chance(low, range(failed, count + 1)), low > 0), (chance(high, range(failed + 1)), high < 1)]
+    tails = (0.025, 0.0125)[: 2 if count > 16 else 1]
+    fits = any(all(math.isclose(end, tail, rel_tol=1e-3) for end, is_inside in ends if is_inside) for tail in tails)
+    return fits and (low > 0) == (failed > 0) and (high < 1) == (failed < count)
+
+
+def _remark(kind: str) -> Claim:
+    def claim(c: Case, text: str) -> bool:
+        return any((its["kind"], its["text"], its["source"]) == (kind, text, c.d["source"]) for its in c.run["backend_check"]["remarks"])
+
+    return claim
+
+
 _COMMON: dict[str, Claim] = {
     "in the backward pass": _in_phase("backward"),
     "in the optimizer step": _in_phase("optimizer"),
@@ -322,6 +356,13 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "{what} changes {compiled}{where} against {exact}; eager changes {eager}": lambda c, eager, **m: _compiled(c, **m) and _eager(c, eager),
         "the error of {what} against {exact} is {compiled}{where}, that of eager {eager}": lambda c, eager, **m: _compiled(c, **m) and _eager(c, eager),
     },
+    "LP307": {"passes here, fails on {failed} of {tried} ({kind})": _elsewhere, "at least {low} and at most {high} of such inputs fail (95 % confidence)": _failing},
+    "LP308": {
+        "{values} {differ} after two calls than after two calls in eager mode": lambda c, values, differ: values == c.run["backend_check"]["changed"] and differ == ("has other values" if len(values) == 1 else "have other values"),
+        "its output is {other}, that of eager mode {eager}": lambda c, other, eager: [eager, other] in c.run["backend_check"]["dtypes"],
+    },
+    "LP309": {"{text}": _remark("warning")},
+    "LP310": {"graph break: {text}": _remark("graph-break")},
     "LP401": {"{casts} repeated or undid an earlier cast of the same tensor": _casts, "{here} of them here": _here},
     "LP402": {"it runs here on fp32 inputs; in {other} it fails": lambda c, other: any(label(run) == other and c.d["op"] in [gap["op"] for gap in run["gaps"]] for run in c.runs)},
     "LP501": {"gradients that are non-zero in fp32 became zero: {share} of the elements of {parameters}": _small_gradients, "training with {way} passes": lambda c, way: _way_of(c, way)["status"] == "ok"},

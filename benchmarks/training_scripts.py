@@ -1,7 +1,8 @@
 """Training scripts as people write them, small enough for 300 steps in seconds: a loop, a Lightning module, a ``Trainer``, with the task that it trains.
 
-:data:`SCRIPTS` has the text of each by name. Two comments are marks: the lines from ``# forward`` to ``# end`` compute the loss, and
-``# optimizer`` is where the model is complete. :func:`rewritten` is the script as its author would write it for a precision.
+:data:`SCRIPTS` has the text of each by name. Some comments are marks: the lines from ``# forward`` to ``# end`` compute the loss,
+``# optimizer`` is where the model is complete, and ``# clip`` is before gradients are clipped; ``# optimizer of`` and ``# clip of`` name models and an
+optimizer. :func:`rewritten` is the script as its author would write it for a precision.
 """
 
 from __future__ import annotations
@@ -419,7 +420,8 @@ def main():
                 FORWARD
                 # end
                 accelerator.backward(loss)
-                accelerator.clip_grad_norm_(model.parameters(), 1.0)
+                if accelerator.sync_gradients:
+                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
                 optimizer.step()
                 optimizer.zero_grad()
         accelerator.save_state("out")
@@ -428,6 +430,80 @@ if __name__ == "__main__":
     main()
 """,
 }
+
+GANS = {
+    "together": """
+def main():
+    loader = DataLoader(make_data(), batch_size=32, shuffle=True, drop_last=True)
+    generator, discriminator = make_generator(), make_discriminator()
+    # optimizer of generator, discriminator
+    optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
+    for epoch in range(1000):
+        for real, in loader:
+            batch = real, torch.randn(len(real), 4)
+            # forward
+            real, noise = batch
+            fake = generator(noise)
+            on_real, on_fake = discriminator(real), discriminator(fake.detach())
+            loss = F.binary_cross_entropy_with_logits(on_real, torch.ones_like(on_real))
+            loss = loss + F.binary_cross_entropy_with_logits(on_fake, torch.zeros_like(on_fake))
+            # end
+            optimizer_d.zero_grad()
+            loss.backward()
+            optimizer_d.step()
+            # forward
+            on_fake = discriminator(fake)
+            loss = F.binary_cross_entropy_with_logits(on_fake, torch.ones_like(on_fake))
+            # end
+            optimizer_g.zero_grad()
+            loss.backward()
+            optimizer_g.step()
+            # update
+            print(epoch, file=open("steps.log", "a"))
+        torch.save(generator.state_dict(), "ckpt.pt")
+
+if __name__ == "__main__":
+    main()
+""",
+    "clipped": """
+generator, discriminator = make_generator(), make_discriminator()
+# optimizer of generator, discriminator
+optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=2e-3, betas=(0.0, 0.9))
+optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.0, 0.9))
+for epoch in range(1000):
+    for real, in DataLoader(make_data(), batch_size=32, shuffle=True, drop_last=True):
+        batch = real, torch.randn(len(real), 4), torch.randn(len(real), 4)
+        discriminator.zero_grad()
+        # forward
+        real, noise, other_noise = batch
+        with torch.no_grad():
+            fake = generator(noise)
+        loss = F.relu(1 - discriminator(real)).mean() + F.relu(1 + discriminator(fake)).mean()
+        # end
+        loss.backward()
+        # clip of optimizer_d
+        nn.utils.clip_grad_norm_(discriminator.parameters(), 0.5)
+        optimizer_d.step()
+        generator.zero_grad()
+        # forward
+        loss = -discriminator(generator(other_noise)).mean()
+        # end
+        loss.backward()
+        # clip of optimizer_g
+        nn.utils.clip_grad_norm_(generator.parameters(), 0.5)
+        optimizer_g.step()
+        # update
+        print(epoch, file=open("steps.log", "a"))
+""",
+}
+"""Two models, each with its optimizer."""
+_GAN_DATA = """
+MIX = torch.randn(4, 8, generator=fixed)
+def make_data(): return TensorDataset(torch.randn(1024, 4).sign() @ MIX / 2 + 0.1 * torch.randn(1024, 8))
+def make_generator(): return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
+def make_discriminator(): return nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
+"""
 
 TRANSFORMERS = """
 from transformers import CONFIG, MODEL, Trainer, TrainingArguments
@@ -493,6 +569,7 @@ def rewritten(text: str, precision: str, scale: float | None = None) -> str:
         return text.replace("L.Trainer(", f'L.Trainer(precision="{"16" if kind == "half" else "bf16"}-true", ')
     else:
         model = "self.model" if "self.model, self.loader" in text else "model"
+        text = re.sub(r"# optimizer of (\w+), (\w+)\n", rf"\1.to({dtype}), \2.to({dtype})\n", text)
         text = re.sub(r"( *)# optimizer\n", rf"\1{model}.to({dtype})\n", text)
         low = f"batch = [t.to({dtype}) if t.is_floating_point() else t for t in batch]"
         text = re.sub(r"( *)# forward\n", rf"\1{low}\n\1# forward\n", text)
@@ -500,8 +577,10 @@ def rewritten(text: str, precision: str, scale: float | None = None) -> str:
     if scale is not None:
         text = text.replace("\nfixed =", f'\nscaler = torch.amp.GradScaler("cpu", init_scale={scale})\nfixed =')
         text = text.replace("loss.backward()", "scaler.scale(loss).backward()")
-        text = re.sub(r"( *)# clip\n", r"\1scaler.unscale_(optimizer)\n", text)
-        text = re.sub(r"( *)((self\.)?optimizer)\.step\(\)", r"\1scaler.step(\2)\n\1scaler.update()", text)
+        text = re.sub(r"# clip( of (?P<one>\w+))?\n", lambda of: f"scaler.unscale_({of['one'] or 'optimizer'})\n", text)
+        text = text.replace("# update\n", "scaler.update()\n")
+        update = "" if "scaler.update()" in text else r"\n\1scaler.update()"
+        text = re.sub(r"( *)((self\.)?optimizer\w*)\.step\(\)", rf"\1scaler.step(\2){update}", text)
     return text
 
 
@@ -547,10 +626,13 @@ WRITTEN_FOR: dict[str, tuple[str, float | None]] = {
     "script class/triplet/adam": ("autocast-bf16", None),
     "script clipped/images/momentum": ("autocast-fp16", 1024.0),
     "script flat/regression/sgd": ("autocast-fp16", 256.0),
+    "script gan/clipped, scaled": ("autocast-fp16", 1024.0),
 }
 """Scripts that are scanned as they are written for a precision, and the initial scale of their ``GradScaler``."""
 
-SCRIPTS |= {name: _script(*name.removeprefix("script ").split("/")) for name in WRITTEN_FOR}
+SCRIPTS |= {name: _script(*name.removeprefix("script ").split("/")) for name in WRITTEN_FOR if "gan" not in name}
+SCRIPTS |= {f"script gan/{name}": START + _GAN_DATA + text for name, text in GANS.items()}
+SCRIPTS["script gan/clipped, scaled"] = SCRIPTS["script gan/clipped"]
 SCRIPTS |= {
     f"script {style}/{task}/{optimizer}{', ' + more.split('=')[0] if more else ''}": _script(
         style, task, optimizer, more or first
@@ -602,17 +684,19 @@ class Done(BaseException):
 
 
 def train(text: str, steps: int, draws: bool) -> tuple[list[float], list[Tensor]]:
-    """Run a script for so many steps of its first optimizer: the loss of each step, and copies of its parameters, at first and at last.
+    """Run a script for so many steps of all its optimizers: the loss of each step, and copies of their parameters, at first and at last.
 
     Losses of several ``backward()`` for a step are added up. With ``draws``, each step has the seed that a scan gives it. The run ends
     early after a loss that is not finite.
     """
     losses, pending, weights, found = list[float](), list[Tensor](), list[Tensor](), list[torch.optim.Optimizer]()
+    several = max(1, len(re.findall(r"torch\.optim\.[A-Z]", text)))
+    made: set[torch.optim.Optimizer] = set()
     unscaled: dict[int, Tensor] = {}
     kept_backward, kept_scale, kept_call = torch.autograd.backward, torch.amp.GradScaler.scale, nn.Module.__call__
 
-    def copies() -> list[Tensor]:
-        return [p.detach().double().clone() for group in found[0].param_groups for p in group["params"]]
+    def copies(of: list[torch.optim.Optimizer]) -> list[Tensor]:
+        return [p.detach().double().clone() for one in of for group in one.param_groups for p in group["params"]]
 
     def scale(scaler: Any, loss: Any) -> Any:
         scaled = kept_scale(scaler, loss)
@@ -641,15 +725,17 @@ def train(text: str, steps: int, draws: bool) -> tuple[list[float], list[Tensor]
     inside: list[nn.Module] = []
 
     def before(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if not found:
+        if optimizer not in found:
             found.append(optimizer)
-            weights.extend(copies())
+            weights.extend(copies([optimizer]))
 
     def after(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-        if optimizer is not found[0] or not pending:
+        made.add(optimizer)
+        if not pending or len(made) < several:
             return
-        losses.append(float(sum(pending[1:], pending[0])))
+        losses.append(float(sum(pending[1:], pending[0].float() if several > 1 else pending[0])))
         pending.clear()
+        made.clear()
         if len(losses) == steps or not math.isfinite(losses[-1]):
             raise Done
 
@@ -666,4 +752,4 @@ def train(text: str, steps: int, draws: bool) -> tuple[list[float], list[Tensor]
         torch.autograd.backward, torch.amp.GradScaler.scale, nn.Module.__call__ = kept_backward, kept_scale, kept_call  # type: ignore[method-assign]
         for hook in hooks:
             hook.remove()
-    return losses, [*weights, *copies()]
+    return losses, [*weights, *copies(found)]

@@ -2,6 +2,7 @@
 
     python benchmarks/training_truth.py --output reports/training-truth             # all set-ups
     python benchmarks/training_truth.py --only gan lstm --minutes 10
+    python benchmarks/training_truth.py --output reports/training-truth --jobs 16   # as many at a time, each on one core
 
 Each set-up of ``training_setups.py`` is a file that is scanned for 8 steps, then trained by loops of torch alone; each of
 ``training_scripts.py`` is a script, whose own steps are observed, then run as it is rewritten for each precision:
@@ -17,7 +18,7 @@ Each set-up of ``training_setups.py`` is a file that is scanned for 8 steps, the
 Gradients that a script accumulates over several backward passes are added up in another order than in the scan, and so are those of two
 calls in Lightning, which turns off autocast's cache of casts: losses may differ by twice the roundoff of the precision.
 
-Saves after each set-up, and stops after ``--minutes``; the same command resumes.
+Runs on the CPU alone. Saves after each set-up, and stops after ``--minutes``; the same command resumes.
 """
 
 from __future__ import annotations
@@ -39,10 +40,12 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
 from report_files import head, made, save
 from tabulate import tabulate
@@ -65,6 +68,8 @@ QUANTILE = 4.03
 
 LOW = ("bfloat16", "autocast-bf16", "half", "autocast-fp16")
 JUDGED = ("LP507", "LP502")
+SECONDS = 900
+"""For a set-up."""
 
 
 # -- plain loops
@@ -329,10 +334,52 @@ def error_codes(result: ScanResult, run: Run) -> list[str]:
     )
 
 
+def sent(name: str, channel: Connection) -> None:
+    """Send what :func:`compare` finds, or why it fails."""
+    try:
+        channel.send(compare(name))
+    except BaseException as error:
+        channel.send(f"{type(error).__name__}: {error}")
+
+
+def compared(names: Sequence[str], jobs: int, minutes: float) -> Iterator[tuple[str, dict[str, Any] | str]]:
+    """What :func:`compare` finds or why it fails, by name: each in a process of its own, as frameworks leave state behind.
+
+    After so many minutes, those that still run are killed.
+    """
+    waiting, end, context = list(names), time.monotonic() + 60 * minutes, multiprocessing.get_context("fork")
+    running: dict[Any, tuple[str, Any, float]] = {}
+    try:
+        while (waiting or running) and time.monotonic() < end:
+            while waiting and len(running) < jobs:
+                channel, other = context.Pipe(duplex=False)
+                process = context.Process(target=sent, args=(waiting[0], other), daemon=True)
+                process.start()
+                other.close()
+                running[channel] = waiting.pop(0), process, time.monotonic() + SECONDS
+            ready = wait(list(running), 1.0)
+            for channel, (name, process, limit) in list(running.items()):
+                if channel not in ready and time.monotonic() < limit:
+                    continue
+                try:
+                    found = channel.recv() if channel in ready else f"not done after {SECONDS} s"
+                except EOFError:
+                    process.join()
+                    found = f"its process ended with {process.exitcode}"
+                del running[channel]
+                process.kill()
+                process.join()
+                yield name, found
+    finally:
+        for _, process, _ in running.values():
+            process.kill()
+
+
 def main() -> None:
     """Compare the set-ups, one optimizer of each task after another, and save after each."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="parts of names")
+    parser.add_argument("--jobs", type=int, default=1, help="how many set-ups at a time (default: 1)")
     parser.add_argument("--minutes", type=float, default=240.0)
     parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     options = parser.parse_args()
@@ -345,39 +392,27 @@ def main() -> None:
         (sum(other.startswith(task + "/") for other in names[:number]), number) for number, task in enumerate(tasks)
     ]
     names = [names[number] for _, number in sorted(order)]
+    rows, problems = list[dict[str, Any]](), list[str]()
+    if options.output is not None and options.output.with_suffix(".json").exists():
+        rows = json.loads(options.output.with_suffix(".json").read_text(encoding="utf-8"))["setups"]
+    known = {row["setup"] for row in rows}
+    data: dict[str, Any] = {"made": made(note=f"{len(set(tasks))} tasks."), "total": len(names)}
+    data |= {"problems": problems, "setups": rows}
     with torchvision_works():
         for name in ("lightning", "accelerate.utils", "transformers.trainer"):
             importlib.import_module(name)
         transformers = importlib.import_module("transformers")
         for name in ("Trainer", "BertForMaskedLM", "GPT2LMHeadModel", "DistilBertForSequenceClassification"):
             getattr(transformers, name)
-    started, rows, problems = time.monotonic(), list[dict[str, Any]](), list[str]()
-    if options.output is not None and options.output.with_suffix(".json").exists():
-        rows = json.loads(options.output.with_suffix(".json").read_text(encoding="utf-8"))["setups"]
-    known = {row["setup"] for row in rows}
-    for number, name in enumerate(names, 1):
-        if name in known:
-            continue
-        if time.monotonic() - started > 60 * options.minutes:
-            break
-        try:
-            with (
-                torchvision_works(),
-                multiprocessing.get_context("fork").Pool(1) as pool,
-            ):  # frameworks leave state behind
-                rows.append({"setup": name} | pool.apply_async(compare, (name,)).get(900))
-            print(f"[{number}/{len(names)}] {rows[-1]}", file=sys.stderr, flush=True)
-        except Exception as error:
-            problems.append(f"{name}: {type(error).__name__}: {error}")
-            print(problems[-1], file=sys.stderr, flush=True)
-        data = {
-            "made": made(note=f"{len(set(tasks))} tasks."),
-            "problems": problems,
-            "total": len(names),
-            "setups": rows,
-        }
-        if options.output is not None:
-            save(options.output, data, render)
+        left = [name for name in names if name not in known]
+        for name, found in compared(left, options.jobs, options.minutes):
+            if isinstance(found, str):
+                problems.append(f"{name}: {found}")
+            else:
+                rows.append({"setup": name} | found)
+            print(f"[{len(rows) + len(problems)}/{len(names)}] {name}: {found}", file=sys.stderr, flush=True)
+            if options.output is not None:
+                save(options.output, data, render)
     print("\n".join(totals(data)), flush=True)
 
 

@@ -239,6 +239,23 @@ for x, y in batches():
     loss.backward()
     optimizer.step()
 """,
+    "a rollout and an evaluation in training mode": """
+model, critic = net(2), net(1)
+optimizer = torch.optim.SGD([*model.parameters(), *critic.parameters()], lr=0.1)
+for x, _ in batches():
+    values, actions = torch.zeros(32), []
+    with torch.no_grad():
+        mean = model(x).mean()
+        for row in range(0, 32, 8):
+            scores = model(x[row:row + 8])
+            values[row:row + 8] = critic(x[row:row + 8])[:, 0]
+            actions += torch.distributions.Categorical(logits=scores).sample().tolist()
+    wanted = torch.tensor(actions)
+    loss = (F.cross_entropy(model(x), wanted, reduction="none") * (1 - values)).mean() + F.mse_loss(critic(x)[:, 0], wanted.float())
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+""",
     "pseudo labels": """
 model = nn.Linear(8, 3)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -354,6 +371,8 @@ MIXED = {
     "autocast": 'with torch.autocast("cpu", dtype=torch.bfloat16):\n    loss = F.cross_entropy(model(x), y)\n',
     "autocast around the model alone": 'with torch.autocast("cpu", dtype=torch.bfloat16):\n    out = model(x)\n'
     "loss = F.cross_entropy(out.float(), y)\n",
+    "several calls under autocast": 'with torch.autocast("cpu", dtype=torch.bfloat16):\n'
+    "    loss = sum(F.cross_entropy(model(each), y) for each in (x, 1 - x, 2 * x, -x))\n",
     "dropout and random numbers": "loss = F.cross_entropy(F.dropout(model(x + torch.rand_like(x)), 0.5), y)\n",
 }
 """How the loss of a step is computed; scans compute it otherwise or draw other numbers, so only the first step is made again."""
@@ -467,6 +486,11 @@ GAN_HEAD = """
 generator, critic = nn.Sequential(nn.Linear(2, 8), nn.Tanh(), nn.Linear(8, 8)), nn.Sequential(nn.Linear(8, 8), nn.LeakyReLU(), nn.Linear(8, 1))
 of_critic, of_generator = torch.optim.RMSprop(critic.parameters(), lr=1e-2), torch.optim.Adam(generator.parameters(), lr=1e-2)
 """
+REFUSED["one clip for two optimizers"] = (
+    "first, second = (torch.optim.Adam([one]) for one in model.parameters())\nfor x, y in batches():\n    model.zero_grad()\n"
+    "    F.cross_entropy(model(x), y).backward()\n    nn.utils.clip_grad_norm_(model.parameters(), 1e-2)\n    first.step()\n    second.step()\n",
+    "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone",
+)
 SEVERAL = {
     "a GAN that trains its critic three times": (
         4,
@@ -496,6 +520,23 @@ for x, _ in batches():
     (critic(fake.detach()).mean() - critic(x).mean()).backward()
     of_generator.step()
     of_critic.step()
+""",
+    ),
+    "a GAN whose critic sees images without gradients": (
+        2,
+        GAN_HEAD
+        + """
+for x, _ in batches():
+    of_critic.zero_grad()
+    with torch.autocast("cpu", dtype=torch.float16, enabled=False):
+        with torch.no_grad():
+            fake = generator(torch.randn(32, 2)).clamp(-2, 2)
+        loss = critic(fake).mean() - critic(x).mean()
+    loss.backward()
+    of_critic.step()
+    of_generator.zero_grad()
+    (-critic(generator(torch.randn(32, 2))).mean()).backward()
+    of_generator.step()
 """,
     ),
     "two optimizers of one model": (
@@ -537,7 +578,7 @@ NOTED = {
     "the script has another optimizer, Adam, made at train.py:14: the scan does not make its steps": "other = nn.Linear(8, 8)\n"
     "second = torch.optim.Adam(other.parameters())\nfor x, y in batches():\n    loss = F.cross_entropy(model(other(x)), y)\n"
     + STEP,
-    "2 of the 4 steps are observed: their batches are repeated, since the script makes no more within 60 s": "for x, y in [*batches()][:2]:\n"
+    "2 of the 4 steps are observed: their batches are repeated, since the script makes no more": "for x, y in [*batches()][:2]:\n"
     "    loss = F.cross_entropy(model(x), y)\n" + STEP,
     "1 of the 4 steps is observed: its batch is repeated, since train.py:16 calls other models than in the step before": "first = nn.Linear(8, 8)\n"
     "optimizer.add_param_group({'params': first.parameters()})\nfor step, (x, y) in enumerate(batches()):\n    out = model(first(x)) if step else model(x)\n    loss = F.cross_entropy(out, y)\n"

@@ -104,6 +104,14 @@ def test_steps_are_those_of_the_script(here: Path, write: Write, kind: str) -> N
             torch.testing.assert_close(one, other, rtol=1e-5 if several else 0, atol=1e-7 if several else 0)
 
 
+def test_what_is_computed_without_gradients_is_computed_again_in_each_precision(here: Path, write: Write) -> None:
+    script = SCRIPTS["a GAN whose critic sees images without gradients"].replace(", enabled=False", "")
+    write(HEAD + script, "train.py")
+    target = load_target("train.py", steps=1)
+    inputs = [(tuple(tensor.shape), tensor.dtype) for tensor in target.args]
+    assert inputs == [((32, 2), torch.float32), ((32, 8), torch.float32), ((32, 2), torch.float32)]
+
+
 @pytest.mark.parametrize("kind", REFUSED)
 def test_what_cannot_be_made_again_is_refused(here: Path, write: Write, kind: str) -> None:
     body, message = REFUSED[kind]

@@ -12,9 +12,9 @@ import typer
 
 from lowprec_check.cli.app import (
     FINDINGS,
+    USAGE_ERROR,
     app,
     check_writable,
-    interrupts_ignored_after,
     last_before_end,
     load_result,
     print_document,
@@ -33,7 +33,7 @@ from lowprec_check.cli.options import (
     takes_options,
 )
 from lowprec_check.cli.progress import progress
-from lowprec_check.cli.report import Reports, check_reports
+from lowprec_check.cli.report import Reports, check_reports, prints_json, save_files
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import check_file, encode, write_file
 from lowprec_check.schema.options import FixOptions
@@ -66,10 +66,14 @@ def fix(
         bool, typer.Option("--allow-dirty", help="Also write files with changes that are not committed to git.")
     ] = False,
     format: Annotated[
-        Literal["text", "diff", "json", "suggestion"],
-        typer.Option("--format", "-f", help="What to print; suggestion: blocks for review comments on GitHub."),
-    ] = "text",
-    json: Annotated[Path | None, typer.Option("--json", help="Save the scan with the patch as JSON.")] = None,
+        Literal["text", "diff", "json", "suggestion"] | None,
+        typer.Option(
+            "--format", "-f", help="What to print; suggestion: blocks for review comments on GitHub. Default: text."
+        ),
+    ] = None,
+    json: Annotated[
+        Path | None, typer.Option("--json", help="Save the scan with the patch as JSON; - for stdout.")
+    ] = None,
     report: Reports = None,
     isolation: Isolation = None,
     quiet: Quiet = False,
@@ -79,6 +83,7 @@ def fix(
     check_reports(report or [])
     if check and (apply or interactive):
         raise UsageError("--check writes nothing.", "Leave out --apply and --interactive, or --check.")
+    printed = "scan" if prints_json(json, format) else format
     known = load_result(scanned) if scanned is not None else None
     with stdout_kept(), progress(quiet) as shown:
         from lowprec_check.engine.fixing import fix_file
@@ -89,37 +94,31 @@ def fix(
     if ended_by is not None or result.fixing is None or patch is None:
         raise ended_by or UsageError("The search ended early.", None)
     fixing = result.fixing
-    _print(result, fixing, format)
-    sys.stdout.flush()
-    with interrupts_ignored_after(ended_by):
-        _save(result, json, report or [])
+    try:
+        _print(result, fixing, printed)
+        sys.stdout.flush()
+    finally:  # standard output may be full or closed
+        complete = save_files(result, json, report or [])
     numbers = list(range(len(fixing.changes)))
     if interactive and numbers:
         numbers = _chosen(fixing, patch)
     if (apply or interactive) and numbers:
         _write(patch.texts(numbers), allow_dirty=allow_dirty)
+    if not complete:
+        raise typer.Exit(USAGE_ERROR)
     failed = fixing.due if check else not fixing.passes
     raise typer.Exit(FINDINGS if failed else 0)
 
 
-def _print(result: ScanResult, fixing: Fixing, format: str) -> None:
+def _print(result: ScanResult, fixing: Fixing, format: str | None) -> None:
     from lowprec_check.report.fix_blocks import fix_document, suggestions
 
-    if format == "text":
-        print_text(fix_document(result, fixing))
-    elif format == "json":
-        print_document(encode(fixing) + b"\n")
-    else:
+    if format in ("scan", "json"):
+        print_document(encode(fixing) + b"\n" if format == "json" else result.to_json())
+    elif format in ("diff", "suggestion"):
         print_document(fixing.diff if format == "diff" else suggestions(fixing))
-
-
-def _save(result: ScanResult, json: Path | None, reports: list[Path]) -> None:
-    from lowprec_check.report.registry import write
-
-    if json is not None:
-        result.save(json)
-    for file in reports:
-        write(result, file)
+    else:
+        print_text(fix_document(result, fixing))
 
 
 def _chosen(fixing: Fixing, patch: Patch) -> list[int]:

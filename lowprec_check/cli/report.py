@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from lowprec_check.analysis.conclusion import FailOn, asked_to_fail_on, failure
-from lowprec_check.cli.app import FINDINGS, app, check_writable, load_result, output_files, print_document, print_text
+from lowprec_check.cli.app import (
+    FINDINGS,
+    app,
+    check_writable,
+    load_result,
+    output_files,
+    print_document,
+    print_error,
+    print_text,
+)
+from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, format_of, suffixes, write
 from lowprec_check.schema.registry import choices
 
@@ -93,3 +105,30 @@ def print_report(result: ScanResult, format: str, findings: int | None = None, *
 
     document = scan_document(result, findings=SHOWN_FINDINGS if findings is None else findings)
     print_text(document, detail="more" if verbose else "first")
+
+
+Saves = list[tuple[Callable[[Path], None], Path]]
+"""Functions that save something, and the files to save to."""
+
+
+def save_files(
+    result: ScanResult, json: Path | None, reports: Sequence[Path], more: Saves | None = None, *, verbose: bool = False
+) -> bool:
+    """Write the files; false if one could not be written, which loses nothing else."""
+    files = [*(more or []), *([(result.save, json)] if json is not None and str(json) != "-" else [])]
+    files += [(functools.partial(write, result, verbose=verbose), file) for file in reports]
+    complete = True
+    for save, path in files:
+        try:
+            save(path)
+        except UsageError as error:
+            print_error(error)
+            complete = False
+    return complete
+
+
+def prints_json(json: Path | None, format: str | None) -> bool:
+    """Whether the JSON goes to stdout; raises :class:`UsageError` if a format is printed too."""
+    if str(json) == "-" and format is not None:
+        raise UsageError("--json - and --format both print to stdout.", "Use one of them, or give --json a file.")
+    return str(json) == "-"

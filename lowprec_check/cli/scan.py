@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -19,7 +17,6 @@ from lowprec_check.cli.app import (
     interrupts_ignored_after,
     last_before_end,
     print_document,
-    print_error,
     print_status,
     print_text,
     stdout_kept,
@@ -36,9 +33,9 @@ from lowprec_check.cli.options import (
     takes_options,
 )
 from lowprec_check.cli.progress import progress
-from lowprec_check.cli.report import Reports, Verbose, check_reports, print_report
+from lowprec_check.cli.report import Reports, Saves, Verbose, check_reports, print_report, prints_json, save_files
 from lowprec_check.errors import Terminated, UsageError
-from lowprec_check.report.registry import FORMATS, write
+from lowprec_check.report.registry import FORMATS
 from lowprec_check.schema.options import PlanOptions, ScanOptions
 from lowprec_check.schema.registry import choices
 
@@ -94,7 +91,8 @@ def scan(
     """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and fast they are, and what to do."""
     check_writable(json, "--json")
     check_reports(report or [])
-    printed = _printed_format(json, format)
+    printed = FORMATS.get("json" if prints_json(json, format) else format or "text")
+    printed.check_available()
     accepted = _known_findings(baseline, update_baseline)
     check_writable(save_plan, "--save-plan")
     from lowprec_check.analysis.rules.registry import check_codes
@@ -112,11 +110,12 @@ def scan(
         if ended_by is None:
             concluded = _apply_baseline(concluded, accepted, baseline, update_baseline)
     try:
-        print_report(concluded, printed, findings, verbose=verbose)
+        print_report(concluded, printed.name, findings, verbose=verbose)
         sys.stdout.flush()
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
         with interrupts_ignored_after(ended_by):
-            complete = _save(concluded, save_plan, json, report or [], verbose=verbose)
+            saves = _save_plan(concluded, save_plan)
+            complete = save_files(concluded, json, report or [], saves, verbose=verbose)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
     raise ended_by or typer.Exit(FINDINGS if failure(concluded).fails else 0)
@@ -172,35 +171,11 @@ def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
     return concluded
 
 
-def _save(result: ScanResult, plan: Path | None, json: Path | None, reports: list[Path], *, verbose: bool) -> bool:
-    """Write the files; false if one could not be written, which loses nothing else."""
-    files: list[tuple[Callable[[Path], None], Path]] = []
-    if plan is not None and result.plan is not None:
-        files.append((result.plan.save, plan))
-    elif plan is not None:
+def _save_plan(result: ScanResult, path: Path | None) -> Saves:
+    """What saves its plan, if one is to be saved, and was found."""
+    if path is not None and result.plan is None:
         print_status("no plan was needed or found; nothing saved")
-    if json is not None and str(json) != "-":
-        files.append((result.save, json))
-    files += [(functools.partial(write, result, verbose=verbose), file) for file in reports]
-    complete = True
-    for save, path in files:
-        try:
-            save(path)
-        except UsageError as error:
-            print_error(error)
-            complete = False
-    return complete
-
-
-def _printed_format(json: Path | None, format: str | None) -> str:
-    """The format of what is printed; raises :class:`UsageError` if two are asked for, or one that cannot be rendered."""
-    if json is None or str(json) != "-":
-        chosen = FORMATS.get(format or "text")
-        chosen.check_available()
-        return chosen.name
-    if format is not None:
-        raise UsageError("--json - and --format both print to stdout.", "Use one of them, or give --json a file.")
-    return "json"
+    return [(result.plan.save, path)] if path is not None and result.plan is not None else []
 
 
 @app.command(cls=WithScriptArguments)

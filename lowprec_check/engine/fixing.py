@@ -6,46 +6,51 @@ No code of the user's runs in this process: each trial is a session of its own, 
 from __future__ import annotations
 
 import ast
-import functools
+import contextlib
+import importlib
 import os
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.analysis.fixes.chosen import Chosen, State, compute_instead, next_option
 from lowprec_check.analysis.fixes.fix_kinds import proposals
-from lowprec_check.analysis.fixes.fix_sites import OwnFiles, PatchedFile, Sites
+from lowprec_check.analysis.fixes.fix_sites import OwnFiles, PatchedFile, Sites, distance_of, fails
 from lowprec_check.analysis.fixes.fp32_fixes import kept_buffers
 from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, compose
-from lowprec_check.analysis.fixes.seen_values import SeenValue, SourceTrial
+from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.analysis.fixes.source_text import SourceText, unified_diff
 from lowprec_check.analysis.fixes.told_fixes import change_of, compared_with_plan, proven_by, shown_path
 from lowprec_check.engine.machine import version
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
 from lowprec_check.engine.session import scan_file, try_source
-from lowprec_check.engine.source_trial import growing_probe, growing_trial
+from lowprec_check.engine.source_trial import Goal, Look, PlainTrial
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation, system
 from lowprec_check.schema.fixing import Fixing, LeftAlone, Proven
+from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.options import FixOptions, ScanOptions
-from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import counted, short_op
 
 LEAST_SECONDS = 60.0
-"""For the search after a scan that took less."""
+"""For the search after a scan that took less, and for each trial."""
+
+SLOW_SECONDS = 30.0
+"""A model whose scan took longer may be slow: each run of a trial has a process of its own, with limits for its calls and ops."""
 
 MOST_ROUNDS = 8
-
-_RANKS = {"ok": 0.0, "unjudged": 0.0, "skipped": 0.0, "inaccurate": 1.0, "nonfinite": 2.0}
 
 
 class Patch:
     """What was found: texts of files with some of the changes, and what was proven of them."""
 
-    def __init__(self, search: _Search, chosen: Sequence[_Chosen]) -> None:
+    def __init__(self, search: _Search, chosen: Sequence[Chosen]) -> None:
         self._search, self._chosen = search, chosen
 
     def texts(self, numbers: Sequence[int]) -> dict[SourceText, str]:
@@ -55,7 +60,7 @@ class Patch:
 
     def proven(self, numbers: Sequence[int]) -> list[Proven]:
         """How each precision does with these changes alone, tried now."""
-        trial = self._search.tried(self._state(numbers), analyzed=False)
+        trial = self._search.tried(self._state(numbers))
         return self._search.proven_by(trial)
 
     def _state(self, numbers: Sequence[int]) -> State:
@@ -97,33 +102,6 @@ def _scan_options(options: FixOptions) -> ScanOptions:
     return ScanOptions(times="off", **{name: getattr(options, name) for name in names})
 
 
-def fails(run: Run) -> bool:
-    """Whether a patch is due for ``run``."""
-    further = run.further_inputs
-    counts = run.is_low and run.backend == "eager" and run.base is None and run.evidence == "measured"
-    return counts and (run.status not in ("ok", "unjudged", "skipped") or bool(further and further.failed))
-
-
-@dataclass
-class _Chosen:
-    """What could be changed at one place, and which of it is tried."""
-
-    site: Site
-    options: list[SourceFix]
-    option: int = 0
-    round: int = 0
-    """Of the search, in which it was added."""
-    raises: bool = False
-    """Whether the line raises an exception without it, given the changes of earlier rounds."""
-
-    @property
-    def fix(self) -> SourceFix:
-        return self.options[self.option]
-
-
-State = dict[ast.AST, _Chosen]
-
-
 @dataclass
 class _Search:
     spec: TargetSpec
@@ -136,7 +114,8 @@ class _Search:
     rounds: int = 0
     stopped: str | None = None
     left_alone: dict[tuple[str | None, str], LeftAlone] = field(default_factory=dict)
-    known: dict[tuple[tuple[str, str], ...], SourceTrial] = field(default_factory=dict)
+    known: dict[tuple[Any, ...], SourceTrial] = field(default_factory=dict)
+    """By the texts of files and the goal of the trial."""
 
     def __post_init__(self) -> None:
         self.started = system.monotonic()
@@ -146,6 +125,12 @@ class _Search:
         names = [run.precision for run in self.failing]
         self.scan_options = _scan_options(replace(self.options, precisions=names or None, device=self.device))
         self.bits = SourceTrial()
+        fp32, limited = self.scanned.runs[0], any(run.status in ("crashed", "timeout") for run in self.scanned.runs)
+        self.step = PlainTrial(
+            goal="step",
+            fp32=msgspec.structs.replace(fp32, op_calls=OpCalls()),
+            apart=limited or self.scan_seconds > SLOW_SECONDS,
+        )
 
     # -- the search
 
@@ -156,54 +141,54 @@ class _Search:
 
     def _searched(self) -> tuple[State, SourceTrial] | None:
         state, analyzed, best = State(), self.scanned, None
-        before = self._score(self.failing)
-        buffers_tried = False
+        before, first = distance_of(self.failing), self._looked(state)
+        if first is None:
+            return None
+        advanced = self._keep_buffers(state, first)
         for self.rounds in range(MOST_ROUNDS):
-            if self._out_of_time():
+            if self._out_of_time() or not (advanced or self._advance(state, analyzed)):
                 break
-            patched = self.patched(state)
-            probe = self.tried(state, probes=self._texts(patched))
-            if probe is None:
-                break
-            if not state:
-                self.bits = probe
-            advanced = self._advance(state, analyzed, patched, probe)
-            if not advanced and not buffers_tried:
-                buffers_tried = True
-                advanced = self._keep_buffers(state, probe)
-            if not advanced:
-                break
+            advanced = False
             trial = self._with_equal_bits(state)
-            if trial is None or trial.result is None:
+            if trial is None:
                 break
-            analyzed, score = trial.result, self._score(_low_runs(trial))
-            if score < before and (best is None or score < self._score(_low_runs(best[1]))):
+            analyzed, score = self._analyzed(trial), distance_of(trial.runs)
+            if score < before and (best is None or score < distance_of(best[1].runs)):
                 best = {key: replace(chosen) for key, chosen in state.items()}, trial
             if not score[0]:
                 break
         return best
 
-    def _advance(
-        self, state: State, analyzed: ScanResult, patched: dict[Path, PatchedFile], probe: SourceTrial
-    ) -> bool:
-        """Another change at each place that fails; whether there is any."""
+    def _advance(self, state: State, analyzed: ScanResult) -> bool:
+        """Another change at each place that fails; whether there is any. At new ones only if the given inputs fail, or nothing else is left."""
+        patched = self.patched(state)
         sites = Sites(self.files, patched, self.device)
-        for run in analyzed.runs:
-            if fails(run):
-                sites.add(run, analyzed.diagnostics)
-        advanced = False
+        failing = [run for run in analyzed.runs if fails(run)]
+        for run in failing:
+            sites.add(run, analyzed.diagnostics)
+        new, met = list[Site](), list[Chosen]()
         by_top: dict[ast.AST, ast.AST] = {c.fix.back[0]: key for key, c in state.items() if c.fix.back is not None}
         for node, site in sites.found.items():
             chosen = state.get(by_top.get(node, node))
-            if chosen is not None:
-                if chosen.option + 1 < len(chosen.options) and not chosen.site.mismatch:
-                    chosen.option, advanced = chosen.option + 1, True
-                continue
-            found = proposals(site, self._scene(site, patched, probe))
+            if chosen is None:
+                new.append(site)
+            else:
+                met.append(chosen)
+        advanced = next_option(each for each in met if not each.site.mismatch)
+        advanced = advanced or (not new and next_option(met))
+        tops = {c.fix.back[0] for key, c in state.items() if c.fix.back is not None and c.fix.back[0] is not key}
+        for covered in tops.intersection(state):
+            del state[covered]
+        given_pass = all(run.status == "ok" for run in failing)
+        if not advanced and not any(site.breaks for site in new):
+            advanced = compute_instead(state)
+        looked = self._looked(state) if new and not (advanced and given_pass) else None
+        for site in new if looked is not None else ():
+            found = proposals(site, self._scene(site, patched, looked or self.bits))
             if found:
-                raises = any(run.status == "error" for run in analyzed.runs if run.precision in site.precisions)
-                state[node] = _Chosen(site, found, 0, self.rounds, raises)
-                advanced = self._composes(state, node) or advanced
+                raises = any(run.status == "error" for run in failing if run.precision in site.precisions)
+                state[site.node] = Chosen(site, found, 0, self.rounds, raises)
+                advanced = self._composes(state, site.node) or advanced
             else:
                 self._leave_alone(site, "no change is known for it")
         self.left_alone |= sites.left_alone
@@ -224,94 +209,114 @@ class _Search:
         self._leave_alone(chosen.site, "it overlaps with another change")
         return False
 
-    def _keep_buffers(self, state: State, probe: SourceTrial) -> bool:
-        """Buffers that a cast rounds stay in fp32."""
-        if not any(PRECISIONS.get(run.precision).kind == "cast" for run in self.failing):
-            return False
-        added = False
-        for owner, names in probe.buffers.items():
+    def _keep_buffers(self, state: State, look: SourceTrial) -> bool:
+        """Buffers whose rounding alone makes a run fail stay in fp32."""
+        for owner, names in look.buffers.items():
             file, _, name = owner.rpartition(":")
             source = self.files.find(os.path.relpath(file)) if file else ""
             fix = kept_buffers(source, name, names) if isinstance(source, SourceText) else None
             if fix is not None:
                 site = Site(source, fix.anchor, "", {run.precision for run in self.failing})  # type: ignore[arg-type]
-                state[fix.anchor], added = _Chosen(site, [fix], 0, self.rounds), True
-        return added
+                state[fix.anchor] = Chosen(site, [fix], 0, self.rounds)
+        return bool(state)
 
     def _with_equal_bits(self, state: State) -> SourceTrial | None:
         """The trial of ``state``, analyzed; where it changes fp32, with other changes, or without those that do."""
         trial = self.tried(state)
-        while trial is not None and not self._keeps_bits(trial):
-            others = [
-                c for c in state.values() if c.fix.kind in ("constant", "scale") and c.option + 1 < len(c.options)
-            ]
-            for chosen in others:
-                chosen.option += 1
-            if not others:
-                break
+        while trial is not None and not self._keeps_bits(trial) and compute_instead(state):
             trial = self.tried(state)
         if trial is None or self._keeps_bits(trial):
             return trial
         for key in list(state):
-            alone = self.tried({key: state[key]}, analyzed=False)
+            alone = self.tried({key: state[key]}, "proof")
             if alone is None or not self._keeps_bits(alone):
                 self._leave_alone(state.pop(key).site, "the changes that are known for it change fp32's results")
         trial = self.tried(state) if state else None
         return trial if trial is not None and self._keeps_bits(trial) else None
 
     def _smallest(self, state: State, trial: SourceTrial) -> tuple[State, SourceTrial]:
-        """Without what is not needed: each change is left out once, where it is not known that its line raises without it."""
-        best, dropped = self._score(_low_runs(trial)), False
-        for key, chosen in sorted(state.items(), key=lambda each: each[1].round):
-            fewer = {other: each for other, each in state.items() if other is not key}
-            if not fewer or self._out_of_time():
-                break
-            if chosen.raises and (chosen.round == 0 or not dropped):
-                continue
-            tried = self.tried(fewer, analyzed=False)
-            if tried is not None and self._keeps_bits(tried) and self._at_least(self._score(_low_runs(tried)), best):
-                state, trial, dropped = fewer, tried, True
+        """Without what is not needed, found at a glance; by proofs if that set fails where all of it passes."""
+        best = distance_of(trial.runs)
+        may_go = [key for key, chosen in state.items() if not chosen.raises or chosen.round]
+        may_go.sort(key=lambda key: (state[key].site.breaks, state[key].round, -getattr(key, "lineno", 0)))
+        for goal in ("glance", "proof"):
+            fewer = self._without(may_go, state, best, goal)
+            tried = self._as_good(fewer, best, "proof")
+            if tried is not None:
+                return fewer, tried
         return state, trial
 
-    @staticmethod
-    def _at_least(score: tuple[float, float], best: tuple[float, float]) -> bool:
-        """Whether a set is as good as the best: it passes as well, or its error is not more than a tenth larger."""
-        return score[0] < best[0] or (score[0] == best[0] and (not best[0] or score[1] <= 1.1 * best[1]))
+    def _without(self, keys: Sequence[ast.AST], state: State, best: tuple[float, float], goal: Goal) -> State:
+        """``state`` without those of ``keys`` that are not needed: all at once, or else each half, the first one before the second."""
+        fewer = {key: chosen for key, chosen in state.items() if key not in keys}
+        if not keys or self._out_of_time():
+            return state
+        if fewer and self._as_good(fewer, best, goal) is not None:
+            return fewer
+        if len(keys) == 1:
+            return state
+        half = len(keys) // 2
+        return self._without(keys[half:], self._without(keys[:half], state, best, goal), best, goal)
+
+    def _as_good(self, state: State, best: tuple[float, float], goal: Goal) -> SourceTrial | None:
+        """The trial of ``state``, if it passes as ``best`` does, or its error is not more than a tenth larger."""
+        tried = self.tried(state, goal)
+        if tried is None or not self._keeps_bits(tried):
+            return None
+        score = distance_of(tried.runs)
+        return (
+            tried
+            if score[0] < best[0] or (score[0] == best[0] and (not best[0] or score[1] <= 1.1 * best[1]))
+            else None
+        )
 
     # -- trials
 
-    def tried(self, state: State, *, analyzed: bool = True, probes: dict[str, str] | None = None) -> SourceTrial | None:
-        """What a session with the changes of ``state`` finds; ``None`` if its process dies, or the file cannot be loaded."""
-        texts = probes if probes is not None else self._texts(self.patched(state))
-        key = (*sorted(texts.items()), ("", f"{analyzed} {probes is not None}"))
-        if key in self.known:
-            return self.known[key]
-        spec = self.spec._replace(sources=tuple(texts.items()), probed=probes is not None)
+    def tried(self, state: State, goal: Goal = "step") -> SourceTrial | None:
+        """What a trial with the changes of ``state`` finds; ``None`` if its process dies, or the file cannot be loaded."""
+        texts = tuple(sorted(self._texts(self.patched(state)).items()))
+        for other in ("glance", "proof", "step"):
+            known = self.known.get((*texts, other))
+            if known is not None and (goal in (other, "glance") or (goal == "proof" and known.outputs)):
+                return known
+        self.trials += 1
+        doing = f"trial {self.trials}: {counted(len(state), 'change')}"
+        found = self._session(self.spec._replace(sources=texts), replace(self.step, goal=goal), doing)
+        if found is not None:
+            self.known[(*texts, goal)] = found
+        return found
+
+    def _looked(self, state: State) -> SourceTrial | None:
+        """What the expressions of the files give with the changes of ``state``; of the original, it is looked at once."""
+        first = not self.bits.seen
+        if not state and not first:
+            return self.bits
+        spec = self.spec._replace(sources=tuple(self._texts(self.patched(state)).items()), probed=True)
+        found = self._session(spec, Look(device=self.device, first=first), "looking at the source")
+        if first and found is not None:
+            self.bits = found
+            for name in found.packages:  # trials, which are forks of this process, have them then
+                if name not in sys.modules:
+                    with contextlib.suppress(Exception):
+                        importlib.import_module(name)
+        return found
+
+    def _session(self, spec: TargetSpec, what: PlainTrial | Look, doing: str) -> SourceTrial | None:
         if self.on_progress is not None:
-            doing = f"trial {self.trials}: {counted(len(state), 'change')}" if state else "looking at the source"
             self.on_progress("fix", doing)
-        grow = growing_probe if probes is not None else functools.partial(growing_trial, analyzed=analyzed)
-        self.trials += probes is None
         try:
-            self.known[key] = try_source(spec, self.scan_options, self.isolation, grow)
+            return try_source(spec, self.scan_options, self.isolation, what, max(LEAST_SECONDS, 4 * self.scan_seconds))
         except (UsageError, ProcessLostError):
             return None
-        return self.known[key]
+
+    def _analyzed(self, trial: SourceTrial) -> ScanResult:
+        """The scan with the runs of ``trial`` instead of those that fail."""
+        return conclude(msgspec.structs.replace(self.scanned, runs=[self.scanned.runs[0], *trial.runs]))
 
     def _keeps_bits(self, trial: SourceTrial) -> bool:
-        """Whether fp32 gives the same outputs and gradients, where two calls of the original do."""
-        return (not self.bits.outputs or trial.outputs == self.bits.outputs) and (
-            not self.bits.gradients or trial.gradients == self.bits.gradients
-        )
-
-    def _score(self, runs: Sequence[Run]) -> tuple[float, float]:
-        """How far runs are from passing, and the sum of their errors; less is better."""
-        rank, error = 0.0, 0.0
-        for run in runs:
-            rank += _RANKS.get(run.status, 3.0)
-            rank += 0.5 if run.further_inputs is not None and run.further_inputs.failed else 0.0
-            error += min(run.distance, 1e3) if run.distance is not None else 1e3
-        return rank, error
+        """Whether fp32 gives the same outputs and gradients, where two calls of the original do, if the trial took them."""
+        both = ((self.bits.outputs, trial.outputs), (self.bits.gradients, trial.gradients))
+        return not trial.outputs or all(not before or after == before for before, after in both)
 
     def _out_of_time(self) -> bool:
         limit = self.options.seconds or max(LEAST_SECONDS, self.scan_seconds)
@@ -344,7 +349,7 @@ class _Search:
         file = patched.get(site.source.path) or PatchedFile(site.source)
         name = next(run.precision for run in self.failing if run.precision in site.precisions)
         both = (probe.seen.get("fp32", {}), probe.seen.get(name, {}))
-        fp32, low = (_by_node(file, places.get(str(site.source.path), {})) for places in both)
+        fp32, low = (file.by_node(places.get(str(site.source.path), {})) for places in both)
         return Scene(site.source, fp32, low)
 
     def _leave_alone(self, site: Site, reason: str) -> None:
@@ -355,10 +360,10 @@ class _Search:
 
     # -- what is told
 
-    def told(self, ordered: Sequence[_Chosen], trial: SourceTrial | None) -> Fixing:
+    def told(self, ordered: Sequence[Chosen], trial: SourceTrial | None) -> Fixing:
         """What was found, to be saved."""
-        runs = _low_runs(trial)
-        passes = bool(runs) and not self._score(runs)[0] if self.failing else True
+        runs = trial.runs if trial is not None else []
+        passes = bool(runs) and not distance_of(runs)[0] if self.failing else True
         patched = self.patched({each.site.node: each for each in ordered}) if ordered else {}
         changes = [change_of(chosen.site, chosen.fix) for chosen in ordered]
         return Fixing(
@@ -382,19 +387,5 @@ class _Search:
 
     def proven_by(self, trial: SourceTrial | None) -> list[Proven]:
         """Each precision before and after."""
-        runs = {run.precision: run for run in _low_runs(trial)}
+        runs = {run.precision: run for run in (trial.runs if trial is not None else [])}
         return [proven_by(run, runs.get(run.precision)) for run in self.failing]
-
-
-def _low_runs(trial: SourceTrial | None) -> Sequence[Run]:
-    return trial.result.runs[1:] if trial is not None and trial.result is not None else []
-
-
-def _by_node(file: PatchedFile, places: dict[str, SeenValue]) -> dict[ast.AST, SeenValue]:
-    """What the original's expressions gave, in the changed text."""
-    found: dict[ast.AST, SeenValue] = {}
-    for place, seen in places.items():
-        node = file.exactly_at(place)
-        if node is not None:
-            found[node] = seen
-    return found

@@ -11,6 +11,7 @@ import contextlib
 import faulthandler
 import functools
 import importlib
+import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -25,7 +26,7 @@ from lowprec_check.engine.run.target_spec import LOAD_SECONDS, OnProgress, Targe
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
-from lowprec_check.process.function_worker import Ended, FunctionWorker, SendBytes
+from lowprec_check.process.function_worker import Ended, FunctionWorker, Loaded, SendBytes
 from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
 from lowprec_check.schema.base import Struct, encoded
@@ -34,10 +35,6 @@ from lowprec_check.schema.options import PlanOptions, ScanOptions
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
-
-
-class _Loaded(Struct, frozen=True, tag="loaded"):
-    """The target is loaded."""
 
 
 class _Progressed(Struct, frozen=True, tag="progress"):
@@ -61,7 +58,7 @@ class _Grown(Struct, frozen=True, tag="grown"):
 
 
 _FIELD_OF: dict[Any, str] = {ScanResult: "result", Planning: "planning", SourceTrial: "trial"}
-_Message = _Loaded | _Progressed | _Grown | Ended
+_Message = Loaded | _Progressed | _Grown | Ended
 _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 EXIT_SECONDS = 5.0
@@ -110,13 +107,10 @@ def _growing_planning(source: TargetSource, isolation: Isolation | None, options
 
 
 def try_source(
-    spec: TargetSpec,
-    options: ScanOptions,
-    isolation: Isolation | None,
-    grow: Grow[SourceTrial],
+    spec: TargetSpec, options: ScanOptions, isolation: Isolation | None, grow: Grow[SourceTrial], seconds: float
 ) -> SourceTrial:
-    """Load ``spec`` with its changed sources, and return what ``grow`` finds. Raises as :func:`scan_file` does."""
-    *_, trial = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, None).grow(grow)
+    """Load ``spec`` with its changed sources, and return what ``grow`` finds within so many ``seconds`` each. Raises as :func:`scan_file` does."""
+    *_, trial = _Session(spec, options, isolation, seconds, None, seconds).grow(grow)
     return trial
 
 
@@ -143,6 +137,8 @@ class _Session:
     isolation: Isolation | None
     load_seconds: float
     on_progress: OnProgress | None
+    grow_seconds: float = math.inf
+    """Limit of what follows, if its runs have no limits of their own."""
 
     def grow(self, grow: Grow[Item]) -> Iterator[Item]:
         """Load the target and yield what ``grow`` finds; in this process, if there are no other ones."""
@@ -181,9 +177,9 @@ class _Session:
                         self.on_progress(*step)
                     continue
                 message = event.message
-                if isinstance(message, _Loaded):
+                if isinstance(message, Loaded):
                     loaded = True
-                    worker.set_timeout(float("inf"))
+                    worker.set_timeout(self.grow_seconds)
                 elif isinstance(message, _Grown):
                     yield message.item
                 elif isinstance(message, Ended):
@@ -198,7 +194,7 @@ class _Session:
 
     def _raise_loss(self, event: StateEvent[Any], loaded: bool, line: str | None) -> NoReturn:
         at = f" at {line}" if line else ""
-        if event.state == "timeout":
+        if event.state == "timeout" and not loaded:
             raise UsageError(
                 f"{self.spec.name} was not loaded within {self.load_seconds:g} s{at and f'; it was{at}'}.",
                 "Increase --budget, or shorten what the file does when it is imported.",
@@ -228,7 +224,7 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
         with _logged_ends(log):
             send(_Progressed(session.spec.name, "loading"))
             source = _load(session.spec, session.options)
-        send(_Loaded())
+        send(Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))
         for item in grow(source, session.isolation, session.options):
             send(_Grown(**{_FIELD_OF[type(item)]: item}))

@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import functools
 import hashlib
-from collections.abc import Iterable, Iterator
-from typing import Any
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
+import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.analysis.fixes.fix_sites import fails
 from lowprec_check.analysis.fixes.seen_values import Places, SourceTrial
-from lowprec_check.engine.machine import Machine, environment, prepared_runs, version
-from lowprec_check.engine.model.plain_run import output_tensors, run_once
+from lowprec_check.engine.core.floating_dtypes import torch_dtype
+from lowprec_check.engine.core.source_location import is_own_file
+from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.model.value_probe import probed, start_probing
-from lowprec_check.engine.run.isolation import isolated
-from lowprec_check.engine.run.model_info import describe_target
+from lowprec_check.engine.run.isolation import isolated, isolation_on
 from lowprec_check.engine.run.preparation import on_device
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
@@ -30,62 +32,80 @@ from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import REFERENCE
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import Run
+
+Goal = Literal["glance", "step", "proof"]
 
 
-def growing_trial(
-    source: TargetSource, isolation: Isolation | None, options: ScanOptions, *, analyzed: bool
-) -> Iterator[SourceTrial]:
-    """One trial: the model runs plain in each precision, also on further inputs, and is ``analyzed`` op by op if asked for."""
-    machine, isolation, settings = _prepared(source, isolation, options)
-    bits = _isolated(source, isolation, machine, lambda: _bits(source, machine.runs_on, options.seed))
-    with open_runs(source, settings, isolation) as runs:
-        found = [runs.reference(instrumented=False)]
-        for name in options.names_of("precisions"):
-            found.append(runs.run(name, instrumented=analyzed))
-    result = ScanResult(
-        tool=f"lowprec-check {version()}",
-        target=source.name,
-        model=describe_target(source.target, found[0], trains=False),
-        environment=machine.environment,
-        options=options.saved(isolation),
-        runs=found,
-    )
-    yield SourceTrial(result=conclude(result) if analyzed else result, outputs=bits.outputs, gradients=bits.gradients)
+@dataclass(frozen=True, kw_only=True)
+class PlainTrial:
+    """A trial of a source: the model runs plain in fp32, then in each precision. Called in a session, which may be its only process."""
+
+    fp32: Run
+    """The reference of the scan, without its op calls."""
+    goal: Goal
+    """``glance``: which precisions pass. ``proof``: also on further inputs, and the bits of fp32. ``step``: a proof if all pass, else what
+    fails is analyzed op by op."""
+    apart: bool = False
+    """Whether each run has a process of its own, which is ended if an op takes too long."""
+
+    def __call__(
+        self, source: TargetSource, isolation: Isolation | None, options: ScanOptions
+    ) -> Iterator[SourceTrial]:
+        """What was found."""
+        settings = RunOptions(
+            device=self.fp32.device,
+            budget=options.budget,
+            tolerance=options.tolerance,
+            seed=options.seed,
+            without_kernel=tuple(options.without_kernel),
+            further_inputs=options.further_inputs,
+            timed=False,
+        )
+        device, found = settings.device, SourceTrial()
+        isolation = isolation or (isolation_on(device, source.best_on(device)) if self.apart else "none")
+        source.isolated_by(isolation)
+        with open_runs(source, settings, isolation) as runs:
+            runs.reference(self.fp32, instrumented=False)
+            plain = [runs.run(n, measured=False, instrumented=False) for n in options.names_of("precisions")]
+            proves = self.goal == "proof" or (self.goal == "step" and not any(map(fails, plain)))
+            if proves:
+                found = _isolated(source, isolation, device, lambda: _bits(source, device, options.seed))
+                runs.reference(instrumented=False)
+                plain = [runs.run(run.precision, instrumented=False) for run in plain]
+            if self.goal == "step":
+                plain = [runs.run(run.precision, measured=proves) if fails(run) else run for run in plain]
+        yield msgspec.structs.replace(found, runs=plain)
 
 
-def growing_probe(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Iterator[SourceTrial]:
+@dataclass(frozen=True, kw_only=True)
+class Look:
     """What the expressions of a source with probes give in fp32 and in each precision, as far as the model runs in it."""
-    machine, isolation, _ = _prepared(source, isolation, options)
-    names = options.names_of("precisions")
-    bits = _isolated(source, isolation, machine, lambda: _bits(source, machine.runs_on, options.seed))
-    found = _isolated(source, isolation, machine, lambda: _probed(source, machine.runs_on, names, options.seed))
-    yield SourceTrial(outputs=bits.outputs, gradients=bits.gradients, seen=found.seen, buffers=found.buffers)
+
+    device: str
+    first: bool
+    """Whether it is the original, whose bits in fp32 are taken twice."""
+
+    def __call__(
+        self, source: TargetSource, isolation: Isolation | None, options: ScanOptions
+    ) -> Iterator[SourceTrial]:
+        """What was found."""
+        names, isolation = options.names_of("precisions"), isolation or "none"
+        found = _isolated(source, isolation, self.device, lambda: _probed(source, self.device, names, options))
+        if self.first:
+            bits = _isolated(source, isolation, self.device, lambda: _bits(source, self.device, options.seed, calls=2))
+            found = msgspec.structs.replace(found, outputs=bits.outputs, gradients=bits.gradients)
+        yield found
 
 
-def _prepared(
-    source: TargetSource, isolation: Isolation | None, options: ScanOptions
-) -> tuple[Machine, Isolation, RunOptions]:
-    device = options.device_name
-    machine, isolation = prepared_runs(source, isolation, device, lambda: Machine(environment=environment(device)))
-    settings = RunOptions(
-        device=machine.runs_on,
-        budget=options.budget,
-        tolerance=options.tolerance,
-        seed=options.seed,
-        without_kernel=tuple(options.without_kernel),
-        further_inputs=options.further_inputs,
-        timed=False,
-    )
-    return machine, isolation, settings
-
-
-def _isolated(source: TargetSource, isolation: Isolation, machine: Machine, function: Any) -> SourceTrial:
-    how = source.isolation_of_functions(isolation, machine.runs_on)
+def _isolated(
+    source: TargetSource, isolation: Isolation, device: str, function: Callable[[], SourceTrial]
+) -> SourceTrial:
+    how = source.isolation_of_functions(isolation, device)
     return isolated(function, "fork" if how == "fork" else "none", SourceTrial)
 
 
-# -- What runs in a fork
+# -- What runs in a fork, or in the session
 
 
 def _ready(target: Target, precision: str, device: str) -> contextlib.AbstractContextManager[Any]:
@@ -94,49 +114,57 @@ def _ready(target: Target, precision: str, device: str) -> contextlib.AbstractCo
     )
 
 
-def _probed(source: TargetSource, device: str, precisions: Iterable[str], seed: int) -> SourceTrial:
+def _probed(source: TargetSource, device: str, precisions: Sequence[str], options: ScanOptions) -> SourceTrial:
     target, seen = source.forked(), dict[str, Places]()
     with on_device(target, torch.device(device)):
         for name in (REFERENCE, *precisions):
             start_probing()
             with _ready(target, name, device) as ready:
                 try:
-                    run_once(ready, target.args, target.kwargs, seed)
+                    run_once(ready, target.args, target.kwargs, options.seed)
                 except BaseException as error:
                     reraise_interrupt(error)
             seen[name] = probed()
-    return SourceTrial(seen=seen, buffers=_rounded_buffers(target.model))
+        buffers = _rounded_buffers(target, device, precisions, options)
+    files = {name: getattr(module, "__file__", None) for name, module in list(sys.modules.items())}
+    packages = [name for name, file in files.items() if isinstance(file, str) and not is_own_file(file)]
+    return SourceTrial(seen=seen, buffers=buffers, packages=packages)
 
 
-def _rounded_buffers(model: nn.Module) -> dict[str, list[str]]:
-    """The floating buffers that half or bfloat16 cannot hold, by the file and class of their module."""
-    found: dict[str, list[str]] = {}
-    for module in model.modules():
-        for name, buffer in module.named_buffers(recurse=False):
-            if buffer.dtype == torch.float32 and any(
-                not torch.equal(buffer.to(low).float(), buffer) for low in (torch.half, torch.bfloat16)
-            ):
+def _rounded_buffers(
+    target: Target, device: str, precisions: Iterable[str], options: ScanOptions
+) -> dict[str, list[str]]:
+    """The floating buffers that a cast rounds, by the file and class of their module, if fp32 with the rounded ones fails."""
+    for precision in map(PRECISIONS.get, precisions):
+        found: dict[str, list[str]] = {}
+        with _ready(target, REFERENCE, device) as ready:
+            before = output_tensors(run_once(ready, target.args, target.kwargs, options.seed)[0])
+            for module in ready.model.modules() if precision.kind == "cast" else ():
                 code = getattr(type(module).__init__, "__code__", None)
-                key = f"{getattr(code, 'co_filename', '')}:{type(module).__name__}"
-                if name not in found.setdefault(key, []):
-                    found[key].append(name)
-    return found
+                names = found.setdefault(f"{getattr(code, 'co_filename', '')}:{type(module).__name__}", [])
+                for name, buffer in module.named_buffers(recurse=False):
+                    if buffer.dtype == torch.float32:
+                        rounded = buffer.to(torch_dtype(precision.format)).float()
+                        names += [] if torch.equal(rounded, buffer) or name in names else [name]
+                        module.register_buffer(name, rounded, persistent=name not in module._non_persistent_buffers_set)
+            if any(found.values()):
+                after = output_tensors(run_once(ready, target.args, target.kwargs, options.seed)[0])
+                if judge(after, before, options.tolerance or precision.tolerance)[0] != "ok":
+                    return {owner: names for owner, names in found.items() if names}
+    return {}
 
 
-def _bits(source: TargetSource, device: str, seed: int) -> SourceTrial:
-    """The digests of outputs and gradients in fp32, where two calls give the same."""
+def _bits(source: TargetSource, device: str, seed: int, *, calls: int = 1) -> SourceTrial:
+    """The digests of outputs and gradients in fp32, where so many calls give the same."""
     target = source.forked()
     with on_device(target, torch.device(device)), _ready(target, REFERENCE, device) as ready:
-        digest = functools.partial(_digests, ready, target, seed)
-        (outputs, gradients), again = digest(), digest()
-    return SourceTrial(
-        outputs=outputs if outputs == again[0] else "", gradients=gradients if gradients == again[1] else ""
-    )
+        found = zip(*(_digests(ready, target, seed) for _ in range(calls)), strict=True)
+        outputs, gradients = (each[0] if len(set(each)) == 1 else "" for each in found)
+    return SourceTrial(outputs=outputs, gradients=gradients)
 
 
 def _digests(ready: Any, target: Target, seed: int) -> tuple[str, str]:
-    for parameter in ready.model.parameters():
-        parameter.grad = None
+    parameters = [each for each in ready.model.parameters() if each.requires_grad]
     with torch.enable_grad():
         try:
             output, _ = run_once(ready, target.args, target.kwargs, seed)
@@ -144,16 +172,17 @@ def _digests(ready: Any, target: Target, seed: int) -> tuple[str, str]:
             reraise_interrupt(error)
             with torch.no_grad():
                 output, _ = run_once(ready, target.args, target.kwargs, seed)
-        tensors = output_tensors(output)
-        bits, floating = _digest(tensors), [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
-        generator = torch.Generator().manual_seed(0)
+        bits, generator = _digest(output_tensors(output)), torch.Generator().manual_seed(0)
+        floating = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        # of one number, since torch imports sympy for gradients that it is given, which takes a second
+        products = [(t * torch.randn(t.shape, generator=generator).to(t)).sum().real for t in floating]
         try:
-            torch.autograd.backward(floating, [torch.randn(t.shape, generator=generator).to(t) for t in floating])
+            gradients = torch.autograd.grad(sum(products, torch.zeros(())), parameters, allow_unused=True)
         except BaseException as error:
             reraise_interrupt(error)
             return bits, ""
-    gradients = [p.grad for p in ready.model.parameters() if p.grad is not None]
-    return bits, _digest(gradients) if gradients else ""
+    known = [gradient for gradient in gradients if gradient is not None]
+    return bits, _digest(known) if known else ""
 
 
 def _digest(tensors: Iterable[Tensor]) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from lowprec_check.analysis.fixes.scene import Site
+from lowprec_check.analysis.fixes.seen_values import SeenValue
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText, Span, edited, lines_of, moved
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.fixing import LeftAlone
@@ -20,6 +21,26 @@ MOST_SITES = 12
 
 LEAST_SHARE = 0.03
 """An op that causes a smaller part of the error is not looked at."""
+
+
+def fails(run: Run) -> bool:
+    """Whether a patch is due for ``run``."""
+    further = run.further_inputs
+    counts = run.is_low and run.backend == "eager" and run.base is None and run.evidence == "measured"
+    return counts and (run.status not in ("ok", "unjudged", "skipped") or bool(further and further.failed))
+
+
+_RANKS = {"ok": 0.0, "unjudged": 0.0, "skipped": 0.0, "inaccurate": 1.0, "nonfinite": 2.0}
+
+
+def distance_of(runs: Iterable[Run]) -> tuple[float, float]:
+    """How far runs are from passing, and the sum of their errors; less is better."""
+    rank, error = 0.0, 0.0
+    for run in runs:
+        rank += _RANKS.get(run.status, 3.0)
+        rank += 0.5 if run.further_inputs is not None and run.further_inputs.failed else 0.0
+        error += min(run.distance, 1e3) if run.distance is not None else 1e3
+    return rank, error
 
 
 class Culprit(NamedTuple):
@@ -59,9 +80,10 @@ class PatchedFile:
         known = [(span[0], node) for span, node in self.nodes.items() if span[0] >= start]
         return min(known, key=lambda each: each[0])[1].lineno if known else line
 
-    def exactly_at(self, span: str) -> ast.expr | None:
-        """The expression whose place it is."""
-        return self.nodes.get(self._span(span))
+    def by_node(self, places: Mapping[str, SeenValue]) -> dict[ast.AST, SeenValue]:
+        """What the original's expressions gave, by their places in the changed text."""
+        found = ((self.nodes.get(self._span(place)), seen) for place, seen in places.items())
+        return {node: seen for node, seen in found if node is not None}
 
     def _span(self, span: str) -> Span:
         start, end = (self._lines.offset(*map(int, part.split(":"))) for part in span.split("-"))
@@ -112,7 +134,7 @@ def culprits(run: Run) -> list[Culprit]:
         return list(_failing(run, rows))
     found = [Culprit(row, number=row.vanished) for row in rows if row.vanished is not None or row.flushes]
     if run.status == "nonfinite":
-        found += [Culprit(row) for row in rows if row.spoils_output]
+        found += [Culprit(row) for row in rows if row.gives_nonfinite]
     else:
         shares = [row for row in rows if (row.share or 0.0) >= LEAST_SHARE or row.gives_nonfinite]
         if not shares:

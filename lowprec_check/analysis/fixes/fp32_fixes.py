@@ -5,11 +5,10 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.fixes.scene import ATOMS, Scene, Site, SourceFix, is_plain, torch_in
+from lowprec_check.analysis.fixes.scene import ATOMS, Scene, Site, SourceFix, is_plain, torch_in, unused_name
 from lowprec_check.analysis.fixes.seen_values import SeenValue
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText
 from lowprec_check.schema.op_calls import PRODUCTS
-from lowprec_check.schema.precisions import PRECISIONS
 
 
 def scaled(site: Site, scene: Scene) -> Iterator[SourceFix]:
@@ -45,9 +44,8 @@ def custom_functions(site: Site, scene: Scene) -> Iterator[SourceFix]:
     """An op in a ``torch.autograd.Function`` under autocast: torch's own decorators."""
     del scene
     owner = site.source.around(site.node, ast.ClassDef)
-    autocast = any(PRECISIONS.get(name).kind == "autocast" for name in site.precisions)
     if (
-        not autocast
+        not site.autocasts
         or not isinstance(owner, ast.ClassDef)
         or not any("Function" in ast.unparse(b) for b in owner.bases)
     ):
@@ -97,14 +95,18 @@ def in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:
         yield from _unpacked(site, scene)
 
 
+HEADROOM = 4.0
+"""So many times larger may the values of other inputs be."""
+
+
 def _fits(seen: SeenValue | None, largest: float) -> bool:
-    return (
-        seen is not None and seen.kind == "tensor" and seen.dtypes == ("float32",) and (seen.absmax or 0.0) <= largest
-    )
+    if seen is None or seen.kind != "tensor" or seen.dtypes != ("float32",):
+        return False
+    return (seen.absmax or 0.0) * HEADROOM <= largest
 
 
 def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.expr], list[Edit]] | None:
-    """The operands to widen so that ``top`` computes in fp32 from the op of the site on, and edits of the call of a module."""
+    """The operands to widen so that ``top`` computes in fp32 from the op of the site on, and edits of the call of a module; ``None`` if that cannot be."""
     inside, edits = set(ast.walk(top)), list[Edit]()
     found: set[ast.expr] = set()
 
@@ -130,7 +132,7 @@ def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.exp
                 return False
         return True
 
-    return (frozenset(found), edits) if enter(top) and (found or edits) else None
+    return (frozenset(found), edits) if enter(top) else None
 
 
 def _differs(scene: Scene, operand: ast.expr) -> bool:
@@ -179,19 +181,25 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
     if back and dtype is None:
         return None
     kind, why = "fp32", "computed in fp32" + (" and cast back" if back else "")
-    if site.under_autocast:
-        region = _region(site, scene)
+    path = [site.node]
+    while path[-1] is not top:
+        path.append(site.source.parents[path[-1]])
+    if site.autocasts and any(map(scene.is_product, path)):
+        region = _region(site, scene, widened)
         if region is None:
             return None
         kind, why = "autocast", f"{why}, outside of autocast"
-        edits += region
+        more, hoisted = region
+        edits, widened = edits + more, widened - hoisted
+    if not widened and not edits:
+        return None
     return SourceFix(
         kind, why, site.node, widened, (top, dtype) if dtype is not None else None, tuple(edits), dtype is None
     )
 
 
-def _region(site: Site, scene: Scene) -> list[Edit] | None:
-    """The statement with autocast disabled."""
+def _region(site: Site, scene: Scene, widened: frozenset[ast.expr]) -> tuple[list[Edit], frozenset[ast.expr]] | None:
+    """The statement with autocast disabled, and what is computed before it, under autocast: operands that hold products themselves."""
     source = site.source
     statement = source.around(site.node, ast.stmt)
     simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
@@ -200,7 +208,29 @@ def _region(site: Site, scene: Scene) -> list[Edit] | None:
         return None
     torch, imports = torch_in(source)
     header = f"with {torch}.autocast({source.segment(tensor)}.device.type, enabled=False):"
-    return [*source.indented_under(statement, header), *imports]
+    edits = [*source.indented_under(statement, header), *imports]
+    hoisted = [each for each in widened if any(map(scene.is_product, ast.walk(each))) and _is_first(source, each)]
+    for node in hoisted[:1]:
+        name = unused_name(source, "operand")
+        (start, end), inner = source.outer(node), source.segment(node)
+        value = f"{inner}.float()" if isinstance(node, ATOMS) else f"({inner}).float()"
+        edits += [source.line_before(statement, f"{name} = {value}")._replace(size=-(1 << 41)), Edit(start, end, name)]
+    return edits, frozenset(hoisted[:1])
+
+
+def _is_first(source: SourceText, node: ast.expr) -> bool:
+    """Whether an expression in one line is computed once in its statement, and before all others but names."""
+    at: ast.AST = node
+    while isinstance(at, ast.expr):
+        parent = source.parents[at]
+        if isinstance(parent, (ast.Call, ast.BinOp, ast.Subscript)):
+            earlier = [each for each in ast.iter_child_nodes(parent) if isinstance(each, ast.expr)]
+            if not all(map(is_plain, earlier[: earlier.index(at)] if at in earlier else [node])):
+                return False
+        elif isinstance(parent, ast.expr) and not isinstance(parent, (ast.Attribute, ast.UnaryOp)):
+            return False
+        at = parent
+    return node.lineno == node.end_lineno
 
 
 def _unpacked(site: Site, scene: Scene) -> Iterator[SourceFix]:
@@ -211,7 +241,7 @@ def _unpacked(site: Site, scene: Scene) -> Iterator[SourceFix]:
     if not is_unpacked or seen is None or seen.kind != "tuple" or not all(p == "float32" for p in seen.parts):
         return
     found, dtype = _widened(site, scene, site.node), scene.dtype_of(site.node)  # type: ignore[arg-type]
-    if found is None or dtype is None:
+    if found is None or not any(found) or dtype is None:
         return
     start, end = site.source.outer(site.node)  # type: ignore[arg-type]
     edits = [Edit(start, start, f"(part.to({dtype}) for part in ", start - end), Edit(end, end, ")", end - start)]

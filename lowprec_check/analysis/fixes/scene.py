@@ -41,9 +41,14 @@ class Site:
         return min(limits, default=(65504.0, 2.0**-14))
 
     @property
-    def under_autocast(self) -> bool:
-        """Whether autocast computes the op in 16 bits, whatever its inputs are."""
-        return bool(PRODUCTS.search(self.op)) and any(PRECISIONS.get(p).kind == "autocast" for p in self.precisions)
+    def breaks(self) -> bool:
+        """Whether an op fails there, or a value does not fit."""
+        return any(code.startswith(("LP1", "LP2")) for code in self.codes)
+
+    @property
+    def autocasts(self) -> bool:
+        """Whether a precision in which it fails is autocast."""
+        return any(PRECISIONS.get(name).kind == "autocast" for name in self.precisions)
 
     @property
     def cast(self) -> bool:
@@ -164,7 +169,17 @@ class Scene:
         if not isinstance(node, ast.Call):
             return isinstance(node, (ast.BinOp, ast.UnaryOp, ast.Attribute, ast.Subscript))
         callee = self.callee(node)
-        return callee is not None and callee.kind == "callable" and callee.name.partition(".")[0] == "torch"
+        named = callee is not None and callee.kind == "callable" and callee.name.partition(".")[0] == "torch"
+        return named or (callee is not None and callee.of_torch)
+
+    def is_product(self, node: ast.AST) -> bool:
+        """Whether autocast computes an expression in 16 bits, whatever its inputs are: a matrix product, a layer with weights."""
+        if isinstance(node, ast.BinOp):
+            return isinstance(node.op, ast.MatMult)
+        callee = self.callee(node)
+        if callee is None or callee.kind == "module":
+            return callee is not None and bool(callee.name)
+        return bool(PRODUCTS.search(f"{callee.name}.".replace("matmul", "mm").replace("einsum", "mm")))
 
     def dtype_of(self, node: ast.AST) -> str | None:
         """Code for the low dtype at ``node``: that of a name near it whose tensor has it; ``None`` if there is none."""
@@ -198,6 +213,12 @@ def is_plain(node: ast.AST) -> bool:
 
 def _names(node: ast.AST) -> set[str]:
     return {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+
+
+def unused_name(source: SourceText, wanted: str) -> str:
+    """A name like ``wanted`` that nothing in the file has."""
+    known = _names(source.tree)
+    return next(name for name in (wanted, *(f"{wanted}_{n}" for n in range(2, 1000))) if name not in known)
 
 
 def torch_in(source: SourceText) -> tuple[str, tuple[Edit, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from lowprec_check.schema.base import Struct
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import Run
 
 
 class SeenValue(Struct, frozen=True, kw_only=True):
@@ -16,6 +16,8 @@ class SeenValue(Struct, frozen=True, kw_only=True):
     """Of a tensor, ``float16``, of all calls; of a module, that of its first floating parameter."""
     name: str = ""
     """Of a module: its first floating parameter, ``weight``; of a callable: where it is defined, ``torch.nn.functional.normalize``."""
+    of_torch: bool = False
+    """Whether the class of a module is one of torch."""
     number: float | None = None
     absmax: float | None = None
     """The largest finite magnitude of a tensor, over all calls."""
@@ -30,8 +32,8 @@ Places = dict[str, dict[str, SeenValue]]
 class SourceTrial(Struct, frozen=True, kw_only=True):
     """What a trial found."""
 
-    result: ScanResult | None = None
-    """Its runs; without a conclusion, unless they were analyzed op by op."""
+    runs: list[Run] = []
+    """Those of each precision; analyzed op by op if that was asked for, and they fail."""
     outputs: str = ""
     """A digest of the outputs in fp32, bit for bit; empty if two calls differ."""
     gradients: str = ""
@@ -40,3 +42,5 @@ class SourceTrial(Struct, frozen=True, kw_only=True):
     """What expressions gave, by precision."""
     buffers: dict[str, list[str]] = {}
     """The buffers with values that a cast rounds, by the class that has them."""
+    packages: list[str] = []
+    """The modules that are not the user's own, imported until the model has run."""

@@ -19,7 +19,7 @@ from lowprec_check.analysis.rules.relevance import (
     weighed_places,
 )
 from lowprec_check.analysis.run_summary import blames_backend, degenerate_output, judged_output, on_which_call
-from lowprec_check.schema.axes import project_of
+from lowprec_check.schema.axes import calibrates, project_of
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -113,7 +113,8 @@ def _instead(run: Run, result: ScanResult) -> str:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:
         other = f", or use {best.label}" if best is not None and best.backend != run.backend else ""
-        return f"calibrate on data like that of use: see the errors of its layers{other}"
+        calibrate = "calibrate on data like that of use: " if calibrates(run.backend) else ""
+        return f"{calibrate}see the errors of its layers{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
     command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
@@ -179,6 +180,13 @@ def error_amplifier(result: ScanResult) -> Iterator[Finding]:
             yield from _amplifiers(run, result, run.format.roundoff)
 
 
+_INPUTS = {
+    "forward": "try the inputs of this op in fp32",
+    "backward": "try the inputs of the op of the forward pass in fp32",
+    "optimizer": "try the modules in fp32 whose gradients it reads",
+}
+
+
 def _amplifiers(run: Run, result: ScanResult, roundoff: float) -> Iterator[Finding]:
     def amplifies(row: OpCall) -> bool:
         if row.input_error is None or row.input_error > 1.0:
@@ -193,7 +201,8 @@ def _amplifiers(run: Run, result: ScanResult, roundoff: float) -> Iterator[Findi
     for row, count in found:
         grows = "this op magnifies the relative error of its inputs from {before:error} to {after:error}"
         message = say(grows, before=row.input_error or 0.0, after=row.accumulated_error or 0.0)
-        finding = place_finding(result, run, row, count, message, "try the inputs of this op in fp32")
+        advice = _INPUTS[row.phase or "forward"]
+        finding = place_finding(result, run, row, count, message)._replace(help=advice)
         if relevance.known != "explained":
             yield relevance.weigh(finding, row)
             continue

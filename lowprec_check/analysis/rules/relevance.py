@@ -38,6 +38,12 @@ _ADVICE = {
 }
 """What to do about an op outside the forward pass."""
 
+
+def _advice(phase: Phase | None, run: Run, forward: Any) -> Any:
+    """What to do about an op of a part of a training step; ``forward`` is about one in the forward pass, or in fp32 weights' step."""
+    return forward if phase == "optimizer" and run.is_autocast else _ADVICE.get(phase or "", forward)
+
+
 # -- Findings at places
 
 
@@ -55,7 +61,7 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
             if gap.custom_function is not None and run.is_autocast:
                 advice, fix = _with_own_casts(gap.custom_function, run), None
             elif gap.phase in _ADVICE and gap.custom_function is None:
-                advice = _ADVICE[gap.phase] + or_autocast(gap, run, result)
+                advice = _advice(gap.phase, run, advice) + or_autocast(gap, run, result)
             if gap.layer == "backend":
                 advice, fix, continued = f"use {'fp32' if caught else 'another backend'}, or other ops here", None, None
             yield Finding(
@@ -122,7 +128,7 @@ def place_finding(
     result: ScanResult, run: Run, row: OpCall, calls: int, message: Sentence, help: Sentence | str | None = None
 ) -> Finding:
     """A finding at the place of an op call; ``help`` is about one in the forward pass."""
-    source, advice = row.source or result.model.source, _ADVICE.get(row.phase or "", help)
+    source, advice = row.source or result.model.source, _advice(row.phase, run, help)
     return Finding(_in_phase(row.phase, message), run, row.module, row.op, source, help=advice, calls=calls)
 
 

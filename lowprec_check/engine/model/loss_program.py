@@ -71,10 +71,17 @@ class Program:
     ) -> None:
         losses = [loss for phase in plan for loss in phase.losses]
         dependent, needed = set(trained), {id(loss) for loss in losses}
+        left: set[int] = set()
+        """What leads, without gradients, to a number, a random draw or a change in place: that of a rollout is data, as it is."""
+        for node in reversed(nodes):
+            is_left = node.name in NUMBERS or node.draws or node.changed or node.written() & left
+            left |= {id(tensor) for tensor in node.reads} if is_left and not node.has_gradients else set()
         depends = []
         for node in nodes:
-            calls_trained = isinstance(node.call, nn.Module) and any(id(p) in trained for p in node.call.parameters())
-            depends.append(calls_trained or any(id(tensor) in dependent for tensor in node.reads))
+            is_model = isinstance(node.call, nn.Module)
+            calls_trained = is_model and any(id(p) in trained for p in node.call.parameters())  # type: ignore[attr-defined]
+            is_data = is_model and not node.has_gradients and bool(node.written() & left)
+            depends.append(not is_data and (calls_trained or any(id(tensor) in dependent for tensor in node.reads)))
             if depends[-1]:
                 dependent |= node.written()
         kept: list[int] = []
@@ -89,6 +96,11 @@ class Program:
                 kept.append(index)
         self.nodes = [nodes[index] for index in reversed(kept)]
         self.phases = [sum(index >= phase.nodes for phase in plan) for index in reversed(kept)]
+        self.autocasts = {dtype: None for node in self.nodes for dtype in node.autocasts.values()}
+        """The dtypes of autocast in which it is computed."""
+        self.gradient_rounding = max([1e-3, *(2 * torch.finfo(dtype).eps for dtype in self.autocasts)])
+        """How far two results of its gradients may differ, as a part of their norm: sums over several losses are rounded differently, and
+        several calls under autocast that share its copies of the weights add their gradients in 16 bits."""
         self.plan, self.losses, self._values = list(plan), losses, dict[int, Tensor]()
         after = {id(loss) for loss in losses}
         for node in nodes:
@@ -182,17 +194,8 @@ class Program:
         self._inputs, self.trained, self._values, self.phases = {}, {}, {}, []
         self.plan = [phase._replace(losses=()) for phase in self.plan]
         for step in self._steps:
-            step.node = dataclasses.replace(
-                step.node,
-                args=(),
-                kwargs={},
-                reads=[],
-                versions=[],
-                given=None,
-                results=[],
-                made=[],
-                restore_generators=(),
-            )
+            node = step.node
+            step.node = Node(node.call, (), {}, node.line, node.has_gradients, node.autocasts, [], [])
 
     def _placeholder(self, tensor: Tensor) -> Tensor:
         return self._keys.setdefault(id(tensor), torch.empty(0))
