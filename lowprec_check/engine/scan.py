@@ -118,18 +118,10 @@ def growing_scan(source: TargetSource, isolation: Isolation | None, options: Sca
         options.device_name,
         lambda: machine_for(options.device_name, options.torch_version, predict=options.predict),
     )
-    settings = run_options(options, machine)
+    settings = run_options(options, machine, streams=stream_of(source.target.model) is not None)
     if settings.steps:
         importlib.import_module("torch._dynamo")  # optimizers import it, which takes a second in each fork
     target = source.target
-    if stream_of(target.model) is not None:
-        for name in ("train", "what_if", "scenario", "memory_formats"):
-            if getattr(options, name):
-                flag = name.replace("_", "-").removesuffix("s")
-                raise UsageError(
-                    f"--{flag} needs the weights in memory, and --stream leaves them in their files.",
-                    f"Leave out --{flag}.",
-                )
     with (
         open_runs(source, settings, isolation) as target_runs,
         open_batches(source, options.batches, settings, isolation) as further,
@@ -186,9 +178,15 @@ def check_options(options: ScanOptions) -> None:
     check_codes([*options.select, *options.ignore])
 
 
-def run_options(options: ScanOptions, machine: Machine) -> RunOptions:
+def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False) -> RunOptions:
     """The options of each run on ``machine``, whose device may stand for one that is not here."""
     predicted, formats = machine.predicted, [low.short for low in LOW_FORMATS]
+    for name in ("train", "what_if", "scenario", "memory_formats") if streams else ():
+        if getattr(options, name):
+            flag = f"--{name.replace('_', '-').removesuffix('s')}"
+            raise UsageError(
+                f"{flag} needs the weights in memory, and --stream leaves them in their files.", f"Leave out {flag}."
+            )
     if predicted is not None and options.train:
         raise UsageError(
             f"Training is not predicted: {predicted.name} is not here.",

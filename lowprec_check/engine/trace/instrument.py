@@ -33,11 +33,12 @@ from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
 from lowprec_check.engine.trace.journal import Instrumented, Journal
-from lowprec_check.engine.trace.lockstep import Lockstep, seed_inputs, seed_state
+from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.output_budget import Returned, error_budget, returned
 from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.places import Places
 from lowprec_check.engine.trace.recorder import Recorder
+from lowprec_check.engine.trace.seeds import seed_inputs, seed_state
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb

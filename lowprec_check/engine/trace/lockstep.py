@@ -13,24 +13,18 @@ import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from lowprec_check.engine.core.devices import MemoryLimit, default_generator
-from lowprec_check.engine.core.dispatch_mode import observing
-from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widened_dtype
-from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.tensor_comparison import TensorComparison
-from lowprec_check.engine.model.streamed_weights import is_unread, stream_of
+from lowprec_check.engine.core.floating_dtypes import is_float, widened_dtype
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_differentiable, run_wide
 from lowprec_check.engine.trace.error_tape import ErrorTape, Leaf
 from lowprec_check.engine.trace.nonfinite_origins import NonfiniteOrigins
-from lowprec_check.engine.trace.ops import COPIES, Args, Kwargs, dtype_flow, map_args, shape_text
-from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
-from lowprec_check.engine.trace.twins import Twins, region_of, storage_key
+from lowprec_check.engine.trace.ops import COPIES, Args, Kwargs, map_args
+from lowprec_check.engine.trace.pending_figures import PendingFigures
+from lowprec_check.engine.trace.twins import Twins, storage_key
 from lowprec_check.errors import first_line, message_of, type_name
-from lowprec_check.schema.op_calls import OpCall
 
 
 class Lockstep:
@@ -318,104 +312,3 @@ def rerun(call: DispatchedCall, state: GeneratorState, args: Args, kwargs: Kwarg
     """The results of ``call`` on other arguments, from the same state of the generator."""
     with state.rewound(), torch._C._DisableAutocast():
         return run_wide(call, args, kwargs)
-
-
-# -- the start: the fp32 values of weights, buffers and inputs become the twins of their casts
-
-_NOTABLE_FLUSHED = 0.01
-"""A cast of a weight gets a row if it flushes more than this share of the non-zeros to zero."""
-
-
-@observing()
-def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], rows: list[OpCall]) -> None:
-    """Set the twins of parameters and buffers from ``fp32``, by name; of streamed weights, when they are read.
-
-    Adds a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the run shows.
-    """
-
-    def seed(name: str, tensor: Tensor, wide: Tensor | None) -> None:
-        lockstep.add_parameter(tensor)
-        if wide is None or not is_float(tensor):
-            return
-        low = tensor.detach()
-        lockstep.twins.seed(low, wide)
-        twin = lockstep.twins.find(low)
-        if twin is not None:
-            twin.constant = True
-        if wide.dtype != low.dtype and underflows(low.dtype):
-            compared = lockstep.figures.compare(low, [wide], count_flushed=True)
-            module, _, attribute = name.rpartition(".")
-            row = OpCall(f"cast {attribute}", module)
-            lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, row, wide, low, compared))
-
-    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        if tensor.layout != torch.strided:
-            lockstep.is_partial |= name in fp32 and fp32[name].dtype != tensor.dtype
-        elif not is_unread(tensor):
-            seed(name, tensor, fp32.get(name))
-    stream = stream_of(model)
-    if stream is not None:
-        seen: set[str] = set()
-
-        def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
-            is_first, differs = name not in seen, saved.dtype != low.dtype
-            seen.add(name)
-            before = len(rows)
-            seed(name, low, saved.to(low.device, widened_dtype(saved.dtype, lockstep.wide)) if differs else None)
-            lockstep.figures.settle()
-            if not is_first:
-                del rows[before:]
-
-        stream.restart(seed_read)
-    lockstep.figures.settle()
-
-
-def _add_cast(
-    rows: list[OpCall], lockstep: Lockstep, row: OpCall, wide: Tensor, low: Tensor, pending: Pending[TensorComparison]
-) -> None:
-    """Add the row of the cast of a weight or an input, unless it loses nothing notable to overflow or underflow."""
-    compared = pending.value
-    lost = bool(compared.introduced_inf or compared.introduced_nan)
-    if not lost and (compared.flushed or 0.0) <= _NOTABLE_FLUSHED:
-        return
-    only_lost = compared._replace(errors=[0.0], flushed=None)
-    lockstep.twins.find_or_add(low).compared = {region_of(low): Pending(only_lost)}
-    found = msgspec.structs.replace(
-        row,
-        dtypes=dtype_flow([wide], [low]),
-        shape=shape_text([low]),
-        accumulated_error=compared.errors[0],
-        absmax=compared.absmax,
-        introduced_inf=compared.introduced_inf,
-        introduced_nan=compared.introduced_nan,
-        flushed=compared.flushed,
-        subnormal=compared.subnormal,
-        compared_values=compared.elements if lost else 0,
-    )
-    rows.append(found)
-    if lost and not lockstep.figures.deferred:
-        lockstep.origins.seed(found, low, wide)
-
-
-@observing()
-def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.device) -> list[OpCall]:
-    """Set the twins of the tensors in ``cast`` from those at the same positions in ``original``.
-
-    Returns a row ``cast input`` for each that overflows or underflows in its cast.
-    """
-    rows: list[OpCall] = []
-    pairs = zip(leaves(cast), leaves(original), strict=True)
-    floating = [(path, low, wide) for (path, low), (_, wide) in pairs if is_float(low) and low.dtype != wide.dtype]
-    for path, low, wide in floating:
-        lockstep.is_partial |= low.layout != torch.strided
-        exact = wide.detach().to(device)
-        lockstep.twins.seed(low, exact)
-        row = OpCall("cast input" if len(floating) == 1 else f"cast input {path.partition('.')[2]}")
-        if low.layout == torch.strided and underflows(low.dtype):
-            compared = lockstep.figures.compare(low, [exact], count_flushed=True)
-            lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, row, exact, low, compared))
-        lockstep.figures.settle()
-        if lockstep.tape is not None:
-            found = rows[-1] if rows and rows[-1].op == row.op else OpCall("cast input")
-            lockstep.tape.add_source(found, low, (None, low.to(exact.dtype) - exact))
-    return rows

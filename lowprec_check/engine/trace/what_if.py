@@ -21,12 +21,13 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.error_tape import TapedOp
 from lowprec_check.engine.trace.instrument import call_under
-from lowprec_check.engine.trace.lockstep import GeneratorState, Lockstep, has_drawn, seed_state, state_before
+from lowprec_check.engine.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
 from lowprec_check.engine.trace.matrix_products import is_fused, product_in_format, product_of
 from lowprec_check.engine.trace.op_errors import widened_arguments
 from lowprec_check.engine.trace.ops import Args, Kwargs
 from lowprec_check.engine.trace.output_budget import Returned, by_place, norm_of, returned
 from lowprec_check.engine.trace.pending_figures import PendingFigures
+from lowprec_check.engine.trace.seeds import seed_state
 from lowprec_check.errors import first_line, message_of, type_name
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS, WhatIf, WhatIfFormat
