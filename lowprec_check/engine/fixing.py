@@ -174,15 +174,14 @@ class _Search:
                 new.append(site)
             else:
                 met.append(chosen)
-        advanced = next_option(each for each in met if not each.site.mismatch)
+        given_pass = all(run.status == "ok" for run in failing)
+        instead = not given_pass and not any(site.breaks for site in new) and compute_instead(state)
+        advanced = instead or next_option(each for each in met if not each.site.mismatch)
         advanced = advanced or (not new and next_option(met))
         tops = {c.fix.back[0] for key, c in state.items() if c.fix.back is not None and c.fix.back[0] is not key}
         for covered in tops.intersection(state):
             del state[covered]
-        given_pass = all(run.status == "ok" for run in failing)
-        if not advanced and not any(site.breaks for site in new):
-            advanced = compute_instead(state)
-        looked = self._looked(state) if new and not (advanced and given_pass) else None
+        looked = self._looked(state) if new and not (advanced and (given_pass or instead)) else None
         for site in new if looked is not None else ():
             found = proposals(site, self._scene(site, patched, looked or self.bits))
             if found:
