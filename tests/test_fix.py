@@ -201,13 +201,28 @@ def test_a_product_under_autocast_keeps_those_of_its_operands_there(call: Call) 
 
 
 @pytest.mark.slow
-def test_an_op_of_an_installed_package_is_explained_or_changed_where_it_is_called(call: Call) -> None:
-    """Spectral norm without ``dot`` for half, as in intel/intel-extension-for-pytorch#673."""
-    spade = ROOT / "examples" / "spade_decoder.py"
-    without = ("-p", "half", "--without-kernel", "aten.dot:half")
-    found = fixed(call, spade, *without)
+def test_spectral_norm_without_a_kernel_is_computed_in_fp32(call: Call, tmp_path: Path) -> None:
+    """Without ``dot`` for half, as in intel/intel-extension-for-pytorch#673."""
+    head = HEAD.replace("nn.Linear(8, 8)", "nn.utils.spectral_norm(nn.Linear(8, 8))")
+    file = write(tmp_path, "return self.fc(x).relu()", head=head)
+    found = fixed(call, file, "-p", "half", "--without-kernel", "aten.dot:half")
+    assert found.passes
+    assert "functional_call(self.fc" in found.diff
+
+
+@pytest.mark.slow
+def test_a_call_of_an_installed_package_is_changed_on_request(call: Call, tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "packed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def root(h):\n    return h.pow(2).mean(-1, keepdim=True).sqrt()\n")
+    head = f"import sys\nsys.path.append({str(package.parent)!r})\nfrom packed import root\n{HEAD}"
+    file = write(tmp_path, "h = self.fc(x) * 400\nreturn h / root(h)", head=head)
+    found = fixed(call, file)
     assert not found.passes
     assert any("installed package" in left.reason for left in found.left_alone)
+    found = fixed(call, file, "-p", "half", "--include-packages")
+    assert found.passes
+    assert "root(h.float())" in found.diff
 
 
 # -- What is written and printed
