@@ -18,14 +18,22 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.analysis.fixes.chosen import Chosen, State, compute_instead, next_option
+from lowprec_check.analysis.fixes.chosen import (
+    Chosen,
+    State,
+    change_of,
+    compared_with_plan,
+    compute_instead,
+    next_option,
+    proven_by,
+    shown_path,
+)
 from lowprec_check.analysis.fixes.fix_kinds import proposals
 from lowprec_check.analysis.fixes.fix_sites import OwnFiles, PatchedFile, Sites, distance_of, fails
 from lowprec_check.analysis.fixes.fp32_fixes import kept_buffers
 from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, compose
 from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.analysis.fixes.source_text import SourceText, unified_diff
-from lowprec_check.analysis.fixes.told_fixes import change_of, compared_with_plan, proven_by, shown_path
 from lowprec_check.engine.machine import version
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
 from lowprec_check.engine.session import scan_file, try_source
