@@ -1,17 +1,22 @@
 """Which faults of backends a scan finds, and how often it blames a backend that does what the model does.
 
-``python benchmarks/backend_faults.py [--seconds 1500] [--compiled resnet18,mobilenet_v3_small] [--output FILE]`` scans small models with
-planted backends, each of which does one thing wrong, and real architectures on the backends of torch. A healthy row is blamed if it
-fails although eager mode passes in its precision, or has LP306 or LP308. Architectures that are not reached in time are left out.
+``python benchmarks/backend_faults.py [--only plants,resnet18] [--jobs 2] [--seconds 1500] [--output FILE]`` scans small models, a CNN and a
+transformer with planted backends, each of which does one thing wrong, and real architectures on the backends of this package. A healthy row is
+blamed if it fails although eager mode passes in its precision, or has LP306 or LP308. Scans that are in the output already are not repeated.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
+import json
+import multiprocessing
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from report_files import head, made, save
@@ -20,11 +25,18 @@ from torch import Tensor, nn
 
 from lowprec_check import Backend, Run, ScanResult, scan
 from lowprec_check.analysis.run_summary import passes_all
+from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.run_key import EAGER
 
 ALL = "fp32,bfloat16,half,autocast-bf16,autocast-fp16"
+COMPILERS = "inductor,inductor-freeze"
+INT8 = "int8,int8-weight-only,int8-dynamic,int8-smoothquant"
+GRAPHS = "openvino,onnxruntime"
+
+
+# -- Backends with a fault
 
 
 class Planted(Backend):
@@ -32,74 +44,88 @@ class Planted(Backend):
 
     summary = "planted"
 
-    def __init__(self, name: str, make: Callable[[], Callable[[nn.Module, Tensor], Any]]) -> None:
+    def __init__(self, name: str, make: Callable[[], Callable[..., Any]]) -> None:
         self.name, self._make = name, make  # type: ignore[misc]
 
     def prepare(self, model: Any, example: Any) -> Any:
         """The model with its fault."""
-        fault = self._make()
-        return lambda x: fault(model, x)
+        return functools.partial(self._make(), model)
 
 
-def one_row(model: nn.Module, x: Tensor) -> Tensor:
+def on_output(change: Callable[[Tensor], Tensor]) -> Callable[[], Callable[..., Any]]:
+    """Makes a fault that changes each floating tensor of the output."""
+
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return map_tensors(model(*args, **kwargs), lambda y: change(y.clone()) if y.is_floating_point() else y)
+
+    return lambda: call
+
+
+def one_row(y: Tensor) -> Tensor:
     """The first row is the last one."""
-    y = model(x).clone()
-    y[0] = y[-1]
+    if y.ndim:
+        y[0] = y[-1].clone()
     return y
 
 
-def one_value(model: nn.Module, x: Tensor) -> Tensor:
+def one_value(y: Tensor) -> Tensor:
     """One value is half as large again."""
-    y = model(x).clone()
     y.view(-1)[0] *= 1.5
     return y
 
 
-def mutates(model: nn.Module, x: Tensor) -> Tensor:
-    """Buffers and inputs are changed after the call."""
-    y = model(x)
-    for buffer in model.buffers():
-        if buffer.is_floating_point():
-            buffer.add_(1.0)
-    x.zero_()
-    return y
-
-
-def eight_bits(model: nn.Module, x: Tensor) -> Tensor:
+def eight_bits(y: Tensor) -> Tensor:
     """The output has 8 bits."""
-    y = model(x)
     return (y / y.abs().max() * 127).round() / 127 * y.abs().max()
 
 
-def stale() -> Callable[[nn.Module, Tensor], Tensor]:
-    """The output is that of the call before."""
-    kept: list[Tensor] = []
+def mutates(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """Buffers and inputs are changed after the call."""
+    y = model(*args, **kwargs)
+    for buffer in model.buffers():
+        if buffer.is_floating_point():
+            buffer.add_(1.0)
+    for x in (*args, *kwargs.values()):
+        x.zero_()
+    return y
 
-    def call(model: nn.Module, x: Tensor) -> Tensor:
-        kept.append(model(x).clone())
+
+def stale() -> Callable[..., Any]:
+    """The output is that of the call before."""
+    kept: list[Any] = []
+
+    def call(model: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        kept.append(map_tensors(model(*args, **kwargs), torch.clone))
         return kept[max(0, len(kept) - 2)]
 
     return call
 
 
 PLANTS = [
-    Planted("one-row", lambda: one_row),
-    Planted("one-value", lambda: one_value),
-    Planted("shape", lambda: lambda model, x: model(x).reshape(-1)),
-    Planted("dtype", lambda: lambda model, x: model(x).double()),
-    Planted("stale", stale),
-    Planted("scaled", lambda: lambda model, x: model(x) * 1.004),
-    Planted("eight-bits", lambda: eight_bits),
-    Planted("mutates", lambda: mutates),
-    Planted("batch", lambda: lambda model, x: model(x) + (len(x) % 2)),
-    Planted("sign", lambda: lambda model, x: model(x if x.sum() * FIRST > 0 else x.abs())),
+    Planted("p-onerow", on_output(one_row)),
+    Planted("p-onevalue", on_output(one_value)),
+    Planted("p-shape", on_output(lambda y: y.reshape(-1))),
+    Planted("p-dtype", on_output(torch.Tensor.double)),
+    Planted("p-stale", stale),
+    Planted("p-scaled", on_output(lambda y: y * 1.004)),
+    Planted("p-int8out", on_output(eight_bits)),
+    Planted("p-mutates", lambda: mutates),
 ]
-HEALTHY = Planted("healthy", lambda: lambda model, x: model(x).clone())
-FIRST = 1.0
+ON_TENSOR = [
+    Planted("p-batch", lambda: lambda model, x: model(x) + (len(x) % 2)),
+    Planted("p-sign", lambda: lambda model, x: model(x if x.sum() > 0 else x.abs())),
+]
+"""For models of one tensor."""
+NAN_GONE = Planted("p-nangone", on_output(lambda y: torch.nan_to_num(y, nan=0.0, posinf=1.0, neginf=-1.0)))
+"""For models whose output has NaN or Inf."""
+HEALTHY = Planted("p-healthy", on_output(lambda y: y))
+
+
+# -- Models
 
 
 class Small(nn.Module):
-    """Two layers; ``kind`` is what is between them."""
+    """Two layers; ``kind`` is what is between them, or after."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -107,11 +133,11 @@ class Small(nn.Module):
         self.kind, self.first, self.norm, self.second = kind, nn.Linear(64, 64), nn.BatchNorm1d(64), nn.Linear(64, 8)
         self.register_buffer("mean", torch.zeros(64))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor) -> Any:
         """Output of shape (batch, 8)."""
         y = self.norm(self.first(x)).relu()
         if self.kind == "branch" and x.sum() > 0:
-            y = y * (int(y.abs().sum().item()) % 5 + 2)
+            y = y * (int(x[0].abs().sum().item() / 10) % 5 + 2)
         if self.kind == "numpy":
             y = y / float(y.detach().float().numpy().max())
         if self.kind == "counter":
@@ -126,38 +152,114 @@ class Small(nn.Module):
             y = y.sigmoid()
             for _ in range(12):
                 y = 3.9 * y * (1 - y)
-        return self.second(y)
+        y = self.second(y)
+        if self.kind == "infinite":
+            y = y.masked_fill(torch.eye(8, dtype=torch.bool).repeat(len(y) // 8 + 1, 1)[: len(y)], float("-inf"))
+        if self.kind == "overflow":
+            y[3] *= 1e6
+            y = y * 1.0
+        if self.kind == "chance":
+            p = y.softmax(-1)
+            return {"loss": -p.log().mean(), "ids": y.argmax(-1), "p": p, "var": y.var(-1).mean()}
+        return y
 
 
-X = torch.randn(16, 64, generator=torch.Generator().manual_seed(1)) + 0.1
+SMALL = ("plain", "branch", "counter", "draws", "ties", "chaotic", "chance", "numpy", "infinite", "overflow")
+VISION = (
+    *("resnet18", "mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5", "efficientnet_b0"),
+    *("regnet_y_400mf", "densenet121", "googlenet", "swin_t"),
+)
+TIMM = (
+    *("vit_tiny_patch16_224", "convnext_atto", "levit_128s", "ghostnet_100", "mixer_s32_224", "resmlp_12_224"),
+    *("mobilevit_xxs", "edgenext_xx_small", "poolformer_s12", "tf_efficientnetv2_b0"),
+)
+TEXT = ("bert", "roberta", "electra", "deberta-v2", "gpt_neox", "llama", "qwen2", "distilbert", "albert")
 
 
-def scanned(model: nn.Module, inputs: Any, precisions: str, backends: str) -> ScanResult:
-    """A scan without times and analysis."""
+def loaded(name: str) -> tuple[nn.Module, Any]:
+    """A model with random weights, and its inputs."""
+    draw = torch.Generator().manual_seed(1)
+    torch.manual_seed(0)
+    if name in SMALL:
+        return Small(name).eval(), torch.randn(16, 64, generator=draw) + 0.1
+    if name in VISION:
+        return import_torchvision().models.get_model(name, weights=None).eval(), torch.randn(
+            2, 3, 64, 64, generator=draw
+        )
+    if name in TIMM:
+        import timm
+
+        size = 224 if "224" in name or name.startswith(("levit", "mobilevit", "poolformer")) else 64
+        return timm.create_model(name, pretrained=False).eval(), torch.randn(1, 3, size, size, generator=draw)
+    import_torchvision()  # which transformers imports
+    import transformers
+
+    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100}
+    config = transformers.AutoConfig.for_model(name, **sizes, intermediate_size=64, use_cache=False)
+    ids = {"input_ids": torch.randint(1, 99, (2, 12), generator=draw)}
+    return transformers.AutoModel.from_config(config).eval(), ids
+
+
+# -- Scans
+
+
+class Part(NamedTuple):
+    """One scan."""
+
+    is_fault: bool
+    model: str
+    precisions: str
+    backends: str
+
+    @property
+    def name(self) -> str:
+        """For ``--only``."""
+        return f"{'faults' if self.is_fault else 'healthy'} {self.model} {self.precisions} {self.backends}"
+
+
+def parts(compiled: list[str]) -> Iterator[Part]:
+    """All scans; ``compiled`` names the models that are compiled and quantized too."""
+    plants, on_tensor = (",".join(plant.name for plant in some) for some in (PLANTS, [*PLANTS, *ON_TENSOR]))
+    for name in ("plain", "branch", "counter", "ties", "resnet18"):
+        yield Part(True, name, "fp32", on_tensor)
+    for name in ("chance", "bert"):
+        yield Part(True, name, "fp32", plants.replace(",p-mutates", ""))  # no buffers, and inputs that are integers
+    yield Part(True, "plain", "half", on_tensor)
+    yield Part(True, "infinite", "fp32,bfloat16", NAN_GONE.name)
+    yield Part(True, "overflow", "half", NAN_GONE.name)
+    for name in ("branch", "numpy", "counter"):
+        yield Part(True, name, ALL, "jit")
+    for name in ("plain", "draws", "ties", "chaotic", "chance", *VISION, *TIMM, *TEXT):
+        yield Part(False, name, ALL, f"jit,{HEALTHY.name}")
+        yield Part(False, name, "fp32,half,autocast-bf16,autocast-fp16", GRAPHS)
+        if name in compiled:
+            yield Part(False, name, "fp32,autocast-bf16", COMPILERS)
+            yield Part(False, name, "fp32,bfloat16,autocast-bf16", INT8)
+
+
+def scanned(part: Part) -> list[dict[str, Any]]:
+    """The figures of the rows of a scan without times and analysis."""
+    for plant in (*PLANTS, *ON_TENSOR, NAN_GONE, HEALTHY):
+        BACKENDS._items[plant.name] = plant
+    model, inputs = loaded(part.model)
     options: dict[str, Any] = {"times": "off", "plan": False, "errors": "none"}
-    return scan(model.eval(), inputs, precisions=precisions, backends=f"{EAGER},{backends}", **options)
+    result = scan(model, inputs, precisions=part.precisions, backends=f"{EAGER},{part.backends}", **options)
+    return [row(part.model, run, result) for run in result.runs if run.backend != EAGER and run.status != "skipped"]
 
 
 def blamed(run: Run, result: ScanResult) -> str | None:
-    """Why a row does not pass though eager mode does, or what is found of its backend; ``None`` if it is not blamed."""
+    """Why a row does not pass though eager mode does, or what is found of its backend; ``None`` if it is not blamed.
+
+    A backend that raises an exception cannot run the model, and int8 over the tolerance loses what it is known to lose.
+    """
     codes = {d.code for d in result.diagnostics if (d.precision, d.backend) == (run.precision, run.backend)}
     found = sorted(codes & {"LP306", "LP308"})
     if found:
         return " ".join(found)
     fails = not passes_all(run) and result.run(run.precision).status == "ok" and run.status != "unjudged"
-    if not fails or run.status == "skipped" or (run.is_quantized and run.failed_input is None):
+    if not fails or run.status == "error" or (run.is_quantized and run.failed_input is None):
         return None
     return f"{run.status}{f' on {run.failed_input} inputs' if run.failed_input else ''}"
-
-
-def faults() -> Iterator[dict[str, Any]]:
-    """A row for each planted fault, on each small model, in fp32; and for traces of code that depends on data."""
-    for kind in ("plain", "branch", "counter"):
-        result = scanned(Small(kind), X, "fp32", ",".join(plant.name for plant in PLANTS))
-        yield from (row(kind, run, result) for run in result.runs if run.backend != EAGER)
-    for kind in ("branch", "numpy", "counter"):
-        result = scanned(Small(kind), X, ALL, "jit")
-        yield from (row(kind, run, result) for run in result.runs if run.backend != EAGER)
 
 
 def row(model: str, run: Run, result: ScanResult) -> dict[str, Any]:
@@ -169,83 +271,81 @@ def row(model: str, run: Run, result: ScanResult) -> dict[str, Any]:
         "status": run.status,
         "inputs": len(found.inputs) if found else 0,
         "remarks": len(found.remarks) if found else 0,
+        "passes": passes_all(run),
         "blamed": blamed(run, result),
+        "raised": f"{run.exception.type}: {run.exception.message}" if run.exception else run.reason,
     }
 
 
-def architectures() -> Iterator[tuple[str, Callable[[], nn.Module], Any]]:
-    """Names, functions that make them with random weights, and inputs."""
-    for kind in ("plain", "draws", "ties", "chaotic"):
-        yield kind, lambda kind=kind: Small(kind), X
-    vision = import_torchvision().models
-    image = torch.randn(2, 3, 64, 64, generator=torch.Generator().manual_seed(0))
-    for name in (
-        *("resnet18", "mobilenet_v3_small", "squeezenet1_1", "shufflenet_v2_x0_5", "mnasnet0_5", "efficientnet_b0"),
-        *("regnet_y_400mf", "densenet121", "googlenet", "swin_t"),
-    ):
-        yield name, lambda name=name: vision.get_model(name, weights=None), image
-    import timm
-
-    for name in (
-        *("vit_tiny_patch16_224", "convnext_atto", "levit_128s", "ghostnet_100", "mixer_s32_224", "resmlp_12_224"),
-        *("mobilevit_xxs", "edgenext_xx_small", "poolformer_s12", "tf_efficientnetv2_b0"),
-    ):
-        size = 224 if "224" in name or name.startswith(("levit", "mobilevit", "poolformer")) else 64
-        pixels = torch.randn(1, 3, size, size, generator=torch.Generator().manual_seed(0))
-        yield name, lambda name=name: timm.create_model(name, pretrained=False), pixels
-    import transformers
-
-    sizes: dict[str, Any] = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 100}
-    ids = {"input_ids": torch.randint(1, 99, (2, 12), generator=torch.Generator().manual_seed(0))}
-    for name in ("bert", "roberta", "electra", "deberta-v2", "gpt_neox", "llama", "qwen2", "distilbert", "albert"):
-        config = transformers.AutoConfig.for_model(name, **sizes, intermediate_size=64, use_cache=False)
-        yield name, lambda config=config: transformers.AutoModel.from_config(config), ids
+# -- The report
 
 
 def render(data: dict[str, Any]) -> str:
     """The report as Markdown."""
-    found = [each for each in data["faults"] if each["blamed"]]
-    alarms = [each for each in data["healthy"] if each["blamed"]]
+    faults, healthy = (
+        [each for name, rows in data["scans"].items() if name.startswith(kind) for each in rows]
+        for kind in ("faults", "healthy")
+    )
+    ran = [each for each in healthy if each["raised"] is None]
+    found = [each for each in faults if each["raised"] is None and (each["blamed"] or not each["passes"])]
+    alarms = [each for each in ran if each["blamed"]]
+    cannot = len(healthy) - len(ran)
+    by_backend = Counter(each["run"].rpartition(" · ")[2] for each in ran)
     lines = [
         *head("Faults of backends", data),
-        f"{len(found)} of {len(data['faults'])} rows with a planted fault, or with a trace of code that depends on data, are found.",
-        f"{len(alarms)} of {len(data['healthy'])} healthy rows, of {len({each['model'] for each in data['healthy']})} models, are blamed.",
+        f"**{len(found)} of {len(faults)} rows with a planted fault, or with a trace of code that depends on data, are found**: they do not pass, or have a finding.",
+        f"**{len(alarms)} of {len(ran)} healthy rows, of {len({each['model'] for each in ran})} models, are blamed.** By backend: "
+        f"{', '.join(f'{name} {count}' for name, count in sorted(by_backend.items()))}.",
+        f"{cannot} further rows ended with an exception: the backend cannot run the model. Rows that are skipped are left out.",
         "`inputs` counts the changed inputs that a row was compared with eager mode on, `remarks` warnings and graph breaks.",
     ]
-    for title, rows in (("Faults", data["faults"]), ("Healthy rows", data["healthy"])):
-        cells = [[value if value is not None else "–" for value in each.values()] for each in rows]
-        table = tabulate(cells, list(rows[0]) if rows else [], tablefmt="pipe", disable_numparse=True)
-        lines += ["", f"## {title}", "", table]
+    for title, rows in (("Faults", faults), ("Healthy rows", healthy)):
+        cells = [
+            ["–" if value is None else str(value)[:80].replace("|", "/") for value in each.values()] for each in rows
+        ]
+        lines += [
+            "",
+            f"## {title}",
+            "",
+            tabulate(cells, list(rows[0]) if rows else [], tablefmt="pipe", disable_numparse=True),
+        ]
     return "\n".join(lines) + "\n"
 
 
 def main() -> None:
-    """Scan, and save after each model."""
+    """Scan what is not in the output yet, and save after each scan."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--seconds", type=float, default=1500.0)
-    options.add_argument("--compiled", default="plain,ties", help="models that inductor and int8 compile too")
+    options.add_argument("--seconds", type=float, default=1500.0, help="no scan starts later")
+    options.add_argument("--compiled", default="plain,ties", help="models that are compiled and quantized too")
+    options.add_argument("--only", default="", help="scans with one of these in their name: faults,healthy bert")
+    options.add_argument("--jobs", type=int, default=1)
     options.add_argument("--output", type=Path, help="path of the report without its suffix")
     given = options.parse_args()
-    end, compiled = time.monotonic() + given.seconds, given.compiled.split(",")
-    for plant in (*PLANTS, HEALTHY):
-        BACKENDS._items[plant.name] = plant
-    data: dict[str, Any] = {"made": made(), "faults": list(faults()), "healthy": []}
-    save(given.output, data, render)
-    for name, make, inputs in architectures():
-        if time.monotonic() > end:
-            break
-        torch.manual_seed(0)
-        backends = "jit" + (",healthy" if isinstance(inputs, Tensor) else "")
-        sets = [(ALL, backends), *([("fp32,autocast-bf16", "inductor,int8")] if name in compiled else [])]
-        for precisions, chosen in sets:
-            try:
-                result = scanned(make(), inputs, precisions, chosen)
-            except Exception as error:
-                print(f"{name}: {type(error).__name__}: {error}", flush=True)
-                continue
-            healthy = [run for run in result.runs if run.backend != EAGER and run.status != "skipped"]
-            data["healthy"] += [row(name, run, result) for run in healthy]
-        save(given.output, data, render)
+    end = time.monotonic() + given.seconds
+    saved = given.output.with_suffix(".json") if given.output else None
+    done: dict[str, Any] = json.loads(saved.read_text(encoding="utf-8"))["scans"] if saved and saved.exists() else {}
+    chosen = [
+        part for part in parts(given.compiled.split(",")) if any(word in part.name for word in given.only.split(","))
+    ]
+    waiting = [part for part in chosen if part.name not in done]
+    order = [part.name for part in parts(given.compiled.split(","))]
+    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
+        running: dict[Future[list[dict[str, Any]]], Part] = {}
+        while running or (waiting and time.monotonic() < end):
+            while waiting and len(running) < given.jobs and time.monotonic() < end:
+                part = waiting.pop(0)
+                running[pool.submit(scanned, part)] = part
+            for future in wait(running, return_when=FIRST_COMPLETED).done:
+                part = running.pop(future)
+                try:
+                    done[part.name] = future.result()
+                except Exception as error:
+                    print(f"{part.name}: {type(error).__name__}: {error}", flush=True)
+                    continue
+                for each in done[part.name]:
+                    print(*each.values(), flush=True)
+                names = sorted(done, key=lambda name: order.index(name) if name in order else len(order))
+                save(given.output, {"made": made(), "scans": {name: done[name] for name in names}}, render)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,10 @@
 """The column "memory" against fresh processes: each row is served alone by plain torch in a process of its own, and psutil reads what it holds.
 
-    python benchmarks/process_memory.py --output reports/process-memory
+    python benchmarks/process_memory.py [--only resnet] [--output reports/process-memory]
 
 Counted there: anonymous pages, and pages of files but those libraries that were loaded before the model was made; at the peak of five calls, less
-what the process held then. None of the tool's measuring code is used: the fresh process only loads models of its zoo.
+what the process held then. None of the tool's measuring code is used: the fresh process only loads models of its zoo. Models that are in the output
+already are not measured again.
 """
 
 from __future__ import annotations
@@ -22,29 +23,23 @@ import time
 from pathlib import Path
 from typing import Any
 
-LEAST = 4 << 20
+from report_files import head, made, save
+from tabulate import tabulate
+
 WITHIN = 0.1
-QUICK = (
-    "fp32 eager",
-    "half eager",
-    "bfloat16 eager",
-    "autocast-bf16 eager",
-    "fp32 jit",
-    "bfloat16 jit",
-    "fp32 p-healthy",
-)
-COMPILED = (*QUICK, "fp32 inductor", "fp32 int8")
+TORCH = ("fp32,bfloat16,autocast-bf16", "eager,jit,p-healthy")
+INDUCTOR = ("fp32,autocast-bf16", "eager,inductor")
+OTHERS = ("fp32", "eager,inductor,int8,openvino,onnxruntime")
 MODELS = {
-    "mlp:512:4:256": COMPILED,
-    "mlp:2048:4:64": COMPILED,
-    "torchvision:squeezenet1_1": QUICK,
-    "torchvision:resnet18": QUICK,
-    "timm:mobilevit_s": QUICK,
-    "torchvision:resnet50": COMPILED,
-    "transformers:distilbert": QUICK,
-    "torchvision:vgg11": QUICK,
+    "mlp:2048:4:64": (TORCH, OTHERS),
+    "torchvision:resnet18": (TORCH, OTHERS),
+    "torchvision:resnet50": (TORCH, OTHERS),
+    "mlp:1024:16:256": (TORCH, INDUCTOR),
+    "transformers:distilbert": (TORCH, OTHERS),
+    "torchvision:convnext_tiny": (TORCH,),
+    "torchvision:vgg11": (TORCH,),
 }
-"""Models, and the rows of each: a precision and a backend."""
+"""Models with tens of megabytes of weights, and the scans of each: precisions and backends."""
 
 
 def loaded(name: str) -> tuple[Any, tuple[Any, ...], dict[str, Any]]:
@@ -91,6 +86,8 @@ def prepared(model: Any, args: Any, kwargs: Any, backend: str) -> Any:
         return torch.jit.freeze(torch.jit.trace(model, **example, check_trace=False, strict=False))
     if backend == "inductor":
         return torch.compile(model)
+    if backend in ("openvino", "onnxruntime"):
+        return in_library(torch.export.export(model, args, kwargs, strict=False).run_decompositions({}), backend)
     if backend == "int8":
         import torch._inductor.config
         from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e, prepare_pt2e
@@ -102,6 +99,26 @@ def prepared(model: Any, args: Any, kwargs: Any, backend: str) -> Any:
         observed(*args, **kwargs)
         return torch.compile(convert_pt2e(observed))
     return model
+
+
+def in_library(program: Any, backend: str) -> Any:
+    """What runs a graph of one output on the inputs of its example."""
+    import torch
+
+    if backend == "openvino":
+        import openvino
+
+        options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
+        compiled = openvino.compile_model(openvino.convert_model(program), "CPU", options)
+        return lambda *args, **kwargs: compiled([each.numpy() for each in (*args, *kwargs.values())]).to_tuple()
+    import onnxruntime
+
+    data = torch.onnx.export(program, dynamo=True, verbose=False).model_proto.SerializeToString()
+    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    names = [each.name for each in session.get_inputs()]
+    return lambda *args, **kwargs: session.run(
+        None, dict(zip(names, (each.numpy() for each in (*args, *kwargs.values())), strict=True))
+    )
 
 
 def serve(name: str, row: str) -> int:
@@ -150,11 +167,10 @@ def status(name: str) -> int:
 # -- the scan
 
 
-def scanned(name: str, rows: tuple[str, ...]) -> dict[str, int | None]:
-    """The bytes that a scan reports, by row."""
-    import torch
-
+def scanned(name: str) -> dict[str, list[float | None]]:
+    """By row, the bytes and the ratio to fp32 that scans report."""
     import lowprec_check
+    from lowprec_check.analysis.run_summary import memory_ratio
     from lowprec_check.schema.axes import BACKENDS
 
     class Healthy(lowprec_check.Backend):
@@ -170,16 +186,13 @@ def scanned(name: str, rows: tuple[str, ...]) -> dict[str, int | None]:
     BACKENDS._items["p-healthy"] = Healthy()
     model, args, kwargs = loaded(name)
     options: dict[str, Any] = {"plan": False, "times": "off", "errors": "none", "further_inputs": 0, "tolerance": 10.0}
-    found: dict[str, int | None] = {}
-    for backend in dict.fromkeys(row.split()[1] for row in rows):
-        precisions = [row.split()[0] for row in rows if row.split()[1] == backend]
-        inputs = kwargs or args
-        if backend == "eager":
-            precisions = [each for each in precisions if each != "fp32"]
-        result = lowprec_check.scan(model, inputs, precisions=precisions, backends=[backend], **options)
+    found: dict[str, list[float | None]] = {}
+    for precisions, backends in MODELS[name]:
+        result = lowprec_check.scan(model, kwargs or args, precisions=precisions, backends=backends, **options)
         for run in result.runs:
-            found[f"{run.precision} {run.backend}"] = run.process_memory_bytes
-        torch.manual_seed(0)
+            if run.status == "ok":
+                held = [run.process_memory_bytes, memory_ratio(run, result.runs)]
+                found.setdefault(f"{run.precision} {run.backend}", held)
     return found
 
 
@@ -192,18 +205,28 @@ def in_fresh_process(*arguments: str) -> str:
     return done.stdout.strip().rpartition("\n")[2]
 
 
-def ratio(mine: int | None, fp32: int | None) -> float | None:
-    """As the column has it."""
-    return max(mine, LEAST) / max(fp32, LEAST) if mine and fp32 else None
+def measured(name: str) -> list[dict[str, Any]]:
+    """The rows of a model; without a ratio where one of both sides has no figure."""
+    column = json.loads(in_fresh_process("--scan", name) or "{}")
+    fresh: dict[str, int] = {}
+    for row in column:
+        said = in_fresh_process("--serve", name, row)
+        fresh[row] = int(said) if said.isdigit() else 0
+        print(name, row, *column[row], fresh[row], flush=True)
+    fp32 = fresh.get("fp32 eager", 0)
+    return [
+        {"model": name, "row": row, "scan": held, "fresh": fresh[row], "column": ratio, "real": fresh[row] / fp32}
+        for row, (held, ratio) in column.items()
+        if fp32
+    ]
 
 
 def main() -> None:
-    """Measure all rows, or as many as fit into the time."""
+    """Measure all models, or as many as fit into the time."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path)
-    parser.add_argument("--seconds", type=float, default=3600.0)
-    parser.add_argument("--models", help="those with this in their name")
-    parser.add_argument("--quick", action="store_true", help="without compilers")
+    parser.add_argument("--seconds", type=float, default=3600.0, help="no model is started later")
+    parser.add_argument("--only", default="", help="models with this in their name")
     parser.add_argument("--serve", nargs=2)
     parser.add_argument("--scan")
     options = parser.parse_args()
@@ -211,54 +234,41 @@ def main() -> None:
         print(serve(*options.serve))
         return
     if options.scan:
-        print(json.dumps(scanned(options.scan, QUICK if options.quick else MODELS[options.scan])))
+        print(json.dumps(scanned(options.scan)))
         return
-    end, found = time.monotonic() + options.seconds, []
-    for name, all_rows in MODELS.items():
-        rows = QUICK if options.quick else all_rows
-        if time.monotonic() > end:
-            break
-        if options.models and options.models not in name:
-            continue
-        column = json.loads(in_fresh_process("--scan", name, *(["--quick"] if options.quick else [])) or "{}")
-        fresh = {}
-        for row in rows:
-            said = in_fresh_process("--serve", name, row)
-            fresh[row] = int(said) if said.isdigit() else None
-            mine = ratio(column.get(row), column.get("fp32 eager"))
-            real = ratio(fresh[row], fresh["fp32 eager"])
-            found.append(
-                {"model": name, "row": row, "scan": column.get(row), "fresh": fresh[row], "column": mine, "real": real}
-            )
-            print(found[-1], flush=True)
-            if options.output:
-                options.output.with_suffix(".json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-                options.output.with_suffix(".md").write_text(page(found), encoding="utf-8")
+    end = time.monotonic() + options.seconds
+    saved = options.output.with_suffix(".json") if options.output else None
+    rows = json.loads(saved.read_text(encoding="utf-8"))["rows"] if saved and saved.exists() else []
+    for name in MODELS:
+        if time.monotonic() < end and options.only in name and not any(each["model"] == name for each in rows):
+            rows += measured(name)
+            save(options.output, {"made": made(), "rows": rows}, render)
 
 
-def page(found: list[dict[str, Any]]) -> str:
+def render(data: dict[str, Any]) -> str:
     """The report."""
-    compared = [each for each in found if each["column"] and each["real"]]
+    rows = data["rows"]
+    compared = [each for each in rows if each["column"] and each["real"]]
     near = [each for each in compared if abs(each["column"] / each["real"] - 1) <= WITHIN]
     bytes_near = [each for each in compared if abs(each["scan"] / each["fresh"] - 1) <= WITHIN]
+    most = max((abs(each["scan"] - each["fresh"]) for each in compared), default=0) / 2**20
     lines = [
-        "# Memory of rows against fresh processes",
-        "",
-        "`python benchmarks/process_memory.py --output reports/process-memory`, with torch 2.13.0+cpu on two cores that other programs used too.",
+        *head("Memory of rows against fresh processes", data),
         "A fresh process serves each row alone, by plain torch; MiB are those at the peak of a call beyond what the process held without the model.",
         "",
-        f"**The column is within 10 % for {len(near)} of {len(compared)} rows**, its bytes for {len(bytes_near)}. "
-        f"{len(found) - len(compared)} rows could not be compared.",
+        f"**The column is within 10 % for {len(near)} of {len(compared)} rows**, its bytes for {len(bytes_near)}; the largest difference is "
+        f"{most:.1f} MiB. {len(rows) - len(compared)} rows could not be compared.",
         "",
-        "| model | row | scan, MiB | fresh, MiB | column | fresh | |",
-        "|:--|:--|--:|--:|--:|--:|:--|",
     ]
-    for each in found:
-        mine, real = (f"{each[key] / 2**20:.1f}" if each[key] else "–" for key in ("scan", "fresh"))
-        column, truth = (f"{each[key]:.2f}" if each[key] else "–" for key in ("column", "real"))
-        mark = "" if each in near else "off" if each in compared else "–"
-        lines.append(f"| {each['model']} | {each['row']} | {mine} | {real} | {column} | {truth} | {mark} |")
-    return "\n".join(lines) + "\n"
+    cells = []
+    for each in rows:
+        held = [f"{each[key] / 2**20:.1f}" if each[key] else "–" for key in ("scan", "fresh")]
+        ratios = [f"{each[key]:.2f}" if each[key] else "–" for key in ("column", "real")]
+        cells.append(
+            [each["model"], each["row"], *held, *ratios, "" if each in near else "off" if each in compared else "–"]
+        )
+    heads = ["model", "row", "scan, MiB", "fresh, MiB", "column", "fresh", ""]
+    return "\n".join([*lines, tabulate(cells, heads, tablefmt="pipe", disable_numparse=True)]) + "\n"
 
 
 if __name__ == "__main__":

@@ -687,7 +687,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     "kept": {"kept in fp32: {kept}": lambda c, kept: kept == c.run["keep_fp32"]},
     "not-chosen": _FAILURE,
     "failure": _FAILURE,
-    "passing-ways": {"passes with {ways}": _names_of_ways, "with {way}": lambda c, way: WAYS[c.first["name"]] == way and c.run["status"] == "ok"},
+    "passing-ways": {"passes with {ways}": _names_of_ways, "with {way}": lambda c, way: WAYS[c.first["name"]] == way and c.run["status"] == "ok", "after {done} of {steps}": lambda c, done, steps: 0 < done == len(c.first["losses"]) - 1 < steps == c.setup["steps"]},
     "also-faster": {
         "passes too": lambda c: c.run["status"] == "ok",
         "{ratio} as fast as fp32": lambda c, ratio: c.speed()[0] == "faster" and same(ratio, c.speed()[1]),
@@ -735,7 +735,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         and steps == c.setup["steps"]
         and optimizer == c.setup["optimizer"] + " (default)" * c.setup["default_optimizer"]
         and loss == c.setup["loss"] + " (default)" * c.setup["default_loss"]
-        and batches == ("" if steps == 1 else f", {'a new batch' if c.setup['new_batches'] else 'the same batch'} each step"),
+        and batches == ("" if steps == 1 else f", {c.setup['batches']} batches in turn" if c.setup["batches"] else f", {'a new batch' if c.setup['new_batches'] else 'the same batch'} each step"),
     },
     "seeds": {
         "judged by {seeds} from other seeds": lambda c, seeds: c.setup is not None and seeds == c.setup["seeds"],
@@ -760,6 +760,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "times of {rounds}": lambda c, rounds: {rounds} == _all_rounds(c),
         "times of {least} – {rounds}": lambda c, least, rounds: (least, rounds) == (min(_all_rounds(c)), max(_all_rounds(c))) and least < rounds,
         "in which fp32 varied by ±{spread}": lambda c, spread: same(spread, _fp32_spread(c)),
+        "no run was compared with fp32 in more than one round": lambda c: _all_rounds(c) == {1},
         "{text}": lambda c, text: not _all_rounds(c) and c.reference is not None and text == ("times were not compared in rounds" if c.reference["latency_ms"] is not None else "no times were taken"),
     },
     "other-programs": {
@@ -768,6 +769,9 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     },
     "one-core": {"{text}": lambda c, text: text.startswith("compared with fp32 on one core") and c.run["latency"]["speedup"]["one_core"]},
     "noisy": {"{text}": lambda c, text: text.startswith("its speed cannot be told") and c.speed()[0] == "noisy"},
+    "launch-bound": {
+        "launch-bound: {host} of {call} on the host, {device} on the device: faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do": lambda c, host, call, device: same(call, c.run["latency"]["median_ms"]) and same(device, c.run["latency"]["device_ms"]) and same(host, min(call, c.run["latency"]["host_ms"])) and host >= 0.9 * call and device <= 0.8 * call,
+    },
     "partly-analyzed": {
         "analyzed op by op only in part: {reason}": lambda c, reason: not c.run["complete"] and reason.rstrip(".") in f"{c.run['incomplete_because']} {(c.run['stopped_by'] or {}).get('type')}: {(c.run['stopped_by'] or {}).get('message')} the reason is not known (no message)",
         "{text}": lambda c, text: _says(c, {"the op-by-op analysis changed its output": lambda c: c.run["perturbed"], "not analyzed op by op": lambda c: not c.run["op_calls"]["op"]}, text),

@@ -7,16 +7,19 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from conftest import Register
-from shared_result import latency
+from shared_result import latency, shared_result
 from shared_result import run as a_run
 from torch import Tensor, nn
 
 from lowprec_check import Backend, Run, ScanResult, scan
+from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.run_summary import passes_all
+from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.core.compiled import forget_compiled, graph_breaks
 from lowprec_check.engine.model.input_draws import changed_inputs
@@ -291,6 +294,14 @@ def test_another_dtype_is_a_finding(register: Register) -> None:
     assert codes(result, "planted") == [("LP308", "warning")]
 
 
+def test_other_random_numbers_are_no_verdict(register: Register) -> None:
+    own = torch.Generator()
+    register(Planted(lambda model, x: model(x) * torch.rand(4, generator=own)))
+    run = scanned(Draws(), "planted").runs[-1]
+    assert (run.status, run.output_error) == ("unjudged", None)
+    assert any("draws other random numbers" in note for note in run.notes)
+
+
 # -- fp32 on a backend, and where faults are reported
 
 
@@ -306,6 +317,21 @@ def test_fp32_on_a_backend_is_recommended_if_it_is_faster() -> None:
         )
         assert best is not None
         assert (best.precision, best.backend) == expected
+
+
+def test_fp32_on_a_backend_that_is_not_known_to_be_faster_is_not_used(register: Register) -> None:
+    _, result = planted(register, lambda model, x: model(x).double())
+    assert result.recommendation is not None
+    assert result.recommendation.stay_in_fp32
+    assert verdict(result) == "Stay in eager fp32: fp32 · planted was not measured to be faster"
+
+
+def test_only_what_is_calibrated_is_to_be_calibrated_on_other_data() -> None:
+    for backend, calibrated in (("int8", True), ("int8-smoothquant", True), ("int8-dynamic", False)):
+        failed = a_run("fp32", "inaccurate", backend=backend, rel_l2=0.5, tolerance=0.1)
+        result = conclude(msgspec.structs.replace(shared_result(), runs=[a_run("fp32", "ok"), failed]))
+        advice = [d.help or "" for d in result.diagnostics if (d.code, d.backend) == ("LP301", backend)]
+        assert ["calibrate on data" in text for text in advice] == [calibrated]
 
 
 def test_a_backend_without_code_prints_none(register: Register) -> None:

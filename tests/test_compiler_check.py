@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from lowprec_check import Backend, Run, ScanResult, scan
 from lowprec_check.engine.run.compiler_check import Corners, Distances, distances, worst
+from lowprec_check.engine.run.plain_part import EQUAL_DRAWS
 from lowprec_check.schema.axes import BACKENDS
 
 SLACK = 5e-3
@@ -374,12 +375,16 @@ def test_the_pass_is_searched_if_nothing_compiles_with_emulated_casts(monkeypatc
 
 
 @pytest.mark.slow
-def test_other_random_numbers_are_no_verdict() -> None:
-    """Dropout in compiled code draws other numbers than in eager mode."""
+def test_a_compiled_model_draws_the_numbers_of_eager_mode_while_it_is_checked() -> None:
+    import torch._inductor.config as inductor
+
     model = nn.Sequential(Mlp(), nn.Dropout(0.5)).train()
-    for run in scan(model, draw(4, 16), precisions="fp32,bfloat16", backends="inductor", plan=False).runs[1:]:
-        assert (run.status, run.output_error) == ("unjudged", None)
-        assert any("draws other random numbers" in note for note in run.notes)
+    options: dict[str, Any] = {"precisions": "fp32,bfloat16", "plan": False, "times": "off", "isolation": "none"}
+    for run in scan(model, draw(4, 16), backends="inductor", **options).runs[1:]:
+        assert (run.status, run.notes.count(EQUAL_DRAWS)) == ("ok", 1)
+        assert run.backend_check is not None
+        assert run.backend_check.inputs
+    assert not inductor.fallback_random
 
 
 @pytest.mark.slow

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part
+from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 
 SIZE = 24
 DIRECTIONS = 3
@@ -76,13 +76,9 @@ def everything(buffers: GradientBuffers, pairs: bool) -> Tensor:
 def test_added_gradients_are_those_of_autograd(view: View, pairs: bool) -> None:
     shown = view(base_of(pairs))
     gradients, part = random_like(shown), Part.of(0, shown)
-    at_once, one_by_one = GradientBuffers(DIRECTIONS), GradientBuffers(DIRECTIONS)
-    at_once.add(part, gradients)
-    for direction in range(DIRECTIONS):
-        one_by_one.add(part, gradients[direction], direction)
-    expected = by_autograd(view, pairs, gradients)
-    assert torch.allclose(everything(at_once, pairs), expected, atol=1e-6)
-    assert torch.allclose(everything(one_by_one, pairs), expected, atol=1e-6)
+    buffers = GradientBuffers(DIRECTIONS)
+    buffers.add(part, gradients.clone())
+    assert torch.allclose(everything(buffers, pairs), by_autograd(view, pairs, gradients), atol=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +89,7 @@ def test_gradients_of_what_an_op_wrote_are_taken_and_cleared(view: View, pairs: 
     """Overwriting a part with y: its gradient is that of y, and what was there before has none."""
     buffers, whole = GradientBuffers(DIRECTIONS), base_of(pairs)
     gradients = random_like(whole)
-    buffers.add(Part.of(0, whole), gradients)
+    buffers.add(Part.of(0, whole), gradients.clone())
     taken = buffers.take(Part.of(0, view(whole)))
     assert taken is not None
     for direction in range(DIRECTIONS):
@@ -116,7 +112,7 @@ def test_gradients_of_several_views_add_up(data: st.DataObject, pairs: bool) -> 
     for name in names:
         shown = known[name](base_of(pairs))
         gradients = random_like(shown)
-        buffers.add(Part.of(0, shown), gradients)
+        buffers.add(Part.of(0, shown), gradients.clone())
         expected += by_autograd(known[name], pairs, gradients)
     assert torch.allclose(everything(buffers, pairs), expected, atol=1e-5)
 
@@ -131,11 +127,11 @@ def test_storages_are_apart_and_unknown_ones_have_no_gradient() -> None:
     assert buffers.take(Part.of(1, torch.zeros(2))) is None
 
 
-def test_gradients_that_are_not_finite_count_as_zero() -> None:
-    buffers = GradientBuffers(1)
-    buffers.add(Part.of(0, torch.zeros(4)), torch.tensor([[float("nan"), float("inf"), -float("inf"), 2.0]]))
-    buffers.add(Part.of(0, torch.zeros(2, dtype=torch.complex64)), torch.tensor([[complex(float("nan"), 1.0), 1j]]))
-    assert buffers.take(Part.of(0, torch.zeros(4))).tolist() == [[0.0, 1.0, 0.0, 3.0]]  # type: ignore[union-attr]
+def test_derivatives_that_are_not_finite_count_as_zero() -> None:
+    zeros = torch.zeros(3, requires_grad=True)
+    [found] = pulled_back([zeros.sqrt()], [zeros], [torch.tensor([[1.0, -1.0, 0.0], [2.0, 1.0, 0.0]])])
+    assert found is not None
+    assert found.tolist() == [[0.0, 0.0, 0.0], [0.0, 0.0, 0.0]]
 
 
 def test_a_storage_that_grew_keeps_its_gradients() -> None:

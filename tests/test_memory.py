@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from hypothesis import given
@@ -360,3 +361,16 @@ def test_a_backend_knows_its_memory_or_that_it_is_unknown(rows: dict[str, Run]) 
     assert memory_ratio(rows["half"], runs) == pytest.approx(0.5, abs=0.15)
     best = best_of([rows["unknown"], rows["half"]], runs, {}, "memory")
     assert best is rows["half"]
+
+
+def test_memory_of_processes_is_not_compared_with_memory_that_was_counted() -> None:
+    figures = {"peak_memory_bytes": 64 << 20, "latency_ms": 1.0}
+    fp32, eager = (Run(precision=name, device="cpu", status="ok", **figures) for name in ("fp32", "half"))
+    jit = msgspec.structs.replace(eager, backend="jit")
+
+    def measured(run: Run) -> Run:
+        return msgspec.structs.replace(run, process_memory_bytes=32 << 20)
+
+    assert memory_ratio(eager, [fp32]) == memory_ratio(measured(jit), [measured(fp32)]) == 1.0
+    assert memory_ratio(eager, [measured(fp32)]) is None
+    assert memory_ratio(measured(jit), [fp32]) is None

@@ -167,7 +167,7 @@ def test_an_action_that_fails_does_not_stop_those_after_it() -> None:
 
 
 def test_comparisons_are_read_before_they_hold_too_much(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pending_figures, "BATCH_BYTES", 4096)
+    monkeypatch.setattr(pending_figures, "HELD", 16384)
     figures = PendingFigures(deferred=True, everywhere=True)
     first = figures.compare(torch.ones(1024).half(), [torch.ones(1024)], count_flushed=False)
     assert first.value.errors == [0.0]

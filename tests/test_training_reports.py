@@ -129,6 +129,10 @@ def test_junit_says_it_too() -> None:
             TrainingSetup(steps=20, loss="f", optimizer="AdamW(lr=0.001)", default_optimizer=True, new_batches=True),
             "20 steps of AdamW(lr=0.001) (default), loss: f, a new batch each step",
         ),
+        (
+            TrainingSetup(steps=8, loss="f", optimizer="SGD(lr=0.1)", new_batches=True, batches=3),
+            "8 steps of SGD(lr=0.1), loss: f, 3 batches in turn",
+        ),
     ],
 )
 def test_the_head_names_what_is_a_default(setup: TrainingSetup, shown: str) -> None:
@@ -310,6 +314,15 @@ def test_why_a_way_fails() -> None:
         "stopped after 5 of 8 steps",
         "–",
     ]
+
+
+def test_a_run_that_made_fewer_steps_shows_how_many() -> None:
+    few = [way("plain", losses=[2.0, 1.9]), way("kahan")]
+    assert said(of_one(RESULT.run("bfloat16"), ways=few), "passing-ways") == ["bfloat16: after 1 of 8 steps"]
+    scaled = [way("grad-scaler", losses=[2.0, 1.9, 1.8])]
+    found = said(of_one(RESULT.run("bfloat16"), ways=scaled), "passing-ways")
+    assert found == ["bfloat16: with GradScaler; after 2 of 8 steps"]
+    assert not said(of_one(RESULT.run("bfloat16"), ways=[way("plain", losses=[2.0] * 9)]), "passing-ways")
 
 
 def test_a_way_of_a_newer_version_is_shown_as_saved() -> None:

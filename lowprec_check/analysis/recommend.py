@@ -50,7 +50,7 @@ def recommend(
        than fp32, a dtype that the device accelerates, not slower than fp32, the smallest error, the order of the scan.
 
     fp32 on another backend, or in another memory format, takes part if it is told to be faster than eager fp32, or if no lower precision was
-    run. If the output of no run could be compared, the best that
+    run; unless it is known to be faster or smaller, the advice is then to stay in eager fp32. If the output of no run could be compared, the best that
     ran; its reason says so.
 
     If a cast of the whole model lacks kernels in any dtype, autocast is preferred for speed to every such cast: it runs these
@@ -81,7 +81,8 @@ def recommendation_of(
     if ratio is not None and _is_smaller(run, runs):
         gains.append(f"saves {1 - ratio:.0%} of the memory".replace("%", " %"))
     is_slower = prefer == "speed" and found.told == "slower"
-    loses = is_slower or worth == "nothing" or (prefer == "memory" and worth == "faster")
+    gains_nothing = worth == "nothing" or (worth == "unknown" and way is None and not run.is_low)
+    loses = is_slower or gains_nothing or (prefer == "memory" and worth == "faster")
     passed = run.status == "ok" or way is not None
     return Recommendation(
         precision=run.base or run.precision,
@@ -134,6 +135,7 @@ def best_of(
     def preference(run: Run) -> tuple[object, ...]:
         return (
             part_of_tolerance(run) >= CLOSE,
+            run.backend_check is not None and bool(run.backend_check.dtypes),
             run.backend != EAGER,
             run.memory_format != CONTIGUOUS,
             not _is_smaller(run, runs),

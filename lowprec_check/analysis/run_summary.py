@@ -39,20 +39,17 @@ LEAST_MEMORY = 4 << 20
 """Bytes below which the memory of processes is not compared: allocators and libraries keep a few megabytes, more or less."""
 
 
-def memory_of(run: Run) -> int | None:
-    """Peak bytes of the run: what its process holds, or if that was not measured, of its tensors."""
-    return run.process_memory_bytes or run.peak_memory_bytes
-
-
 def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
-    """This run's peak memory over fp32's, of figures of one kind: of processes if both have them, else of tensors."""
+    """This run's peak memory over fp32's, of processes if fp32's was measured, else of tensors; ``None`` if it lacks that figure."""
     reference = reference_of(runs)
     if reference is None:
         return None
-    if run.process_memory_bytes and reference.process_memory_bytes:
-        return max(run.process_memory_bytes, LEAST_MEMORY) / max(reference.process_memory_bytes, LEAST_MEMORY)
-    mine, fp32 = run.peak_memory_bytes, reference.peak_memory_bytes
-    return mine / fp32 if mine and fp32 else None
+    mine, fp32 = run.process_memory_bytes, reference.process_memory_bytes
+    if fp32:
+        return max(mine, LEAST_MEMORY) / max(fp32, LEAST_MEMORY) if mine else None
+    fp32 = reference.peak_memory_bytes
+    of_process = run.backend != EAGER and mine is not None  # its peak is that of its process
+    return run.peak_memory_bytes / fp32 if run.peak_memory_bytes and fp32 and not of_process else None
 
 
 def error_of(run: Run) -> float:

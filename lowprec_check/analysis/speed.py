@@ -44,6 +44,10 @@ SHORT_MS = 1.0
 """Calls below this cannot be compared between two processes on a busy machine, only in rounds."""
 
 
+ON_HOST, ON_DEVICE = 0.9, 0.8
+"""A call is launch-bound if its host takes at least the first part of its time, and the accelerator alone at most the second."""
+
+
 FAILED_WHILE_TIMED = "failed while it was timed: "
 """What the note of such a run starts with."""
 
@@ -106,6 +110,14 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
     return judged(ratio, low, ratio * margin) if mine >= SHORT_MS else Speed("noisy", ratio, low, math.inf)
 
 
+def launch_bound(run: Run) -> bool:
+    """Whether the accelerator waits for the host in the calls of ``run``, so that faster kernels would hardly make it faster."""
+    found = run.latency
+    if found is None or run.timing is not None or found.host_ms is None or found.device_ms is None:
+        return False
+    return found.host_ms >= ON_HOST * found.median_ms and found.device_ms <= ON_DEVICE * found.median_ms
+
+
 def ratio_text(ratio: float) -> str:
     """``1.4 times as fast as fp32``, of a ratio that could be told."""
     return judged(ratio, ratio, ratio).text()
@@ -152,6 +164,8 @@ class Turn(NamedTuple):
     on_one_core: Sequence[float] = ()
     disturbed: bool = False
     """Whether other programs used the cores meanwhile, so that short calls on several cores took much longer."""
+    launched: tuple[float, float] | None = None
+    """Seconds of a call on the host, and on an accelerator that need not wait for the host."""
 
 
 Rounds = Mapping[int, Turn]
@@ -176,12 +190,16 @@ def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None) -> Latency:
     """The times of a run, and its speedup over ``fp32`` in the rounds that both have."""
     seconds = [second for turn in mine.values() for second in turn.seconds]
     low, median, high = quartiles(seconds)
+    launched = [turn.launched for turn in mine.values() if turn.launched is not None]
+    host, device = map(statistics.median, zip(*launched, strict=True)) if launched else (None, None)
     return Latency(
         median_ms=median * 1e3,
         quartiles_ms=(low * 1e3, high * 1e3),
         samples=len(seconds),
         noisy=high - low > SPREAD * median,
         speedup=_speedup(mine, fp32) if fp32 is not None else None,
+        host_ms=None if host is None else host * 1e3,
+        device_ms=None if device is None else device * 1e3,
     )
 
 

@@ -77,8 +77,11 @@ def training_code(
     step += ["scaler.update()"] if scaler else []
     if setup.average_code:
         step.append("average.update_parameters(model)")
-    one_batch = "  # the scan had another batch for each" if setup.new_batches else ""
-    lines += [f"for step in range({setup.steps}):{one_batch}", *(f"    {line}" for line in step)]
+    had = f"{setup.batches} batches, in turn" if setup.batches else "another batch for each"
+    lines += [
+        f"for step in range({setup.steps}):{f'  # the scan had {had}' if setup.new_batches else ''}",
+        *(f"    {line}" for line in step),
+    ]
     return "\n".join(found.with_lines(*lines))
 
 

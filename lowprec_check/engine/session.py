@@ -26,7 +26,7 @@ from lowprec_check.engine.run.target_spec import LOAD_SECONDS, OnProgress, Targe
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
-from lowprec_check.process.function_worker import Ended, FunctionWorker, SendBytes
+from lowprec_check.process.function_worker import Ended, FunctionWorker, Loaded, SendBytes
 from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.process.supervisor import StateEvent, Supervisor, describe_exit
 from lowprec_check.schema.base import Struct, encoded
@@ -35,10 +35,6 @@ from lowprec_check.schema.options import PlanOptions, ScanOptions
 from lowprec_check.schema.plan import Planning
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
-
-
-class _Loaded(Struct, frozen=True, tag="loaded"):
-    """The target is loaded."""
 
 
 class _Progressed(Struct, frozen=True, tag="progress"):
@@ -62,7 +58,7 @@ class _Grown(Struct, frozen=True, tag="grown"):
 
 
 _FIELD_OF: dict[Any, str] = {ScanResult: "result", Planning: "planning", SourceTrial: "trial"}
-_Message = _Loaded | _Progressed | _Grown | Ended
+_Message = Loaded | _Progressed | _Grown | Ended
 _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 EXIT_SECONDS = 5.0
@@ -181,7 +177,7 @@ class _Session:
                         self.on_progress(*step)
                     continue
                 message = event.message
-                if isinstance(message, _Loaded):
+                if isinstance(message, Loaded):
                     loaded = True
                     worker.set_timeout(self.grow_seconds)
                 elif isinstance(message, _Grown):
@@ -228,7 +224,7 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
         with _logged_ends(log):
             send(_Progressed(session.spec.name, "loading"))
             source = _load(session.spec, session.options)
-        send(_Loaded())
+        send(Loaded())
         source.on_progress = lambda run, doing: send(_Progressed(run, doing))
         for item in grow(source, session.isolation, session.options):
             send(_Grown(**{_FIELD_OF[type(item)]: item}))

@@ -266,6 +266,10 @@ def end_if_forked(error: BaseException) -> None:
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
+class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
+    """The worker has what it works on."""
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
     """The last message of a worker: it is done, or was ended by an error. A worker that dies sends none."""
 

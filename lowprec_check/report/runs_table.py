@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowprec_check.analysis.recommend import tag
-from lowprec_check.analysis.run_summary import degenerate_output, label, memory_of, memory_ratio
+from lowprec_check.analysis.run_summary import degenerate_output, label, memory_ratio
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_status import first_way
@@ -114,7 +114,7 @@ def _loss(run: Run, way: TrainingWay | None, setup: TrainingSetup) -> str | None
 
 def _why_reference(run: Run) -> str:
     parts = [milliseconds(run.latency_ms)] if run.latency_ms is not None else []
-    held = memory_of(run)
+    held = run.process_memory_bytes or run.peak_memory_bytes
     parts += [bytes_figure(held)] if held else []
     timing = run.timing
     if timing is not None:

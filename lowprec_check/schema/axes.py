@@ -85,6 +85,8 @@ class Backend:
     """The least default tolerance for the rel_l2 of the output; for a backend that computes in fewer bits itself."""
     lowers_precision: ClassVar[bool] = False
     """Whether it computes in fewer bits than the precision, so that fp32 on it is a low-precision run."""
+    calibrates: ClassVar[bool] = False
+    """Whether it depends on :attr:`Example.calibration`."""
     project: ClassVar[str] = ""
     """Where its faults are reported, ``pytorch/pytorch``; empty for the package that registers it."""
 
@@ -161,6 +163,11 @@ def project_of(name: str) -> str:
 def lowers_precision(name: str) -> bool:
     """Whether the backend ``name`` computes in fewer bits than the precision; false if it is not installed."""
     return bool(getattr(BACKENDS.find(name), "lowers_precision", False))
+
+
+def calibrates(name: str) -> bool:
+    """Whether the backend ``name`` is calibrated; false if it is not installed."""
+    return bool(getattr(BACKENDS.find(name), "calibrates", False))
 
 
 # -- The device types that a scan, the catalog or a test can name

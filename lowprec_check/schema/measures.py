@@ -47,6 +47,10 @@ class Latency(Struct, frozen=True, kw_only=True):
     """Whether the quartiles are further apart than a quarter of the median, after a second attempt too."""
     speedup: Speedup | None = None
     """``None`` for fp32 itself, and for a run that was not timed in rounds with it."""
+    host_ms: float | None = None
+    """Milliseconds until the host has launched a call on an idle accelerator; ``None`` on a CPU, or if they were not measured."""
+    device_ms: float | None = None
+    """Milliseconds that the accelerator takes, at most, for a call that need not wait for the host; ``None`` as :attr:`host_ms`."""
 
 
 class TimingConditions(Struct, frozen=True, kw_only=True):

@@ -43,3 +43,10 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     empty if there is none."""
     notes: list[str] = []
     """What to know of the model and its inputs, in words."""
+
+    @property
+    def arguments(self) -> tuple[str, str]:
+        """The positional and the keyword arguments of :attr:`call`, as code."""
+        if self.call == "model(**inputs)":
+            return "()", "dict(inputs)"
+        return "(inputs,)" if self.call == "model(inputs)" else "tuple(inputs)", "{}"

@@ -68,7 +68,9 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     average_code: str = ""
     """The average of the weights as an expression of ``model``; empty if the file defines none."""
     new_batches: bool = False
-    """Whether each step gets a batch of its own; otherwise all steps use the same one."""
+    """Whether steps get different batches; otherwise all steps use the same one."""
+    batches: int = 0
+    """The number of batches if there are fewer than steps, which use them in turn; else 0."""
     repeatable: bool = True
     """Whether the first step of fp32, made again, gave the same bits."""
     seeds: int = 0

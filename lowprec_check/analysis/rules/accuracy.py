@@ -19,7 +19,7 @@ from lowprec_check.analysis.rules.relevance import (
     weighed_places,
 )
 from lowprec_check.analysis.run_summary import blames_backend, degenerate_output, judged_output, on_which_call
-from lowprec_check.schema.axes import project_of
+from lowprec_check.schema.axes import calibrates, project_of
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -113,7 +113,8 @@ def _instead(run: Run, result: ScanResult) -> str:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:
         other = f", or use {best.label}" if best is not None and best.backend != run.backend else ""
-        return f"calibrate on data like that of use: see the errors of its layers{other}"
+        calibrate = "calibrate on data like that of use: " if calibrates(run.backend) else ""
+        return f"{calibrate}see the errors of its layers{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
     command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device

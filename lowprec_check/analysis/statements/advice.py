@@ -66,7 +66,7 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
         stay = "Stay in {fp32:text} for {prefer:text}; {name:text}{kept:text} {gain:text}"
         yield Said(say(stay, fp32=fp32, prefer=best.prefer, **named, gain=gain), "none")
         return
-    lacks = "is slower"
+    lacks = "was not measured to be faster"
     if best.worth == "nothing":
         ratio = memory_ratio(run, result.runs) if run is not None else None
         saves = "little" if ratio is not None and ratio <= 1 / SAME_MEMORY else "no"

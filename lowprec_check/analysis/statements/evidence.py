@@ -200,6 +200,7 @@ def scope(result: ScanResult) -> Iterator[Made]:
         return
     default = {True: " (default)", False: ""}
     batches = "" if setup.steps == 1 else f", {'a new' if setup.new_batches else 'the same'} batch each step"
+    batches = f", {setup.batches} batches in turn" if setup.batches else batches
     yield say(
         "{steps:count step} of {optimizer:text}, loss: {loss:text}{batches:text}",
         steps=setup.steps,
@@ -313,6 +314,9 @@ def rounds(result: ScanResult) -> Iterator[Made]:
         yield plain("times were not compared in rounds" if timed else "no times were taken")
         return
     least, most = min(counts), max(counts)
+    if most == 1:
+        yield plain("no run was compared with fp32 in more than one round")
+        return
     found = say("times of {rounds:count round}", rounds=most)
     if least < most:
         found = say("times of {least:number} – {rounds:count round}", least=least, rounds=most)

@@ -21,7 +21,7 @@ from lowprec_check.analysis.run_summary import (
     reference_of,
     shorten,
 )
-from lowprec_check.analysis.speed import failure_while_timed, speed
+from lowprec_check.analysis.speed import failure_while_timed, launch_bound, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
 from lowprec_check.schema.measures import MATTERS, InputsTried
@@ -237,3 +237,13 @@ def while_timed(run: Run, result: ScanResult) -> Made:
     """A run that passed, and failed when its times were taken."""
     note = failure_while_timed(run) if run.status == "ok" or run.is_reference else None
     return plain(note) if note and reference_of(result.runs) is not None else None
+
+
+@per_run("launch-bound", "times", disproof="a profile of the call")
+def launched_too_slowly(run: Run, result: ScanResult) -> Made:
+    """A run whose accelerator waits for the host, so that 16 bits cannot make it faster."""
+    if run.latency is None or not launch_bound(run):
+        return None
+    words = "launch-bound: {host:ms} of {call:ms} on the host, {device:ms} on the device: faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do"
+    call, host, device = run.latency.median_ms, run.latency.host_ms or 0.0, run.latency.device_ms or 0.0
+    return Said(say(words, host=min(host, call), call=call, device=device), "warn")

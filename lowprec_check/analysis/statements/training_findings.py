@@ -181,13 +181,16 @@ def drawback(run: Run) -> Sentence | None:
 
 @per_run("passing-ways", "runs", disproof="training the model so")
 def passing(run: Run, result: ScanResult) -> Made:
-    """The ways to train that pass, if the first does not; the first, if it is not the plain one."""
-    first, names = first_way(run), remedies(run)
+    """The ways to train that pass, if the first does not; the first, if it is not the plain one; and its steps, if it made fewer than asked for."""
+    first, names, setup = first_way(run), remedies(run), result.training
     if names:
         return say("passes with {ways:names}", ways=names)
-    if first is not None and first.name != "plain" and first.status == "ok" and not run.is_reference:
-        return say("with {way:text}", way=first.declared.words)
-    return None
+    if first is None or setup is None or first.status != "ok" or run.is_reference:
+        return None
+    done, parts = steps_of(first), [say("with {way:text}", way=first.declared.words)] * (first.name != "plain")
+    if 0 < done < setup.steps:
+        parts.append(say("after {done:number} of {steps:count step}", done=done, steps=setup.steps))
+    return chained(*parts) if parts else None
 
 
 @per_run("gradients", "training", disproof="a later step")

@@ -147,17 +147,12 @@ class GraphBackend(Backend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """The same functions, and their calls."""
-        given = {
-            "model(inputs)": "(inputs,), {}",
-            "model(*inputs)": "tuple(inputs), {}",
-            "model(**inputs)": "(), dict(inputs)",
-        }
         texts = (inspect.getsource(function) for function in (exported, *self.functions))
         loading = self.loading.format(precision=self.computes_in[key.precision])
         return Code(
             before=(
                 *texts,
-                f"program, called_by = exported(model, {given[model.call]})",
+                f"program, called_by = exported(model, {', '.join(model.arguments)})",
                 f"model = called_by({loading})",
             )
         )
@@ -173,10 +168,10 @@ def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str) -> li
             if str(node.target) in wanted:
                 module = list((node.meta.get("nn_module_stack") or {"": ("",)}).values())[-1][0].partition(".")[2]
                 given = (getattr(each.meta.get("val"), "dtype", None) for each in node.all_input_nodes)
-                dtypes = sorted(
-                    {str(dtype).removeprefix("torch.") for dtype in given if dtype and dtype.is_floating_point}
-                )
-                calls[str(node.target), module, lines_of_trace(node.meta.get("stack_trace")), tuple(dtypes)] += 1
+                dtypes = {str(dtype).removeprefix("torch.") for dtype in given if dtype and dtype.is_floating_point}
+                calls[
+                    str(node.target), module, lines_of_trace(node.meta.get("stack_trace")), tuple(sorted(dtypes))
+                ] += 1
         wanted -= {op for op, *_ in calls}
     places = [*calls, *((op, "", lines_of_trace(None), ()) for op in sorted(wanted))]
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 from lowprec_check.schema.axes import Backend, Code, Example
 from lowprec_check.schema.run_key import RunKey
@@ -16,7 +16,7 @@ class Inductor(Backend):
     name = "inductor"
     summary = "torch.compile"
     project = "pytorch/pytorch"
-    aliases = ("compile", "torch-compile")
+    aliases: ClassVar[tuple[str, ...]] = ("compile", "torch-compile")
     setup_budget = 600.0
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
@@ -31,26 +31,22 @@ class Inductor(Backend):
         return Code(before=("model = torch.compile(model)",))
 
 
-class FrozenInductor(Backend):
+class FrozenInductor(Inductor):
     """Compiles the model with its weights as constants."""
 
     name = "inductor-freeze"
     summary = "torch.compile with constant weights"
-    project = "pytorch/pytorch"
     aliases = ("freezing",)
-    setup_budget = 600.0
     changes_process = True
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The compiled model; raises ``RuntimeError`` for a model in training mode, whose weights are not constant."""
-        import torch
         import torch._inductor.config
 
         if model.training:
             raise RuntimeError("a model in training mode cannot be frozen: call model.eval() in your file")
         torch._inductor.config.freezing = True  # `options={"freezing": True}` of torch.compile has no effect
-        compiled: Callable[..., Any] = torch.compile(model)
-        return compiled
+        return super().prepare(model, example)
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """Set the option, compile."""

@@ -22,17 +22,25 @@ from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 
 
-class Int8(Backend):
+class Quantizing(Backend):
+    """A backend that quantizes to int8."""
+
+    project = "pytorch/ao"
+    setup_budget = 240.0
+    changes_process = (
+        True  # the libraries register operators and passes, or set what is constant in all that is compiled
+    )
+    tolerance = 0.1
+    lowers_precision = True
+
+
+class Int8(Quantizing):
     """Quantizes weights and activations of convolutions and linear layers; the rest stays in fp32, or bf16 by autocast."""
 
     name = "int8"
-    project = "pytorch/ao"
     summary = "static quantization to int8: torchao's PT2E and inductor, or Intel's extension on torch 2.8"
     aliases = ("qint8", "quantized")
-    setup_budget = 240.0
-    changes_process = True  # both libraries register operators and passes, the extension overrides autocast's kernels
-    tolerance = 0.1
-    lowers_precision = True
+    calibrates = True
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """The quantizers are for x86 CPUs, and quantize fp32 weights."""
@@ -51,11 +59,9 @@ class Int8(Backend):
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The quantized model, calibrated on ``example.calibration()``; the first call compiles it."""
-        from lowprec_check.engine.core.devices import kept_generators
         from lowprec_check.engine.quantize.library import quantize
 
-        with kept_generators():
-            return quantize(model, (example.args, example.kwargs), example.calibration)
+        return quantize(model, (example.args, example.kwargs), example.calibration)
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
         """The error of each quantized layer, on the calibration inputs."""
@@ -67,18 +73,11 @@ class Int8(Backend):
         return quantization_code(model)
 
 
-class Int8Linear(Backend):
+class Int8Linear(Quantizing):
     """Quantizes the weights of linear layers by a config of torchao, and compiles the model with constant weights."""
 
-    setup_budget = 240.0
-    project = "pytorch/ao"
-    changes_process = True  # constant weights are an option of all that is compiled
-    tolerance = 0.1
-    lowers_precision = True
     config: ClassVar[str]
     """A class of ``torchao.quantization``."""
-    smooths: ClassVar[bool] = False
-    """Whether SmoothQuant moves outliers of the activations into the weights first."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """It is for weights in fp32 or bf16 on the CPU, without autocast."""
@@ -86,19 +85,16 @@ class Int8Linear(Backend):
             return f"{self.name} is for the CPU here; on {device}, use torchao in your file"
         if precision.name not in ("fp32", "bfloat16"):
             return f"{self.name} computes the rest of the model in fp32 or bf16: use fp32 or bfloat16"
-        if self.smooths and fitting_torchao() != NEWEST:
+        if self.calibrates and fitting_torchao() != NEWEST:
             return f"SmoothQuant needs torchao {NEWEST}, and with it torch 2.11 or later"
         return None if torchao_fits() else f"{self.name} cannot run here: {missing()}"
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The quantized model, which its first call compiles."""
-        from lowprec_check.engine.core.devices import kept_generators
         from lowprec_check.engine.quantize.torchao_linear import quantize_linear
 
-        with kept_generators():
-            found: Callable[..., Any] = quantize_linear(
-                model, self.config, example.calibration if self.smooths else None
-            )
+        calibration = example.calibration if self.calibrates else None
+        found: Callable[..., Any] = quantize_linear(model, self.config, calibration)
         return found
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
@@ -118,11 +114,11 @@ class Int8Linear(Backend):
         return Code(
             imports=(
                 "import torch._inductor.config",
-                *(["from torchao.prototype.smoothquant import SmoothQuantConfig"] if self.smooths else []),
+                *(["from torchao.prototype.smoothquant import SmoothQuantConfig"] if self.calibrates else []),
                 f"from torchao.quantization import {self.config}, quantize_",
             ),
             before=(
-                *(smooth if self.smooths else [f"quantize_(model, {self.config}())"]),
+                *(smooth if self.calibrates else [f"quantize_(model, {self.config}())"]),
                 "torch._inductor.config.freezing = True  # without it, the weights are converted in each call",
                 "model = torch.compile(model)",
             ),
@@ -153,7 +149,7 @@ class SmoothQuant(Dynamic):
     name = "int8-smoothquant"
     summary = "int8-dynamic after SmoothQuant, on the calibration inputs"
     aliases = ("smoothquant", "smooth-quant")
-    smooths = True
+    calibrates = True
 
 
 INT8, WEIGHT_ONLY, DYNAMIC, SMOOTHQUANT = Int8(), WeightOnly(), Dynamic(), SmoothQuant()

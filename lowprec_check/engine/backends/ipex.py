@@ -28,6 +28,7 @@ class ExtensionBackend(Backend):
 
     project = "intel/intel-extension-for-pytorch"
 
+    setup_budget = 600.0
     changes_process = True  # the extension overrides kernels of autocast when it is imported
     successor: ClassVar[str]
     """The backend that does the same on newer torch."""
@@ -99,7 +100,6 @@ class IpexCompile(ExtensionBackend):
     name = "ipex-compile"
     summary = 'ipex.optimize, then torch.compile(backend="ipex"); torch 2.8 only'
     successor = "inductor"
-    setup_budget = 600.0
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The compiled model, which is compiled in its first call."""
@@ -121,7 +121,6 @@ class IpexJit(ExtensionBackend):
     name = "ipex-jit"
     summary = "ipex.optimize, then torch.jit.trace and freeze; torch 2.8 only"
     successor = "inductor-freeze"
-    setup_budget = 600.0
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The frozen graph of the optimized copy of the model."""
@@ -129,7 +128,7 @@ class IpexJit(ExtensionBackend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` before the call, the trace inside its context."""
-        inside = frozen_trace_code(model.call, key)
+        inside = frozen_trace_code(model, key)
         return Code(imports=(IMPORT,), before=(f"model = {optimize_code(key)}",), inside=inside)
 
 

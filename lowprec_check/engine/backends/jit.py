@@ -27,7 +27,7 @@ class Jit(Backend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """Trace, freeze; inside the context, so that the graph has the casts of autocast."""
-        return Code(inside=frozen_trace_code(model.call, key))
+        return Code(inside=frozen_trace_code(model, key))
 
 
 JIT = Jit()
@@ -39,43 +39,38 @@ _WARM_UP_CALLS = 2
 def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
     """``model``, an ``nn.Module`` in eval mode, as a frozen graph, after the calls that optimize it.
 
-    Without autocast's cache of weights: the graph would hold a cast weight of another call as an input. The random number
-    generators are left as they were. Raises what torch raises if the model cannot be traced.
+    Without autocast's cache of weights: the graph would hold a cast weight of another call as an input. Raises what torch raises
+    if the model cannot be traced.
     """
     import torch
 
-    from lowprec_check.engine.core.devices import kept_generators
     from lowprec_check.engine.core.pytree import map_tensors
 
     cached = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
     try:
-        with kept_generators():
-            args, kwargs = map_tensors((example.args, example.kwargs), torch.clone)
-            given: dict[str, Any] = {"example_inputs": args}
-            if kwargs:  # torch.jit.trace takes arguments of one kind
-                bound = inspect.signature(model.forward).bind(*args, **kwargs)
-                given = {"example_kwarg_inputs": dict(bound.arguments)}
-            traced: Any = torch.jit.trace(model, **given, check_trace=False, strict=False)
-            frozen: Callable[..., Any] = torch.jit.freeze(traced)
-            for _ in range(_WARM_UP_CALLS):
-                frozen(*map_tensors(example.args, torch.clone), **map_tensors(example.kwargs, torch.clone))
+        args, kwargs = map_tensors((example.args, example.kwargs), torch.clone)
+        given: dict[str, Any] = {"example_inputs": args}
+        if kwargs:  # torch.jit.trace takes arguments of one kind
+            bound = inspect.signature(model.forward).bind(*args, **kwargs)
+            given = {"example_kwarg_inputs": dict(bound.arguments)}
+        traced: Any = torch.jit.trace(model, **given, check_trace=False, strict=False)
+        frozen: Callable[..., Any] = torch.jit.freeze(traced)
+        for _ in range(_WARM_UP_CALLS):
+            frozen(*map_tensors(example.args, torch.clone), **map_tensors(example.kwargs, torch.clone))
     finally:
         torch.set_autocast_cache_enabled(cached)
     return frozen
 
 
-def frozen_trace_code(call: str, key: RunKey) -> tuple[str, ...]:
-    """The lines that do the same inside the context of the call, which is ``call``: ``model(*inputs)``."""
-    examples = {
-        "model(inputs)": "(inputs,)",
-        "model(*inputs)": "tuple(inputs)",
-        "model(**inputs)": "example_kwarg_inputs=dict(inputs)",
-    }
+def frozen_trace_code(model: ModelInfo, key: RunKey) -> tuple[str, ...]:
+    """The lines that do the same inside the context of the call."""
+    args, kwargs = model.arguments
+    example = args if args != "()" else f"example_kwarg_inputs={kwargs}"
     autocast = PRECISIONS.get(key.precision).kind == "autocast"
     return (
         *(["torch.set_autocast_cache_enabled(False)  # autocast restores it"] if autocast else []),
-        f"model = torch.jit.freeze(torch.jit.trace(model, {examples[call]}, check_trace=False, strict=False))",
+        f"model = torch.jit.freeze(torch.jit.trace(model, {example}, check_trace=False, strict=False))",
         f"for _ in range({_WARM_UP_CALLS}):  # the graph is optimized",
-        f"    {call}",
+        f"    {model.call}",
     )

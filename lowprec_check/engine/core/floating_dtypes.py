@@ -20,6 +20,12 @@ NARROW = frozenset(
 _WIDE_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128}
 
 
+def rounding_of(values: Tensor, dtype: torch.dtype) -> Tensor:
+    """What rounding wide ``values`` to a narrow ``dtype`` adds to them."""
+    rounded = values.to(dtype)
+    return torch.sub(rounded.to(values.dtype) if dtype.itemsize == 1 else rounded, values)  # 8 bits are not promoted
+
+
 def torch_dtype(format: FloatFormat) -> torch.dtype:
     """The torch dtype of a format, ``torch.float16`` for fp16; raises :class:`UsageError` if this torch has none."""
     dtype = getattr(torch, format.name, None)

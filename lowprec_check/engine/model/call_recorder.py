@@ -53,16 +53,8 @@ class Node:
     def of(cls, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Node:
         """A call that is about to be made, by the line that calls the caller of this function."""
         reads = [tensor for _, tensor in leaves((args, kwargs))]
-        return cls(
-            call,
-            args,
-            kwargs,
-            own_line(sys._getframe(2)),
-            torch.is_grad_enabled(),
-            autocasts_now(),
-            reads,
-            [version_of(tensor) for tensor in reads],
-        )
+        line, versions = own_line(sys._getframe(2)), [version_of(tensor) for tensor in reads]
+        return cls(call, args, kwargs, line, torch.is_grad_enabled(), autocasts_now(), reads, versions)
 
     @property
     def name(self) -> str:

@@ -96,6 +96,11 @@ class Program:
                 kept.append(index)
         self.nodes = [nodes[index] for index in reversed(kept)]
         self.phases = [sum(index >= phase.nodes for phase in plan) for index in reversed(kept)]
+        self.autocasts = {dtype: None for node in self.nodes for dtype in node.autocasts.values()}
+        """The dtypes of autocast in which it is computed."""
+        self.gradient_rounding = max([1e-3, *(2 * torch.finfo(dtype).eps for dtype in self.autocasts)])
+        """How far two results of its gradients may differ, as a part of their norm: sums over several losses are rounded differently, and
+        several calls under autocast that share its copies of the weights add their gradients in 16 bits."""
         self.plan, self.losses, self._values = list(plan), losses, dict[int, Tensor]()
         after = {id(loss) for loss in losses}
         for node in nodes:
@@ -189,17 +194,8 @@ class Program:
         self._inputs, self.trained, self._values, self.phases = {}, {}, {}, []
         self.plan = [phase._replace(losses=()) for phase in self.plan]
         for step in self._steps:
-            step.node = dataclasses.replace(
-                step.node,
-                args=(),
-                kwargs={},
-                reads=[],
-                versions=[],
-                given=None,
-                results=[],
-                made=[],
-                restore_generators=(),
-            )
+            node = step.node
+            step.node = Node(node.call, (), {}, node.line, node.has_gradients, node.autocasts, [], [])
 
     def _placeholder(self, tensor: Tensor) -> Tensor:
         return self._keys.setdefault(id(tensor), torch.empty(0))

@@ -23,12 +23,7 @@ from lowprec_check.engine.core.source_location import own_line
 from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
-from lowprec_check.engine.model.observed_training import (
-    SECONDS,
-    ObservedStep,
-    ObservedSteps,
-    OptimizerStep,
-)
+from lowprec_check.engine.model.observed_training import ObservedStep, ObservedSteps, OptimizerStep
 from lowprec_check.engine.model.optimizer_like import Clip, settings_of, takes_closure
 from lowprec_check.engine.model.snapshot import saved_tensor
 from lowprec_check.errors import message_of
@@ -42,6 +37,8 @@ _FRAMEWORKS = {
 }
 """What trains, by the start of the name of a module that calls ``backward()``."""
 
+SECONDS = 60.0
+"""After the first call of a model, until its script is left with the steps that it has made."""
 
 _WAIT = 10
 """Steps that an optimizer makes before one that was made and trains other weights is no longer waited for."""
@@ -133,6 +130,7 @@ class StepObserver:
         in_step = bool(self._recorder.nodes or self._backwards) and not self.found.steps
         if system.monotonic() - self._since > SECONDS * (5 if in_step else 1):
             self._end()
+            self.found.unlike = self.found.unlike or f"the script makes no more within {SECONDS:g} s"
             if not self.found.steps:
                 self.give_up(f"no step of an optimizer is complete {SECONDS:g} s after the first call of a model")
             self._leave()
@@ -282,7 +280,7 @@ class StepObserver:
             used = {id(loss) for loss in program.losses}
             found.first = [backward for backward in self._backwards if id(backward.loss) in used]
             found.made_first = list(made)
-            found.note_facts(program)
+            found.facts |= dict.fromkeys(found.facts_of(program))
         else:
             program.release()
         found.steps.append(step)

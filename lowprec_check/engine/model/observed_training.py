@@ -20,9 +20,6 @@ from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, Optim
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
 
-SECONDS = 60.0
-"""After the first call of a model, until its script is left with the steps that it has made."""
-
 DEFINE_PARTS = "Define `model`, `inputs`, `loss` and `optimizer` in a file and scan that: see docs/training.md."
 
 
@@ -77,7 +74,7 @@ class ObservedLoss:
             self.words = "the loss that the model returns"
         self._programs, self._model = programs, model
         reads = not isinstance(model, ScriptStep) and (len(programs) > 1 or bool(program.input_keys))
-        self.__signature__ = inspect.signature(_with_targets if reads else _without_targets)
+        self.__signature__ = inspect.signature((lambda _output, _target, *_rest: 0) if reads else (lambda _: 0))
 
     def __call__(self, output: Any, *targets: Any) -> Tensor:
         """The loss, with one element."""
@@ -85,14 +82,6 @@ class ObservedLoss:
             return sum_of([output])
         program, given = _program_of(self._programs, targets)
         return sum_of(program.run(self._model, given, output))
-
-
-def _with_targets(output: Any, target: Any, /, *targets: Any) -> None:
-    """The signature of a loss that reads targets."""
-
-
-def _without_targets(output: Any, /) -> None:
-    """The signature of one that reads none."""
 
 
 class ObservedBatch(NamedTuple):
@@ -202,36 +191,27 @@ class ObservedSteps:
     problem: str | None = None
     """Why no step can be made as the script makes it."""
 
-    def note_facts(self, program: Program) -> None:
-        """Note what the first step does differently from a scan."""
-        facts = self.facts
-        dtypes = {dtype: None for node in program.nodes for dtype in node.autocasts.values()}
-        made = [f"under autocast to {str(dtype).removeprefix('torch.')}" for dtype in dtypes]
+    def facts_of(self, program: Program) -> Iterator[str]:
+        """What the first step does differently from a scan, as notes."""
+        made = [f"under autocast to {str(dtype).removeprefix('torch.')}" for dtype in program.autocasts]
         if self.first[0].scale != 1.0:
             made.append(f"with a GradScaler at {self.first[0].scale:g}")
         if made:
-            facts[f"the script trains {' and '.join(made)}: fp32 is trained without"] = None
+            yield f"the script trains {' and '.join(made)}: fp32 is trained without"
         if len(program.losses) > len(program.plan):
-            facts[
-                f"the script calls backward() {len(program.losses)} times for a step: the scan calls it {'once' if len(program.plan) == 1 else 'less often'}, of the "
-                "sum of the losses, which gives the same gradients and takes more memory"
-            ] = None
+            once = "once" if len(program.plan) == 1 else "less often"
+            sums = f"the scan calls it {once}, of the sum of the losses, which gives the same gradients and takes more memory"
+            yield f"the script calls backward() {len(program.losses)} times for a step: {sums}"
         if len(self.optimizers) > 1:
-            lines = dict(self.made)
-            those = [f"{type(one).__name__} (made at {lines.get(one)})" for one in self.optimizers]
-            facts[
-                f"a step is that of {len(those)} optimizers: {', '.join(those)}; the loss that is shown is the sum of theirs"
-            ] = None
+            those = [f"{type(one).__name__} (made at {dict(self.made).get(one)})" for one in self.optimizers]
+            shown = "the loss that is shown is the sum of theirs"
+            yield f"a step is that of {len(those)} optimizers: {', '.join(those)}; {shown}"
         if len(program.calls) > 1:
             names = ", ".join(dict.fromkeys(type(node.call).__name__ for node in program.calls))
-            facts[
-                f"the loss follows from {len(program.calls)} calls ({names}): the scanned module makes all of them"
-            ] = None
+            yield f"the loss follows from {len(program.calls)} calls ({names}): the scanned module makes all of them"
         for node in program.numbers[:1]:
-            facts[
-                f"{node.line} makes a number of what the model computes ({node.name}): where the loss depends on it, it is that of the "
-                "script's step"
-            ] = None
+            whose = "where the loss depends on it, it is that of the script's step"
+            yield f"{node.line} makes a number of what the model computes ({node.name}): {whose}"
 
     def training(self, script: str) -> ObservedTraining | None:
         """What a scan trains, after the first step was made again; ``None`` if the script computes no gradients.
@@ -239,14 +219,11 @@ class ObservedSteps:
         Raises :class:`UsageError` if no step can be made as the script makes it.
         """
         try:
-            if self.problem is not None:
-                raise UnrepeatableError(self.problem)
-            if not self.steps and not self.has_gradients:
+            if self.problem is None and not self.steps and not self.has_gradients:
                 return None
-            if not self.steps:
-                raise UnrepeatableError(
-                    "it makes no step of a torch.optim.Optimizer with the gradients that it computes"
-                )
+            if self.problem is not None or not self.steps:
+                none = "it makes no step of a torch.optim.Optimizer with the gradients that it computes"
+                raise UnrepeatableError(self.problem or none)
             program, _, root = self.steps[0]
             forms: dict[str, Program] = {}
             for step in self.steps:
@@ -262,7 +239,7 @@ class ObservedSteps:
             raise UsageError(f"The training of {script} cannot be scanned: {problem}.", DEFINE_PARTS) from None
         for module in root.modules():
             _detach(module, self.facts)
-        notes = (f"the training step is that of the script, observed at {line}", *self._notes(_parts_of(optimizer)))
+        notes = (f"the training step is that of the script, observed at {line}", *self._notes(optimizer.parts))
         program.release()
         batches, is_input = [step.batch for step in self.steps], isinstance(root, ScriptStep)
         if isinstance(root, ScriptStep):
@@ -297,9 +274,8 @@ class ObservedSteps:
             return root(*args, **kwargs)
 
         trained = [parameter for parameter in root.parameters() if parameter.requires_grad]
-        positions = made.positions if isinstance(made, OptimizersLike) else [range(len(trained))]
-        own = [[trained[index] for index in places] for places in positions]
-        optimizers = [part(parameters) for part, parameters in zip(_parts_of(made), own, strict=True)]
+        own = made.owned(trained)
+        optimizers = [part(parameters) for part, parameters in zip(made.parts, own, strict=True)]
         values, steps = iter([first.value for first in self.first]), iter(self.made_first)
         self._restore()
         try:
@@ -319,7 +295,7 @@ class ObservedSteps:
                             if parameter.grad is not None:
                                 parameter.grad.div_(scale)
                         optimizers[index].step()
-                        _check_gradients(own[index], next(steps), loss)
+                        _check_gradients(own[index], next(steps), loss.line, program.gradient_rounding)
         finally:
             self._restore()
 
@@ -344,7 +320,7 @@ class ObservedSteps:
             yield "the optimizer starts from the state that it has in the script"
         count = len(self.steps)
         if count < self.wanted:
-            why = self.unlike or f"the script makes no more within {SECONDS:g} s"
+            why = self.unlike or "the script makes no more"
             batches = "is observed: its batch is" if count == 1 else "are observed: their batches are"
             yield f"{count} of the {self.wanted} steps {batches} repeated, since {why}"
         trained = self.steps[0].program.trained
@@ -356,28 +332,20 @@ class ObservedSteps:
         yield from self.facts
 
 
-def _parts_of(made: OptimizerLike | OptimizersLike) -> Sequence[OptimizerLike]:
-    return made.parts if isinstance(made, OptimizersLike) else [made]
-
-
-def _check_gradients(parameters: Sequence[nn.Parameter], step: OptimizerStep, loss: ObservedLoss) -> None:
+def _check_gradients(parameters: Sequence[nn.Parameter], step: OptimizerStep, line: str | None, same: float) -> None:
     """Raise :class:`UnrepeatableError` if the gradients of ``parameters`` differ from those of the script."""
     known = {id(parameter): parameter.grad for parameter in parameters}
     found = [(known[key], wanted) for key, wanted in step.gradients.items() if key in known]
     pairs = [(torch.zeros_like(wanted) if gradient is None else gradient, wanted) for gradient, wanted in found]
     error = sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
     norm = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
-    if not error <= _SAME * norm:
+    if not error <= same * norm:
         together = not known.keys() >= {parameter for clip in step.clips for parameter in clip.parameters}
         raise UnrepeatableError(
-            f"the gradients that the optimizer gets differ from those of the loss at {loss.line} by {error / (norm or 1.0):.1%}"
+            f"the gradients that the optimizer gets differ from those of the loss at {line} by {error / (norm or 1.0):.1%}"
             + "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone"
             * together
         )
-
-
-_SAME = 1e-3
-"""How far gradients may differ, as a part of their norm: sums of several losses are rounded differently."""
 
 
 def _rounding(tensor: Tensor) -> float:

@@ -52,6 +52,7 @@ class OptimizerLike:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         position = {id(parameter): index for index, parameter in enumerate(trained)}
         known = [[id(parameter) for parameter in group["params"]] for group in given.param_groups]
+        self.parts = [self]
         self._kind: Any = type(given)
         self._groups = [[position[each] for each in group if each in position] for group in known]
         self.schedule = list(schedule) or [[_without_warmup(settings) for settings in settings_of(given)]]
@@ -109,6 +110,10 @@ class OptimizerLike:
         for clip in self.clips:
             clip.function([parameters[index] for index in clip.parameters], *clip.args, **clip.kwargs)
 
+    def owned(self, parameters: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
+        """By part, the parameters that it gets of those of the model."""
+        return [parameters]
+
     @property
     def rates(self) -> list[float]:
         """The learning rate of the first group in each step."""
@@ -141,9 +146,12 @@ class OptimizersLike:
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> Any:
         """Optimizers of ``parameters``, in the order of those of the model."""
-        listed = list(parameters)
-        pairs = zip(self.parts, self.positions, strict=True)
-        return OptimizersTogether([part([listed[index] for index in places]) for part, places in pairs])
+        owned = self.owned(list(parameters))
+        return OptimizersTogether([part(own) for part, own in zip(self.parts, owned, strict=True)])
+
+    def owned(self, parameters: Sequence[nn.Parameter]) -> list[Sequence[nn.Parameter]]:
+        """By part, the parameters that it gets of those of the model."""
+        return [[parameters[index] for index in places] for places in self.positions]
 
 
 def takes_closure(optimizer: Any) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import operator
 import os
 import random
 import sys
@@ -156,9 +157,12 @@ class ObjectState:
         for container in self._empty:
             if container:
                 container.clear()
-        for restore in self._restorers:
-            with contextlib.suppress(Exception):
-                restore()
+        left, is_done = iter(self._restorers), False
+        while not is_done:
+            with contextlib.suppress(Exception):  # the next one goes on
+                for restore in left:
+                    restore()
+                is_done = True
 
     def _save(self, value: Any) -> Iterable[Any]:
         """Save the content of ``value`` and return the objects in it."""
@@ -207,11 +211,8 @@ class ObjectState:
             for name, item in vars(value).items()
             if not name.startswith("__") and not (_is_of_torch(value.__module__) and _is_added(name, item))
         }
-        for name, item in own.items():
-            if not isinstance(
-                item, (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)
-            ):
-                self._restorers.append(functools.partial(_reset_attribute, value, name, item))
+        kept = {name: item for name, item in own.items() if not isinstance(item, _METHODS)}
+        self._restorers.append(functools.partial(_reset_attributes, value, kept))
         return [*own.values(), *value.__bases__]
 
     def _save_attributes(self, value: Any) -> Iterable[Any]:
@@ -278,20 +279,25 @@ def saved_tensor(tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
 def restore_tensor(tensor: Tensor, data: Tensor, values: Tensor, attributes: dict[str, Any]) -> None:
     """Give ``tensor`` its memory, values and attributes back."""
     _refill(vars(tensor), attributes)
+    is_there = tensor.layout == torch.strided and tensor.data_ptr() == data.data_ptr() and tensor.shape == data.shape
+    if data.layout == torch.strided:
+        with contextlib.suppress(RuntimeError, NotImplementedError):  # dtypes that torch cannot compare
+            if torch.equal(data, values) and is_there:
+                return
     with torch.inference_mode(tensor.is_inference()), torch.no_grad():
-        if tensor.layout != torch.strided or tensor.data_ptr() != data.data_ptr() or tensor.shape != data.shape:
+        if not is_there:
             tensor.data = data
-        equal = False
-        if data.layout == torch.strided:
-            with contextlib.suppress(RuntimeError, NotImplementedError):  # dtypes that torch cannot compare
-                equal = torch.equal(data, values)
-        if not equal:
-            data.copy_(values)
+        data.copy_(values)
 
 
-def _reset_attribute(owner: type, name: str, value: Any) -> None:
-    if vars(owner).get(name) is not value:
-        setattr(owner, name, value)
+_METHODS = (types.FunctionType, property, classmethod, staticmethod, types.MemberDescriptorType)
+
+
+def _reset_attributes(owner: type, attributes: dict[str, Any]) -> None:
+    for name, value in attributes.items():
+        if vars(owner).get(name) is not value:
+            with contextlib.suppress(Exception):
+                setattr(owner, name, value)
 
 
 def _content_of(container: Any) -> Any:
@@ -304,15 +310,17 @@ def _content_of(container: Any) -> Any:
 
 def _refill(container: Any, content: Any) -> None:
     """Make ``container`` hold ``content`` again; nothing is written if it still does."""
-    kind, now = _base_of(container), _content_of(container)
-    if isinstance(content, dict):
-        pairs = zip(now.items(), content.items(), strict=False)
-        if len(now) != len(content) or any(a is not b or x is not y for (a, x), (b, y) in pairs):
-            kind.clear(container)
-            for key, value in content.items():
-                kind.__setitem__(container, key, value)
-    elif len(now) != len(content) or any(a is not b for a, b in zip(now, content, strict=True)):
-        kind.clear(container)
+    now = container if type(container) in (dict, list) else _content_of(container)
+    is_dict = isinstance(content, dict)
+    same = len(now) == len(content) and all(map(operator.is_, now, content))
+    if same and (not is_dict or all(map(operator.is_, now.values(), content.values()))):
+        return
+    kind = _base_of(container)
+    kind.clear(container)
+    if is_dict:
+        for key, value in content.items():
+            kind.__setitem__(container, key, value)
+    else:
         (kind.update if kind is set else kind.extend)(container, content)
 
 

@@ -22,7 +22,7 @@ from torch import nn
 from torch.utils import _python_dispatch as dispatch_modes
 
 from lowprec_check.engine.core.source_location import is_own_file, own_line, source_line
-from lowprec_check.engine.model.call_recorder import function_modes, set_function_modes
+from lowprec_check.engine.model.call_recorder import autocasts_now, function_modes, set_function_modes
 from lowprec_check.engine.model.kept_files import KeptFiles, replaced
 from lowprec_check.engine.model.observed_step import StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
@@ -248,9 +248,8 @@ class _Surroundings:
         if torch.is_inference_mode_enabled():
             _never_left.append(torch.inference_mode(False))
             _never_left[-1].__enter__()
-        for kind in ("cpu", "cuda", "xpu", "mps"):
-            with contextlib.suppress(RuntimeError):  # not known to this torch
-                torch.set_autocast_enabled(kind, False)
+        for kind in autocasts_now():
+            torch.set_autocast_enabled(kind, False)
         torch.autocast_increment_nesting()
         while torch.autocast_decrement_nesting() > 0:
             pass

@@ -108,11 +108,9 @@ def calibrating(model: ModelInfo, called: str) -> tuple[str, ...]:
 
 def quantization_code(model: ModelInfo) -> Code:
     """The code to paste that quantizes ``model`` by the :func:`library`."""
-    args = "(inputs,)" if model.call == "model(inputs)" else "tuple(inputs)"
-    example, exported, traced = f"example_inputs={args}", args, args
-    if model.call == "model(**inputs)":
-        example, exported = "example_kwarg_inputs=dict(inputs)", "(), dict(inputs)"
-        traced = example
+    args, kwargs = model.arguments
+    traced = args if args != "()" else f"example_kwarg_inputs={kwargs}"
+    example = traced if args == "()" else f"example_inputs={args}"
     calibrate = calibrating(model, "prepared(")
     if library() == "ipex":
         return Code(
@@ -141,7 +139,7 @@ def quantization_code(model: ModelInfo) -> Code:
         ),
         before=("torch._inductor.config.freezing = True  # without it, no int8 kernels",),
         inside=(
-            f"exported = torch.export.export(model, {exported}, strict=True).module()",
+            f"exported = torch.export.export(model, {args}, {kwargs}, strict=True).module()",
             "quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())",
             "prepared = prepare_pt2e(exported, quantizer)",
             *calibrate,

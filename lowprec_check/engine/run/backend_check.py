@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -65,10 +64,11 @@ class BackendChecker:
             eager = self._checker.outputs(self._eager, inputs, in_eager=True)
         known = {text_of(warning.message) for warning in caught}
         self._add(remarks=_counted([*_warnings(given, known), *breaks]))
-        with _silent():
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
             compiled = self._checker.outputs(self._ready, inputs)
-            kinds = [(a.dtype, b.dtype) for a, b in zip(eager, compiled, strict=False) if a.dtype != b.dtype]
-            self._add(dtypes=[(_name(a), _name(b)) for a, b in dict.fromkeys(kinds)])
+            kinds = ([str(t.dtype).removeprefix("torch.") for t in pair] for pair in zip(eager, compiled, strict=False))
+            self._add(dtypes=list(dict.fromkeys((a, b) for a, b in kinds if a != b)))
             if self._plain.random and judge(compiled, eager, self._task.tolerance)[0] != "ok":
                 self._add(reason=RANDOM)
                 return
@@ -101,13 +101,13 @@ class BackendChecker:
     # -- changed inputs
 
     def _try_changed_inputs(self, on_input: Callable[[InputChange], Any]) -> None:
-        """Until the run fails on one, or there is no time."""
-        end = system.monotonic() + SHARE * self._task.call_budget
+        """Until the run fails on one, or there is no time; the time that threads wait for a core does not count."""
+        limit = _seconds_with_core() + SHARE * self._task.call_budget
         for change, call in changed_inputs(self._target, self._task.seed):
             if self._quantizes and change not in _IN_RANGE:
                 continue
             compiles = change == "larger-batch" and self._plain.first_seconds > SECONDS_TO_COMPILE
-            if compiles or system.monotonic() > end:
+            if compiles or _seconds_with_core() > limit:
                 self._add(reason=SLOW)
             elif self.result is self._plain:
                 self._try(change, call, on_input)
@@ -159,11 +159,8 @@ class BackendChecker:
         return found.verdict(slack) == "worse", found.error(found.eager)
 
 
-@contextlib.contextmanager
-def _silent() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _seconds_with_core() -> float:
+    return system.monotonic() - (system.longest_wait() or 0.0)
 
 
 # -- What a compiler says
@@ -177,18 +174,11 @@ def _warnings(given: Sequence[warnings.WarningMessage], of_eager: set[str] | Non
         is_new = of_eager is not None and text not in of_eager and is_user_code(warning.filename)
         if warning.category.__name__ == "TracerWarning" or is_new:
             line = show_line(warning.filename, warning.lineno)
-            found.append(CompilerRemark(kind="warning", text=_first_sentence(text), source=line))
+            first = text.strip().partition("\n")[0].partition(". ")[0].rstrip(".")
+            found.append(CompilerRemark(kind="warning", text=first, source=line))
     return found
 
 
 def _counted(remarks: Sequence[CompilerRemark]) -> list[CompilerRemark]:
     """Each once, with how often it is given."""
     return [msgspec.structs.replace(remark, count=count) for remark, count in Counter(remarks).items()]
-
-
-def _first_sentence(text: str) -> str:
-    return text.strip().partition("\n")[0].partition(". ")[0].rstrip(".")
-
-
-def _name(dtype: Any) -> str:
-    return str(dtype).removeprefix("torch.")

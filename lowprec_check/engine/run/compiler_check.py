@@ -165,7 +165,7 @@ class CompilerChecker:
 
         What is compiled inside the model cannot be compiled by the bisection's backends.
         """
-        from torch._inductor.compiler_bisector import CompilerBisector
+        from torch._inductor.compiler_bisector import BACKENDS, CompilerBisector
 
         if self.task.backend == EAGER and self.target.compiled is None:
             return None
@@ -177,28 +177,18 @@ class CompilerChecker:
                 raise TimeoutError
             return self._compiled_again(calls, bisecting=True) != "worse"
 
-        with contextlib.suppress(Exception), contextlib.redirect_stdout(io.StringIO()):
+        silent = contextlib.redirect_stdout(io.StringIO())
+        with contextlib.suppress(Exception), silent, contextlib.ExitStack() as context:
             CompilerBisector.in_process_cache = GUARDIAN.temporary_folder()
-            with _without_emulation():  # it is tried separately, and would end the search before the lowerings
-                found = CompilerBisector.do_bisect(passes)
+            tried = BACKENDS["inductor"]
+            context.callback(BACKENDS.update, inductor=tried)
+            # it is tried separately, and would end the search before the lowerings
+            BACKENDS["inductor"] = [part for part in tried if "emulate_precision_casts" not in part.name]
+            found = CompilerBisector.do_bisect(passes)
             if found is not None and found.subsystem is not None:
                 parts = (found.backend, found.subsystem, found.debug_info)
                 return " ".join(dict.fromkeys(str(part) for part in parts if part))
         return None
-
-
-@contextlib.contextmanager
-def _without_emulation() -> Iterator[None]:
-    """Leave emulate_precision_casts out of what the bisection tries."""
-    from torch._inductor import compiler_bisector
-
-    tried = compiler_bisector.BACKENDS["inductor"]
-    kept = [part for part in tried if "emulate_precision_casts" not in part.name]
-    compiler_bisector.BACKENDS["inductor"] = kept
-    try:
-        yield
-    finally:
-        compiler_bisector.BACKENDS["inductor"] = tried
 
 
 def inputs_like(call: Call, number: int) -> Call:

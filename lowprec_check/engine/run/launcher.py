@@ -14,7 +14,6 @@ from lowprec_check.engine.run.messages import (
     CallStarted,
     Checked,
     InputStarted,
-    Loaded,
     Measures,
     TaskMessage,
     TurnTimed,
@@ -30,7 +29,7 @@ from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import Breadcrumb, clear_shared, read_shared
-from lowprec_check.process.function_worker import Activity, Ended, FunctionWorker, Method
+from lowprec_check.process.function_worker import Activity, Ended, FunctionWorker, Loaded, Method
 from lowprec_check.process.process_group import WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 from lowprec_check.schema.axes import BACKENDS

@@ -12,7 +12,7 @@ import msgspec
 
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.trace.journal import Instrumented
-from lowprec_check.process.function_worker import Ended
+from lowprec_check.process.function_worker import Ended, Loaded
 from lowprec_check.schema.backend_checks import BackendCheck, CompilerCheck, InputChange
 from lowprec_check.schema.base import Struct, encoded
 from lowprec_check.schema.measures import InputsTried, LayerError
@@ -21,10 +21,6 @@ from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.training import TrainingRun, TrainingSetup
 from lowprec_check.schema.verdict import ErrorStats
 from lowprec_check.schema.what_if import WhatIf
-
-
-class Loaded(Struct, frozen=True, tag="loaded"):
-    """The worker has the target and starts to work."""
 
 
 class CallStarted(Struct, frozen=True, tag="call"):
@@ -142,6 +138,8 @@ class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
     """Seconds of further calls, less those in which they waited for their core."""
     fixed_work: float
     """Seconds of a fixed piece of work."""
+    launched: tuple[float, float] | None = None
+    """Seconds that a call takes the host, and the accelerator if it need not wait for the host; ``None`` if they are not known."""
 
 
 class TurnFailed(Struct, frozen=True, tag="turn-failed"):

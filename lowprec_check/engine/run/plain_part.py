@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 import warnings
 import zlib
 from ctypes import c_char
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from lowprec_check.engine.core.compiled import compiled_code_in_eager
+from lowprec_check.engine.core.compiled import compiled_code_in_eager, forget_compiled
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs, root_mean_square, same_bits, torch_as_imported
 from lowprec_check.engine.model.memory import measure_memory
@@ -37,7 +38,7 @@ from lowprec_check.engine.run.backend_check import BackendChecker
 from lowprec_check.engine.run.compiler_check import CompilerChecker
 from lowprec_check.engine.run.margin_part import SLOW, FurtherCalls
 from lowprec_check.engine.run.messages import CallStarted, ChangedInputStarted, InputStarted, Measures, Send
-from lowprec_check.engine.run.preparation import OnBackend, as_standalone
+from lowprec_check.engine.run.preparation import OnBackend, as_standalone, on_backend
 from lowprec_check.engine.run.process_memory import ProcessMemory
 from lowprec_check.engine.run.tasks import RunTask, TaskFiles
 from lowprec_check.engine.trace.plain_modes import Draw, DrawsDiffer, RecordDraws, ReplayDraws, first_nonfinite
@@ -48,6 +49,9 @@ from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.ways_to_train import WayToTrain
 
 OTHER_DRAWS = "its output cannot be compared, since fp32 draws other random numbers"
+EQUAL_DRAWS = (
+    "compiled with torch._inductor.config.fallback_random = True, with which it draws the random numbers of eager mode"
+)
 INFINITE = "the fp32 output has infinities: the same ones are expected in low precision"
 
 
@@ -146,6 +150,20 @@ class PlainPart:
             self.result = self._as_reference(self.result)
         elif self.result.status == "unjudged" and saved.probe is not None:
             self._judge_by_module(saved.probe)
+        self._send(self.result)
+
+    def draw_as_eager(self, context: contextlib.ExitStack) -> None:
+        """If a compiler drew other random numbers than fp32, compile again, without that, until ``context`` ends."""
+        result, inductor = self.result, sys.modules.get("torch._inductor.config")
+        if result.status != "inaccurate" or not (result.random and self._is_compiled) or inductor is None:
+            return
+        context.enter_context(inductor.patch(fallback_random=True))
+        forget_compiled()
+        self._snapshot.rewind()
+        self.ready = on_backend(self.task, self.target, self.ready)
+        self._call = (self.ready, self.target.args, self.target.kwargs)
+        self.run()
+        self.result = msgspec.structs.replace(self.result, notes=(*self.result.notes, EQUAL_DRAWS))
         self._send(self.result)
 
     def measure(self) -> None:

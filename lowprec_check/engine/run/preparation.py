@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
+from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -17,7 +18,7 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.train.steps import TrainingStep, with_step
-from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example, UnsupportedOpsError
+from lowprec_check.schema.axes import BACKENDS, Backend, Example, UnsupportedOpsError
 from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import PRECISIONS
@@ -68,22 +69,22 @@ def in_fp32(task: ModelTask) -> ModelTask:
 
 
 @contextlib.contextmanager
-def in_training(task: ModelTask, target: Target) -> Iterator[Prepared]:
+def in_training(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
     """The model of ``task`` in training mode, or that of its script, with gradients; restored afterwards."""
-    with prepared_for(task, target) as ready, torch.enable_grad():
+    with prepared_for(task, target, snapshot) as ready, torch.enable_grad():
         if not ready.model.training and target.observed is None:
             ready.model.train()
         yield ready
 
 
 @contextlib.contextmanager
-def ready_for(task: ModelTask, target: Target) -> Iterator[Prepared]:
+def ready_for(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
     """The model of ``task``, called as it runs: on its backend, or by a step of training in the first way of its precision."""
     if task.steps:
-        with in_training(task, target) as ready:
+        with in_training(task, target, snapshot) as ready:
             yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0]))
     else:
-        with prepared_for(task, target) as ready:
+        with prepared_for(task, target, snapshot) as ready:
             yield on_backend(task, target, ready)
 
 
@@ -103,7 +104,6 @@ class OnBackend:
     def __init__(self, backend: Backend, target: Target, ready: Prepared) -> None:
         self._backend, self._target, self._ready = backend, target, ready
         self._call: Callable[..., Any] | None = None
-        self._example: Example | None = None
         self.prepared: Callable[..., Any] | None = None
         """What replaces the model, without the loss; ``None`` before the first call."""
         self.gaps: list[Gap] = []
@@ -112,20 +112,10 @@ class OnBackend:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the backend prepared, and the loss if there is one."""
         if self._call is None:
-            ready, backend = self._ready, self._backend
-
-            def calibration() -> Iterable[Call]:
-                return (ready.inputs(*call) for call in self._target.calibration())
-
-            self._example = Example(
-                args=args,
-                kwargs=kwargs,
-                precision=ready.precision,
-                device=ready.device.type,
-                calibration=calibration,
-            )
+            backend = self._backend
             try:
-                prepared: Any = backend.prepare(ready.model, self._example)
+                with kept_generators():
+                    prepared: Any = backend.prepare(self._ready.model, self._example(args, kwargs))
             except UnsupportedOpsError as error:
                 self.gaps = error.gaps
                 raise
@@ -137,15 +127,25 @@ class OnBackend:
             self._call = self._target.call(prepared)
         return self._call(*args, **kwargs)
 
+    def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
+        """What the model is prepared for. It is not kept: a process that serves the model holds no copy of inputs."""
+        ready, calls = self._ready, self._target.calibration
+        return Example(
+            args=args,
+            kwargs=kwargs,
+            precision=ready.precision,
+            device=ready.device.type,
+            calibration=lambda: (ready.inputs(*call) for call in calls()),
+        )
+
     def memory(self, measured: int | None) -> int | None:
         """Bytes that it takes at the peak of a call, as the backend knows them or as they were ``measured``."""
         return self._backend.memory(self.prepared, measured)
 
     def layer_errors(self) -> list[LayerError]:
         """The errors of the layers that the backend quantized."""
-        if self._example is None:
-            return []
-        return self._backend.layer_errors(self.prepared, self._ready.model, self._example)
+        example = self._example(*self._ready.inputs(*self._target.inputs))
+        return self._backend.layer_errors(self.prepared, self._ready.model, example)
 
 
 # -- For the user's metric: a module of its own, which accepts fp32 inputs on the CPU

@@ -265,6 +265,8 @@ class TimeTask(ModelTask):
     """Time all ``runs`` in rounds, the first of which is fp32, in one process."""
 
     runs: tuple[ModelTask, ...]
+    final: bool = False
+    """Whether the rounds decide which of them is the fastest."""
 
     @property
     def uses_autocast(self) -> bool:

@@ -21,13 +21,13 @@ from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.run import turns
 from lowprec_check.engine.run.launcher import Launcher, TaskWorker, start_worker
-from lowprec_check.engine.run.messages import InstanceTimed, Loaded, NextTurn, Ready, TaskMessage, TurnTimed
+from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, TaskMessage, TurnTimed
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
 from lowprec_check.engine.run.turns import INSTANCE_SECONDS, RoundSchedule
 from lowprec_check.engine.run.worker import work
 from lowprec_check.errors import UsageError
-from lowprec_check.process.function_worker import Ended, Method
+from lowprec_check.process.function_worker import Ended, Loaded, Method
 from lowprec_check.process.supervisor import StateEvent, Supervisor
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import Latency, Scenario, Timing, TimingConditions
@@ -40,9 +40,6 @@ part tells that much even on a busy machine."""
 
 AT_ONCE = 5
 """Runs timed beside fp32 in the same rounds."""
-
-FINAL = 3.0
-"""Times the usual seconds that the rounds take which decide between the fastest runs."""
 
 MEMORY = 0.25
 """The part of the free memory that copies of the weights may take while runs are timed."""
@@ -145,14 +142,16 @@ def time_in_rounds(
     tasks: Sequence[ModelTask], launcher: Launcher, *, in_forks: bool, final: bool = False
 ) -> RoundSchedule:
     """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process."""
-    schedule = RoundSchedule(len(tasks), turns.ROUNDS_SECONDS * FINAL if final else None, final=final)
+    schedule = RoundSchedule(len(tasks), final=final)
     if in_forks:
         with Supervisor[TaskWorker, TaskMessage]() as supervisor:
             _Forks(tasks, launcher.source, schedule, supervisor).run()
     else:
         _report_round(launcher.source, 0)
         longest = max(task.call_budget for task in tasks)
-        outcome = launcher.execute(tasks[0].as_task(TimeTask, runs=tuple(tasks), budget=3 * longest, setup_budget=0.0))
+        outcome = launcher.execute(
+            tasks[0].as_task(TimeTask, runs=tuple(tasks), final=final, budget=3 * longest, setup_budget=0.0)
+        )
         for turn in outcome.turns:
             schedule.note(turn)
     return schedule

@@ -73,21 +73,16 @@ class TrainingReference:
 
     def save(self, files: TaskFiles) -> None:
         """Write the file that :meth:`load` reads."""
-        content: dict[str, Any] = {
-            "runs": [dataclasses.asdict(run) for run in (self.base, *self.others)],
-            "sizes": self.samples.sizes,
-            "outputs": self.outputs,
-            "gradients": self.gradients,
-            "draws": self.draws,
-        }
-        files.keep(content)
+        runs = [dataclasses.asdict(run) for run in (self.base, *self.others)]
+        files.keep({"runs": runs, "kept": (self.samples.sizes, self.outputs, self.gradients, self.draws)})
 
     @classmethod
     def load(cls, files: TaskFiles) -> TrainingReference:
         """Read what the fp32 run saved."""
         saved = files.kept()
         base, *others = (Trajectory(**run) for run in saved["runs"])
-        return cls(base, others, Samples(saved["sizes"]), saved["outputs"], saved["gradients"], saved["draws"])
+        sizes, *kept = saved["kept"]
+        return cls(base, others, Samples(sizes), *kept)
 
 
 def script_parts(target: Target) -> dict[str, Any]:
@@ -95,8 +90,7 @@ def script_parts(target: Target) -> dict[str, Any]:
     observed, optimizer = target.observed, target.optimizer
     if observed is None or not isinstance(optimizer, (OptimizerLike, OptimizersLike)):
         return {}
-    parts = optimizer.parts if isinstance(optimizer, OptimizersLike) else [optimizer]
-    clips = [[clip.code for clip in part.clips] for part in parts]
+    parts, clips = optimizer.parts, [[clip.code for clip in part.clips] for part in optimizer.parts]
     found: dict[str, Any] = {"script": observed.line or "", "framework": observed.framework, "clip_code": clips[0]}
     if isinstance(target.model, ScriptStep) and len(parts) > 1:
         plan = target.model.start(target.args)
@@ -158,7 +152,7 @@ class TrainingSteps:
                 if made == 2:
                     return
 
-        kept = kept_by(step.updates) + ([] if step.average is None else list(step.average.state_dict().values()))
+        kept = kept_by(step) + ([] if step.average is None else list(step.average.state_dict().values()))
         ready = self.ready._replace(call=two_steps, enters_context=True)
         found = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.task.seed, kept=kept)
         return found.peak if made == 2 else None
@@ -241,7 +235,7 @@ class ReferenceTraining(TrainingSteps):
 
     def _add_seeds(self, loop: Loop, gradients: dict[str, Tensor], trained: TrainingStep, stalls: Stalls) -> None:
         """Train from other seeds; save all for the other runs, and send how the model was trained."""
-        base, samples, state = loop.trajectory, loop.samples, state_bytes(trained.updates)
+        base, samples, state = loop.trajectory, loop.samples, state_bytes(trained)
         seeds = OtherSeeds(
             self.target,
             self.ready.model,
@@ -282,6 +276,7 @@ class ReferenceTraining(TrainingSteps):
             default_loss=self.target.loss is None,
             default_optimizer=self.target.optimizer is None,
             new_batches=len(self._batches) > 1,
+            batches=len(self._batches) if 1 < len(self._batches) < self.task.steps else 0,
             seeds=len(reference.others),
             varied=seeds.varied,
             losses=base.losses,

@@ -21,6 +21,7 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
+from lowprec_check.engine.run.event_times import EventCalls, has_events
 from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, Send, TurnFailed, TurnTimed
 from lowprec_check.engine.run.preparation import on_backend, prepared_for, ready_for
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
@@ -91,6 +92,9 @@ class TimedCalls:
         self._task, self._ready, self._inputs = task, ready, target.inputs
         self._snapshot = Snapshot(ready.model, target.inputs, parameters=task.changes_parameters)
         self._calls = 0
+        self._events = None
+        if has_events(ready.device):
+            self._events = EventCalls(ready, target.inputs, task.seed, self._snapshot.rewind)
 
     def warm_up(self) -> None:
         """Calls that are not timed: they compile, allocate, choose kernels."""
@@ -105,6 +109,9 @@ class TimedCalls:
         waited, started = system.longest_wait(), system.perf_counter()
         first = self.call()
         seconds = [first] if first >= LONG_SECONDS else []
+        if self._events is not None and not seconds:
+            seconds, launched = self._events.seconds(IN_A_ROW, least), self._events.launched()
+            return TurnTimed(row=row, round=number, seconds=seconds, waited=None, launched=launched, fixed_work=work)
         while not _enough(seconds, least):
             seconds.append(self.call())
         since, elapsed = system.longest_wait(), system.perf_counter() - started
@@ -190,6 +197,9 @@ MORE = 3.0
 ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
 
+FINAL = 3.0
+"""Times the usual seconds that the rounds take which decide between the fastest runs."""
+
 UNTOLD = 10.0
 """How many times as long the first :data:`ENOUGH` rounds may take where a ratio cannot be told without them."""
 
@@ -197,17 +207,18 @@ UNTOLD = 10.0
 class RoundSchedule:
     """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was measured."""
 
-    def __init__(self, rows: int, seconds: float | None = None, *, final: bool = False) -> None:
+    def __init__(self, rows: int, seconds: float | None = None, *, final: bool = False, patient: bool = False) -> None:
         """``seconds``: how long rounds are repeated, after the first :data:`FEW`; by default :data:`ROUNDS_SECONDS`.
 
-        ``final``: whether it decides which of the rows is the fastest, so that all ratios must be known within 5 %.
+        ``final``: whether it decides which of the rows is the fastest, so that all ratios must be known within 5 %. ``patient``: whether
+        :data:`UNTOLD` counts for all rounds: on an accelerator, nothing else disturbs times.
         """
-        self._final = final
+        self._final, self._patient = final, patient
         self.turns: list[dict[int, TurnTimed]] = [{} for _ in range(rows)]
         """By row, its turn in each round."""
         self.failures: dict[int, str] = {}
         """Why a row could not be timed, though it had run before."""
-        self._seconds = ROUNDS_SECONDS if seconds is None else seconds
+        self._seconds = ROUNDS_SECONDS * (FINAL if final else 1.0) if seconds is None else seconds
         self.number = 0
         """The number of the round."""
 
@@ -221,7 +232,7 @@ class RoundSchedule:
             if self.number >= least:
                 noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
                 limit = self._seconds * (MORE if noisy or self.is_disturbed else 1.0)
-                if self.number < ENOUGH and not all(map(self._is_told, rows[1:])):
+                if (self._patient or self.number < ENOUGH) and not all(map(self._is_told, rows[1:])):
                     limit = self._seconds * UNTOLD
                 elapsed = system.monotonic() - started
                 if elapsed + elapsed / self.number > limit:
@@ -241,7 +252,7 @@ class RoundSchedule:
         """The times of ``row``; ``None`` if it was never timed."""
         fp32, mine = (
             {
-                number: Turn(turn.seconds, turn.on_one_core, _is_disturbed(turn))
+                number: Turn(turn.seconds, turn.on_one_core, _is_disturbed(turn), turn.launched)
                 for number, turn in self.turns[index].items()
             }
             for index in (0, row)
@@ -294,13 +305,15 @@ def _is_disturbed(turn: TurnTimed) -> bool:
 
 def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
     """In one process: take all turns, with the model cast in place for each, and send each."""
-    schedule = RoundSchedule(len(task.runs))
+    schedule = RoundSchedule(len(task.runs), final=task.final, patient=torch.device(task.device).type != "cpu")
+    changes_parameters = any(run.changes_parameters for run in task.runs)
+    snapshot = Snapshot(target.model, target.inputs, parameters=changes_parameters)
     for row in schedule:
         run = task.runs[row]
         turn: TurnTimed | TurnFailed
         try:
             started = system.perf_counter()
-            with ready_for(run, target) as ready:
+            with ready_for(run, target, snapshot) as ready:
                 calls = TimedCalls(run, target, ready)
                 calls.warm_up()
                 least = min(LONG_SECONDS, system.perf_counter() - started)  # else most of the time goes into preparing

@@ -23,7 +23,6 @@ from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
     Checked,
     GapFound,
-    Loaded,
     OpCallsFound,
     PartFailed,
     Predicted,
@@ -76,7 +75,7 @@ from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
-from lowprec_check.process.function_worker import Channel, Ended
+from lowprec_check.process.function_worker import Channel, Ended, Loaded
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.measures import RangeTrial
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
@@ -153,9 +152,10 @@ def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> Non
 
 def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
     memory = ProcessMemory.of(task, target.model)
-    with prepared_for(task, target) as ready, _kernels(task):
+    with prepared_for(task, target) as ready, _kernels(task), contextlib.ExitStack() as context:
         part = PlainPart(task, target, on_backend(task, target, ready), send, memory)
         part.run()
+        part.draw_as_eager(context)
         for what, measure in (
             ("measuring", part.measure),
             ("comparing with eager mode", part.check_backend),

@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.devices import MemoryLimit
-from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow
+from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, rounding_of
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.ops import Args, Kwargs
-from lowprec_check.engine.trace.pending_figures import Pending, PendingFigures
+from lowprec_check.engine.trace.pending_figures import PendingFigures
 from lowprec_check.engine.trace.twins import Twin, Twins
 from lowprec_check.schema.op_calls import OpCall
 
@@ -47,8 +47,8 @@ class Read(NamedTuple):
     writer: int
     """The op that wrote it, by its position on the tape."""
     energy: Tensor | None
-    """The expected square of what rounding the reference's values here to the dtype of the tensor changes in each direction of the
-    output, if each value is rounded independently; ``None``: nothing. Of shape (directions,)."""
+    """The root of the expected square of what rounding the reference's values here to the dtype of the tensor changes in each
+    direction of the output, if each value is rounded independently; ``None``: nothing. Of shape (directions,)."""
     widens: bool
     """Whether the op gives wide results if this tensor is wide."""
 
@@ -161,23 +161,23 @@ class ErrorTape:
         for out in node.outputs:
             self._writers[out.part.storage] = len(self._nodes)
             self._bytes += sum(its.nbytes for its in (out.values, *out.errors) if its is not None)
-            if self._figures.deferred:
-                for index, error in enumerate(out.errors):
-                    if error is not None:
-                        some = self._figures.number(error.any())
-                        self._figures.then(functools.partial(self._drop_zero, out.errors, index, some))
+            kept = [index for index, error in enumerate(out.errors) if error is not None]
+            if kept and self._figures.deferred:
+                some = [error.any() for error in out.errors if error is not None]
+                self._figures.read(some, functools.partial(self._drop_zeros, out.errors, kept))
         self._nodes.append(node)
         if self._bytes > self._limit.size:
             self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit.size / 2**30, self._limit.why)
             self._nodes.clear()
             self._writers.clear()
 
-    def _drop_zero(self, errors: list[Tensor | None], index: int, some: Pending[float]) -> None:
-        """Drop an error that is zero everywhere, once that is known."""
-        error = errors[index]
-        if error is not None and not some.value:
-            self._bytes -= error.nbytes
-            errors[index] = None
+    def _drop_zeros(self, errors: list[Tensor | None], kept: Sequence[int], some: Sequence[float]) -> None:
+        """Drop the errors that are zero everywhere, once that is known."""
+        for index, not_zero in zip(kept, some, strict=True):
+            error = errors[index]
+            if error is not None and not not_zero:
+                self._bytes -= error.nbytes
+                errors[index] = None
 
     def _compact(self, errors: AddedErrors) -> list[Tensor | None]:
         """Errors in fewer bits, without NaN and Inf; ``None`` for zeros, unless to know them means to wait for an accelerator."""
@@ -206,7 +206,7 @@ class ErrorTape:
             twin = self._twins.find(tensor)
             if twin is not None:
                 part = self._part(twin, tensor)
-                buffers.add(part, directions)
+                buffers.add(part, directions.clone())
                 writer = self._writers.get(part.storage)
                 if is_narrow(tensor) and writer is not None:
                     energy = _energy(directions, self._twins.reference_of(tensor), tensor.dtype, part)
@@ -226,38 +226,27 @@ class ErrorTape:
 
     def _pass_on(self, node: _Node, gradients: list[Tensor | None], buffers: GradientBuffers) -> tuple[Read, ...]:
         """Add the gradients of the inputs of ``node``, given those of its outputs; returns what it reads."""
-        energies: list[list[Tensor]] = [[] for _ in node.inputs]
+        energies: list[Tensor | None] = [None] * len(node.inputs)
         reached = [
             (out.values, gradient)
             for out, gradient in zip(node.outputs, gradients, strict=True)
             if out.values is not None and gradient is not None
         ]
         leaves = [given.leaf for given in node.inputs]
-        values = [value for value, _ in reached]
-        for direction in range(buffers.directions if reached and leaves else 0):
-            try:
-                back = pulled_back(
-                    values,
-                    leaves,
-                    [gradient[direction] for _, gradient in reached],
-                    retain_graph=direction + 1 < buffers.directions,
-                )
-            except RuntimeError:  # it has no derivative
-                self.blocked[node.row.op] = None
-                break
-            for given, gradient, energy in zip(node.inputs, back, energies, strict=True):
-                if gradient is not None:
-                    buffers.add(given.part, gradient, direction)
-                    if given.narrow is not None:
-                        energy.append(_energy(gradient[None], given.leaf, given.narrow, given.part))
+        try:
+            back = pulled_back([value for value, _ in reached], leaves, [gradient for _, gradient in reached])
+        except RuntimeError:  # it has no derivative
+            self.blocked[node.row.op] = None
+            back = []
+        for index, (given, gradient) in enumerate(zip(node.inputs, back, strict=False)):
+            if gradient is not None:
+                if given.narrow is not None:
+                    energies[index] = _energy(gradient, given.leaf, given.narrow, given.part)
+                buffers.add(given.part, gradient)
         in_place = any(given.written for given in node.inputs)
         largest = max((given.leaf.ndim for given in node.inputs), default=0)
         return tuple(
-            Read(
-                writer,
-                torch.cat(energy) if energy else None,
-                widens=given.written if in_place else bool(given.leaf.ndim) or not largest,
-            )
+            Read(writer, energy, widens=given.written if in_place else bool(given.leaf.ndim) or not largest)
             for given, writer, energy in zip(node.inputs, node.writers, energies, strict=True)
             if given.narrow is not None and writer is not None
         )
@@ -268,22 +257,26 @@ def _energies(gradients: Sequence[Tensor | None], outputs: Sequence[_Output]) ->
     for gradient, out in zip(gradients, outputs, strict=True):
         rounding = out.errors[1] if len(out.errors) > 1 else None
         if gradient is not None and rounding is not None and out.narrow is not None and out.values is not None:
-            own = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
-            in_run = (own * rounding.to(own.dtype)).reshape(len(own), -1).square().sum(1)
-            return in_run.float(), _energy(gradient, out.values, out.narrow, out.part)
+            return _size(gradient, rounding), _energy(gradient, out.values, out.narrow, out.part)
     return None
 
 
 def _energy(gradients: Tensor, reference: Tensor, low: torch.dtype, part: Part) -> Tensor:
     """:attr:`Read.energy`, given gradients of shape (directions, *shape of the reference)."""
     with torch.no_grad():
-        reference = reference.detach()
-        rounding = (reference.to(low).to(reference.dtype) - reference).nan_to_num(0.0, 0.0, 0.0)
+        rounding = rounding_of(reference, low).nan_to_num_(0.0, 0.0, 0.0)
         for dim, step in enumerate(part.stride):  # what is shown several times is rounded once
             if not step and reference.shape[dim] > 1:
                 gradients, rounding = gradients.sum(dim + 1, keepdim=True), rounding.narrow(dim, 0, 1)
-        products = (gradients * rounding).reshape(len(gradients), -1)
-        return products.abs().square().sum(1).nan_to_num(0.0, 0.0, 0.0).float()
+        return _size(gradients, rounding)
+
+
+def _size(gradients: Tensor, errors: Tensor) -> Tensor:
+    """The root of the sum of the squares of the products of ``errors`` and their gradients, in each direction."""
+    if gradients.is_complex() and not errors.is_complex():
+        gradients = torch.view_as_real(gradients.resolve_conj())
+    size: Tensor = torch.linalg.vector_norm((gradients * errors).reshape(len(gradients), -1), dim=1)
+    return size
 
 
 def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | None, ...]:

@@ -143,7 +143,9 @@ def _pass(
         step.restart()
         step.on_loss = (failures or BackwardFailures()).watch
     journal = Journal(options.on_gap, options.on_op_calls)
-    figures = PendingFigures(deferred=_is_deferred(ready, options), everywhere=bool(options.deferred))
+    figures = PendingFigures(
+        deferred=_is_deferred(ready, options), everywhere=bool(options.deferred), free_memory=free_memory(ready.device)
+    )
     lockstep = Lockstep(options.wide, _tape_limit(options, ready.device) if options.budget else None, figures)
     inputs, named = ready.inputs(args, kwargs)
     journal.rows += seed_state(lockstep, ready.model, fp32)

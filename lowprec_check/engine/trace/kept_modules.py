@@ -122,6 +122,6 @@ def _numbers(energies: Sequence[Tensor]) -> dict[int, float]:
     """By ``id``: along the error of the output, and in all other directions."""
     if not energies:
         return {}
-    stacked = torch.stack(list(energies)).cpu().double()
+    stacked = torch.stack(list(energies)).cpu().double().square().nan_to_num(0.0, 0.0, 0.0)
     totals: list[float] = (stacked[:, 0] + stacked[:, 1:].mean(1)).tolist()
     return {id(energy): total for energy, total in zip(energies, totals, strict=True)}

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, widen, widened_dtype
+from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, rounding_of, widen, widened_dtype
 from lowprec_check.engine.core.tensor_comparison import CHUNK, TensorComparison, is_dense
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
 from lowprec_check.engine.trace.error_tape import COMPACT, AddedErrors
@@ -297,9 +297,9 @@ def added_errors(
         if in_chunks is not None:
             errors.append(in_chunks)
             continue
-        rounding = own.to(out.dtype).to(own.dtype) - own
+        rounding = rounding_of(own, out.dtype)
         if own is not known:
-            of_exact = known.to(out.dtype).to(known.dtype) - known
+            of_exact = rounding_of(known, out.dtype)
             is_less = rounding.norm() < of_exact.norm() / 2
             rounding = (
                 torch.where(is_less, of_exact, rounding) if not waits else of_exact if bool(is_less) else rounding

@@ -1,7 +1,8 @@
 """Figures that an accelerator still computes: they are read in batches, and what depends on them is done then, in order.
 
 Waiting for each figure would leave the accelerator idle while the host prepares the next op, and the host idle while it computes.
-Special cases (NaN, Inf) need the compared tensors again, so these are held until their batch is read: at most :data:`HELD` bytes.
+Special cases (NaN, Inf) need the compared tensors again, so these are held until their batch is read: at most :data:`HELD` bytes, or a part of the
+free memory.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ from torch import Tensor
 
 from lowprec_check.engine.core.tensor_comparison import TensorComparison, UnreadComparison, compare_tensor
 
-HELD = 256 << 20
-"""Bytes of tensors that unread comparisons hold before the oldest batch is waited for."""
+HELD, PART_HELD = 256 << 20, 1 / 16
+"""Bytes of tensors that unread comparisons hold before the oldest batch is waited for; or this part of the free memory, if that is more."""
 
 BATCH = 96
 """Actions in a batch: about three for each op."""
 
-BATCH_BYTES = HELD // 4
-"""Bytes that the comparisons of a batch hold before it is closed."""
+BATCH_PART = 1 / 4
+"""The part of these bytes that the comparisons of a batch hold before it is closed."""
 
 T = TypeVar("T")
 
@@ -52,8 +53,9 @@ class Pending(Generic[T]):
 class PendingFigures:
     """The figures of one run, in order. Unless ``deferred``, all are computed at once, and all actions done at once."""
 
-    def __init__(self, *, deferred: bool = False, everywhere: bool = False) -> None:
+    def __init__(self, *, deferred: bool = False, everywhere: bool = False, free_memory: int = 0) -> None:
         self.deferred = deferred
+        self._held = max(HELD, int(free_memory * PART_HELD))
         self._everywhere = everywhere
         """Whether figures on a CPU are deferred too: for tests."""
         self._open = _Batch()
@@ -75,6 +77,10 @@ class PendingFigures:
         pending = Pending[float]()
         self._add([figure], lambda values: pending.set(values[0]))
         return pending
+
+    def read(self, figures: list[Tensor], action: Callable[[list[float]], None]) -> None:
+        """Do ``action`` with the values of tensors of one number when they are known."""
+        self._add(figures, action)
 
     def then(self, action: Callable[[], None]) -> None:
         """Do ``action`` when all figures that were asked for before it are known."""
@@ -105,7 +111,7 @@ class PendingFigures:
             self.settle()
             self._open.stream_differs(figures[0])
         self._open.add(figures, action, compared)
-        if len(self._open) >= BATCH or self._open.nbytes >= BATCH_BYTES:
+        if len(self._open) >= BATCH or self._open.nbytes >= self._held * BATCH_PART:
             self._read(wait=False)
 
     def _read(self, *, wait: bool) -> None:
@@ -116,7 +122,9 @@ class PendingFigures:
             self._open = _Batch()
         failures: list[Exception] = []
         while self._closed and (
-            wait or self._closed[0].is_ready() or sum(batch.nbytes for batch in self._closed) > HELD - BATCH_BYTES
+            wait
+            or self._closed[0].is_ready()
+            or sum(batch.nbytes for batch in self._closed) > self._held * (1 - BATCH_PART)
         ):
             failures += self._closed.popleft().finish()
         if failures:

@@ -48,7 +48,7 @@ class FirstGradients(Watcher):
         """Copy the gradients of an optimizer; where a ``GradScaler`` skips the step, they are replaced."""
         if not self._is_skipped:
             return
-        scale, updated = step.scale, {id(parameter) for parameter in step.parts[step.number].parameters}
+        scale, updated = step.scale, step.updated
         self._has_scale = scale is not None
         self.found |= {
             name: as_real(parameter.grad.detach()).float().cpu().clone().div_(scale or 1.0)

@@ -67,7 +67,7 @@ class LostUpdateCounter(Watcher):
 
     def gradients(self, step: TrainingStep) -> None:
         """Keep the values, and give the copies the gradients of the optimizer that makes its step."""
-        optimizer, updated = step.updates.optimizer, {id(parameter) for parameter in step.parts[step.number].parameters}
+        optimizer, updated = step.updates.optimizer, step.updated
         self._updated = {name: p for name, p in self._parameters.items() if id(p) in updated}
         for name, p in self._updated.items():
             self._before[name], self._state_before[name] = p.detach().clone(), copy.deepcopy(optimizer.state.get(p, {}))
@@ -173,13 +173,13 @@ class Stalls(Watcher):
 
     def gradients(self, step: TrainingStep) -> None:
         """Note the weights and which of them have a gradient."""
-        zero, updated = torch.zeros(()), {id(parameter) for parameter in step.parts[step.number].parameters}
-        gradients = {
-            name: p.grad
-            if id(p) in updated and p.grad is not None and p.grad.layout == torch.strided
-            else zero.expand(p.shape)
-            for name, p in self._parameters.items()
-        }
+        gradients, updated = (
+            {name: torch.zeros(()).expand(p.shape) for name, p in self._parameters.items()},
+            step.updated,
+        )
+        for name, p in self._parameters.items():
+            if id(p) in updated and p.grad is not None and p.grad.layout == torch.strided:
+                gradients[name] = p.grad
         self._moving, self._before = self._samples.take(gradients) != 0, self._samples.take(self._parameters)
 
     def update(self, step: TrainingStep) -> None:
@@ -206,11 +206,8 @@ def lost_buffer_updates(run: Trajectory, base: Trajectory, samples: Samples, nar
             stays = run.buffers[step][part] == run.buffers[step - 1][part]
             wanted, lost = wanted + int(changes.sum()), lost + int((changes & stays).sum())
         if wanted:
-            found.append(
-                LostUpdates(
-                    name=name, values="buffer", elements=samples.sizes[name], lost=lost / wanted, updates=wanted
-                )
-            )
+            size = samples.sizes[name]
+            found.append(LostUpdates(name=name, values="buffer", elements=size, lost=lost / wanted, updates=wanted))
     return found
 
 

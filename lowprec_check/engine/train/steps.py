@@ -90,8 +90,10 @@ class TrainingStep:
         optimizer: Any = self.target.optimizer
         models, makes = [self.model], [optimizer]
         if isinstance(optimizer, OptimizersLike):
-            trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-            models = [nn.ParameterList([trained[index] for index in places]) for places in optimizer.positions]
+            models = [
+                nn.ParameterList(own)
+                for own in optimizer.owned([p for p in self.model.parameters() if p.requires_grad])
+            ]
             makes = list(optimizer.parts)
         self.parts = [
             self.way.updates(model, lambda found, make=make: make_optimizer(make, list(found)), self.scaler)
@@ -145,9 +147,14 @@ class TrainingStep:
         found = [self._forward(args, kwargs) for _ in self._plan(args)]
         return found[0] if len(found) == 1 else ([output for output, _ in found], _total([loss for _, loss in found]))
 
+    @property
+    def updated(self) -> dict[int, nn.Parameter]:
+        """The parameters of the optimizer that makes its step, by id."""
+        return {id(parameter): parameter for parameter in self.parts[self.number].parameters}
+
     def _is_finite(self) -> bool:
         """Whether the gradients of an optimizer that made its step are finite: a ``GradScaler`` skips it otherwise."""
-        found = [parameter.grad for parameter in self.parts[self.number].parameters]
+        found = [parameter.grad for parameter in self.updated.values()]
         return all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None)
 
     def weights(self) -> dict[int, Tensor]:
@@ -186,12 +193,8 @@ class _Together:
     """What several optimizers update, to be observed."""
 
     def __init__(self, parts: Sequence[Updates]) -> None:
-        self.parts = parts
         self.parameters = [parameter for part in parts for parameter in part.parameters]
         self.optimizer = OptimizersTogether([part.optimizer for part in parts])
-
-    def backward(self, loss: Tensor) -> None:
-        self.parts[0].backward(loss)
 
 
 def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
@@ -199,11 +202,10 @@ def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
     return ready._replace(call=step, enters_context=True)
 
 
-def kept_by(updates: Any) -> list[Tensor]:
+def kept_by(step: TrainingStep) -> list[Tensor]:
     """The weights, their copies, and the state of the optimizer: what stays from step to step."""
-    parts = updates.parts if isinstance(updates, _Together) else [updates]
-    lists = [found for part in parts for found in vars(part).values() if isinstance(found, list)]
-    lists += [list(state.values()) for state in updates.optimizer.state.values()]
+    lists = [found for part in step.parts for found in vars(part).values() if isinstance(found, list)]
+    lists += [list(state.values()) for state in step.updates.optimizer.state.values()]
     return [part for found in lists for tensor in found if isinstance(tensor, Tensor) for part in _parts(tensor)]
 
 
@@ -217,9 +219,9 @@ def _parts(tensor: Any) -> Iterator[Tensor]:
         yield from _parts(getattr(tensor, name))
 
 
-def state_bytes(updates: Any) -> int:
-    """Bytes of what ``updates`` keeps."""
-    storages = [tensor.untyped_storage() for tensor in kept_by(updates)]
+def state_bytes(step: TrainingStep) -> int:
+    """Bytes of what ``step`` keeps."""
+    storages = [tensor.untyped_storage() for tensor in kept_by(step)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 

@@ -1,0 +1,138 @@
+"""Times calls on an accelerator by its own events, and finds out how much of a call its host takes.
+
+Waiting for each call would add the time until the first op reaches the device. Events are recorded between calls, and read when a few
+have been launched.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.devices import module_of, seed_everything, synchronize
+from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.core.source_location import call_model
+from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.process import system
+from lowprec_check.schema.axes import Call
+
+WARM_UP_SECONDS = 0.05
+"""How long calls are repeated before any is timed: an idle device has lowered its clocks."""
+
+ENOUGH_SECONDS, LEAST_CALLS = 0.05, 6
+"""Calls of a turn: until these have taken so long together, and are so many."""
+
+MOST_SECONDS = 0.3
+"""How long a turn may go on for that, with all that is done between calls."""
+
+MOST_AHEAD = 0.3
+"""The longest time that a device is kept busy while a call is launched."""
+
+CYCLES = 2e9
+"""Cycles in a second, about."""
+
+
+class Launched(NamedTuple):
+    """One call, in seconds."""
+
+    host: float
+    """Until it was launched on an idle device."""
+    device: float
+    """What it takes the device if that need not wait for the host: at most, as a device holds about 1,000 launches."""
+
+
+class EventCalls:
+    """Calls of a prepared model whose inputs are on the device."""
+
+    def __init__(self, ready: Prepared, inputs: Call, seed: int, rewind: Callable[[], None]) -> None:
+        self._ready, self._seed, self._rewind = ready, seed, rewind
+        self._module = module_of(ready.device)
+
+        def resident(tensor: Tensor) -> Tensor:
+            moved = tensor.detach().to(ready.device)
+            return moved.requires_grad_() if tensor.requires_grad else moved
+
+        self._inputs: Call = map_tensors(inputs, resident)
+
+    def seconds(self, in_a_row: int, least: float) -> list[float]:
+        """Of calls that together take ``least`` seconds, or are enough; of ``in_a_row`` calls the first is not timed, as the device was idle before."""
+        started = system.perf_counter()
+        while system.perf_counter() - started < WARM_UP_SECONDS:
+            self._times(in_a_row)
+        found: list[float] = []
+        started = system.perf_counter()
+        while len(found) < LEAST_CALLS or (
+            sum(found) < max(ENOUGH_SECONDS, least) and system.perf_counter() - started < max(MOST_SECONDS, least)
+        ):
+            found += self._times(in_a_row)[1:]
+        return found
+
+    def launched(self) -> Launched | None:
+        """What a call takes its host and the device; ``None`` if that cannot be told here."""
+        keep_busy = getattr(self._module, "_sleep", None)
+        if keep_busy is None:
+            return None
+        self._rewind()
+        given = self._given()
+        synchronize(self._ready.device)
+        host = self._call(given).host
+        given = self._given()
+        synchronize(self._ready.device)
+        keep_busy(int(min(MOST_AHEAD, 2 * host + 1e-3) * CYCLES))
+        ahead = self._call(given)
+        synchronize(self._ready.device)
+        return Launched(host, ahead.elapsed)
+
+    def _times(self, calls: int) -> list[float]:
+        """The seconds of a few calls that are launched one after another, from the same state of the model."""
+        self._rewind()
+        made = [self._call(self._given()) for _ in range(calls)]
+        synchronize(self._ready.device)
+        return [call.elapsed for call in made]
+
+    def _given(self) -> Call:
+        seed_everything(self._seed)
+        return self._ready.inputs(*self._inputs)
+
+    def _call(self, given: Call) -> _Call:
+        start, end = (self._module.Event(enable_timing=True) for _ in range(2))
+        with warnings.catch_warnings(), self._ready.context():
+            warnings.simplefilter("ignore")  # the plain run has shown them
+            start.record()
+            started = system.perf_counter()
+            call_model(self._ready.call, *given)
+            host = system.perf_counter() - started
+            end.record()
+        return _Call(start, end, host)
+
+
+class _Call(NamedTuple):
+    """The events around a call, and seconds until it was launched."""
+
+    start: Any
+    end: Any
+    host: float
+
+    @property
+    def elapsed(self) -> float:
+        """Seconds on the device, once it is done."""
+        return float(self.start.elapsed_time(self.end)) / 1e3
+
+
+def has_events(device: torch.device) -> bool:
+    """Whether ``device`` is an accelerator whose events have times."""
+    if device.type == "cpu":
+        return False
+    try:
+        module = module_of(device)
+        start, end = (module.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        end.record()
+        synchronize(device)
+        return bool(start.elapsed_time(end) >= 0)
+    except (AttributeError, RuntimeError, TypeError, NotImplementedError):
+        return False
