@@ -256,7 +256,7 @@ def blamed(run: Run, result: ScanResult) -> str | None:
     found = sorted(codes & {"LP306", "LP308"})
     if found:
         return " ".join(found)
-    fails = not passes_all(run) and result.run(run.precision).status == "ok" and run.status != "unjudged"
+    fails = not passes_all(run) and passes_all(result.run(run.precision)) and run.status != "unjudged"
     if not fails or run.status == "error" or (run.is_quantized and run.failed_input is None):
         return None
     return f"{run.status}{f' on {run.failed_input} inputs' if run.failed_input else ''}"

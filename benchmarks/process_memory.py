@@ -109,12 +109,16 @@ def in_library(program: Any, backend: str) -> Any:
         import openvino
 
         options = {"INFERENCE_PRECISION_HINT": "f32", "INFERENCE_NUM_THREADS": torch.get_num_threads()}
-        compiled = openvino.compile_model(openvino.convert_model(program), "CPU", options)
+        graph = openvino.convert_model(program)
+        graph.reshape({place: tuple(given.shape) for place, given in enumerate(program.example_inputs[0])})
+        compiled = openvino.compile_model(graph, "CPU", options)
         return lambda *args, **kwargs: compiled([each.numpy() for each in (*args, *kwargs.values())]).to_tuple()
     import onnxruntime
 
     data = torch.onnx.export(program, dynamo=True, verbose=False).model_proto.SerializeToString()
-    session = onnxruntime.InferenceSession(data, providers=["CPUExecutionProvider"])
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
     names = [each.name for each in session.get_inputs()]
     return lambda *args, **kwargs: session.run(
         None, dict(zip(names, (each.numpy() for each in (*args, *kwargs.values())), strict=True))

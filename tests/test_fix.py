@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import html
+import io
+import json
 import subprocess
 from pathlib import Path
 from textwrap import dedent
@@ -10,10 +13,12 @@ from textwrap import dedent
 import msgspec
 import pytest
 import torch
-from conftest import Call
+from conftest import ROOT, Call
 
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText, edited, moved
+from lowprec_check.errors import UsageError
 from lowprec_check.schema.fixing import Fixing
+from lowprec_check.schema.scan_result import ScanResult
 
 HEAD = """\
 import torch
@@ -82,7 +87,7 @@ CASES = {
     "eps": ("h = self.fc(x) * 0\nreturn self.fc(x) + h / (h.norm(dim=-1, keepdim=True) + 1e-8)", "max(1e-8, torch.finfo("),
     "default eps": ("h = self.fc(x) * 0\nreturn self.fc(x) + F.normalize(h, dim=-1)", "eps=max(1e-12, torch.finfo(h.dtype).tiny)"),
     "overflow": ("h = self.fc(x) * 400\nreturn h / h.pow(2).mean(-1, keepdim=True).sqrt()", "h.float().pow(2)"),
-    "kernel": ("h = self.fc(x)\nreturn torch.linalg.qr(h.T @ h)[1]", ".to(h.dtype)"),
+    "kernel": ("h = self.fc(x)\nreturn torch.linalg.qr(h.T @ h)[1]", "qr((h.T @ h).float())[1].to(h.dtype)"),
     "factory": ("h = self.fc(x)\nw = torch.eye(8)\nreturn h @ w", "torch.eye(8, dtype=x.dtype)"),
     "in place": ("h = self.fc(x) * 300\nh *= h\nreturn h.mean(-1, keepdim=True).sqrt() + self.fc(x)", "h = (h.float() * h.float())"),
     "scale": ("h = self.fc(x) * 400\nreturn (h @ h.T) / 4096", "2**-"),
@@ -95,7 +100,8 @@ def test_a_fault_is_fixed_and_proven(call: Call, tmp_path: Path, case: str) -> N
     body, expected = CASES[case]
     file = write(tmp_path, body)
     before = file.read_bytes()
-    found = fixed(call, file)
+    # on some further inputs the product needs fp32 too: how many are tried depends on the time
+    found = fixed(call, file, "-p", "half", *(["--further-inputs", "0"] if case == "kernel" else []))
     assert found.due
     assert found.passes
     assert expected in found.diff
@@ -142,3 +148,190 @@ def test_what_is_compiled_from_text_is_left_alone(call: Call, tmp_path: Path) ->
     assert not found.due
     assert not found.passes
     assert found.left_alone
+
+
+# -- Real threads, as their reporters had them
+
+THREADS = {
+    # DeBERTa masked its scores with the smallest number of fp32
+    "huggingface/transformers#35332": (
+        "",
+        "h = self.fc(x)\nrmask = ~(torch.arange(8) < 5).expand_as(h)\noutput = h.masked_fill(rmask, torch.finfo(torch.float).min)\nreturn torch.softmax(output, -1)",
+        "torch.finfo(h.dtype).min",
+    ),
+    "pytorch/pytorch#32137": (
+        "",
+        "h = self.fc(x)\nh = torch.cat([h, torch.zeros_like(h)])\nreturn torch.nn.functional.normalize(h, dim=-1)",
+        "eps=max(1e-12, torch.finfo(h.dtype).tiny)",
+    ),
+    "pytorch/pytorch#56440": (
+        "",
+        "h = self.fc(x)\nh = torch.cat([h, torch.zeros_like(h)])\nreturn h / h.norm(dim=-1, keepdim=True).clamp(min=1e-8)",
+        "min=max(1e-8, torch.finfo(h.dtype).tiny)",
+    ),
+    # normalize_quaternion of the zero quaternion
+    "kornia/kornia#4021": (
+        "def normalize_quaternion(quaternion: torch.Tensor, eps: float = 1.0e-12) -> torch.Tensor:\n"
+        "    return F.normalize(quaternion, p=2.0, dim=-1, eps=eps)\n\n\n",
+        "h = self.fc(x).view(-1, 2, 4)\nh = torch.cat([h, torch.zeros_like(h)])\nreturn normalize_quaternion(h)",
+        "eps=max(eps, torch.finfo(quaternion.dtype).tiny)",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("thread", THREADS)
+def test_a_real_thread_is_fixed(call: Call, tmp_path: Path, thread: str) -> None:
+    function, body, expected = THREADS[thread]
+    found = fixed(call, write(tmp_path, body, head=HEAD.replace("class Net", f"{function}class Net")))
+    assert found.passes
+    assert expected in found.diff
+    assert len(found.changes) == 1
+
+
+@pytest.mark.slow
+def test_a_product_under_autocast_keeps_those_of_its_operands_there(call: Call) -> None:
+    found = fixed(call, ROOT / "examples" / "t5_feed_forward.py", "-p", "autocast-fp16")
+    assert found.passes
+    change = found.changes[0].after
+    before, _, inside = change.partition("enabled=False):")
+    assert "self.wi_1(x)" in before
+    assert "self.wo(" in inside
+    assert "self.wi_1(x)" not in inside
+    assert (found.proven[0].error_after or 0.0) > 0  # fp32 would be exact
+
+
+@pytest.mark.slow
+def test_spectral_norm_without_a_kernel_is_computed_in_fp32(call: Call, tmp_path: Path) -> None:
+    """Without ``dot`` for half, as in intel/intel-extension-for-pytorch#673."""
+    head = HEAD.replace("nn.Linear(8, 8)", "nn.utils.spectral_norm(nn.Linear(8, 8))")
+    file = write(tmp_path, "return self.fc(x).relu()", head=head)
+    found = fixed(call, file, "-p", "half", "--without-kernel", "aten.dot:half")
+    assert found.passes
+    assert "functional_call(self.fc" in found.diff
+
+
+@pytest.mark.slow
+def test_a_call_of_an_installed_package_is_changed_on_request(call: Call, tmp_path: Path) -> None:
+    package = tmp_path / "site-packages" / "packed"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("def root(h):\n    return h.pow(2).mean(-1, keepdim=True).sqrt()\n")
+    head = f"import sys\nsys.path.append({str(package.parent)!r})\nfrom packed import root\n{HEAD}"
+    file = write(tmp_path, "h = self.fc(x) * 400\nreturn h / root(h)", head=head)
+    found = fixed(call, file)
+    assert not found.passes
+    assert any("installed package" in left.reason for left in found.left_alone)
+    found = fixed(call, file, "-p", "half", "--include-packages")
+    assert found.passes
+    assert "root(h.float())" in found.diff
+
+
+# -- What is written and printed
+
+MASK = "h = self.fc(x)\nreturn h.masked_fill(torch.arange(8) > 3, -1e9).softmax(-1)"
+
+
+@pytest.mark.slow
+def test_a_fix_is_in_every_output(call: Call, tmp_path: Path) -> None:
+    file = write(tmp_path, MASK)
+    done = call(
+        "fix", file, "-q", "-p", "half", "--json", "-", "--report", "a.sarif", "--report", "a.html", folder=tmp_path
+    )
+    assert done.returncode == 0, done.stderr
+    fixing = ScanResult.from_json(done.stdout.encode()).fixing
+    assert fixing is not None
+    change = fixing.changes[0]
+    results = json.loads((tmp_path / "a.sarif").read_text())["runs"][0]["results"]
+    fixes = [fix for result in results for fix in result.get("fixes", ())]
+    replaced = fixes[0]["artifactChanges"][0]["replacements"][0]
+    assert replaced["insertedContent"]["text"] == change.after
+    assert replaced["deletedRegion"]["startLine"] == change.line
+    assert "torch.finfo(h.dtype).min" in html.unescape((tmp_path / "a.html").read_text())
+    again = call("fix", file, "-q", "-p", "half", "--from", "b.json", folder=tmp_path)
+    assert again.returncode == 2
+    (tmp_path / "b.json").write_text(done.stdout)
+    again = call("fix", file, "-q", "-p", "half", "--from", "b.json", "-f", "diff", folder=tmp_path)
+    assert again.stdout == fixing.diff
+    subprocess.run(["git", "apply", "--check", "-"], input=again.stdout, text=True, cwd=tmp_path, check=True)
+
+
+@pytest.mark.slow
+def test_a_file_that_cannot_be_written_loses_nothing_else(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path, MASK)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UsageError("The disk is full.", None)
+
+    monkeypatch.setattr("lowprec_check.cli.report.write", refuse)
+    done = call("fix", file, "-q", "-p", "half", "--json", "a.json", "--report", "a.html", folder=tmp_path)
+    assert done.returncode == 2
+    assert "The disk is full." in done.stderr
+    assert "torch.finfo" in done.stdout
+    assert ScanResult.load(tmp_path / "a.json").fixing is not None
+    done = call("fix", file, "-q", "--json", "-", "-f", "diff", folder=tmp_path)
+    assert done.returncode == 2
+    assert "both print to stdout" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("answers", "kept"), [("y\nn\ny\n", 1), ("n\nn\n", 0), ("y\ny\n", 2)])
+def test_chosen_changes_are_tried_and_written(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: str, kept: int
+) -> None:
+    file = write(
+        tmp_path,
+        "h = self.fc(x)\nh = h + torch.linalg.qr(h.T @ h)[1].sum()\nreturn h.masked_fill(torch.arange(8) > 3, -1e9).softmax(-1)",
+    )
+    before = file.read_text()
+    monkeypatch.setattr("sys.stdin", io.StringIO(answers))
+    done = call("fix", file, "-q", "-p", "half", "--interactive", folder=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert ("with these changes alone" in done.stderr) == (kept == 1)
+    text = file.read_text()
+    assert (".float()" in text) == (kept > 0)
+    assert ("torch.finfo" in text) == (kept > 1)
+    assert (text == before) == (not kept)
+
+
+@pytest.mark.slow
+def test_a_plan_is_compared_with_the_patch(call: Call, tmp_path: Path) -> None:
+    found = fixed(call, write(tmp_path, MASK), "-p", "half", "--plan")
+    assert found.passes
+    assert found.plan is None or "smaller" in found.plan
+
+
+@pytest.mark.slow
+def test_rotary_frequencies_stay_in_fp32(call: Call, tmp_path: Path) -> None:
+    buffer = 'self.fc = nn.Linear(8, 8)\n        self.register_buffer("freq", 1000.0 ** -(torch.arange(0, 8, 2) / 8), persistent=False)'
+    body = "h = self.fc(x)\nangle = torch.arange(4)[:, None] * 700.0 * self.freq.float()\nreturn h * angle.cos().repeat_interleave(2, -1).to(h.dtype)"
+    file = write(tmp_path, body, head=HEAD.replace("self.fc = nn.Linear(8, 8)", buffer))
+    found = fixed(call, file, "-p", "bfloat16")
+    assert found.passes
+    assert [change.kind for change in found.changes] == ["buffer"]
+
+
+@pytest.mark.slow
+def test_a_function_of_its_own_gradient_computes_in_fp32_under_autocast(call: Call, tmp_path: Path) -> None:
+    function = """class Rms(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        wide = x * 300
+        scale = (wide * wide).mean(-1, keepdim=True).sqrt()
+        ctx.save_for_backward(wide, scale)
+        return wide / scale
+
+    @staticmethod
+    def backward(ctx, grad):
+        wide, scale = ctx.saved_tensors
+        return 300 * (grad / scale - wide * (grad * wide).mean(-1, keepdim=True) / scale**3)
+
+
+"""
+    file = write(tmp_path, "return Rms.apply(self.fc(x))", head=HEAD.replace("class Net", f"{function}class Net"))
+    found = fixed(call, file, "-p", "autocast-fp16")
+    assert found.passes
+    assert found.gradients_equal
+    assert [change.kind for change in found.changes] == ["custom_fwd"]
+    assert "custom_bwd" in found.diff

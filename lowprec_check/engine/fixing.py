@@ -18,14 +18,22 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.conclusion import conclude
-from lowprec_check.analysis.fixes.chosen import Chosen, State, compute_instead, next_option
+from lowprec_check.analysis.fixes.chosen import (
+    Chosen,
+    State,
+    change_of,
+    compared_with_plan,
+    compute_instead,
+    next_option,
+    proven_by,
+    shown_path,
+)
 from lowprec_check.analysis.fixes.fix_kinds import proposals
 from lowprec_check.analysis.fixes.fix_sites import OwnFiles, PatchedFile, Sites, distance_of, fails
 from lowprec_check.analysis.fixes.fp32_fixes import kept_buffers
 from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, compose
 from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.analysis.fixes.source_text import SourceText, unified_diff
-from lowprec_check.analysis.fixes.told_fixes import change_of, compared_with_plan, proven_by, shown_path
 from lowprec_check.engine.machine import version
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
 from lowprec_check.engine.session import scan_file, try_source
@@ -174,15 +182,14 @@ class _Search:
                 new.append(site)
             else:
                 met.append(chosen)
-        advanced = next_option(each for each in met if not each.site.mismatch)
+        given_pass = all(run.status == "ok" for run in failing)
+        instead = not given_pass and not any(site.breaks for site in new) and compute_instead(state)
+        advanced = instead or next_option(each for each in met if not each.site.mismatch)
         advanced = advanced or (not new and next_option(met))
         tops = {c.fix.back[0] for key, c in state.items() if c.fix.back is not None and c.fix.back[0] is not key}
         for covered in tops.intersection(state):
             del state[covered]
-        given_pass = all(run.status == "ok" for run in failing)
-        if not advanced and not any(site.breaks for site in new):
-            advanced = compute_instead(state)
-        looked = self._looked(state) if new and not (advanced and given_pass) else None
+        looked = self._looked(state) if new and not (advanced and (given_pass or instead)) else None
         for site in new if looked is not None else ():
             found = proposals(site, self._scene(site, patched, looked or self.bits))
             if found:

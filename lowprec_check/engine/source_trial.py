@@ -34,6 +34,9 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import REFERENCE
 from lowprec_check.schema.scan_result import Run
 
+NEAR = 0.3
+"""The part of the tolerance from which on the rounding of buffers may be why a run fails."""
+
 Goal = Literal["glance", "step", "proof"]
 
 
@@ -134,7 +137,7 @@ def _probed(source: TargetSource, device: str, precisions: Sequence[str], option
 def _rounded_buffers(
     target: Target, device: str, precisions: Iterable[str], options: ScanOptions
 ) -> dict[str, list[str]]:
-    """The floating buffers that a cast rounds, by the file and class of their module, if fp32 with the rounded ones fails."""
+    """The floating buffers that a cast rounds, by the file and class of their module, if fp32 with the rounded ones comes near the tolerance."""
     for precision in map(PRECISIONS.get, precisions):
         found: dict[str, list[str]] = {}
         with _ready(target, REFERENCE, device) as ready:
@@ -149,7 +152,7 @@ def _rounded_buffers(
                         module.register_buffer(name, rounded, persistent=name not in module._non_persistent_buffers_set)
             if any(found.values()):
                 after = output_tensors(run_once(ready, target.args, target.kwargs, options.seed)[0])
-                if judge(after, before, options.tolerance or precision.tolerance)[0] != "ok":
+                if judge(after, before, NEAR * (options.tolerance or precision.tolerance))[0] != "ok":
                     return {owner: names for owner, names in found.items() if names}
     return {}
 

@@ -1,12 +1,20 @@
-"""What a search has chosen: at each place, the changes that could be made, and which of them is tried."""
+"""What a search has chosen at each place, and what is told of it: the lines, what plain runs proved, how a plan compares."""
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+import difflib
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
-from lowprec_check.analysis.fixes.scene import Site, SourceFix
+from lowprec_check.analysis.fixes.scene import Site, SourceFix, compose
+from lowprec_check.analysis.fixes.source_text import edited, lines_of
+from lowprec_check.schema.fixing import Proven, SourceChange
+from lowprec_check.schema.plan import Plan
+from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.statements import counted, short_op
 
 
 @dataclass
@@ -41,3 +49,58 @@ def next_option(places: Iterable[Chosen]) -> bool:
 def compute_instead(state: State) -> bool:
     """Compute in fp32 where a number was changed, which may be what fails now; whether there is such a place."""
     return next_option(chosen for chosen in state.values() if chosen.fix.kind in ("constant", "scale"))
+
+
+# -- What is told
+
+
+def shown_path(path: Path) -> str:
+    """The path as a diff names it, relative to the current folder."""
+    shown = os.path.relpath(path)
+    return str(path).lstrip(os.sep) if shown.startswith("..") else shown
+
+
+def change_of(site: Site, fix: SourceFix) -> SourceChange:
+    """The lines that a change alone changes."""
+    old, new = (
+        lines_of(text).texts for text in (site.source.text, edited(site.source.text, compose(site.source, [fix])))
+    )
+    blocks = [b for b in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if b[0] != "equal"]
+    first, last = (blocks[0], blocks[-1]) if blocks else (("", 0, 0, 0, 0),) * 2
+    return SourceChange(
+        kind=fix.kind,
+        file=shown_path(site.source.path),
+        line=first[1] + 1,
+        end_line=max(last[2], first[1] + 1),
+        before="".join(old[first[1] : last[2]]),
+        after="".join(new[first[3] : last[4]]),
+        why=fix.why,
+        codes=tuple(sorted(site.codes)),
+        op=short_op(site.op) or None,
+        precisions=tuple(sorted(site.precisions)),
+    )
+
+
+def proven_by(before: Run, after: Run | None) -> Proven:
+    """A precision before and after."""
+    further = after.further_inputs if after is not None else None
+    return Proven(
+        precision=before.precision,
+        before=before.status,
+        after=after.status if after is not None else before.status,
+        error_before=before.distance,
+        error_after=after.distance if after is not None else before.distance,
+        tolerance=before.tolerance,
+        further=further.tried if further is not None else 0,
+        further_failed=further.failed if further is not None else 0,
+    )
+
+
+def compared_with_plan(plan: Plan | None, changes: Sequence[SourceChange]) -> str | None:
+    """Whether a plan or a patch is smaller; ``None`` if there is no plan."""
+    if plan is None:
+        return None
+    kept, lines = len(plan.keep_fp32), sum(change.end_line - change.line + 1 for change in changes)
+    smaller = "the plan" if kept < lines else "the patch"
+    modules = counted(kept, "module")
+    return f"A plan from {plan.base} keeps {modules} in fp32; the patch changes {counted(lines, 'line')}: {smaller} is smaller"

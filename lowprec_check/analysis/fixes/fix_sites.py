@@ -68,7 +68,16 @@ class PatchedFile:
         for node in ast.walk(self.source.tree):
             if isinstance(node, ast.AugAssign) and moved(self.source.span(node), self.edits) == (start, end):
                 return node
+        # a method on a line of its own starts there, not where the expression does
+        ending = [
+            n for each, n in self.nodes.items() if each[1] == end and each[0] <= start and isinstance(n, ast.Call)
+        ]
+        if ending:
+            return max(ending, key=lambda node: self.source.span(node)[0])
         inside = [each for each in self.nodes if start <= each[0] and each[1] <= end]
+        if not inside:  # a cast behind the last line of an expression
+            last = max((each[1] for each in self.nodes if each[1] <= start), default=None)
+            inside = [each for each in self.nodes if each[1] == last]
         if not inside or not self.edits:
             return None
         largest = self.nodes[max(inside, key=lambda each: each[1] - each[0])]

@@ -64,10 +64,6 @@ class SourceText:
         """Of a position as ``ast`` counts it: lines from 1, columns in bytes of UTF-8."""
         return self._places.offset(line, column)
 
-    def line_of(self, offset: int) -> int:
-        """The number of the line, from 1."""
-        return sum(start <= offset for start in self._starts)
-
     def span(self, node: ast.AST) -> Span:
         """Where ``node`` starts and ends, without parentheses around it."""
         its: ast.expr = node  # type: ignore[assignment]

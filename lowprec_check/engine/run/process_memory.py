@@ -2,7 +2,8 @@
 
 Counted are its own pages (anonymous ones) and those of files other than the libraries that were loaded before the model was prepared:
 weights that are mapped, libraries of a backend. What the process held without the model is subtracted: the interpreter, torch, what the
-model's file imported. Both are measured in copies of the process, in which everything that only a scan needs is freed.
+model's file imported. Own pages are counted in copies of the process, in which everything that only a scan needs is freed; those of files in
+the process itself, since a fork does not copy them.
 """
 
 from __future__ import annotations
@@ -11,8 +12,9 @@ import contextlib
 import ctypes
 import gc
 import os
+import sys
 import types
-from collections.abc import Callable, Container
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +38,7 @@ class ProcessMemory:
     def __init__(self, model: nn.Module) -> None:
         self._model = model
         self._libraries = {each.path for each in _mappings() if ".so" in os.path.basename(each.path)}
+        self._libraries.add(os.path.realpath(sys.executable))
         self._without_model = self._in_copy(lambda: _free_all(model))
 
     @classmethod
@@ -59,7 +62,8 @@ class ProcessMemory:
         more = _more_in(call) if ready is not None else None
         if ready is None or more is None or self._without_model is None:
             return None
-        return max(0, ready + more - self._without_model)
+        files: int = sum(each.rss - each.anonymous for each in _mappings() if each.path not in self._libraries)
+        return max(0, ready + files + more - self._without_model)
 
     def _free_originals(self, prepared: object) -> None:
         for found in gc.get_objects():
@@ -77,7 +81,8 @@ class ProcessMemory:
             if os.getpid() == original:
                 return -1
             free()
-            return _held(self._libraries)
+            _trim()
+            return sum(each.anonymous + each.swap for each in _mappings())
 
         with contextlib.suppress(UsageError, WorkerError, psutil.Error, OSError):
             found = isolated(held, "fork", int)
@@ -90,15 +95,6 @@ def _free_all(model: nn.Module) -> None:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # it belongs to a file, or is sparse
             tensor.untyped_storage().resize_(0)
     free_weights(model, lambda _: True)
-
-
-def _held(libraries: Container[str]) -> int:
-    """Bytes of the process's own pages, in memory or swapped out, and of pages of files but the ``libraries``."""
-    _trim()
-    return sum(
-        each.anonymous + each.swap + (0 if each.path in libraries else each.rss - each.anonymous)
-        for each in _mappings()
-    )
 
 
 def _mappings() -> list[Any]:

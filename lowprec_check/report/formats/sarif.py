@@ -13,7 +13,7 @@ from urllib.parse import quote
 
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.errors import encodable
-from lowprec_check.report.foreign_text import visible, visible_text, without_folders
+from lowprec_check.report.foreign_text import visible, without_folders
 from lowprec_check.report.places import FileLine, Place, places, told
 from lowprec_check.report.registry import ReportFormat
 from lowprec_check.report.scan_document import machine, title
@@ -150,7 +150,7 @@ def _fixes(place: Place, result: ScanResult) -> list[dict[str, Any]]:
             continue
         end = change.end_line + 1 if change.before else change.line
         region = {"startLine": change.line, "startColumn": 1, "endLine": end, "endColumn": 1}
-        replacement = {"deletedRegion": region, "insertedContent": {"text": visible_text(change.after)}}
+        replacement = {"deletedRegion": region, "insertedContent": {"text": change.after}}
         artifact = _location(place.line, (), result, OWN)["physicalLocation"]["artifactLocation"]
         changed = [{"artifactLocation": artifact, "replacements": [replacement]}]
         found.append({"description": {"text": visible(change.why)}, "artifactChanges": changed})
