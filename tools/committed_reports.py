@@ -176,6 +176,7 @@ PARTS = {
         Report(
             "scaled-weights.md", "Which errors have initial weights, and those of `--scale-weights`?", "scaled_weights"
         ),
+        Report("streamed.md", "Does `--stream` find what a scan with the weights in memory finds?", "streamed"),
         Report("planted-values.md", "Which overflows and underflows does a scan blame?", "planted_values"),
         Report(
             "margin.md", "Does the interval for the share of inputs that fail hold it, and what does it cost?", "margin"
