@@ -205,7 +205,7 @@ TRUE = {
     ("chance", "autocast-bf16 · jit"): "its loss is float32, that of eager mode bfloat16",
     ("chance", "autocast-fp16 · jit"): "its loss is float32, that of eager mode float16",
 }
-"""Rows of healthy backends that differ from eager mode in plain torch too, and how; the last one was taken to be as the one before."""
+"""Rows of healthy backends that differ from eager mode in plain torch too, and how."""
 
 
 # -- Scans
