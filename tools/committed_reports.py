@@ -181,6 +181,12 @@ PARTS = {
         Report(
             "margin.md", "Does the interval for the share of inputs that fail hold it, and what does it cost?", "margin"
         ),
+        Report(
+            "backend-faults.md",
+            "Which faults of backends does a scan find, and how often does it blame a healthy backend?",
+            "backend_faults",
+        ),
+        Report("process-memory.md", "Is the memory of a row that of a fresh process that serves it?", "process_memory"),
         Report("kills.md", "What do commands leave that are killed?", "kills"),
         Report("mutated-files.md", "How do commands end that read broken files?", "mutated_files"),
         Report("fixes.md", "How many models with planted faults does `fix` fix, and how long does it take?", "fixes"),
