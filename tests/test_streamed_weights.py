@@ -33,6 +33,7 @@ class Tied(nn.Module):
         self.lstm = nn.LSTM(16, 16, batch_first=True)
         self.head = nn.Linear(16, 50, bias=False)
         self.head.weight = self.embed.weight
+        nn.init.trunc_normal_(self.head.weight)
         self.register_buffer("scale", torch.ones(16))
 
     def forward(self, ids: Tensor) -> Tensor:

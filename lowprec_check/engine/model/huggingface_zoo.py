@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
 import os
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.inputs import parse_inputs
-from lowprec_check.engine.model.streamed_weights import parameters_in, stream_weights, unread_weights
+from lowprec_check.engine.model.streamed_weights import NOTE, parameters_in, stream_weights, unread_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.engine.model.zoo import check_memory, fits_memory, import_zoo, unknown_name, zoo_target
@@ -84,7 +86,7 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
     if has_weights:
         maker: Any = transformers.AutoModel if model_class is None else model_class
         if files and (stream or not fits_memory(parameters_in(files))):
-            model = _streamed_model(maker.from_config if model_class is None else maker, config, files)
+            model, notes = _streamed_model(maker.from_config if model_class is None else maker, config, files), [NOTE]
         else:
             model, notes = _saved_model(maker, folder)
         code = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)"
@@ -100,8 +102,20 @@ def _streamed_model(make: Any, config: Any, files: list[Path]) -> nn.Module:
     """The model in fp32, whose weights stay in ``files``."""
     with unread_weights():
         model: Any = call_user_code("Making the model without its weights", lambda: make(config))
-    stream_weights(model, files, model.base_model_prefix)
+    stream_weights(model, files, _renaming(model))
     return model.float().eval()  # type: ignore[no-any-return]
+
+
+def _renaming(model: nn.Module) -> Callable[[str], str]:
+    """What transformers calls a weight in ``model`` that has another name in the files; weights that it also converts keep theirs."""
+    try:
+        loading = importlib.import_module("transformers.core_model_loading")
+        mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
+        only = [each for each in mapping if isinstance(each, loading.WeightRenaming)]
+    except (ImportError, AttributeError):  # before transformers 5, which has fewer of them
+        return str
+    state = model.state_dict()
+    return lambda name: str(loading.rename_source_key(name, only, [], model.base_model_prefix, state)[0])
 
 
 def _saved_model(maker: Any, folder: str) -> tuple[nn.Module, list[str]]:

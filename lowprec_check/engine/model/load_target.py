@@ -28,7 +28,7 @@ from lowprec_check.engine.model.inputs import (
     parse_inputs,
 )
 from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedBatch, ObservedTraining, ScriptStep
-from lowprec_check.engine.model.streamed_weights import NOTE, stream_file, stream_of, unread_weights
+from lowprec_check.engine.model.streamed_weights import NOTE, stream_file, unread_weights
 from lowprec_check.engine.model.target import (
     NOT_TRAINED,
     Target,
@@ -100,9 +100,8 @@ def load_target(
             if weights is not None:
                 load = stream_file if stream else load_weights
                 setup = (*target.setup, *load(target.model, weights))
-                target = target._replace(setup=setup, weights="loaded")
-            if stream_of(target.model) is not None:
-                target = target._replace(notes=(*target.notes, NOTE))
+                notes = (*target.notes, *([NOTE] if stream else []))
+                target = target._replace(setup=setup, weights="loaded", notes=notes)
             return call_user_code(f"Reading {type(target.model).__name__}", lambda: check(target))
     finally:
         sys.argv = kept

@@ -119,6 +119,8 @@ class Unread(Tensor):
         """Cast it, move it, or copy it; anything else is an error, but for a module that is being made."""
         if not cls.making and func not in _CASTS:
             raise RuntimeError(f"{func} got a weight that was not read (--stream)")
+        if func is _aten._local_scalar_dense.default:
+            return 0  # how far an initialization is from what it wants
         kwargs = dict(kwargs or {})
         device = kwargs.pop("device", None) or next(each.device for each in args if isinstance(each, Unread))
         out = func(*tree_map_only(Tensor, _without_values, args), **kwargs)
@@ -247,17 +249,13 @@ def stream_file(model: nn.Module, path: str) -> list[str]:
     return ["from safetensors.torch import load_file", read, "model.load_state_dict(state)"]
 
 
-def stream_weights(model: nn.Module, files: Iterable[Path], prefix: str = "") -> None:
+def stream_weights(model: nn.Module, files: Iterable[Path], rename: Callable[[str], str] = str) -> None:
     """Let ``model``, made under :func:`unread_weights`, read its weights from ``files``; buffers are read at once.
 
-    ``prefix`` may be missing from, or be added to, the names in the files. Raises :class:`UsageError` if weights are missing.
+    ``rename`` gives the name in the model for one in the files. Raises :class:`UsageError` if weights are missing.
     """
-    saved = {name: tensor for file in files for name, tensor in saved_tensors(file).items()}
+    named = {rename(name): tensor for file in files for name, tensor in saved_tensors(file).items()}
     state: dict[str, Tensor] = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])
-    for change in (lambda name: name, lambda name: f"{prefix}.{name}", lambda name: name.removeprefix(f"{prefix}.")):
-        named = {change(name): tensor for name, tensor in saved.items()}
-        if not named.keys().isdisjoint(state):
-            break
     other = [name for name, tensor in named.items() if name in state and state[name].shape != tensor.values.shape]
     same: dict[int, str] = {id(tensor): name for name, tensor in state.items() if name in named}
     missing = [name for name, tensor in state.items() if is_unread(tensor) and id(tensor) not in same]

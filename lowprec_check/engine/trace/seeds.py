@@ -56,7 +56,7 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         seen: set[str] = set()
 
         def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
-            is_first, differs = name not in seen, saved.dtype != low.dtype
+            is_first, differs = name not in seen, torch.promote_types(saved.dtype, low.dtype) != low.dtype
             seen.add(name)
             before = len(rows)
             seed(name, low, saved.to(low.device, widened_dtype(saved.dtype, lockstep.wide)) if differs else None)
