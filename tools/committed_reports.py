@@ -176,6 +176,11 @@ PARTS = {
         Report(
             "scaled-weights.md", "Which errors have initial weights, and those of `--scale-weights`?", "scaled_weights"
         ),
+        Report(
+            "gpu-speed.md",
+            "Are the times of an idle GPU those of other tools, and what does the op-by-op analysis cost there?",
+            "gpu_speed",
+        ),
         Report("streamed.md", "Does `--stream` find what a scan with the weights in memory finds?", "streamed"),
         Report("planted-values.md", "Which overflows and underflows does a scan blame?", "planted_values"),
         Report(
