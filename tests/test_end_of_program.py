@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
@@ -307,9 +308,11 @@ def test_a_compiler_that_is_killed_leaves_nothing(
     command = psutil.Process(process.pid)
 
     def compiles() -> bool:
-        return process.poll() is not None or any(
-            "cc1plus" in child.name() for child in command.children(recursive=True)
-        )
+        with contextlib.suppress(psutil.NoSuchProcess):  # one that ends meanwhile
+            return process.poll() is not None or any(
+                "cc1plus" in child.name() for child in command.children(recursive=True)
+            )
+        return False
 
     wait_until(compiles)
     assert process.poll() is None, process.communicate()[1]
