@@ -81,13 +81,16 @@ def show_line(filename: str, line: int) -> str:
     return f"{show_file(filename)}:{line}"
 
 
-@functools.cache
 def show_file(filename: str) -> str:
     """The path as a user would write it: relative to the current folder, or starting at the installed package."""
+    return _shown(filename, current_folder())
+
+
+@functools.cache
+def _shown(filename: str, here: str | None) -> str:
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return encodable(filename.split(marker, 1)[1])
-    here = current_folder()
     relative = os.path.relpath(filename, here) if filename[:1] != "<" and here is not None else filename
     return encodable(os.path.basename(filename) if relative.startswith("..") else relative)
 
