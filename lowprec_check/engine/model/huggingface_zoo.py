@@ -85,7 +85,8 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
     notes: list[str] = []
     if has_weights:
         maker: Any = transformers.AutoModel if model_class is None else model_class
-        if files and (stream or not fits_memory(parameters_in(files))):
+        in_16_bits = sum(file.stat().st_size for file in files) // 2
+        if files and (stream or not (fits_memory(in_16_bits) or fits_memory(parameters_in(files)))):
             model, notes = _streamed_model(maker.from_config if model_class is None else maker, config, files), [NOTE]
         else:
             model, notes = _saved_model(maker, folder)
