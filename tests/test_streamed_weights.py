@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowprec_check.engine.model.streamed_weights import NOTE, is_unread, stream_weights, unread_weights
+from lowprec_check.engine.model.streamed_weights import NOTE, is_unread, stream_of, stream_weights, unread_weights
 from lowprec_check.engine.run.target_source import load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.scan import scan_target
@@ -182,6 +182,15 @@ def test_what_needs_the_weights_in_memory_is_refused(tmp_path: Path) -> None:
         scanned(*written(tmp_path), stream=True, train=True)
     with pytest.raises(UsageError, match="--stream reads weights from files of safetensors"):
         load_here(TargetSpec(str(tmp_path / "mymodel.py"), stream=True), 0)
+
+
+def test_what_analyzed_a_run_is_told_of_no_later_weight(tmp_path: Path) -> None:
+    path, weights = written(tmp_path)
+    source = load_here(TargetSpec(str(path), weights=weights, stream=True), 0)
+    scan_target(source, "none", ScanOptions(precisions="half", plan=False))
+    stream = stream_of(source.target.model)
+    assert stream is not None
+    assert stream.on_read is None
 
 
 def test_a_backend_is_skipped(tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ Stream = Annotated[
     typer.Option(
         "--stream",
         help="Leave weights in their .safetensors files (hf:FOLDER, or --weights) until a module uses them: for models larger than "
-        "memory. Done by itself where the weights of hf:FOLDER do not fit.",
+        "memory. Automatic where the weights of hf:FOLDER do not fit.",
     ),
 ]
 Isolation = Annotated[

@@ -27,9 +27,8 @@ class Quantizing(Backend):
 
     project = "pytorch/ao"
     setup_budget = 240.0
-    changes_process = (
-        True  # the libraries register operators and passes, or set what is constant in all that is compiled
-    )
+    # the libraries register operators and passes, or set what is constant in all that is compiled
+    changes_process = True
     tolerance = 0.1
     lowers_precision = True
 

@@ -28,7 +28,7 @@ from lowprec_check.engine.model.inputs import (
     parse_inputs,
 )
 from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedBatch, ObservedTraining, ScriptStep
-from lowprec_check.engine.model.streamed_weights import NOTE, stream_file, unread_weights
+from lowprec_check.engine.model.streamed_weights import NOTE, unread_weights
 from lowprec_check.engine.model.target import (
     NOT_TRAINED,
     Target,
@@ -48,7 +48,7 @@ from lowprec_check.engine.model.user_code import (
 )
 from lowprec_check.engine.model.user_module import UserModule, import_file, import_name, run_script
 from lowprec_check.engine.model.user_script import ModelCall
-from lowprec_check.engine.model.weights import load_weights
+from lowprec_check.engine.model.weights import load_weights, stream_file
 from lowprec_check.engine.model.zoo import load_timm, load_torchvision
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.options import FORMS
@@ -82,7 +82,8 @@ def load_target(
     zoo, _, name = spec.partition(":")
     if zoo in ZOOS and not name:
         raise UsageError(f"{spec!r} does not name a model.", f"Pass {FORMS}.")
-    if stream and (zoo != "hf" if weights is None else not weights.endswith(".safetensors") or zoo in ZOOS):
+    can_stream = zoo == "hf" if weights is None else zoo not in ZOOS and weights.endswith(".safetensors")
+    if stream and not can_stream:
         raise UsageError(
             f"--stream reads weights from files of safetensors, and {spec} has none.",
             "Pass hf:FOLDER, or a file that makes the model and --weights FILE.safetensors.",

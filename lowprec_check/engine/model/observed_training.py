@@ -341,10 +341,10 @@ def _check_gradients(parameters: Sequence[nn.Parameter], step: OptimizerStep, li
     norm = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
     if not error <= same * norm:
         together = not known.keys() >= {parameter for clip in step.clips for parameter in clip.parameters}
+        clips = "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone"
         raise UnrepeatableError(
             f"the gradients that the optimizer gets differ from those of the loss at {line} by {error / (norm or 1.0):.1%}"
-            + "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone"
-            * together
+            f"{clips if together else ''}"
         )
 
 

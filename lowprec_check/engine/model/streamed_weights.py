@@ -28,10 +28,7 @@ from lowprec_check.errors import UsageError, first_line, message_of
 HELD_BYTES = 256 << 20
 """Weights that are kept after their last use, in bytes; at least one is."""
 
-NOTE = (
-    "weights are read from their files when a module uses them (--stream): each run is one call, without times, memory, further inputs "
-    "and shares of the output error"
-)
+NOTE = "weights are read from their files when a module uses them (--stream): no times, memory, further inputs and shares of the output error"
 
 
 # -- Files of safetensors: eight bytes for the length of a header in JSON, the header, and the values of all tensors
@@ -120,7 +117,7 @@ class Unread(Tensor):
         if not cls.making and func not in _CASTS:
             raise RuntimeError(f"{func} got a weight that was not read (--stream)")
         if func is _aten._local_scalar_dense.default:
-            return 0  # how far an initialization is from what it wants
+            return 0  # an initialization asks whether it must draw again
         kwargs = dict(kwargs or {})
         device = kwargs.pop("device", None) or next(each.device for each in args if isinstance(each, Unread))
         out = func(*tree_map_only(Tensor, _without_values, args), **kwargs)
@@ -144,8 +141,13 @@ def is_unread(tensor: Tensor) -> bool:
     return type(tensor) is Unread
 
 
+def is_in_memory(tensor: Tensor) -> bool:
+    """Whether a weight or buffer is a plain block of memory: not sparse, not lazy, and read."""
+    return tensor.layout == torch.strided and not is_lazy(tensor) and not is_unread(tensor)
+
+
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 1 << 20
-"""A setting of glibc's malloc.h: larger blocks are returned to the system when they are freed, which it else stops to do in time."""
+"""A setting of glibc's malloc.h: larger blocks return to the system when they are freed. Without it, glibc raises the limit and keeps them."""
 
 
 @contextlib.contextmanager
@@ -218,7 +220,7 @@ class WeightStream:
 
 
 class _Parameters(dict[str, Any]):
-    """The parameters of one module. Who takes one by its name gets the values; who lists them, what stands for them."""
+    """The parameters of one module. Indexing by name reads the values; iterating gives what stands for them."""
 
     def __init__(self, stream: WeightStream, names: dict[str, str], parameters: dict[str, Any]) -> None:
         super().__init__(parameters)
@@ -242,13 +244,6 @@ def parameters_in(files: Iterable[Path]) -> int:
     return sum(saved.values.numel() for file in files for saved in saved_tensors(file).values())
 
 
-def stream_file(model: nn.Module, path: str) -> list[str]:
-    """Let ``model`` read its weights from the file at ``path``; returns code that loads them."""
-    stream_weights(model, [Path(path)])
-    read = f"state = load_file({json.dumps(path)})"
-    return ["from safetensors.torch import load_file", read, "model.load_state_dict(state)"]
-
-
 def stream_weights(model: nn.Module, files: Iterable[Path], rename: Callable[[str], str] = str) -> None:
     """Let ``model``, made under :func:`unread_weights`, read its weights from ``files``; buffers are read at once.
 
@@ -266,7 +261,7 @@ def stream_weights(model: nn.Module, files: Iterable[Path], rename: Callable[[st
             "Save it with the names that its weights have, or scan it without --stream where there is memory for it.",
         )
     stream = WeightStream(named)
-    for path, module in model.named_modules():
+    for module in model.modules():
         names = {
             key: same[id(tensor)]
             for key, tensor in module._parameters.items()
@@ -278,7 +273,6 @@ def stream_weights(model: nn.Module, files: Iterable[Path], rename: Callable[[st
                 setattr(module, key, nn.Parameter(values, requires_grad=False))
         elif names:
             module._parameters = _Parameters(stream, names, module._parameters)
-        for key, buffer in module.named_buffers(recurse=False):
-            name = f"{path}.{key}" if path else key
-            if name in named:
-                buffer.copy_(named[name].values)
+    for name, buffer in model.named_buffers(remove_duplicate=False):
+        if name in named:
+            buffer.copy_(named[name].values)

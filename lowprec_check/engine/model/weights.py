@@ -20,6 +20,7 @@ from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, 
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.snapshot import Snapshot
+from lowprec_check.engine.model.streamed_weights import stream_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 
@@ -74,19 +75,28 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
     return [*code, load]
 
 
+def stream_file(model: nn.Module, path: str) -> list[str]:
+    """Let ``model`` read its weights from the ``.safetensors`` file at ``path`` when it uses them; returns code that loads them."""
+    stream_weights(model, [Path(path)])
+    return [*_safetensors_code(path), "model.load_state_dict(state)"]
+
+
+def _safetensors_code(path: str) -> list[str]:
+    return ["from safetensors.torch import load_file", f"state = load_file({json.dumps(path)})"]
+
+
 def _read(path: str) -> tuple[dict[str, Any], list[str]]:
     """What the file holds, and the code that reads it."""
     if not Path(path).is_file():
         problem = f"{path} is a folder" if Path(path).is_dir() else f"No such file: {path}"
         raise UsageError(f"{problem}.", "Give --weights the path of a saved state dict.")
-    name = json.dumps(path)
     advice = "Only weights are loaded. Save them with torch.save(model.state_dict(), FILE), or as .safetensors."
     try:
         if path.endswith(".safetensors"):
             load_file = importlib.import_module("safetensors.torch").load_file
-            return load_file(path), ["from safetensors.torch import load_file", f"state = load_file({name})"]
+            return load_file(path), _safetensors_code(path)
         found = torch.load(path, map_location="cpu", weights_only=True)
-        code = [f'state = torch.load({name}, map_location="cpu", weights_only=True)']
+        code = [f'state = torch.load({json.dumps(path)}, map_location="cpu", weights_only=True)']
         return found if isinstance(found, dict) else {}, code
     except ModuleNotFoundError:
         raise UsageError("safetensors is not installed.", "pip install safetensors") from None

@@ -8,10 +8,9 @@ from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
-from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.devices import MemoryLimit, free_memory
-from lowprec_check.engine.model.streamed_weights import is_unread
+from lowprec_check.engine.model.streamed_weights import is_in_memory
 from lowprec_check.engine.run.tasks import AnalysisTask, TaskFiles
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -164,9 +163,7 @@ class ModelBytes(NamedTuple):
         held = cast = largest = 0
         seen: set[int] = set()
         for tensor in (*model.parameters(), *model.buffers()):
-            if tensor.layout != torch.strided or is_lazy(tensor) or is_unread(tensor):
-                continue
-            if tensor.untyped_storage()._cdata in seen:
+            if not is_in_memory(tensor) or tensor.untyped_storage()._cdata in seen:
                 continue
             seen.add(tensor.untyped_storage()._cdata)
             size = tensor.untyped_storage().nbytes()

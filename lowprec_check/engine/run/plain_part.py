@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 import msgspec
 import torch
 from torch import Tensor, nn
-from torch.nn.parameter import is_lazy
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, forget_compiled
 from lowprec_check.engine.core.floating_dtypes import is_float
@@ -33,7 +32,7 @@ from lowprec_check.engine.model.plain_run import (
 )
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.model.streamed_weights import is_unread, stream_of
+from lowprec_check.engine.model.streamed_weights import is_in_memory, stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.backend_check import BackendChecker
 from lowprec_check.engine.run.compiler_check import CompilerChecker
@@ -363,9 +362,7 @@ def _fingerprint(model: nn.Module) -> int:
     found = 0
     seen: set[int] = set()
     for parameter in model.parameters():
-        if parameter.layout != torch.strided or is_lazy(parameter) or is_unread(parameter):
-            continue
-        if storage_key(parameter) in seen:
+        if not is_in_memory(parameter) or storage_key(parameter) in seen:
             continue
         seen.add(storage_key(parameter))
         storage = parameter.untyped_storage()

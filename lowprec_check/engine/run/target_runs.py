@@ -135,7 +135,7 @@ class TargetRuns:
             REFERENCE,
             budget=self._reference_budget,
             saves_reference=True,
-            measured=first and not self._streams,
+            measured=first,
             instrumented=first and instrumented and not self._streams,
         )
         outcome = self._launcher.run_reference(task)
@@ -225,7 +225,7 @@ class TargetRuns:
             backend=backend,
             memory_format=memory_format,
             keep_fp32=keep_fp32,
-            measured=measured and not self._streams,
+            measured=measured,
             errors=errors or self.options.errors,
             setup_budget=0.0 if self.options.budget else BACKENDS.get(backend).setup_budget,
         )
@@ -342,7 +342,7 @@ class TargetRuns:
             **{name: getattr(options, name) for name in _FROM_OPTIONS},
             "files": self._files,
             "alone": self.isolation in ("fork", "spawn"),
-            "budget_error": options.budget_error and not (options.steps or self._streams),
+            "budget_error": options.budget_error and not options.steps,
             "tolerance": self.tolerance(precision, changes.get("backend", EAGER)),
             "budget": self.budget,
             "explain_budget": options.budget or max(self.budget, forwards),
@@ -351,7 +351,8 @@ class TargetRuns:
             "changes_parameters": self._launcher.changes_parameters or options.steps > 0,
             "accelerated": not self.is_slow(precision),
         }
-        return RunTask(precision=precision, **settings | changes)
+        left_out = {"measured": False, "budget_error": False} if self._streams else {}
+        return RunTask(precision=precision, **settings | changes | left_out)
 
 
 @contextlib.contextmanager

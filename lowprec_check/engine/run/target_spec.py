@@ -23,7 +23,7 @@ class TargetSpec(NamedTuple):
     weights: Path | None = None
     """File with a state dict."""
     stream: bool = False
-    """Whether weights stay in their files until a module uses them; chosen for a folder whose weights do not fit into memory."""
+    """Whether weights stay in their files until a module uses them; automatic for a folder whose weights do not fit into memory."""
     scale_weights: bool = False
     """Whether to scale random weights of layers whose output vanishes or explodes."""
     arguments: tuple[str, ...] = ()

@@ -279,6 +279,11 @@ def _size(gradients: Tensor, errors: Tensor) -> Tensor:
     return size
 
 
+def squares(sizes: Tensor) -> Tensor:
+    """The squares of roots such as :attr:`Read.energy`, in fp64; NaN and Inf count as 0."""
+    return sizes.double().square().nan_to_num(0.0, 0.0, 0.0)
+
+
 def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | None, ...]:
     """What each error of the outputs changes: the sum of its scalar products with the gradients of the outputs, per direction."""
     found: list[Tensor | None] = []

@@ -115,6 +115,9 @@ def run_instrumented(
         proven = [gap for gap in found.gaps if gap.phase != "backward" or gap.op != failures.unproven]
         return found if len(proven) == len(found.gaps) else msgspec.structs.replace(found, gaps=proven)
     finally:
+        stream = stream_of(ready.model)
+        if stream is not None:
+            stream.restart(None)
         snapshot.restore()
 
 

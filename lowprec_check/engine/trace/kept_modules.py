@@ -17,7 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.trace.error_tape import Read, TapedOp
+from lowprec_check.engine.trace.error_tape import Read, TapedOp, squares
 from lowprec_check.schema.module_paths import paths_above
 from lowprec_check.schema.op_calls import PRODUCTS
 
@@ -122,6 +122,6 @@ def _numbers(energies: Sequence[Tensor]) -> dict[int, float]:
     """By ``id``: along the error of the output, and in all other directions."""
     if not energies:
         return {}
-    stacked = torch.stack(list(energies)).cpu().double().square().nan_to_num(0.0, 0.0, 0.0)
+    stacked = squares(torch.stack(list(energies)).cpu())
     totals: list[float] = (stacked[:, 0] + stacked[:, 1:].mean(1)).tolist()
     return {id(energy): total for energy, total in zip(energies, totals, strict=True)}

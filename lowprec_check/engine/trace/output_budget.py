@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.model.plain_run import OutputPart
-from lowprec_check.engine.trace.error_tape import ErrorTape, TapedOp
+from lowprec_check.engine.trace.error_tape import ErrorTape, TapedOp, squares
 from lowprec_check.engine.trace.kept_modules import Kept, KeptModules
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.twins import Twins
@@ -166,7 +166,7 @@ class _Budget:
         The square of a sum of independent errors varies as that of as many equal ones as its size, squared, holds variances along itself.
         """
         along = [op.energies[0][:1] for op in ops if op.energies is not None]
-        variance = float(torch.cat(along).double().square().nan_to_num(0.0, 0.0, 0.0).sum()) if along else 0.0
+        variance = float(squares(torch.cat(along)).sum()) if along else 0.0
         if variance <= 0.0 or rounding < _LEAST_ROUNDING:
             return 0.0
         return min(1.0, math.sqrt(2.0 * variance / rounding) / self.error_norm)

@@ -31,7 +31,7 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
     Adds a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the run shows.
     """
 
-    def seed(name: str, tensor: Tensor, wide: Tensor | None) -> None:
+    def seed(name: str, tensor: Tensor, wide: Tensor | None, rows: list[OpCall] = rows) -> None:
         lockstep.add_parameter(tensor)
         if wide is None or not is_float(tensor):
             return
@@ -56,13 +56,11 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         seen: set[str] = set()
 
         def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
-            is_first, differs = name not in seen, torch.promote_types(saved.dtype, low.dtype) != low.dtype
+            is_rounded = torch.promote_types(saved.dtype, low.dtype) != low.dtype
+            wide = saved.to(low.device, widened_dtype(saved.dtype, lockstep.wide)) if is_rounded else None
+            seed(name, low, wide, [] if name in seen else rows)  # one row, however often it is read
             seen.add(name)
-            before = len(rows)
-            seed(name, low, saved.to(low.device, widened_dtype(saved.dtype, lockstep.wide)) if differs else None)
             lockstep.figures.settle()
-            if not is_first:
-                del rows[before:]
 
         stream.restart(seed_read)
     lockstep.figures.settle()

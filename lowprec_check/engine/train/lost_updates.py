@@ -173,10 +173,8 @@ class Stalls(Watcher):
 
     def gradients(self, step: TrainingStep) -> None:
         """Note the weights and which of them have a gradient."""
-        gradients, updated = (
-            {name: torch.zeros(()).expand(p.shape) for name, p in self._parameters.items()},
-            step.updated,
-        )
+        updated = step.updated
+        gradients = {name: torch.zeros(()).expand(p.shape) for name, p in self._parameters.items()}
         for name, p in self._parameters.items():
             if id(p) in updated and p.grad is not None and p.grad.layout == torch.strided:
                 gradients[name] = p.grad
