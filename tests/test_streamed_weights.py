@@ -13,12 +13,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowprec_check.engine.model.plain_run import PlainCalls
+from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.streamed_weights import NOTE, is_unread, stream_of, stream_weights, unread_weights
 from lowprec_check.engine.run.target_source import load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import ScanResult
 
 
@@ -125,8 +128,10 @@ inputs = torch.randn(2, {width}, generator=torch.Generator().manual_seed(0))
 """
 
 
-def written(folder: Path, *, width: int = 32, layers: int = 3, factor: float = 1.0) -> tuple[Path, Path]:
-    """A file with a model, and one with its weights."""
+def written(
+    folder: Path, *, width: int = 32, layers: int = 3, factor: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[Path, Path]:
+    """A file with a model, and one with its weights in ``dtype``."""
     path, weights = folder / "mymodel.py", folder / "weights.safetensors"
     path.write_text(MODEL.format(width=width, layers=layers, factor=factor))
     torch.manual_seed(0)
@@ -135,7 +140,7 @@ def written(folder: Path, *, width: int = 32, layers: int = 3, factor: float = 1
         state[f"layers.{number}.weight"] = torch.randn(width, width) / width**0.5
         state[f"layers.{number}.bias"] = torch.randn(width)
     state |= {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
-    save_file(state, weights)
+    save_file({name: tensor.to(dtype) for name, tensor in state.items()}, weights)
     return path, weights
 
 
@@ -146,9 +151,9 @@ def scanned(path: Path, weights: Path, *, stream: bool, **options: object) -> Sc
     return scan_target(load_here(spec, 0), None, given)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e4])
-def test_a_scan_finds_the_same(factor: float, tmp_path: Path) -> None:
-    files = written(tmp_path, factor=factor)
+@pytest.mark.parametrize(("factor", "dtype"), [(1.0, torch.float32), (1e4, torch.float32), (1.0, torch.bfloat16)])
+def test_a_scan_finds_the_same(factor: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    files = written(tmp_path, factor=factor, dtype=dtype)
     held, other = (scanned(*files, stream=stream, plan=False) for stream in (False, True))
     assert NOTE in other.model.notes
     assert NOTE not in held.model.notes
@@ -184,6 +189,21 @@ def test_what_needs_the_weights_in_memory_is_refused(tmp_path: Path) -> None:
         load_here(TargetSpec(str(tmp_path / "mymodel.py"), stream=True), 0)
 
 
+class Imports(nn.Linear):
+    """Imports something in its first calls, so that their time proves nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sys.modules[f"imported_{len(sys.modules)}"] = sys
+        return super().forward(x)
+
+
+def test_a_slow_call_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    for model, calls in zip(streamed(lambda: Imports(4, 4), tmp_path / "weights.safetensors"), (2, 1), strict=True):
+        with prepared(model, PRECISIONS.get("fp32"), torch.device("cpu")) as ready:
+            assert PlainCalls(ready, (torch.ones(4),), {}, seed=0).run(seconds=0.0).calls == calls
+
+
 def test_what_analyzed_a_run_is_told_of_no_later_weight(tmp_path: Path) -> None:
     path, weights = written(tmp_path)
     source = load_here(TargetSpec(str(path), weights=weights, stream=True), 0)
@@ -198,15 +218,17 @@ def test_a_backend_is_skipped(tmp_path: Path) -> None:
     assert result.run("bfloat16", "jit").reason == "only eager runs are streamed"
 
 
-WIDTH, LAYERS = 2048, 40  # 670 MB in fp32
+WIDTH, BYTES = 2048, 670 << 20
 LIMIT = 500 << 20
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
-def test_a_model_larger_than_the_limit_of_memory_is_scanned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_larger_than_the_limit_of_memory_is_scanned(dtype: torch.dtype, tmp_path: Path) -> None:
     """``RLIMIT_DATA`` limits what a process allocates, beside what torch itself took when it was imported."""
-    path, weights = written(tmp_path, width=WIDTH, layers=LAYERS)
+    layers = BYTES // (WIDTH * WIDTH * dtype.itemsize)
+    path, weights = written(tmp_path, width=WIDTH, layers=layers, dtype=dtype)
     code = f"""
 import resource, sys
 import torch, lowprec_check.engine.session

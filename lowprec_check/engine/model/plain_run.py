@@ -30,6 +30,7 @@ from lowprec_check.engine.core.source_location import (
     traceback_lines,
 )
 from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import first_line, message_of, text_of, type_name
@@ -124,6 +125,7 @@ class PlainCalls:
         taken: list[float] = []
         fastest = math.inf
         drew, loss, goes_on = False, None, True
+        is_streamed = stream_of(self._ready.model) is not None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             try:
@@ -142,6 +144,7 @@ class PlainCalls:
                     self.paths = self.paths or [path for path, _ in named]
                     del output, named
                     sets_up = self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules)
+                    sets_up = sets_up and not is_streamed  # another call reads all weights again
                     fast = min(taken) <= too_slow and fastest <= hopeless and sum(taken[1:]) + last <= seconds
                     goes_on = (len(taken) == 1 and sets_up) or (len(taken) < most and fast)
             except BaseException as error:
