@@ -657,6 +657,15 @@ def _equal(c: Case, what: str, batches: int) -> bool:
     return c.run["status"] == "ok" and c.rel_l2 is None and c.error == 0 and (not what or c.run["compared_module"] in what) and batches == (len(c.run["batches"]["statuses"]) if c.run["batches"] else 1)
 
 
+def _own_lines(c: Case, line: str, lines: int = 1) -> bool:
+    """Lines of the user's own, of ops that fail or whose error matters, which no search for a patch has tried."""
+    failing = [run for run in c.low if run["status"] not in ("ok", "unjudged", "skipped") or (run["further_inputs"] or {}).get("failed")]
+    calls = [(its["source"], its["caller"]) for run in failing for its in run["gaps"]]
+    calls += [at for run in failing for at in zip(run["op_calls"]["source"], run["op_calls"]["caller"], strict=True)]
+    own = {source for source, caller in calls if source and caller is None}
+    return c.result["fixing"] is None and line in own and lines <= len(own)
+
+
 CLAIMS: dict[str, dict[str, Claim]] = {
     "verdict": {
         "Use {name}{kept}{predicted}": _verdict,
@@ -718,6 +727,16 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     "way-out": {
         "passes with {kept} in fp32, error {after}": lambda c, **m: c.result["recommendation"] is None and _kept(c, **m, before=c.rel_l2, ends=("ok",)),
         "lowprec-check plan verifies it and prints the code": lambda c: True,
+    },
+    "patch": {
+        "no plan was found": lambda c: c.result["plan"] is None,
+        "the plan keeps {kept} in fp32": lambda c, kept: kept == len(c.result["plan"]["keep_fp32"]),
+        **{
+            f"a patch of your code at {where} was not tried: lowprec-check fix TARGET{more} searches for one": lambda c, line, lines=1, plan=bool(more): _own_lines(c, line, lines) and plan == (c.result["plan"] is not None)
+            for where in ("{line}", "{lines}, first {line}")
+            for more in ("", " --plan")
+        },
+        "and shows which is smaller": lambda c: c.result["plan"] is not None,
     },
     "plan-passes": {
         "with {kept} in fp32 (the plan) it passes": lambda c, kept: c.plan is not None and kept == c.plan["keep_fp32"],

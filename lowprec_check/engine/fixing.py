@@ -34,6 +34,7 @@ from lowprec_check.analysis.fixes.fp32_fixes import kept_buffers
 from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, compose
 from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.analysis.fixes.source_text import SourceText, unified_diff
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.machine import version
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
 from lowprec_check.engine.session import scan_file, try_source
@@ -101,7 +102,8 @@ def fix_file(
     ordered = sorted(
         state.values(), key=lambda each: (str(each.site.source.path), getattr(each.fix.anchor, "lineno", 0))
     )
-    yield msgspec.structs.replace(result, fixing=search.told(ordered, trial)), Patch(search, ordered)
+    found = msgspec.structs.replace(result, fixing=search.told(ordered, trial))
+    yield msgspec.structs.replace(found, statements=statements(found)), Patch(search, ordered)
 
 
 def _scan_options(options: FixOptions) -> ScanOptions:

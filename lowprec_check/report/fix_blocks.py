@@ -17,7 +17,11 @@ _PROVEN = [
     Column("error before", "error"),
     Column("error after", "error"),
     Column("tolerance", "error"),
-    Column("further inputs", "text", "Further inputs on which the patched source passes, of those tried."),
+    Column(
+        "further inputs",
+        "text",
+        "Further inputs on which the source passes with the patch, of those tried; without it if there is none.",
+    ),
 ]
 
 

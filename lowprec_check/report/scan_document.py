@@ -250,6 +250,8 @@ def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
         yield Say(rests_on)
     for its in of_kind.get("way-out", ()):
         yield Say(its.text, its.tone, "text", ", ".join(its.runs))
+    for its in of_kind.get("patch", ()):
+        yield Say(f"{its.text[:1].upper()}{its.text[1:]}.", its.tone)
     for its in against[:_SHOWN_OTHERS]:
         yield Say(its.text, role="item", lead=f"{'Not ' if best is not None else ''}{', '.join(its.runs)}")
     if len(against) > _SHOWN_OTHERS:

@@ -47,7 +47,7 @@ class Proven(Struct, frozen=True, kw_only=True):
     tolerance: float | None = None
     """The largest error that passes."""
     further: int = 0
-    """Further inputs that the patched source was tried on."""
+    """Further inputs that the source was tried on, with the patch if there is one."""
     further_failed: int = 0
     """Those on which it fails."""
 

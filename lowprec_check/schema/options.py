@@ -224,7 +224,6 @@ class ScanOptions(DeclaredOptions):
         "For each precision that fails, search for modules to keep in fp32.",
         unset="only if none passes",
         flags=("--plan/--no-plan",),
-        saved=False,
     )
     times: Literal["on", "off"] = option(
         "on", "Call all runs in turns, to compare their times with fp32. off saves some seconds, in a CI for example."

@@ -83,7 +83,7 @@ def change_of(site: Site, fix: SourceFix) -> SourceChange:
 
 def proven_by(before: Run, after: Run | None) -> Proven:
     """A precision before and after."""
-    further = after.further_inputs if after is not None else None
+    further = (after or before).further_inputs
     return Proven(
         precision=before.precision,
         before=before.status,

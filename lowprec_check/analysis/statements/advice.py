@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Iterator, Sequence
 
+from lowprec_check.analysis.fixes.fix_sites import culprits, fails
 from lowprec_check.analysis.recommend import SAME_MEMORY, is_gain, passes, recommended_run
 from lowprec_check.analysis.run_summary import (
     CLOSE,
@@ -105,6 +106,29 @@ def way_out(run: Run, result: ScanResult) -> Made:
     with_them = "passes with {kept:modules} in fp32, error {after:error}"
     words = f"{with_them}; lowprec-check plan verifies it and prints the code"
     return Said(say(words, kept=found.keep_fp32, after=found.rel_l2), "warn")
+
+
+@per_scan("patch", "advice", evidence="derived", disproof="lowprec-check fix, which tries a patch")
+def _patch(result: ScanResult) -> Iterator[Made]:
+    """Where the user's own code fails, after a search for a plan: a patch of these lines may be smaller. None was tried."""
+    asked = result.options.get("plan", False)
+    searched = asked or (asked is None and (result.plan is not None or result.recommendation is None))
+    elsewhere = result.fixing or result.training or result.prediction or ".py" not in result.target
+    if elsewhere or not searched:
+        return
+    rows = [culprit.row for run in result.runs if fails(run) for culprit in culprits(run)]
+    lines = list(dict.fromkeys(row.source for row in rows if row.source and row.caller is None))
+    if not lines:
+        return
+    figures: dict[str, Figure] = {"line": lines[0]}
+    where, found, more, shows = "{line:text}", "no plan was found", "", ""
+    if len(lines) > 1:
+        where, figures["lines"] = "{lines:count place}, first {line:text}", len(lines)
+    if result.plan is not None:
+        found, figures["kept"] = "the plan keeps {kept:count module} in fp32", len(result.plan.keep_fp32)
+        more, shows = " --plan", ", and shows which is smaller"
+    search = f"lowprec-check fix TARGET{more} searches for one{shows}"
+    yield say(f"{found}; a patch of your code at {where} was not tried: {search}", **figures)
 
 
 def in_fp32(kept: list[str], modules: int) -> str:
