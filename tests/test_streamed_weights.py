@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.streamed_weights import NOTE, is_unread, stream_of, stream_weights, unread_weights
 from lowprec_check.engine.run.target_source import load_here
-from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.run.target_spec import ESTIMATE, TargetSpec
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import ScanOptions
@@ -173,6 +174,19 @@ def test_a_scan_finds_the_same(factor: float, dtype: torch.dtype, tmp_path: Path
             ]
             assert [a for a, _ in known] == pytest.approx([b for _, b in known], rel=1e-6)
         assert (one.latency_ms, one.peak_memory_bytes, one.uncalled_modules) == (None, None, same.uncalled_modules)
+
+
+def test_what_it_takes_and_what_is_read_are_shown(tmp_path: Path) -> None:
+    path, weights = written(tmp_path, width=512, layers=100)
+    source = load_here(TargetSpec(str(path), weights=weights, stream=True), 0)
+    shown = list[tuple[str, str]]()
+    source.on_progress = lambda *step: shown.append(step)
+    scan_target(source, "fork", ScanOptions(precisions="half,bfloat16", plan=False))
+    assert shown[0][0] == ESTIMATE
+    assert shown[0][1].startswith("0.098 GiB of weights are read 5 times")
+    plain = re.compile(r"plain run in layers\.\d+, [<\d.]+ % of the weights")
+    assert any(run == "fp32" and plain.fullmatch(doing) for run, doing in shown)
+    assert any(run == "half" and re.match(r"op \d+: aten.* % of the weights$", doing) for run, doing in shown)
 
 
 def test_a_plan_is_found(tmp_path: Path) -> None:

@@ -16,17 +16,18 @@ from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, version
 from lowprec_check.engine.model.prepared import application_of
-from lowprec_check.engine.model.streamed_weights import stream_of
+from lowprec_check.engine.model.streamed_weights import WeightStream, stream_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.model.user_code import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_references, with_ablation
 from lowprec_check.engine.run.isolation import check_isolation
+from lowprec_check.engine.run.memory_limits import gibibytes
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.target_spec import OnProgress
+from lowprec_check.engine.run.target_spec import ESTIMATE, OnProgress
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -126,6 +127,11 @@ def growing_scan(source: TargetSource, isolation: Isolation | None, options: Sca
         open_runs(source, settings, isolation) as target_runs,
         open_batches(source, options.batches, settings, isolation) as further,
     ):
+        stream = stream_of(target.model)
+        if stream is not None:
+            source.report(
+                ESTIMATE, _estimate(stream, [name for name in options.names_of("precisions") if name != REFERENCE])
+            )
         fp32 = target_runs.reference()
         run_references(further, fp32)
         model = describe_target(target, fp32, trains=settings.steps > 0)
@@ -216,6 +222,17 @@ def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False
             for name in formats
             if not options.thorough and predicted is None and machine.environment[f"{name}_accelerated"] is False
         ),
+    )
+
+
+def _estimate(stream: WeightStream, lower: list[str]) -> str:
+    """What a scan of a model in ``lower`` precisions takes, whose weights stay in their files."""
+    times, speed = 1 + 2 * len(lower), stream.bytes_per_second()
+    seconds = times * stream.nbytes / speed
+    return (
+        f"{gibibytes(stream.nbytes)} of weights are read {times} times: once in fp32, twice in each other precision. Reading takes about "
+        f"{seconds:.0f} s at {gibibytes(speed)}/s, the speed of a sample; computing takes more. At most {gibibytes(stream.most_held)} "
+        "of weights are in memory at a time."
     )
 
 

@@ -22,7 +22,7 @@ import msgspec
 from lowprec_check.analysis.conclusion import as_wanted
 from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation
-from lowprec_check.engine.run.target_spec import LOAD_SECONDS, OnProgress, TargetSpec
+from lowprec_check.engine.run.target_spec import ESTIMATE, LOAD_SECONDS, OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
@@ -185,6 +185,9 @@ class _Session:
                 elif isinstance(message, Ended):
                     ended = message
                     worker.set_timeout(EXIT_SECONDS)
+                elif message.run == ESTIMATE:
+                    if self.on_progress is not None:
+                        self.on_progress(message.run, message.doing)
                 else:
                     step = (message.run, message.doing)
                     if not loaded:  # what this program imports does not count

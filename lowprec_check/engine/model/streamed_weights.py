@@ -13,6 +13,7 @@ import json
 import math
 import mmap
 import sys
+import time
 import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
@@ -29,6 +30,12 @@ from lowprec_check.errors import UsageError, first_line, message_of
 
 HELD_BYTES = 256 << 20
 """Weights that are kept after their last use, in bytes; at least one is."""
+
+_COPIES_BYTES = 10
+"""Of each value of a weight that an op uses: in the precision of the run, widened, and in the reference."""
+
+SAMPLES, SAMPLE_BYTES = 16, 8 << 20
+"""Weights that are read to measure the speed of the disk, and bytes of each."""
 
 NOTE = "weights are read from their files when a module uses them (--stream): no times, memory, further inputs and shares of the output error"
 
@@ -215,8 +222,9 @@ class WeightStream:
         sizes = [saved[name].nbytes for name in names]
         self.nbytes = sum(sizes)
         """Bytes of all weights in their files."""
-        self.largest = max(saved[name].nbytes // saved[name].dtype.itemsize for name in names)
-        """The number of values in the largest weight."""
+        counts = [math.prod(saved[name].shape) for name in names]
+        self.most_held = min(3 * HELD_BYTES + _COPIES_BYTES * max(counts, default=0), _COPIES_BYTES * sum(counts))
+        """Bytes of weights in memory at most, beside the system's cache of files: as they are kept, with their values in fp32, and the largest for an op."""
         self._before = dict(zip(names, itertools.accumulate(sizes, initial=0), strict=False))
         self.on_progress: OnProgress | None = None
         self._held: OrderedDict[str, nn.Parameter] = OrderedDict()
@@ -251,6 +259,15 @@ class WeightStream:
     def forget(self, name: str) -> None:
         """Drop the pages of the file."""
         self._saved[name].advise(mmap.MADV_DONTNEED)
+
+    def bytes_per_second(self) -> float:
+        """How fast a sample of the weights is read."""
+        started, count = time.monotonic(), 0
+        for saved in itertools.islice(self._saved.values(), 0, None, max(1, len(self._saved) // SAMPLES)):
+            sample = saved._replace(shape=(min(math.prod(saved.shape), SAMPLE_BYTES // saved.dtype.itemsize),))
+            sample.advise(mmap.MADV_WILLNEED)
+            count += len(saved.mapped[saved.start : saved.start + sample.nbytes])
+        return count / max(time.monotonic() - started, 1e-6)
 
     def restart(self, on_read: OnRead | None) -> None:
         """Forget everything that was read; tell ``on_read`` what is from now on."""

@@ -13,6 +13,10 @@ OnProgress = Callable[[str, str], None]
 """Called with the name of a run and its current step."""
 
 
+ESTIMATE = "estimate"
+"""In place of the name of a run: what a scan will take, before its first run."""
+
+
 class TargetSpec(NamedTuple):
     """How the user names a target."""
 

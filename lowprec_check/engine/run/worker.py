@@ -16,6 +16,7 @@ from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_
 from lowprec_check.engine.core.devices import check_accelerators
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, run_once
+from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.leftovers import Leftovers
@@ -29,6 +30,7 @@ from lowprec_check.engine.run.messages import (
     Send,
     StandInOps,
     TaskMessage,
+    WeightRead,
     encode,
 )
 from lowprec_check.engine.run.place_log import note_model, packages_of
@@ -114,6 +116,9 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
 
 def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     """Run the plain part, the instrumented part, or both, and send each result as soon as it is known."""
+    stream = stream_of(target.model)
+    if stream is not None:
+        stream.on_progress = lambda name, share: send(WeightRead(name.rpartition(".")[0], share))
     slow, crashed = dict[str, str](), dict[CallSite, str]()
     if isinstance(task, RunTask):
         called = (_train if task.steps else _run_plain)(task, target, send)
