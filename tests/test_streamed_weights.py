@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.model.streamed_weights import NOTE, is_unread, stream_of, stream_weights, unread_weights
+from lowprec_check.engine.model.streamed_weights import is_unread, stream_of, stream_weights, unread_weights
 from lowprec_check.engine.run.target_source import load_here
-from lowprec_check.engine.run.target_spec import ESTIMATE, TargetSpec
+from lowprec_check.engine.run.target_spec import NOTICE, TargetSpec
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scanned_model import STREAMED
 
 
 class Tied(nn.Module):
@@ -156,8 +159,8 @@ def scanned(path: Path, weights: Path, *, stream: bool, **options: object) -> Sc
 def test_a_scan_finds_the_same(factor: float, dtype: torch.dtype, tmp_path: Path) -> None:
     files = written(tmp_path, factor=factor, dtype=dtype)
     held, other = (scanned(*files, stream=stream, plan=False) for stream in (False, True))
-    assert NOTE in other.model.notes
-    assert NOTE not in held.model.notes
+    assert STREAMED in other.model.notes
+    assert STREAMED not in held.model.notes
     assert [run.status for run in other.runs] == [run.status for run in held.runs]
     assert {run.status for run in other.runs} == ({"ok", "nonfinite"} if factor > 1 else {"ok"})
     for one, same in zip(other.runs[1:], held.runs[1:], strict=True):
@@ -182,11 +185,50 @@ def test_what_it_takes_and_what_is_read_are_shown(tmp_path: Path) -> None:
     shown = list[tuple[str, str]]()
     source.on_progress = lambda *step: shown.append(step)
     scan_target(source, "fork", ScanOptions(precisions="half,bfloat16", plan=False))
-    assert shown[0][0] == ESTIMATE
+    assert shown[0][0] == NOTICE
     assert shown[0][1].startswith("0.098 GiB of weights are read 5 times")
     plain = re.compile(r"plain run in layers\.\d+, [<\d.]+ % of the weights")
     assert any(run == "fp32" and plain.fullmatch(doing) for run, doing in shown)
     assert any(run == "half" and re.match(r"op \d+: aten.* % of the weights$", doing) for run, doing in shown)
+
+
+KILLED = """
+    def forward(self, x):
+        if x.dtype == torch.float16 and not Path("killed").exists():
+            Path("killed").touch()
+            while not Path("scan.json").exists():
+                time.sleep(0.1)
+            psutil.Process().parents()[1].kill()  # this process is of a run, whose parent loaded the model
+            time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_scan_that_was_killed_is_resumed(tmp_path: Path) -> None:
+    path, weights = written(tmp_path)
+    text = path.read_text().replace("\n    def forward(self, x):\n        for", f"{KILLED}        for")
+    path.write_text(f"import time\nfrom pathlib import Path\nimport psutil\n{text}")
+    found = tmp_path / "scan.json"
+    command = [sys.executable, "-m", "lowprec_check", "scan", str(path), "--weights", str(weights), "--stream"]
+    command += ["-p", "bfloat16,half", "--no-plan", "--json", str(found)]
+
+    def ended() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+
+    assert ended().returncode == -signal.SIGKILL
+    early = ScanResult.load(found)
+    assert [run.status for run in early.runs] == ["ok", "ok", "skipped"]
+    marked = msgspec.structs.replace(early.runs[1], notes=["of the first scan"])
+    msgspec.structs.replace(early, runs=[early.runs[0], marked, early.runs[2]]).save(found)
+    assert "Resumed: bfloat16 of the scan that ended early." in ended().stderr
+    whole = ScanResult.load(found)
+    assert [run.status for run in whole.runs] == ["ok", "ok", "ok"]
+    assert whole.runs[1].notes == ["of the first scan"]
+
+    msgspec.structs.replace(early, runs=[early.runs[0], marked, early.runs[2]]).save(found)
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights)
+    assert "Resumed" not in ended().stderr
+    assert ScanResult.load(found).runs[1].notes == []
 
 
 def test_a_plan_is_found(tmp_path: Path) -> None:

@@ -32,9 +32,9 @@ class Progress:
 
     def step(self, run: str, doing: str) -> None:
         """A run has reached a step."""
-        from lowprec_check.engine.run.target_spec import ESTIMATE
+        from lowprec_check.engine.run.target_spec import NOTICE
 
-        if run == ESTIMATE:
+        if run == NOTICE:
             if self._keep is not None:
                 self._keep(doing)
         elif self._show is not None:

@@ -27,7 +27,7 @@ from lowprec_check.engine.run.memory_limits import gibibytes
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.target_spec import ESTIMATE, OnProgress
+from lowprec_check.engine.run.target_spec import NOTICE, OnProgress
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -110,8 +110,13 @@ def scan_target(source: TargetSource, isolation: Isolation | None, options: Scan
     return conclude(result)
 
 
-def growing_scan(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Iterator[ScanResult]:
-    """Yield the result after each run, without its conclusion; the last one has all runs."""
+def growing_scan(
+    source: TargetSource, isolation: Isolation | None, options: ScanOptions, earlier: ScanResult | None = None
+) -> Iterator[ScanResult]:
+    """Yield the result after each run, without its conclusion; the last one has all runs.
+
+    With streamed weights, the runs of ``earlier`` are taken if it is the same scan, up to the output of fp32.
+    """
     check_options(options)
     machine, isolation = prepared_runs(
         source,
@@ -130,7 +135,7 @@ def growing_scan(source: TargetSource, isolation: Isolation | None, options: Sca
         stream = stream_of(target.model)
         if stream is not None:
             source.report(
-                ESTIMATE, _estimate(stream, [name for name in options.names_of("precisions") if name != REFERENCE])
+                NOTICE, _estimate(stream, [name for name in options.names_of("precisions") if name != REFERENCE])
             )
         fp32 = target_runs.reference()
         run_references(further, fp32)
@@ -147,9 +152,15 @@ def growing_scan(source: TargetSource, isolation: Isolation | None, options: Sca
             runs=[fp32],
         )
         yield result
+        resumed = {run.key: run for run in earlier.runs[1:] if run.status != "skipped"} if earlier is not None else {}
+        if stream is None or earlier is None or not resumed or not _are_same(result, earlier):
+            resumed = {}
+        else:
+            source.report(NOTICE, f"Resumed: {', '.join(key.label for key in resumed)} of the scan that ended early.")
         for key in sorted(wanted_runs(result)[1:], key=lambda key: target_runs.is_slow(key.precision)):
-            run = target_runs.run(key.precision, key.backend, key.memory_format)
-            run = checked_on(further, with_ablation(target_runs, run))
+            run = resumed.get(key) or checked_on(
+                further, with_ablation(target_runs, target_runs.run(key.precision, key.backend, key.memory_format))
+            )
             result = msgspec.structs.replace(
                 result,
                 runs=as_wanted(result, [*result.runs, run]),
@@ -223,6 +234,18 @@ def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False
             if not options.thorough and predicted is None and machine.environment[f"{name}_accelerated"] is False
         ),
     )
+
+
+def _are_same(result: ScanResult, earlier: ScanResult) -> bool:
+    """Whether both scans are about the same model, inputs and options, on one machine: so that fp32 gives the same output."""
+
+    def shown(each: ScanResult) -> bytes:
+        options = {name: each.options.get(name) for name in result.options}
+        return msgspec.json.encode(
+            (each.tool, each.target, each.model, each.environment, options, each.runs[0].output_rms)
+        )
+
+    return shown(result) == shown(earlier)
 
 
 def _estimate(stream: WeightStream, lower: list[str]) -> str:

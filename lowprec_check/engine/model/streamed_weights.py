@@ -37,8 +37,6 @@ _COPIES_BYTES = 10
 SAMPLES, SAMPLE_BYTES = 16, 8 << 20
 """Weights that are read to measure the speed of the disk, and bytes of each."""
 
-NOTE = "weights are read from their files when a module uses them (--stream): no times, memory, further inputs and shares of the output error"
-
 
 # -- Files of safetensors: eight bytes for the length of a header in JSON, the header, and the values of all tensors
 # (https://huggingface.co/docs/safetensors)

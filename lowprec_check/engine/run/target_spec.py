@@ -13,8 +13,8 @@ OnProgress = Callable[[str, str], None]
 """Called with the name of a run and its current step."""
 
 
-ESTIMATE = "estimate"
-"""In place of the name of a run: what a scan will take, before its first run."""
+NOTICE = "notice"
+"""In place of the name of a run: what is said once about all runs, and stays."""
 
 
 class TargetSpec(NamedTuple):

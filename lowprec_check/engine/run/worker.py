@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
-from lowprec_check.engine.core.devices import check_accelerators
+from lowprec_check.engine.core.devices import why_broken
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, run_once
 from lowprec_check.engine.model.streamed_weights import stream_of
@@ -353,7 +353,7 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
         try:
             work(task, target, send, send.channel.receive)
         except Exception as error:
-            broken = _why_broken()
+            broken = why_broken()
             if broken is None:
                 raise
             if isinstance(task, RunTask) and send.plain is None:
@@ -364,15 +364,6 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
     ended = Ended.after(load_and_work)
     with contextlib.suppress(Exception):
         send(ended)
-
-
-def _why_broken() -> str | None:
-    """Why an accelerator cannot be used any more in this process; ``None`` if all can be."""
-    try:
-        check_accelerators()
-    except Exception as error:
-        return message_of(error).partition("\n")[0]
-    return None
 
 
 class _Loaded:
@@ -393,7 +384,7 @@ class _Loaded:
 
     def left_by(self, send: Sender) -> list[str]:
         """What the task of ``send`` left behind; the process can be used for another one if there is nothing."""
-        broken, task = _why_broken(), send.task
+        broken, task = why_broken(), send.task
         if broken is not None:
             return [broken]
         if BACKENDS.get(task.backend).changes_process:
