@@ -235,7 +235,7 @@ class WeightStream:
         held = self._held.get(name)
         if held is None or (held.dtype, held.device) != (unread.dtype, unread.device):
             if self.on_progress is not None:
-                self.on_progress(name, self._before[name] / self.nbytes)
+                self.on_progress(name, self._before[name] / max(1, self.nbytes))
             saved = self._saved[name]
             saved.advise(mmap.MADV_WILLNEED)
             if name in self._next:  # is read from the disk meanwhile
@@ -265,7 +265,7 @@ class WeightStream:
             sample = saved._replace(shape=(min(math.prod(saved.shape), SAMPLE_BYTES // saved.dtype.itemsize),))
             sample.advise(mmap.MADV_WILLNEED)
             count += len(saved.mapped[saved.start : saved.start + sample.nbytes])
-        return count / max(time.monotonic() - started, 1e-6)
+        return max(1, count) / max(time.monotonic() - started, 1e-6)
 
     def restart(self, on_read: OnRead | None) -> None:
         """Forget everything that was read; tell ``on_read`` what is from now on."""
