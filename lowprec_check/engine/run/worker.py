@@ -19,6 +19,7 @@ from lowprec_check.engine.model.plain_run import PlainResult, describe_error, ru
 from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
+from lowprec_check.engine.run.instance_times import time_instance
 from lowprec_check.engine.run.leftovers import Leftovers
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
@@ -58,7 +59,7 @@ from lowprec_check.engine.run.tasks import (
 )
 from lowprec_check.engine.run.training_part import TrainingPart, with_draws_of
 from lowprec_check.engine.run.training_reference import ReferenceTraining, TrainingReference
-from lowprec_check.engine.run.turns import Receive, time_in_place, time_instance, time_turns
+from lowprec_check.engine.run.turns import Receive, time_in_place, time_turns
 from lowprec_check.engine.stand_in.stand_in_process import (
     assumed_ops,
     become_stand_in,
