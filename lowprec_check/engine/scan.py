@@ -35,7 +35,7 @@ from lowprec_check.schema.axes import replaced
 from lowprec_check.schema.called_with import called_with
 from lowprec_check.schema.options import Names, ScanOptions, option
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS
-from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 
@@ -113,10 +113,7 @@ def scan_target(source: TargetSource, isolation: Isolation | None, options: Scan
 def growing_scan(
     source: TargetSource, isolation: Isolation | None, options: ScanOptions, earlier: ScanResult | None = None
 ) -> Iterator[ScanResult]:
-    """Yield the result after each run, without its conclusion; the last one has all runs.
-
-    With streamed weights, the runs of ``earlier`` are taken if it is the same scan, up to the output of fp32.
-    """
+    """Yield the result after each run, without its conclusion; the last one has all runs. Those of ``earlier`` are taken as :func:`_resumed` says."""
     check_options(options)
     machine, isolation = prepared_runs(
         source,
@@ -132,11 +129,8 @@ def growing_scan(
         open_runs(source, settings, isolation) as target_runs,
         open_batches(source, options.batches, settings, isolation) as further,
     ):
-        stream = stream_of(target.model)
-        if stream is not None:
-            source.report(
-                NOTICE, _estimate(stream, [name for name in options.names_of("precisions") if name != REFERENCE])
-            )
+        if (stream := stream_of(target.model)) is not None:
+            source.report(NOTICE, _estimate(stream, options))
         fp32 = target_runs.reference()
         run_references(further, fp32)
         model = describe_target(target, fp32, trains=settings.steps > 0)
@@ -152,11 +146,7 @@ def growing_scan(
             runs=[fp32],
         )
         yield result
-        resumed = {run.key: run for run in earlier.runs[1:] if run.status != "skipped"} if earlier is not None else {}
-        if stream is None or earlier is None or not resumed or not _are_same(result, earlier):
-            resumed = {}
-        else:
-            source.report(NOTICE, f"Resumed: {', '.join(key.label for key in resumed)} of the scan that ended early.")
+        resumed = _resumed(source, result, earlier)
         for key in sorted(wanted_runs(result)[1:], key=lambda key: target_runs.is_slow(key.precision)):
             run = resumed.get(key) or checked_on(
                 further, with_ablation(target_runs, target_runs.run(key.precision, key.backend, key.memory_format))
@@ -236,8 +226,12 @@ def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False
     )
 
 
-def _are_same(result: ScanResult, earlier: ScanResult) -> bool:
-    """Whether both scans are about the same model, inputs and options, on one machine: so that fp32 gives the same output."""
+def _resumed(source: TargetSource, result: ScanResult, earlier: ScanResult | None) -> dict[RunKey, Run]:
+    """The runs of ``earlier``, if weights are streamed, both scans are about the same model, inputs and options on one machine, and
+    fp32 gives the same output.
+    """
+    if earlier is None or stream_of(source.target.model) is None:
+        return {}
 
     def shown(each: ScanResult) -> bytes:
         options = {name: each.options.get(name) for name in result.options}
@@ -245,11 +239,16 @@ def _are_same(result: ScanResult, earlier: ScanResult) -> bool:
             (each.tool, each.target, each.model, each.environment, options, each.runs[0].output_rms)
         )
 
-    return shown(result) == shown(earlier)
+    if shown(result) != shown(earlier):
+        return {}
+    found = {run.key: run for run in earlier.runs[1:] if run.status != "skipped"}
+    source.report(NOTICE, f"Resumed: {', '.join(key.label for key in found)} of the scan that ended early.")
+    return found
 
 
-def _estimate(stream: WeightStream, lower: list[str]) -> str:
-    """What a scan of a model in ``lower`` precisions takes, whose weights stay in their files."""
+def _estimate(stream: WeightStream, options: ScanOptions) -> str:
+    """What a scan takes of a model whose weights stay in their files."""
+    lower = [name for name in options.names_of("precisions") if name != REFERENCE]
     times, speed = 1 + 2 * len(lower), stream.bytes_per_second()
     seconds = times * stream.nbytes / speed
     return (

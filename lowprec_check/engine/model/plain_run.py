@@ -105,6 +105,8 @@ class PlainCalls:
         self._tolerance, self._references = tolerance, references
         self._on_call = on_call
         self._prepares = prepares
+        self._streams = stream_of(ready.model) is not None
+        """Whether a call reads all weights, which is not repeated to find out what the first one set up."""
         self.outputs: list[list[Tensor]] = []
         """The leaves of the outputs, one list per call."""
         self.paths: list[str] = []
@@ -125,7 +127,6 @@ class PlainCalls:
         taken: list[float] = []
         fastest = math.inf
         drew, loss, goes_on = False, None, True
-        is_streamed = stream_of(self._ready.model) is not None
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             try:
@@ -144,9 +145,8 @@ class PlainCalls:
                     self.paths = self.paths or [path for path, _ in named]
                     del output, named
                     sets_up = self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules)
-                    sets_up = sets_up and not is_streamed  # another call reads all weights again
                     fast = min(taken) <= too_slow and fastest <= hopeless and sum(taken[1:]) + last <= seconds
-                    goes_on = (len(taken) == 1 and sets_up) or (len(taken) < most and fast)
+                    goes_on = (len(taken) == 1 and sets_up and not self._streams) or (len(taken) < most and fast)
             except BaseException as error:
                 reraise_interrupt(error)
                 number = len(taken) + 1
