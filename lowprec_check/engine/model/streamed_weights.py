@@ -56,6 +56,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LENGTH = 8
+_WINDOW = 128 << 10
 
 
 class Saved(NamedTuple):
@@ -82,10 +83,16 @@ class Saved(NamedTuple):
             warnings.filterwarnings("ignore", message="The given buffer is not writable")
             return torch.frombuffer(self.mapped, dtype=self.dtype, count=count, offset=self.start).view(self.shape)
 
-    def advise(self, advice: int) -> None:
-        """Tell the system what becomes of the pages: ``mmap.MADV_WILLNEED`` or ``MADV_DONTNEED``."""
+    def prefetch(self) -> None:
+        """Let the system read it meanwhile. It reads no more at once than its window for reading ahead, 128 KiB by default on Linux."""
+        first, end = self.start - self.start % mmap.PAGESIZE, self.start + self.nbytes
+        for begin in range(first, end, _WINDOW):
+            self.mapped.madvise(mmap.MADV_WILLNEED, begin, min(_WINDOW, end - begin))
+
+    def forget(self) -> None:
+        """Let the system drop its pages."""
         first = self.start - self.start % mmap.PAGESIZE
-        self.mapped.madvise(advice, first, self.start + self.nbytes - first)
+        self.mapped.madvise(mmap.MADV_DONTNEED, first, self.start + self.nbytes - first)
 
 
 def saved_tensors(path: Path) -> dict[str, Saved]:
@@ -237,9 +244,9 @@ class WeightStream:
             if self.on_progress is not None:
                 self.on_progress(name, self._before[name] / max(1, self.nbytes))
             saved = self._saved[name]
-            saved.advise(mmap.MADV_WILLNEED)
+            saved.prefetch()
             if name in self._next:  # is read from the disk meanwhile
-                self._saved[self._next[name]].advise(mmap.MADV_WILLNEED)
+                self._saved[self._next[name]].prefetch()
             with _disable_current_modes():  # a mode that records the model's ops
                 held = nn.Parameter(converted(saved.values, unread.device, unread.dtype), requires_grad=False)
                 self._hold(name, held)
@@ -256,14 +263,14 @@ class WeightStream:
 
     def forget(self, name: str) -> None:
         """Drop the pages of the file."""
-        self._saved[name].advise(mmap.MADV_DONTNEED)
+        self._saved[name].forget()
 
     def bytes_per_second(self) -> float:
         """How fast a sample of the weights is read."""
         started, count = time.monotonic(), 0
         for saved in itertools.islice(self._saved.values(), 0, None, max(1, len(self._saved) // SAMPLES)):
             sample = saved._replace(shape=(min(math.prod(saved.shape), SAMPLE_BYTES // saved.dtype.itemsize),))
-            sample.advise(mmap.MADV_WILLNEED)
+            sample.prefetch()
             count += len(saved.mapped[saved.start : saved.start + sample.nbytes])
         return max(1, count) / max(time.monotonic() - started, 1e-6)
 
