@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from lowprec_check.analysis.error_shares import CAST_INPUT
 from lowprec_check.analysis.fixes.scene import Site
 from lowprec_check.analysis.fixes.seen_values import SeenValue
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText, Span, edited, lines_of, moved
@@ -149,10 +150,12 @@ def culprits(run: Run) -> list[Culprit]:
         if not shares:
             shares = sorted(rows, key=lambda row: row.local_error or 0.0, reverse=True)[:4]
         found += [Culprit(row) for row in shares]
+        rounded = [its for its in run.budget.shares if its.op == CAST_INPUT] if run.budget is not None else []
+        found += [Culprit(OpCall(CAST_INPUT)) for its in rounded if its.share >= LEAST_SHARE]
         if len({each.row.exact_place for each in found}) > MOST_SITES:
             found.sort(key=lambda each: (each.row.share or 0.0) + (each.number is not None), reverse=True)
     position = {id(row): index for index, row in enumerate(rows)}
-    return sorted(found[: 40 * MOST_SITES], key=lambda each: position[id(each.row)])
+    return sorted(found[: 40 * MOST_SITES], key=lambda each: position.get(id(each.row), -1))
 
 
 def _failing(run: Run, rows: list[OpCall]) -> Iterator[Culprit]:
@@ -201,6 +204,8 @@ class Sites:
     def _node(self, row: OpCall) -> tuple[SourceText, ast.AST] | str:
         """The expression that calls an op, or why it is left alone."""
         line = self.files.line_of(row)
+        if row.op.startswith(CAST_INPUT):
+            return "the input is cast before the model runs: pass it in fp32, or scale it before the cast"
         if line is None:
             return "the line is in an installed package" if row.source else "no line of the user's own code calls it"
         shown, _, number = line.rpartition(":")
