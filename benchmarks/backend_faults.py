@@ -10,15 +10,13 @@ from __future__ import annotations
 import argparse
 import functools
 import json
-import multiprocessing
-import time
 from collections import Counter
 from collections.abc import Callable, Iterator
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from in_processes import in_processes
 from report_files import head, made, save
 from tabulate import tabulate
 from torch import Tensor, nn
@@ -332,7 +330,6 @@ def main() -> None:
     options.add_argument("--jobs", type=int, default=1)
     options.add_argument("--output", type=Path, help="path of the report without its suffix")
     given = options.parse_args()
-    end = time.monotonic() + given.seconds
     saved = given.output.with_suffix(".json") if given.output else None
     done: dict[str, Any] = json.loads(saved.read_text(encoding="utf-8"))["scans"] if saved and saved.exists() else {}
     chosen = [
@@ -340,24 +337,18 @@ def main() -> None:
     ]
     waiting = [part for part in chosen if part.name not in done]
     order = [part.name for part in parts(given.compiled.split(","))]
-    with ProcessPoolExecutor(given.jobs, multiprocessing.get_context("spawn")) as pool:
-        running: dict[Future[list[dict[str, Any]]], Part] = {}
-        while running or (waiting and time.monotonic() < end):
-            while waiting and len(running) < given.jobs and time.monotonic() < end:
-                part = waiting.pop(0)
-                running[pool.submit(scanned, part)] = part
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
-                part = running.pop(future)
-                try:
-                    done[part.name] = future.result()
-                except Exception as error:
-                    print(f"{part.name}: {type(error).__name__}: {error}", flush=True)
-                    continue
-                for each in done[part.name]:
-                    print(*each.values(), flush=True)
-                names = sorted(done, key=lambda name: order.index(name) if name in order else len(order))
-                save(given.output, {"made": made(), "scans": {name: done[name] for name in names}}, render)
+    for part, rows in in_processes(scanned, waiting, given.jobs, given.seconds):
+        if isinstance(rows, Exception):
+            print(f"{part.name}: {type(rows).__name__}: {rows}", flush=True)
+            continue
+        done[part.name] = rows
+        for each in rows:
+            print(*each.values(), flush=True)
+        names = sorted(done, key=lambda name: order.index(name) if name in order else len(order))
+        save(given.output, {"made": made(), "scans": {name: done[name] for name in names}}, render)
 
 
 if __name__ == "__main__":
-    main()
+    from backend_faults import main as main_of_module  # workers in fresh interpreters import the models from there
+
+    main_of_module()

@@ -19,13 +19,13 @@ import random
 import statistics
 import sys
 import tempfile
-import time
 from collections import Counter
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
 
 import torch
+from in_processes import in_processes
 from report_files import head, made, save
 
 from lowprec_check.engine.fixing import fix_file
@@ -269,17 +269,29 @@ def tried(made: Planted, file: Path) -> dict[str, Any]:
     return found
 
 
+def fixed(made: tuple[int, int]) -> dict[str, Any] | None:
+    """The row of a model, by its seed and number; ``None`` if its output in fp32 is not finite."""
+    torch.set_num_threads(1)
+    it, number = planted(*made), made[1]
+    if not called(it.text, "fp32")[0].isfinite().all():
+        return None
+    with tempfile.TemporaryDirectory() as folder:
+        row = {"number": number, "kinds": it.kinds, "precision": it.precision, "odd": it.odd}
+        return row | tried(it, Path(folder) / f"planted_{number}.py")
+
+
 def main() -> int:
     """Write a table and the figures of each model."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=3600.0)
+    parser.add_argument("--jobs", type=int, default=1, help="how many models at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", default="", help="not-fixed, or numbers with commas between them")
     parser.add_argument("--verbose", action="store_true", help="print models that are not fixed")
     parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    started, data = time.monotonic(), {"made": made(), "seed": given.seed, "rows": list[dict[str, Any]]()}
+    data = {"made": made(), "seed": given.seed, "rows": list[dict[str, Any]]()}
     rows = data["rows"]
     if given.output and given.output.with_suffix(".json").exists():
         rows += json.loads(given.output.with_suffix(".json").read_text(encoding="utf-8"))["rows"]
@@ -287,25 +299,21 @@ def main() -> int:
     if given.again == "not-fixed":
         again = {row["number"] for row in rows if row["fails"] and not row["good"]}
     rows[:] = [row for row in rows if row["number"] not in again]
-    known = {row["number"] for row in rows}
-    torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        for number in sorted(set(range(given.models)) - known):
-            if time.monotonic() - started > given.seconds:
-                break
-            it = planted(given.seed, number)
-            row: dict[str, Any] = {"number": number, "kinds": it.kinds, "precision": it.precision, "odd": it.odd}
-            if not called(it.text, "fp32")[0].isfinite().all():
-                continue
-            row |= tried(it, Path(folder) / f"planted_{number}.py")
-            rows.append(row)
-            rows.sort(key=lambda each: each["number"])
-            if given.verbose:
-                print(json.dumps({k: v for k, v in row.items() if k != "diff"}), file=sys.stderr, flush=True)
-                if row["fails"] and not row["good"]:
-                    print(it.text, row.get("diff"), file=sys.stderr, flush=True)
-            if given.output:
-                save(given.output, data, render)
+    left = [(given.seed, number) for number in sorted(set(range(given.models)) - {row["number"] for row in rows})]
+    for (_, number), row in in_processes(fixed, left, given.jobs, given.seconds):
+        if isinstance(row, Exception):
+            print(f"{number}: {type(row).__name__}: {row}", file=sys.stderr, flush=True)
+            continue
+        if row is None:
+            continue
+        rows.append(row)
+        rows.sort(key=lambda each: each["number"])
+        if given.verbose:
+            print(json.dumps({k: v for k, v in row.items() if k != "diff"}), file=sys.stderr, flush=True)
+            if row["fails"] and not row["good"]:
+                print(planted(given.seed, number).text, row.get("diff"), file=sys.stderr, flush=True)
+        if given.output:
+            save(given.output, data, render)
     save(given.output, data, render)
     return int(any(row["fails"] and not row["good"] for row in rows))
 
@@ -314,6 +322,8 @@ def render(data: dict[str, Any]) -> str:
     """The figures by kind of fault."""
     rows = data["rows"]
     counted = [row for row in rows if row["fails"]]
+    if not counted:
+        return "\n".join(head("Models with planted faults, fixed", data)) + "No model fails.\n"
     good, odd = [row for row in counted if row["good"]], [row for row in counted if row["odd"]]
     different = sum(row.get("fp32_equal") is False for row in rows)
     wrong = sum(row["says"] and not row["good"] for row in counted)

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowprec_check.analysis.speed import (
+    FEW,
     ONE_CALL,
     Rounds,
     Turn,
@@ -19,7 +20,7 @@ from lowprec_check.analysis.speed import (
     speedup_of,
 )
 from lowprec_check.engine.run.messages import TurnFailed, TurnTimed
-from lowprec_check.engine.run.turns import ENOUGH, FEW, MORE, MOST, RoundSchedule
+from lowprec_check.engine.run.turns import ENOUGH, MORE, MOST, RoundSchedule
 from lowprec_check.process import system
 from lowprec_check.schema.measures import Speedup
 
@@ -129,6 +130,7 @@ def turn(row: int, number: int, seconds: float, *, waited: float = 0.0, alone: b
         round=number,
         seconds=[seconds],
         waited=waited,
+        is_disturbed=waited > 0,
         on_one_core=[seconds] if alone else [],
         fixed_work=1e-3,
     )

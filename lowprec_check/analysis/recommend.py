@@ -153,12 +153,11 @@ def fastest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     safe = max((mine.low for _, mine in known), default=0.0) / ALIKE
 
     def is_slower(run: Run, mine: Speed) -> bool:
-        return any(
-            is_faster(found, mine, TOLD if in_rounds(run) and in_rounds(other) else CLEAR) for other, found in known
-        )
+        return any(is_faster(found, mine, TOLD if alike(run, other) else CLEAR) for other, found in known)
 
-    def in_rounds(run: Run) -> bool:
-        return run.latency is not None and run.latency.speedup is not None
+    def alike(one: Run, other: Run) -> bool:
+        found = [run.latency.speedup if run.latency is not None else None for run in (one, other)]
+        return found[0] is not None and found[1] is not None and found[0].one_core == found[1].one_core
 
     return [run for run, mine in known if mine.low >= safe and not is_slower(run, mine)]
 

@@ -174,6 +174,9 @@ Rounds = Mapping[int, Turn]
 SPREAD = 0.25
 """Times are noisy if their quartiles are further apart than this part of the median."""
 
+FEW = 3
+"""Rounds after which a ratio far from 1 is known."""
+
 CONFIDENCE = 0.95
 
 ONE_CALL = 3.0
@@ -186,8 +189,11 @@ _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Quantiles of Student's distribution, by the number of ratios: too few for order statistics."""
 
 
-def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None) -> Latency:
-    """The times of a run, and its speedup over ``fp32`` in the rounds that both have."""
+def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None, *, on_one_core: bool = False) -> Latency:
+    """The times of a run, and its speedup over ``fp32`` in the rounds that both have.
+
+    ``on_one_core``: whether other runs of these rounds are compared by calls on one core; that ratio may be another one.
+    """
     seconds = [second for turn in mine.values() for second in turn.seconds]
     low, median, high = quartiles(seconds)
     launched = [turn.launched for turn in mine.values() if turn.launched is not None]
@@ -197,29 +203,38 @@ def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None) -> Latency:
         quartiles_ms=(low * 1e3, high * 1e3),
         samples=len(seconds),
         noisy=high - low > SPREAD * median,
-        speedup=_speedup(mine, fp32) if fp32 is not None else None,
+        speedup=_speedup(mine, fp32, on_one_core=on_one_core) if fp32 is not None else None,
         host_ms=None if host is None else host * 1e3,
         device_ms=None if device is None else device * 1e3,
     )
 
 
-def _speedup(mine: Rounds, fp32: Rounds) -> Speedup | None:
-    """From the rounds that nothing disturbed, or from those with calls on one core if these are more; if there are neither, a guess.
+def rather_on_one_core(mine: Rounds, fp32: Rounds) -> bool:
+    """Whether other programs have disturbed too many rounds, and there are more with calls on one core."""
+    clean, alone = _ratios(mine, fp32)
+    return len(clean) < FEW and len(alone) > len(clean)
 
-    The ratio of a round is that of the fastest calls: whatever else happens on a machine only makes a call slower.
-    """
+
+def _ratios(mine: Rounds, fp32: Rounds) -> tuple[list[float], list[float]]:
+    """Of the rounds that nothing disturbed, and of calls on one core; each of the fastest calls, as a disturbance only makes a call slower."""
     pairs = [(fp32[number], mine[number]) for number in mine if number in fp32]
     clean = [min(one.seconds) / min(other.seconds) for one, other in pairs if not one.disturbed | other.disturbed]
     alone = [
         min(one.on_one_core) / min(other.on_one_core) for one, other in pairs if one.on_one_core and other.on_one_core
     ]
-    if len(alone) > len(clean):
+    return clean, alone
+
+
+def _speedup(mine: Rounds, fp32: Rounds, *, on_one_core: bool) -> Speedup | None:
+    """From the rounds that nothing disturbed; where these are few, from those with calls on one core if they are more; else a guess."""
+    clean, alone = _ratios(mine, fp32)
+    if (on_one_core and len(alone) >= FEW) or rather_on_one_core(mine, fp32):
         return msgspec.structs.replace(speedup_of(alone), one_core=True)
     if clean:
         return speedup_of(clean)
     guessed = [
         min(one.on_one_core or one.seconds) / min(other.seconds)
-        for one, other in pairs
+        for one, other in ((fp32[number], mine[number]) for number in mine if number in fp32)
         if min(other.seconds) >= LONG_SECONDS and (one.on_one_core or min(one.seconds) >= LONG_SECONDS)
     ]
     return speedup_of([statistics.median(guessed)]) if guessed else None

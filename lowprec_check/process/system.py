@@ -57,6 +57,11 @@ def thread_time() -> float:
     return float(_TIME.thread_time())
 
 
+def time_of_other_threads() -> float:
+    """Seconds of processor time of the other threads of this process."""
+    return float(_TIME.process_time()) - thread_time()
+
+
 def sleep(seconds: float) -> None:
     """Wait."""
     _TIME.sleep(seconds)

@@ -177,9 +177,13 @@ class PlainCalls:
 def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Any, float]:
     """One seeded call on fresh inputs: the output and its seconds."""
     seed_everything(seed)
-    inputs, named = ready.inputs(args, kwargs)
+    return call_once(ready, *ready.inputs(args, kwargs))
+
+
+def call_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, float]:
+    """One call on inputs as they are: the output and its seconds."""
     with ready.context():
-        return devices.timed(ready.device, lambda: call_model(ready.call, inputs, named))
+        return devices.timed(ready.device, lambda: call_model(ready.call, args, kwargs))
 
 
 def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:

@@ -134,6 +134,8 @@ class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
     """Of each call."""
     waited: float | None
     """The part of the time in which a thread waited for a core; ``None`` if the system does not tell."""
+    is_disturbed: bool = False
+    """Whether threads waited in all of the calls."""
     on_one_core: list[float] = []
     """Seconds of further calls, less those in which they waited for their core."""
     fixed_work: float

@@ -9,14 +9,15 @@ import os
 import statistics
 import warnings
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import msgspec
 import torch
 from torch import Tensor
 
-from lowprec_check.analysis.speed import TOLD, Turn, judged, latency_of_rounds
+from lowprec_check.analysis.speed import FEW, TOLD, Rounds, Turn, judged, latency_of_rounds, rather_on_one_core
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.plain_run import run_once
+from lowprec_check.engine.model.plain_run import call_once, run_once
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
@@ -58,6 +59,9 @@ LONG_SECONDS = 0.25
 VERY_LONG_SECONDS = 5.0
 """A call that takes longer is not called on one core too: its time is an average over all that disturbs it."""
 
+PATIENCE = 0.15
+"""How long calls are repeated, in seconds, to find some that nothing disturbed."""
+
 ONE_CORE_SECONDS = 0.5
 """How long calls on one core are repeated."""
 
@@ -67,6 +71,9 @@ TURN_SECONDS = 0.02
 LEAST_CALLS, MOST_CALLS = 3, 50
 ENOUGH_SECONDS = 0.05
 """After so long, fewer calls than :data:`LEAST_CALLS` will do."""
+
+ALONE = 0.3
+"""The part of a call on one core that other threads may work: those of torch spin a little after the call before."""
 
 UNDISTURBED = 0.02
 """The largest part of a short call on one core that it may have waited."""
@@ -83,6 +90,17 @@ IN_A_ROW = 3
 
 Receive = Callable[[], bytes | None]
 """Waits for what the parent sends; ``None`` if nothing more will come."""
+
+
+class _OneCoreCall(NamedTuple):
+    """A call on one core."""
+
+    seconds: float
+    """Less those it waited for the core."""
+    by_others: float
+    """Processor time of the other threads of this process, as a part of them."""
+    counts: bool
+    """Whether what it waited is known, and too little to slow the rest."""
 
 
 class TimedCalls:
@@ -106,25 +124,40 @@ class TimedCalls:
         work = seconds_of_fixed_work()
         self._snapshot.rewind()
         self._calls = 0
-        waited, started = system.longest_wait(), system.perf_counter()
+        started, before = system.perf_counter(), system.longest_wait()
         first = self.call()
-        seconds = [first] if first >= LONG_SECONDS else []
-        if self._events is not None and not seconds:
+        if self._events is not None and first < LONG_SECONDS:
             seconds, launched = self._events.seconds(IN_A_ROW, least), self._events.launched()
             return TurnTimed(row=row, round=number, seconds=seconds, waited=None, launched=launched, fixed_work=work)
-        while not _enough(seconds, least):
-            seconds.append(self.call())
-        since, elapsed = system.longest_wait(), system.perf_counter() - started
-        known = since is not None and waited is not None
-        alone = on_one_core and self._task.backend == EAGER and first < VERY_LONG_SECONDS
+        clean, disturbed, waited = list[float](), list[float](), 0.0
+        calls, since = [first] if first >= LONG_SECONDS else self._burst(first), started
+        while True:
+            now, after = system.perf_counter(), system.longest_wait()
+            wait = max(0.0, after - before) if after is not None and before is not None else 0.0
+            (disturbed if wait > DISTURBED * (now - since) else clean).extend(calls)
+            waited += wait
+            if _enough(clean, least) or (now - started >= PATIENCE and _enough(clean + disturbed, least)):
+                break
+            calls, since, before = self._burst(first), now, after
         return TurnTimed(
             row=row,
             round=number,
-            seconds=seconds,
-            waited=min(1.0, max(0.0, (since or 0.0) - (waited or 0.0)) / elapsed) if known else None,
-            on_one_core=self._on_one_core() if alone else [],
+            seconds=clean or disturbed,
+            waited=None if after is None else min(1.0, waited / (now - started)),
+            is_disturbed=not clean,
+            on_one_core=self._on_one_core() if on_one_core and first < VERY_LONG_SECONDS else [],
             fixed_work=work,
         )
+
+    def _burst(self, first: float) -> list[float]:
+        """Seconds of calls from the same state of the model: of a short call, those after one that fills the caches."""
+        if first >= SHORT_SECONDS:
+            return [self.call()]
+        self._snapshot.rewind()
+        given = [self._ready.inputs(*self._inputs) for _ in range(IN_A_ROW)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return [call_once(self._ready, *inputs)[1] for inputs in given][1:]
 
     def _on_one_core(self) -> list[float]:
         """A thread alone never waits for another one, so what it waits for its core can be told, and subtracted.
@@ -134,27 +167,31 @@ class TimedCalls:
         threads = torch.get_num_threads()
         try:
             first = self._call_alone()
-            seconds = [first] if first is not None and first >= LONG_SECONDS else []
+            if first.by_others > ALONE:
+                return []  # the threads of a compiler are not those of torch
+            seconds = [first.seconds] if first.counts and first.seconds >= LONG_SECONDS else []
             deadline = system.monotonic() + ONE_CORE_SECONDS
             while sum(seconds) < TURN_SECONDS and len(seconds) < MOST_CALLS and system.monotonic() < deadline:
                 found = self._call_alone()
-                if found is not None:
-                    seconds.append(found)
+                if found.counts:
+                    seconds.append(found.seconds)
             return seconds
         finally:
             torch.set_num_threads(threads)
 
-    def _call_alone(self) -> float | None:
-        """Seconds of a call on one core, less those it waited for it; ``None`` if that cannot be told."""
+    def _call_alone(self) -> _OneCoreCall:
+        """A call on one core."""
         self._snapshot.rewind()  # which restores the number of threads, too
         self._calls = 0
         torch.set_num_threads(1)
-        before = system.own_wait()
+        before, cpu = system.own_wait(), system.time_of_other_threads()
         taken, after = self.call(), system.own_wait()
+        by_others = (system.time_of_other_threads() - cpu) / taken
         if before is None or after is None:
-            return None
+            return _OneCoreCall(taken, by_others, counts=False)
         waited = after - before
-        return taken - waited if waited <= UNDISTURBED * taken or taken - waited >= SHORT_SECONDS else None
+        seconds = taken - waited
+        return _OneCoreCall(seconds, by_others, counts=waited <= UNDISTURBED * taken or seconds >= SHORT_SECONDS)
 
     def call(self) -> float:
         """Seconds of a call."""
@@ -174,8 +211,8 @@ def _enough(seconds: list[float], least: float) -> bool:
 
 # -- The rounds: which run is timed next, until their ratios to fp32 can be told or time is up
 
-FEW, ENOUGH = 3, 6
-"""Rounds after which a ratio far from 1 is known; after which any ratio may be."""
+ENOUGH = 6
+"""Rounds after which any ratio may be known; one far from 1 is after :data:`~lowprec_check.analysis.speed.FEW`."""
 
 MOST = 30
 
@@ -189,7 +226,7 @@ SAME = 1.1
 """A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
 
 DISTURBED = 0.03
-"""The largest part of a turn in which threads may wait for a core."""
+"""The largest part of a few calls in which threads may wait for a core."""
 
 MORE = 3.0
 """How many times as long rounds are repeated then, or if times vary much."""
@@ -208,7 +245,7 @@ class RoundSchedule:
     """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was measured."""
 
     def __init__(self, rows: int, seconds: float | None = None, *, final: bool = False, patient: bool = False) -> None:
-        """``seconds``: how long rounds are repeated, after the first :data:`FEW`; by default :data:`ROUNDS_SECONDS`.
+        """``seconds``: how long rounds are repeated, after the first :data:`~lowprec_check.analysis.speed.FEW`; by default :data:`ROUNDS_SECONDS`.
 
         ``final``: whether it decides which of the rows is the fastest, so that all ratios must be known within 5 %. ``patient``: whether
         :data:`UNTOLD` counts for all rounds: on an accelerator, nothing else disturbs times.
@@ -250,19 +287,23 @@ class RoundSchedule:
 
     def latency(self, row: int) -> Latency | None:
         """The times of ``row``; ``None`` if it was never timed."""
-        fp32, mine = (
-            {
-                number: Turn(turn.seconds, turn.on_one_core, _is_disturbed(turn), turn.launched)
-                for number, turn in self.turns[index].items()
-            }
-            for index in (0, row)
-        )
-        return latency_of_rounds(mine, fp32 if row else None) if mine else None
+        mine = self._rounds(row)
+        if not mine or not row:
+            return latency_of_rounds(mine) if mine else None
+        fp32 = self._rounds(0)
+        others = [self._rounds(other) for other in range(1, len(self.turns)) if other not in self.failures]
+        return latency_of_rounds(mine, fp32, on_one_core=any(rather_on_one_core(rounds, fp32) for rounds in others))
+
+    def _rounds(self, row: int) -> Rounds:
+        return {
+            number: Turn(turn.seconds, turn.on_one_core, turn.is_disturbed, turn.launched)
+            for number, turn in self.turns[row].items()
+        }
 
     @property
     def is_disturbed(self) -> bool:
         """Whether other programs used the cores in any turn since the last round began."""
-        return any(_is_disturbed(turn) for row in self.turns for turn in row.values() if turn.round >= self.number - 1)
+        return any(turn.is_disturbed for row in self.turns for turn in row.values() if turn.round >= self.number - 1)
 
     def conditions(self) -> TimingConditions:
         """What disturbed the times."""
@@ -294,10 +335,6 @@ class RoundSchedule:
         margin = SAME if enough else FAR
         narrow = enough and speedup.high <= SAME * speedup.low
         return speedup.rounds >= FEW and (narrow or speedup.low >= margin or speedup.high <= 1 / margin)
-
-
-def _is_disturbed(turn: TurnTimed) -> bool:
-    return (turn.waited or 0.0) > DISTURBED and min(turn.seconds) < VERY_LONG_SECONDS
 
 
 # -- What a worker does
