@@ -20,6 +20,8 @@ from lowprec_check.schema.statements import short_op
 MOST_SITES = 12
 """Expressions of one run that are looked at."""
 
+CAST_INPUT_REASON = "the input is cast before the model runs: pass it in fp32, or scale it before the cast"
+
 LEAST_SHARE = 0.03
 """An op that causes a smaller part of the error is not looked at."""
 
@@ -184,7 +186,8 @@ class Sites:
         for culprit in culprits(run):
             row = culprit.row
             codes = {each.code for each in about if (each.op, each.source) == (row.op, row.source)}
-            node = self._node(row)
+            is_cast = row.op.startswith(CAST_INPUT)
+            node = CAST_INPUT_REASON if is_cast else self._node(row)
             if isinstance(node, str):
                 key = row.source, short_op(row.op)
                 self.left_alone.setdefault(
@@ -204,8 +207,6 @@ class Sites:
     def _node(self, row: OpCall) -> tuple[SourceText, ast.AST] | str:
         """The expression that calls an op, or why it is left alone."""
         line = self.files.line_of(row)
-        if row.op.startswith(CAST_INPUT):
-            return "the input is cast before the model runs: pass it in fp32, or scale it before the cast"
         if line is None:
             return "the line is in an installed package" if row.source else "no line of the user's own code calls it"
         shown, _, number = line.rpartition(":")
