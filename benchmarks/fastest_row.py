@@ -83,6 +83,7 @@ def burn() -> None:
 def scanned(number: int) -> dict[str, Any]:
     """A scan, and how much faster than its recommendation the fastest passing row is."""
     seed, loaded = number // 2, bool(number % 2)
+    torch.set_num_threads(CORES)
     model, inputs = model_of(seed)
     backends = ["eager", "jit", *(["inductor"] if seed % 10 == 0 else [])]
     burners = [multiprocessing.Process(target=burn, daemon=True) for _ in range(1 + seed % 2 if loaded else 0)]
@@ -108,8 +109,8 @@ def scanned(number: int) -> dict[str, Any]:
         return {"seed": seed, "loaded": loaded, "recommended": None}
     calls = {row: caller(model, inputs, *row) for row in rows}
     seconds: dict[Any, list[float]] = {row: [] for row in rows}
-    for number in range(ROUNDS):
-        for row in rows if number % 2 else rows[::-1]:
+    for turn in range(ROUNDS):
+        for row in rows if turn % 2 else rows[::-1]:
             seconds[row].append(min(calls[row]() for _ in range(CALLS)))
     mine = seconds[(best.precision, best.backend)]
     behind = {
