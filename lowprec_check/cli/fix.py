@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -41,6 +42,7 @@ from lowprec_check.schema.options import FixOptions
 if TYPE_CHECKING:
     from lowprec_check.analysis.fixes.source_text import SourceText
     from lowprec_check.engine.fixing import Patch
+    from lowprec_check.engine.script_fixing import ScriptPatch
     from lowprec_check.schema.fixing import Fixing
     from lowprec_check.schema.scan_result import ScanResult
 
@@ -83,14 +85,18 @@ def fix(
     check_reports(report or [])
     if check and (apply or interactive):
         raise UsageError("--check writes nothing.", "Leave out --apply and --interactive, or --check.")
+    if options.train and (interactive or scanned is not None):
+        raise UsageError("The changes of a script are tried together, now.", "Leave out --interactive and --from.")
     printed = "scan" if prints_json(json, format) else format
     known = load_result(scanned) if scanned is not None else None
     with stdout_kept(), progress(quiet) as shown:
         from lowprec_check.engine.fixing import fix_file
         from lowprec_check.engine.run.target_spec import TargetSpec
+        from lowprec_check.engine.script_fixing import fix_script
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
-        (result, patch), ended_by = last_before_end(fix_file(spec, options, isolation, shown.step, known))
+        found = fix_script if options.train else functools.partial(fix_file, scanned=known)
+        (result, patch), ended_by = last_before_end(found(spec, options, isolation, shown.step))
     if ended_by is not None or result.fixing is None or patch is None:
         raise ended_by or UsageError("The search ended early.", None)
     fixing = result.fixing
@@ -121,7 +127,7 @@ def _print(result: ScanResult, fixing: Fixing, format: str | None) -> None:
         print_text(fix_document(result, fixing))
 
 
-def _chosen(fixing: Fixing, patch: Patch) -> list[int]:
+def _chosen(fixing: Fixing, patch: Patch | ScriptPatch) -> list[int]:
     """The changes that the user wants, after these alone were tried, if they are not all."""
     from lowprec_check.report.foreign_text import visible_text
 

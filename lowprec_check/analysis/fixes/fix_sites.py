@@ -187,7 +187,7 @@ class Sites:
             row = culprit.row
             codes = {each.code for each in about if (each.op, each.source) == (row.op, row.source)}
             is_cast = row.op.startswith(CAST_INPUT)
-            node = CAST_INPUT_REASON if is_cast else self._node(row)
+            node = CAST_INPUT_REASON if is_cast else self.located(row)
             if isinstance(node, str):
                 key = row.source, short_op(row.op)
                 self.left_alone.setdefault(
@@ -204,7 +204,7 @@ class Sites:
             site.mismatch |= culprit.mismatch
             site.numbers |= {culprit.number} - {None}  # type: ignore[arg-type]
 
-    def _node(self, row: OpCall) -> tuple[SourceText, ast.AST] | str:
+    def located(self, row: OpCall) -> tuple[SourceText, ast.AST] | str:
         """The expression that calls an op, or why it is left alone."""
         line = self.files.line_of(row)
         if line is None:
