@@ -203,9 +203,9 @@ def test_why_a_script_is_left_alone() -> None:
     def nowhere(_place: ScriptPlace, _name: str) -> str:
         return "its file is not found"
 
-    (fault,) = faults(facts, nowhere, "cpu")
+    (fault,) = faults(facts, nowhere)
     assert "lightning calls backward()" in fault.found
-    (fault,) = faults(msgspec.structs.replace(facts, framework=""), nowhere, "cpu")
+    (fault,) = faults(msgspec.structs.replace(facts, framework=""), nowhere)
     assert fault.found == "its file is not found"
-    assert not [*faults(msgspec.structs.replace(facts, autocast=("bfloat16",)), nowhere, "cpu")]
-    assert not [*faults(msgspec.structs.replace(facts, scaled_backward=place), nowhere, "cpu")]
+    assert not [*faults(msgspec.structs.replace(facts, autocast=("bfloat16",)), nowhere)]
+    assert not [*faults(msgspec.structs.replace(facts, scaled_backward=place), nowhere)]

@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import ast
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-import msgspec
-
-from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.fixes.chosen import change_of, shown_path
 from lowprec_check.analysis.fixes.fix_sites import OwnFiles, Sites
 from lowprec_check.analysis.fixes.scene import Site, SourceFix, compose
 from lowprec_check.analysis.fixes.script_fixes import Fault, faults
 from lowprec_check.analysis.fixes.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.analysis.fixes.source_text import SourceText, edited, unified_diff
-from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.machine import version
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
-from lowprec_check.engine.session import scan_file, try_source
+from lowprec_check.engine.session import try_source
 from lowprec_check.engine.source_trial import ScriptTrial
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation, system
-from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.fixing import Fixing, LeftAlone, Proven, ScriptProof
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.options import FixOptions, ScanOptions
 from lowprec_check.schema.precisions import BF16, FP16
-from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import counted
 
 NEARER = 0.5
@@ -58,21 +52,15 @@ class ScriptPatch:
 
 def fix_script(
     spec: TargetSpec, options: FixOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
-) -> Iterator[tuple[ScanResult, ScriptPatch | None]]:
-    """Scan the first call of a script's model, run its steps of training, and search for a patch. Yields as :func:`~lowprec_check.engine.fixing.fix_file` does, and raises what it does."""
+) -> tuple[Fixing, ScriptPatch]:
+    """Run the steps that a script makes, and search for a patch of it.
+
+    Raises :class:`UsageError` if it makes none, and :class:`ProcessLostError` if its process ends.
+    """
     if isolation == "none":
         raise UsageError("Each change is tried in a process of its own.", "Leave --isolation none out.")
-    started, result = system.monotonic(), None
-    scan = ScanOptions(precisions="autocast-bf16", device=options.device, further_inputs=0, times="off", plan=False)
-    for result in scan_file(spec, scan, isolation, on_progress):
-        yield result, None
-    assert result is not None
-    result = conclude(result)
-    yield result, None
-    search = _Search(spec, options, isolation, on_progress, result, system.monotonic() - started)
-    found, fixing = search.found()
-    done = msgspec.structs.replace(result, fixing=fixing)
-    yield msgspec.structs.replace(done, statements=statements(done)), ScriptPatch(found)
+    found, fixing = _Search(spec, options, isolation, on_progress).found()
+    return fixing, ScriptPatch(found)
 
 
 def _texts(found: Sequence[Change]) -> dict[SourceText, str]:
@@ -88,13 +76,10 @@ class _Search:
     options: FixOptions
     isolation: Isolation | None
     on_progress: OnProgress | None
-    scanned: ScanResult
-    scan_seconds: float
     trials: int = 0
 
     def __post_init__(self) -> None:
-        self.started, self.device = system.monotonic(), self.scanned.runs[0].device
-        self.files = OwnFiles(self.spec.name)
+        self.started, self.files = system.monotonic(), OwnFiles(self.spec.name)
 
     def found(self) -> tuple[list[Change], Fixing]:
         """The changes that bring the weights nearer to those in fp32, and what is told of them."""
@@ -106,7 +91,7 @@ class _Search:
             eps = ", in which eps of its optimizer is zero" if before.zero_eps else ""
             ways = "Keep the weights in fp32, under autocast; lowprec-check scan --train compares the ways to train."
             raise UsageError(f"{self.spec.name} trains weights in {before.low_weights[0]}{eps}.", ways)
-        wrong = list(faults(before, self._located, device_type(self.device)))
+        wrong = list(faults(before, self._located))
         tolerance = self.options.tolerance or (FP16 if "float16" in before.autocast else BF16).tolerance
         is_near = before.distance is not None and before.distance <= tolerance
         reasons = [(fault, fault.found) for fault in wrong if isinstance(fault.found, str)]
@@ -123,7 +108,7 @@ class _Search:
         """The changes and their trial, from a scale that skips no step; without any if they do not help, and why they do not."""
         after = self._tried(changes)
         if after is not None and after.skipped and after.scale is not None and before.scale is None:
-            again = self._changes(faults(before, self._located, device_type(self.device), after.scale))
+            again = self._changes(faults(before, self._located, after.scale))
             tried = self._tried(again)
             if tried is not None and tried.skipped < after.skipped:
                 changes, after = again, tried
@@ -132,7 +117,7 @@ class _Search:
             return [], before, f"with {known}, the script fails"
         if after.fp32 != before.fp32:
             why = f"{known} changes the weights in fp32"
-        elif any(faults(after, lambda *_: "", "")):
+        elif any(faults(after, lambda *_: "")):
             why = f"{known} is not enough"
         elif after.distance is None or (before.distance is not None and after.distance > NEARER * before.distance):
             why = f"with {known}, {counted(before.steps, 'step')} do not end nearer to the weights in fp32"
@@ -144,7 +129,7 @@ class _Search:
 
     def _located(self, place: ScriptPlace, name: str) -> tuple[SourceText, ast.AST] | str:
         row = OpCall(name, source=place.source, caller=place.caller, span=place.span)
-        return Sites(self.files, {}, self.device).located(row)
+        return Sites(self.files, {}, "cpu").located(row)
 
     def _tried(self, changes: Sequence[Change]) -> ScriptFacts | None:
         """What the steps do with ``changes``; ``None`` if the script fails with them. Raises :class:`UsageError` if it does without."""
@@ -154,7 +139,7 @@ class _Search:
         texts = tuple((str(source.path), text) for source, text in _texts(changes).items())
         path = os.path.abspath(self.spec.name.partition(".py:")[0])
         trial = ScriptTrial(path=path, arguments=self.spec.arguments, steps=self.options.steps)
-        options = ScanOptions(device=self.options.device, seed=self.options.seed)
+        options = ScanOptions(seed=self.options.seed)
         try:
             return try_source(self.spec._replace(sources=texts), options, self.isolation, trial, SECONDS).script
         except (UsageError, ProcessLostError):
@@ -176,7 +161,7 @@ class _Search:
         return Fixing(
             tool=f"lowprec-check {version()}",
             target=self.spec.name,
-            device=self.device,
+            device=before.device,
             due=bool(changes),
             passes=passes,
             changes=ordered,
@@ -188,6 +173,5 @@ class _Search:
             ],
             trials=self.trials,
             seconds=round(system.monotonic() - self.started, 2),
-            scan_seconds=round(self.scan_seconds, 2),
             script=ScriptProof(steps=before.steps, before=before.distance, after=after.distance, skipped=after.skipped),
         )

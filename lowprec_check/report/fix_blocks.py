@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Heading, Row, Say, Table
 from lowprec_check.report.foreign_text import visible_text
 from lowprec_check.schema.fixing import Fixing, ScriptProof
-from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import Tone, counted, say
 
 _PROVEN = [
@@ -25,9 +24,9 @@ _PROVEN = [
 ]
 
 
-def fix_document(result: ScanResult, fixing: Fixing) -> Document:
-    """What ``lowprec-check fix`` prints."""
-    title = f"lowprec-check fix · {result.model.name} · {fixing.device}"
+def fix_document(fixing: Fixing, name: str) -> Document:
+    """What ``lowprec-check fix`` prints of a model or script of this ``name``."""
+    title = f"lowprec-check fix · {visible_text(name)} · {fixing.device}"
     return Document(title, [Say(title, role="title"), *fix_blocks(fixing)], fixing.tool)
 
 
@@ -56,12 +55,9 @@ def fix_blocks(fixing: Fixing, *, heading: bool = False) -> Iterator[Block]:
         yield Say(_bits(fixing))
     if fixing.plan:
         yield Say(f"{fixing.plan}.")
-    searched = say(
-        "{trials:count trial} in {seconds:seconds}, after a scan of {scan:seconds}",
-        trials=fixing.trials,
-        seconds=fixing.seconds,
-        scan=fixing.scan_seconds,
-    ).text
+    searched = say("{trials:count trial} in {seconds:seconds}", trials=fixing.trials, seconds=fixing.seconds).text
+    if fixing.script is None:
+        searched += say(", after a scan of {scan:seconds}", scan=fixing.scan_seconds).text
     stopped = f"; the search stopped {fixing.stopped}" if fixing.stopped else ""
     if fixing.trials:
         yield Say(f"{searched[:1].upper()}{searched[1:]}{stopped}.", role="hint")

@@ -26,10 +26,10 @@ class Fault(NamedTuple):
     found: tuple[SourceText, SourceFix] | str
 
 
-def faults(facts: ScriptFacts, locate: Locate, device: str, scale: float | None = None) -> Iterator[Fault]:
-    """Those that the steps of a script show; a new ``GradScaler`` is for ``device``, and starts at ``scale`` if that is given."""
+def faults(facts: ScriptFacts, locate: Locate, scale: float | None = None) -> Iterator[Fault]:
+    """Those that the steps of a script show; a new ``GradScaler`` starts at ``scale`` if that is given."""
     if "float16" in facts.autocast and facts.backward and not facts.scaled_backward:
-        yield Fault("backward", facts.backward[0], _scaled(facts, locate, device, scale))
+        yield Fault("backward", facts.backward[0], _scaled(facts, locate, scale))
     for place in facts.scaled_clips:
         yield Fault("clip_grad", place, _unscaled(place, facts, locate))
     for place in facts.around_steps:
@@ -67,7 +67,7 @@ def _call(place: ScriptPlace, name: str, locate: Locate) -> _Call | str:
     return _Call(source, node, statement, getattr(node.func, "value", node.func))
 
 
-def _scaled(facts: ScriptFacts, locate: Locate, device: str, scale: float | None) -> tuple[SourceText, SourceFix] | str:
+def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[SourceText, SourceFix] | str:
     """The loss scaled, its gradients unscaled before they are clipped, the step by way of a ``GradScaler``."""
     backward = [_call(place, "backward", locate) for place in facts.backward]
     made = [_call(place, "step", locate) for place in facts.made_steps]
@@ -88,7 +88,10 @@ def _scaled(facts: ScriptFacts, locate: Locate, device: str, scale: float | None
     source, scaler = known[0].source, unused_name(known[0].source, "scaler")
     torch, imports = torch_in(source)
     start = "" if scale is None else f", init_scale={scale!r}"
-    edits = [*imports, source.line_before(_before_all(known), f'{scaler} = {torch}.amp.GradScaler("{device}"{start})')]
+    edits = [
+        *imports,
+        source.line_before(_before_all(known), f'{scaler} = {torch}.amp.GradScaler("{facts.device}"{start})'),
+    ]
     for each in known:
         (first, last), its = source.outer(each.of), source.segment(each.of)
         if each in backward:

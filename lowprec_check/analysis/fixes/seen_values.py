@@ -45,6 +45,8 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     skipped: int = 0
     """Those that a ``GradScaler`` skipped."""
     optimizers: int = 1
+    device: str = "cpu"
+    """The kind of device that has the weights."""
     autocast: tuple[str, ...] = ()
     """The dtypes of autocast, ``float16``."""
     low_weights: tuple[str, ...] = ()

@@ -81,6 +81,7 @@ class StepWatch:
             steps=asked,
             skipped=sum(self._asked.values()) - self._made,
             optimizers=len(self._asked),
+            device=next((tensor.device.type for tensor, _ in self._before), "cpu"),
             autocast=tuple(self._dtypes),
             low_weights=tuple({str(p.dtype).removeprefix("torch.") for p, _ in self._before if p.dtype in NARROW}),
             scale=scale,
