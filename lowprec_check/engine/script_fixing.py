@@ -26,7 +26,7 @@ from lowprec_check.schema.precisions import BF16, FP16
 from lowprec_check.schema.statements import counted
 
 NEARER = 0.5
-"""A patch must bring the weights at least so much nearer to those in fp32."""
+"""A patch must bring the weights at least so much nearer to those in fp32, and so much nearer than weights that do not move, whose distance is 1."""
 
 SECONDS = 600.0
 """For the steps of a script."""
@@ -119,7 +119,7 @@ class _Search:
             why = f"{known} changes the weights in fp32"
         elif any(faults(after, lambda *_: "")):
             why = f"{known} is not enough"
-        elif after.distance is None or (before.distance is not None and after.distance > NEARER * before.distance):
+        elif after.distance is None or after.distance > NEARER * min(1.0, before.distance or 1.0):
             why = f"with {known}, {counted(before.steps, 'step')} do not end nearer to the weights in fp32"
         return ([], before, why) if why else (changes, after, "")
 
