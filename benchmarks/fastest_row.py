@@ -25,6 +25,7 @@ from tabulate import tabulate
 from torch import nn
 
 import lowprec_check
+from lowprec_check.analysis.speed import speed
 
 NEAR, ROUNDS, CALLS, CORES = 1.05, 40, 5, 2
 
@@ -121,6 +122,13 @@ def scanned(number: int) -> dict[str, Any]:
         "seed": seed,
         "loaded": loaded,
         "recommended": f"{best.precision} · {best.backend}",
+        "speeds": {
+            f"{run.precision} · {run.backend}": [found.low, found.ratio, found.high]
+            for run in result.runs
+            if (run.precision, run.backend) in rows
+            for found in [speed(run, result.runs)]
+        },
+        "waited": result.timing_conditions.waited if result.timing_conditions else None,
         "fastest": max(behind, key=lambda row: behind[row]),
         "behind": max(behind.values()),
     }

@@ -22,9 +22,13 @@ from lowprec_check.analysis.run_summary import passes_all
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.core.compiled import forget_compiled, graph_breaks
+from lowprec_check.engine.core.devices import rounds_to_tf32
 from lowprec_check.engine.model.input_draws import changed_inputs
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.run import target_runs
+from lowprec_check.engine.run.target_runs import RunOptions, open_runs
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import project_of
 from lowprec_check.schema.backend_checks import BackendCheck, CompilerRemark
@@ -394,3 +398,24 @@ def test_graph_breaks_are_counted_in_the_table() -> None:
     found = ScanResult(tool="t", target="t", model=INFO, environment={}, runs=[a_run("fp32", "ok"), run])
     said = [its.text for its in statements(found) if its.kind == "compiler-remarks"]
     assert said == ["2 graph breaks (LP310), with them 1.00 times as fast as in eager mode"]
+
+
+def test_fp32_may_have_the_error_of_tf32_where_a_device_rounds_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """cuDNN does so by default: eager mode and a compiler, which choose other kernels, differ by 1e-3, and both are right."""
+    settings = torch.backends.cudnn, torch.backends.cuda.matmul
+    before = [each.allow_tf32 for each in settings]
+    try:
+        for allowed in ((True, False), (False, True), (False, False)):
+            for each, value in zip(settings, allowed, strict=True):
+                each.allow_tf32 = value
+            assert rounds_to_tf32(torch.device("cuda")) == any(allowed)
+            assert not rounds_to_tf32(torch.device("cpu"))
+    finally:
+        for each, value in zip(settings, before, strict=True):
+            each.allow_tf32 = value
+    with open_runs(TargetSource(make_target(Net(), X)), RunOptions(), "none") as runs:
+        assert runs.tolerance("fp32", "jit") == 1e-3
+        monkeypatch.setattr(target_runs, "rounds_to_tf32", lambda device: True)
+        assert (runs.tolerance("fp32", "jit"), runs.tolerance("half")) == (1e-2, 1e-2)
+    with open_runs(TargetSource(make_target(Net(), X)), RunOptions(tolerance=1e-4), "none") as runs:
+        assert runs.tolerance("fp32", "jit") == 1e-4

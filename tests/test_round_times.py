@@ -6,6 +6,7 @@ import math
 import random
 import statistics
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -218,6 +219,32 @@ def test_load_is_noticed_and_the_rounds_after_it_use_one_core() -> None:
     assert latency is not None
     assert latency.speedup is not None
     assert latency.speedup.one_core
+
+
+def test_runs_of_the_same_rounds_are_compared_with_each_other() -> None:
+    """Their ratios to fp32 vary with fp32, by a third; the ratio of one to the other does not."""
+    schedule, draw = RoundSchedule(4, seconds=60, final=True), random.Random(0)
+    for number in range(12):
+        for row, seconds in enumerate((draw.uniform(0.9, 1.2), 0.5, 0.53, 0.505)):
+            schedule.note(turn(row, number, seconds))
+    assert [schedule.slower_than(row) for row in range(4)] == [None, None, 1, None]
+    ratios = [latency.speedup for latency in map(schedule.latency, (1, 2)) if latency is not None]
+    assert all(ratio is not None for ratio in ratios)
+    first, second = ratios
+    assert first is not None
+    assert second is not None
+    assert first.low < second.high
+
+
+def test_runs_are_compared_on_one_core_only_with_each_other() -> None:
+    """The second run was disturbed in all rounds: the first is compared on one core too, where its ratio is another one."""
+    schedule = RoundSchedule(3, seconds=60)
+    for number in range(6):
+        for row, (seconds, alone, waited) in enumerate(((1.0, 2.0, 0.0), (0.5, 1.8, 0.0), (9.0, 1.0, 0.5))):
+            made = turn(row, number, seconds, waited=waited)
+            schedule.note(msgspec.structs.replace(made, on_one_core=[alone]))
+    found = [latency.speedup for latency in map(schedule.latency, (1, 2)) if latency is not None]
+    assert [(ratio.median, ratio.one_core) for ratio in found if ratio is not None] == [(2 / 1.8, True), (2.0, True)]
 
 
 def test_a_processor_that_changes_its_speed_is_noticed() -> None:

@@ -215,6 +215,17 @@ def test_a_wide_interval_does_not_win() -> None:
     assert advised([FP32, timed("half", 4.1, 3.3, 5.7, 4, 8e-4), narrow]).label == "half"  # may be as fast
 
 
+def test_a_run_that_was_slower_in_the_same_rounds_does_not_win() -> None:
+    """Eager is simpler, and their ratios to fp32 overlap."""
+    first, second = timed("half", 1.5, 1.4, 1.6, 4, 8e-4), timed("bfloat16", 1.6, 1.5, 1.7, 4, 6e-3)
+    assert advised([FP32, first, second]).label == "half"
+    assert first.latency is not None
+    slower = msgspec.structs.replace(first, latency=msgspec.structs.replace(first.latency, slower_than="bfloat16"))
+    assert advised([FP32, slower, second]).label == "bfloat16"
+    failed = msgspec.structs.replace(second, status="nan")
+    assert advised([FP32, slower, failed]).label == "half"
+
+
 def test_rivals_are_timed_again_until_they_can_be_told_apart() -> None:
     wide, narrow, slow = (
         timed("half", 4.1, 3.3, 5.7, 4, 8e-4),

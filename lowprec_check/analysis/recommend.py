@@ -43,7 +43,7 @@ def recommend(
     A time decides where it can be told, or by the safe end of its interval, so that noise never wins:
 
     1. With ``prefer="memory"``, those with the smallest peak; with ``"accuracy"``, the one with the smallest error.
-    2. Of these, none that is told to be slower than another, and none whose safe end, as fast as it is at least, is far below that of
+    2. Of these, none that is told to be slower than another, by their ratios to fp32 or in the same rounds, and none whose safe end, as fast as it is at least, is far below that of
        another (:data:`~lowprec_check.analysis.speed.ALIKE`).
     3. Among the rest, one that stays below :data:`~lowprec_check.analysis.run_summary.CLOSE` of its tolerance on every input.
     4. Then by what does not depend on times as far as possible: the least set-up (eager, contiguous), less memory
@@ -151,8 +151,11 @@ def fastest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     """Those of ``passed`` that may be the fastest; all if none was timed."""
     known = [(run, speed(run, runs)) for run in passed]
     safe = max((mine.low for _, mine in known), default=0.0) / ALIKE
+    labels = {run.key.label for run in passed}
 
     def is_slower(run: Run, mine: Speed) -> bool:
+        if run.latency is not None and run.latency.slower_than in labels:
+            return True
         return any(is_faster(found, mine, TOLD if alike(run, other) else CLEAR) for other, found in known)
 
     def alike(one: Run, other: Run) -> bool:

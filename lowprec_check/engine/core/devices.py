@@ -134,6 +134,15 @@ def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
     return result, system.perf_counter() - started
 
 
+def rounds_to_tf32(device: torch.device) -> bool:
+    """Whether convolutions or products of fp32 may round their operands to TF32 on ``device``, as cuDNN does by default: to the bits of fp16."""
+    if device.type != "cuda":
+        return False
+    with contextlib.suppress(RuntimeError):  # old and new settings are mixed
+        return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
+    return True
+
+
 # -- Memory: what is free, and what a call allocates
 
 _GROUP_FILES = (

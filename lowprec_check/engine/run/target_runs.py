@@ -12,6 +12,7 @@ import msgspec
 import torch
 
 from lowprec_check.catalog.names import why_not_covered
+from lowprec_check.engine.core.devices import rounds_to_tf32
 from lowprec_check.engine.core.installation import extension_problem
 from lowprec_check.engine.model.prepared import autocast_problem, format_problem
 from lowprec_check.engine.model.streamed_weights import stream_of
@@ -27,7 +28,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS, device_type
 from lowprec_check.schema.measures import Errors, PredictedDevice, Scenario
-from lowprec_check.schema.precisions import PRECISIONS
+from lowprec_check.schema.precisions import FP16, PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
 from lowprec_check.schema.training import TrainingSetup
@@ -198,6 +199,8 @@ class TargetRuns:
     def tolerance(self, precision: str, backend: str = EAGER) -> float:
         """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
         default = max(PRECISIONS.get(precision).tolerance, BACKENDS.get(backend).tolerance)
+        if precision == REFERENCE and rounds_to_tf32(torch.device(self.options.device)):
+            default = max(default, FP16.tolerance)
         asked = default if self.options.tolerance is None else self.options.tolerance
         return max(asked, ERRORS_OF_FP32 * self._self_error)
 

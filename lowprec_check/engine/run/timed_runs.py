@@ -66,7 +66,9 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
         schedule = time_in_rounds(tasks, launcher, in_forks=forks, final=final)
         conditions.append(schedule.conditions())
         for row, run in enumerate(group):
-            latency = schedule.latency(row)
+            latency, faster = schedule.latency(row), schedule.slower_than(row)
+            if latency is not None and faster is not None:
+                latency = msgspec.structs.replace(latency, slower_than=group[faster].key.label)
             if latency is not None and (final or run.key not in latencies):
                 latencies[run.key] = latency
             if row in schedule.failures:
@@ -102,7 +104,7 @@ def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[R
     known = [
         (run, found.speedup)
         for run in candidates(timed)
-        if passes_all(run) and (found := latencies.get(run.key)) is not None and found.speedup is not None
+        if passes_all(run) and (found := latencies.get(run.key)) is not None and found.speedup and not found.slower_than
     ]
     most = max((speedup.low for _, speedup in known), default=0.0)
     rivals = sorted(((run, found) for run, found in known if found.high >= most), key=lambda each: -each[1].high)

@@ -287,12 +287,26 @@ class RoundSchedule:
 
     def latency(self, row: int) -> Latency | None:
         """The times of ``row``; ``None`` if it was never timed."""
+        return self._compared(row, 0) if row else self._compared(row, None)
+
+    def slower_than(self, row: int) -> int | None:
+        """The row that is faster than ``row`` by the most of those timed in the same rounds; ``None`` if none is told to be."""
+        found = {}
+        for other in range(1, len(self.turns)):
+            compared = self._compared(row, other) if row and other != row and other not in self.failures else None
+            ratio = compared.speedup if compared is not None else None
+            if ratio is not None and judged(ratio.median, ratio.low, ratio.high).told == "slower":
+                found[other] = ratio.median
+        return min(found, key=lambda other: found[other], default=None)
+
+    def _compared(self, row: int, reference: int | None) -> Latency | None:
         mine = self._rounds(row)
-        if not mine or not row:
+        if not mine or reference is None:
             return latency_of_rounds(mine) if mine else None
         fp32 = self._rounds(0)
         others = [self._rounds(other) for other in range(1, len(self.turns)) if other not in self.failures]
-        return latency_of_rounds(mine, fp32, on_one_core=any(rather_on_one_core(rounds, fp32) for rounds in others))
+        on_one_core = any(rather_on_one_core(rounds, fp32) for rounds in others)
+        return latency_of_rounds(mine, self._rounds(reference), on_one_core=on_one_core)
 
     def _rounds(self, row: int) -> Rounds:
         return {
