@@ -68,12 +68,12 @@ def fixed(text: str, fp32: str) -> dict[str, Any]:
         file = Path(folder) / "train.py"
         file.write_text(text)
         try:
-            found, patch = fix_script(TargetSpec(str(file)), FixOptions(train=True, steps=STEPS))
+            found, texts = fix_script(TargetSpec(str(file)), FixOptions(train=True, steps=STEPS))
         except UsageError as error:
             return {"error": str(error)}
         its = found.script
         assert its is not None
-        patched = next(iter(patch.texts(range(len(found.changes))).values()), text)
+        patched = next(iter(texts.values()), text)
     return {
         "changes": [change.kind for change in found.changes],
         "left": [each.reason for each in found.left_alone],

@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from lowprec_check.analysis.fixes.source_text import SourceText
     from lowprec_check.engine.fixing import Patch
     from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
-    from lowprec_check.engine.script_fixing import ScriptPatch
     from lowprec_check.process import Isolation as ProcessIsolation
     from lowprec_check.schema.fixing import Fixing
     from lowprec_check.schema.scan_result import ScanResult
@@ -102,10 +101,11 @@ def fix(
     finally:  # standard output may be full or closed
         complete = result is None or save_files(result, json, report or [])
     numbers = list(range(len(fixing.changes)))
-    if interactive and numbers:
+    if interactive and numbers and not isinstance(patch, Mapping):
         numbers = _chosen(fixing, patch)
     if (apply or interactive) and numbers:
-        _write(patch.texts(numbers), allow_dirty=allow_dirty)
+        texts = patch if isinstance(patch, Mapping) else patch.texts(numbers)
+        _write(texts, allow_dirty=allow_dirty)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
     failed = fixing.due if check else not fixing.passes
@@ -118,8 +118,8 @@ def _found(
     isolation: ProcessIsolation | None,
     on_progress: OnProgress,
     scanned: ScanResult | None,
-) -> tuple[ScanResult | None, Fixing, Patch | ScriptPatch]:
-    """The scan, of a model, and the patch."""
+) -> tuple[ScanResult | None, Fixing, Patch | Mapping[SourceText, str]]:
+    """The scan, of a model, and the patch; of a script, the texts of its files with that."""
     if options.train:
         from lowprec_check.engine.script_fixing import fix_script
 
@@ -145,7 +145,7 @@ def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> Non
         print_text(fix_document(fixing, result.model.name if result is not None else fixing.target))
 
 
-def _chosen(fixing: Fixing, patch: Patch | ScriptPatch) -> list[int]:
+def _chosen(fixing: Fixing, patch: Patch) -> list[int]:
     """The changes that the user wants, after these alone were tried, if they are not all."""
     from lowprec_check.report.foreign_text import visible_text
 

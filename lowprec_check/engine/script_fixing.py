@@ -19,11 +19,11 @@ from lowprec_check.engine.session import try_source
 from lowprec_check.engine.source_trial import ScriptTrial
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation, system
-from lowprec_check.schema.fixing import Fixing, LeftAlone, Proven, ScriptProof
+from lowprec_check.schema.fixing import Fixing, LeftAlone, ScriptProof
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.options import FixOptions, ScanOptions
 from lowprec_check.schema.precisions import BF16, FP16
-from lowprec_check.schema.statements import counted
+from lowprec_check.schema.statements import counted, say
 
 NEARER = 0.5
 """A patch must bring the weights at least so much nearer to those in fp32, and so much nearer than weights that do not move, whose distance is 1."""
@@ -31,36 +31,20 @@ NEARER = 0.5
 SECONDS = 600.0
 """For the steps of a script."""
 
-
 Change = tuple[SourceText, SourceFix]
-
-
-class ScriptPatch:
-    """The changes of a script, which were tried together."""
-
-    def __init__(self, found: Sequence[Change]) -> None:
-        self._found = found
-
-    def texts(self, numbers: Sequence[int]) -> dict[SourceText, str]:
-        """The texts of the files with the changes of these ``numbers``."""
-        return _texts([self._found[number] for number in numbers])
-
-    def proven(self, numbers: Sequence[int]) -> list[Proven]:
-        """No single precision: a script trains in its own."""
-        return []
 
 
 def fix_script(
     spec: TargetSpec, options: FixOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
-) -> tuple[Fixing, ScriptPatch]:
-    """Run the steps that a script makes, and search for a patch of it.
+) -> tuple[Fixing, dict[SourceText, str]]:
+    """Run the steps that a script makes, and search for a patch of it: what was found, and the texts of the files with it.
 
     Raises :class:`UsageError` if it makes none, and :class:`ProcessLostError` if its process ends.
     """
     if isolation == "none":
         raise UsageError("Each change is tried in a process of its own.", "Leave --isolation none out.")
     found, fixing = _Search(spec, options, isolation, on_progress).found()
-    return fixing, ScriptPatch(found)
+    return fixing, _texts(found)
 
 
 def _texts(found: Sequence[Change]) -> dict[SourceText, str]:
@@ -120,7 +104,8 @@ class _Search:
         elif any(faults(after, lambda *_: "")):
             why = f"{known} is not enough"
         elif after.distance is None or after.distance > NEARER * min(1.0, before.distance or 1.0):
-            why = f"with {known}, {counted(before.steps, 'step')} do not end nearer to the weights in fp32"
+            words = "with {known:text}, the distance from fp32's weights is {after:error} instead of {before:error}"
+            why = say(words, known=known, after=after.distance, before=before.distance).text
         return ([], before, why) if why else (changes, after, "")
 
     @staticmethod

@@ -77,8 +77,8 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
     reasons = [each for each in calls if isinstance(each, str)]
     if facts.framework:
         reasons = [f"{facts.framework} calls backward(): use its own switch for fp16, which makes a GradScaler"]
-    elif facts.optimizers > 1:
-        reasons.append("the script has several optimizers")
+    elif facts.optimizers > 1 and len({id(each.source.parents[each.statement]) for each in known if each in made}) > 1:
+        reasons.append("several optimizers make their steps in different blocks")
     elif not made or any(each.source is not known[0].source for each in known):
         reasons.append("backward() and step() are not called in one file")
     elif any(each.call.args or each.call.keywords for each in known if each not in clips):
@@ -92,6 +92,7 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
         *imports,
         source.line_before(_before_all(known), f'{scaler} = {torch}.amp.GradScaler("{facts.device}"{start})'),
     ]
+    last_step = max((each for each in known if each in made), key=lambda each: each.statement.lineno)
     for each in known:
         (first, last), its = source.outer(each.of), source.segment(each.of)
         if each in backward:
@@ -102,15 +103,22 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
             ]
         elif each in made:
             edits += [Edit(*source.span(each.call), f"{scaler}.step({its})")]
-            edits += [source.lines_behind(each.statement, [f"{source.indent_of(each.statement)}{scaler}.update()"])]
+            if facts.optimizers == 1 or each is last_step:
+                edits += [source.lines_behind(each.statement, [f"{source.indent_of(each.statement)}{scaler}.update()"])]
         else:
-            steps = [step for step in known if step in made and step.function is each.function]
-            if len(steps) != 1:
-                return "gradients are clipped in another function than that of the step"
-            whose = source.segment(steps[0].of)
-            edits += [source.line_before(each.statement, f"{scaler}.unscale_({whose})")]
+            step = _step_after(each, [other for other in known if other in made])
+            if step is None:
+                return "no step follows in the function that clips gradients"
+            edits += [source.line_before(each.statement, f"{scaler}.unscale_({source.segment(step.of)})")]
     why = "gradients of the loss in fp16 become zero: scale it"
     return source, SourceFix("grad_scaler", why, known[0].call, edits=tuple(edits))
+
+
+def _step_after(clip: _Call, steps: list[_Call]) -> _Call | None:
+    """The first of the steps behind ``clip`` in its function."""
+    at = clip.statement.lineno
+    here = [each for each in steps if each.source is clip.source and each.function is clip.function]
+    return min((e for e in here if e.statement.lineno > at), key=lambda e: e.statement.lineno, default=None)
 
 
 def _before_all(calls: list[_Call]) -> ast.stmt:
@@ -138,13 +146,13 @@ def _unscaled(place: ScriptPlace, facts: ScriptFacts, locate: Locate) -> tuple[S
     steps = [_call(each, "step", locate) for each in facts.scaled_steps]
     if isinstance(clip, str):
         return clip
-    near = [each for each in steps if isinstance(each, _Call) and each.function is clip.function and each.call.args]
-    if len(near) != 1 or near[0].source is not clip.source:
-        return "no single step of a GradScaler is in the function that clips"
-    source, optimizer = clip.source, near[0].source.segment(near[0].call.args[0])
-    line = source.line_before(clip.statement, f"{source.segment(near[0].of)}.unscale_({optimizer})")
+    step = _step_after(clip, [each for each in steps if isinstance(each, _Call) and each.call.args])
+    if step is None:
+        return "no step of a GradScaler follows in the function that clips gradients"
+    optimizer = clip.source.segment(step.call.args[0])
+    line = clip.source.line_before(clip.statement, f"{clip.source.segment(step.of)}.unscale_({optimizer})")
     why = "gradients are clipped while they are scaled: unscale them first"
-    return source, SourceFix("unscale", why, clip.call, edits=(line,))
+    return clip.source, SourceFix("unscale", why, clip.call, edits=(line,))
 
 
 def _uncached(place: ScriptPlace, locate: Locate) -> tuple[SourceText, SourceFix] | str:
