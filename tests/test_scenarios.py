@@ -102,7 +102,7 @@ def test_an_instance_in_this_process_uses_the_threads_that_are_reported(monkeypa
 
 def test_instances_may_finish_at_different_times(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr("lowprec_check.engine.run.timed_runs.cores_of_instances", lambda *_: [(), ()])
-    monkeypatch.setattr("lowprec_check.engine.run.turns.INSTANCE_SECONDS", 0.1)
+    monkeypatch.setattr("lowprec_check.engine.run.instance_times.INSTANCE_SECONDS", 0.1)
     slow = tmp_path / "slow"
 
     def wait() -> None:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowprec_check.engine.model.streamed_weights import NOTE, is_unread, stream_of, stream_weights, unread_weights
+from lowprec_check.engine.model.plain_run import PlainCalls
+from lowprec_check.engine.model.prepared import prepared
+from lowprec_check.engine.model.streamed_weights import is_unread, stream_of, stream_weights, unread_weights
 from lowprec_check.engine.run.target_source import load_here
-from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.run.target_spec import NOTICE, TargetSpec
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import ScanOptions
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scanned_model import STREAMED
 
 
 class Tied(nn.Module):
@@ -125,8 +132,10 @@ inputs = torch.randn(2, {width}, generator=torch.Generator().manual_seed(0))
 """
 
 
-def written(folder: Path, *, width: int = 32, layers: int = 3, factor: float = 1.0) -> tuple[Path, Path]:
-    """A file with a model, and one with its weights."""
+def written(
+    folder: Path, *, width: int = 32, layers: int = 3, factor: float = 1.0, dtype: torch.dtype = torch.float32
+) -> tuple[Path, Path]:
+    """A file with a model, and one with its weights in ``dtype``."""
     path, weights = folder / "mymodel.py", folder / "weights.safetensors"
     path.write_text(MODEL.format(width=width, layers=layers, factor=factor))
     torch.manual_seed(0)
@@ -135,7 +144,7 @@ def written(folder: Path, *, width: int = 32, layers: int = 3, factor: float = 1
         state[f"layers.{number}.weight"] = torch.randn(width, width) / width**0.5
         state[f"layers.{number}.bias"] = torch.randn(width)
     state |= {"norm.weight": torch.ones(width), "norm.bias": torch.zeros(width)}
-    save_file(state, weights)
+    save_file({name: tensor.to(dtype) for name, tensor in state.items()}, weights)
     return path, weights
 
 
@@ -146,12 +155,12 @@ def scanned(path: Path, weights: Path, *, stream: bool, **options: object) -> Sc
     return scan_target(load_here(spec, 0), None, given)
 
 
-@pytest.mark.parametrize("factor", [1.0, 1e4])
-def test_a_scan_finds_the_same(factor: float, tmp_path: Path) -> None:
-    files = written(tmp_path, factor=factor)
+@pytest.mark.parametrize(("factor", "dtype"), [(1.0, torch.float32), (1e4, torch.float32), (1.0, torch.bfloat16)])
+def test_a_scan_finds_the_same(factor: float, dtype: torch.dtype, tmp_path: Path) -> None:
+    files = written(tmp_path, factor=factor, dtype=dtype)
     held, other = (scanned(*files, stream=stream, plan=False) for stream in (False, True))
-    assert NOTE in other.model.notes
-    assert NOTE not in held.model.notes
+    assert STREAMED in other.model.notes
+    assert STREAMED not in held.model.notes
     assert [run.status for run in other.runs] == [run.status for run in held.runs]
     assert {run.status for run in other.runs} == ({"ok", "nonfinite"} if factor > 1 else {"ok"})
     for one, same in zip(other.runs[1:], held.runs[1:], strict=True):
@@ -170,6 +179,58 @@ def test_a_scan_finds_the_same(factor: float, tmp_path: Path) -> None:
         assert (one.latency_ms, one.peak_memory_bytes, one.uncalled_modules) == (None, None, same.uncalled_modules)
 
 
+def test_what_it_takes_and_what_is_read_are_shown(tmp_path: Path) -> None:
+    path, weights = written(tmp_path, width=512, layers=100)
+    source = load_here(TargetSpec(str(path), weights=weights, stream=True), 0)
+    shown = list[tuple[str, str]]()
+    source.on_progress = lambda *step: shown.append(step)
+    scan_target(source, "fork", ScanOptions(precisions="half,bfloat16", plan=False))
+    assert shown[0][0] == NOTICE
+    assert shown[0][1].startswith("0.098 GiB of weights are read 5 times")
+    plain = re.compile(r"plain run in layers\.\d+, [<\d.]+ % of the weights")
+    assert any(run == "fp32" and plain.fullmatch(doing) for run, doing in shown)
+    assert any(run == "half" and re.match(r"op \d+: aten.* % of the weights$", doing) for run, doing in shown)
+
+
+KILLED = """
+    def forward(self, x):
+        if x.dtype == torch.float16 and not Path("killed").exists():
+            Path("killed").touch()
+            while not Path("scan.json").exists():
+                time.sleep(0.1)
+            psutil.Process().parents()[1].kill()  # this process is of a run, whose parent loaded the model
+            time.sleep(60)
+"""
+
+
+@pytest.mark.slow
+def test_a_scan_that_was_killed_is_resumed(tmp_path: Path) -> None:
+    path, weights = written(tmp_path)
+    text = path.read_text().replace("\n    def forward(self, x):\n        for", f"{KILLED}        for")
+    path.write_text(f"import time\nfrom pathlib import Path\nimport psutil\n{text}")
+    found = tmp_path / "scan.json"
+    command = [sys.executable, "-m", "lowprec_check", "scan", str(path), "--weights", str(weights), "--stream"]
+    command += ["-p", "bfloat16,half", "--no-plan", "--json", str(found)]
+
+    def ended() -> subprocess.CompletedProcess[str]:
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False, timeout=120)
+
+    assert ended().returncode == -signal.SIGKILL
+    early = ScanResult.load(found)
+    assert [run.status for run in early.runs] == ["ok", "ok", "skipped"]
+    marked = msgspec.structs.replace(early.runs[1], notes=["of the first scan"])
+    msgspec.structs.replace(early, runs=[early.runs[0], marked, early.runs[2]]).save(found)
+    assert "Resumed: bfloat16 of the scan that ended early." in ended().stderr
+    whole = ScanResult.load(found)
+    assert [run.status for run in whole.runs] == ["ok", "ok", "ok"]
+    assert whole.runs[1].notes == ["of the first scan"]
+
+    msgspec.structs.replace(early, runs=[early.runs[0], marked, early.runs[2]]).save(found)
+    save_file({name: 2 * tensor for name, tensor in load_file(weights).items()}, weights)
+    assert "Resumed" not in ended().stderr
+    assert ScanResult.load(found).runs[1].notes == []
+
+
 def test_a_plan_is_found(tmp_path: Path) -> None:
     files = written(tmp_path, factor=1e4)
     result = scanned(*files, stream=True, precisions="half", plan=True)
@@ -182,6 +243,21 @@ def test_what_needs_the_weights_in_memory_is_refused(tmp_path: Path) -> None:
         scanned(*written(tmp_path), stream=True, train=True)
     with pytest.raises(UsageError, match="--stream reads weights from files of safetensors"):
         load_here(TargetSpec(str(tmp_path / "mymodel.py"), stream=True), 0)
+
+
+class Imports(nn.Linear):
+    """Imports something in its first calls, so that their time proves nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        sys.modules[f"imported_{len(sys.modules)}"] = sys
+        return super().forward(x)
+
+
+def test_a_slow_call_is_not_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    for model, calls in zip(streamed(lambda: Imports(4, 4), tmp_path / "weights.safetensors"), (2, 1), strict=True):
+        with prepared(model, PRECISIONS.get("fp32"), torch.device("cpu")) as ready:
+            assert PlainCalls(ready, (torch.ones(4),), {}, seed=0).run(seconds=0.0).calls == calls
 
 
 def test_what_analyzed_a_run_is_told_of_no_later_weight(tmp_path: Path) -> None:
@@ -198,15 +274,17 @@ def test_a_backend_is_skipped(tmp_path: Path) -> None:
     assert result.run("bfloat16", "jit").reason == "only eager runs are streamed"
 
 
-WIDTH, LAYERS = 2048, 40  # 670 MB in fp32
+WIDTH, BYTES = 2048, 670 << 20
 LIMIT = 500 << 20
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="the limit is that of Linux")
-def test_a_model_larger_than_the_limit_of_memory_is_scanned(tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_model_larger_than_the_limit_of_memory_is_scanned(dtype: torch.dtype, tmp_path: Path) -> None:
     """``RLIMIT_DATA`` limits what a process allocates, beside what torch itself took when it was imported."""
-    path, weights = written(tmp_path, width=WIDTH, layers=LAYERS)
+    layers = BYTES // (WIDTH * WIDTH * dtype.itemsize)
+    path, weights = written(tmp_path, width=WIDTH, layers=layers, dtype=dtype)
     code = f"""
 import resource, sys
 import torch, lowprec_check.engine.session

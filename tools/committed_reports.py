@@ -181,7 +181,11 @@ PARTS = {
             "Are the times of an idle GPU those of other tools, and what does the op-by-op analysis cost there?",
             "gpu_speed",
         ),
-        Report("streamed.md", "Does `--stream` find what a scan with the weights in memory finds?", "streamed"),
+        Report(
+            "streamed.md streamed-large.md",
+            "Does `--stream` find what a scan with the weights in memory finds, and what do 7 and 13 billion parameters take?",
+            "streamed",
+        ),
         Report("planted-values.md", "Which overflows and underflows does a scan blame?", "planted_values"),
         Report(
             "margin.md", "Does the interval for the share of inputs that fail hold it, and what does it cost?", "margin"

@@ -18,10 +18,13 @@ class Progress:
     """What goes on, as one line: which run of how many, its step, the time so far and the time left."""
 
     def __init__(
-        self, show: Callable[[str], None] | None = None, show_rows: Callable[[ScanResult], None] | None = None
+        self,
+        show: Callable[[str], None] | None = None,
+        show_rows: Callable[[ScanResult], None] | None = None,
+        keep: Callable[[str], None] | None = None,
     ) -> None:
-        """``show`` prints a line, and ``show_rows`` the rows so far; without them, nothing is shown."""
-        self._show, self._show_rows = show, show_rows
+        """``show`` prints a line, ``show_rows`` the rows so far, ``keep`` a line that stays; without them, nothing is shown."""
+        self._show, self._show_rows, self._keep = show, show_rows, keep
         self._started = system.monotonic()
         self._done, self._total = 0, 0
         self._done_after: list[float] = []
@@ -29,7 +32,12 @@ class Progress:
 
     def step(self, run: str, doing: str) -> None:
         """A run has reached a step."""
-        if self._show is not None:
+        from lowprec_check.engine.run.target_spec import NOTICE
+
+        if run == NOTICE:
+            if self._keep is not None:
+                self._keep(doing)
+        elif self._show is not None:
             self._show(self.line(run, doing, system.monotonic() - self._started))
 
     def done(self, result: ScanResult) -> None:
@@ -80,9 +88,9 @@ def progress(quiet: bool) -> Iterator[Progress]:
             def show_rows(result: ScanResult) -> None:
                 live.update(Group(Text.from_ansi(_rows_so_far(result, console.width)), spinner))
 
-            yield Progress(show, show_rows)
+            yield Progress(show, show_rows, lambda line: console.print(Text(visible(line))))
     else:
-        yield Progress(_every(LINE_SECONDS))
+        yield Progress(_every(LINE_SECONDS), keep=print_status)
 
 
 def _rows_so_far(result: ScanResult, width: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -16,6 +17,7 @@ from lowprec_check.cli.app import (
     check_writable,
     interrupts_ignored_after,
     last_before_end,
+    load_result,
     print_document,
     print_status,
     print_text,
@@ -104,7 +106,14 @@ def scan(
 
         arguments, steps = script_arguments(context), options.training_steps
         spec = TargetSpec(target, tuple(inputs or ()), weights, stream, scale_weights, arguments, steps)
-        result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step), shown.done)
+        earlier = _unfinished(json)
+
+        def grown(so_far: ScanResult) -> None:
+            shown.done(so_far)
+            if json is not None and not prints_json(json, format):
+                _save_so_far(so_far, json)
+
+        result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step, earlier), grown)
     with interrupts_ignored_after(ended_by):
         concluded = asked_to_fail_on(_conclude(result, ended_by), fail_on, with_baseline=baseline is not None)
         if ended_by is None:
@@ -152,6 +161,30 @@ def _apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | 
         )
         print_status(f"{len(stale)} {what}; --update-baseline removes them")
     return result
+
+
+def _unfinished(path: Path | None) -> ScanResult | None:
+    """The scan saved at ``path``, if it ended early."""
+    from lowprec_check.analysis.conclusion import unfinished
+
+    if path is None or str(path) == "-" or not path.is_file():
+        return None
+    try:
+        found = load_result(path)
+    except UsageError:  # it is another file, and replaced
+        return None
+    return found if unfinished(found) else None
+
+
+def _save_so_far(result: ScanResult, path: Path) -> None:
+    """Save the finished runs of a scan whose runs take long: one of weights that are read from their files."""
+    from lowprec_check.analysis.conclusion import conclude_early
+    from lowprec_check.schema.scanned_model import STREAMED
+
+    so_far = conclude_early(result) if STREAMED in result.model.notes else None
+    if so_far is not None:
+        with contextlib.suppress(UsageError):  # the whole result is saved at the end, or that says why it cannot be
+            so_far.save(path)
 
 
 def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:

@@ -16,17 +16,18 @@ from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, version
 from lowprec_check.engine.model.prepared import application_of
-from lowprec_check.engine.model.streamed_weights import stream_of
+from lowprec_check.engine.model.streamed_weights import WeightStream, stream_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.model.user_code import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_references, with_ablation
 from lowprec_check.engine.run.isolation import check_isolation
+from lowprec_check.engine.run.memory_limits import gibibytes
 from lowprec_check.engine.run.model_info import describe_target
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.target_spec import OnProgress
+from lowprec_check.engine.run.target_spec import NOTICE, OnProgress
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -34,7 +35,7 @@ from lowprec_check.schema.axes import replaced
 from lowprec_check.schema.called_with import called_with
 from lowprec_check.schema.options import Names, ScanOptions, option
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS
-from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, RunKey
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 
@@ -109,8 +110,10 @@ def scan_target(source: TargetSource, isolation: Isolation | None, options: Scan
     return conclude(result)
 
 
-def growing_scan(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Iterator[ScanResult]:
-    """Yield the result after each run, without its conclusion; the last one has all runs."""
+def growing_scan(
+    source: TargetSource, isolation: Isolation | None, options: ScanOptions, earlier: ScanResult | None = None
+) -> Iterator[ScanResult]:
+    """Yield the result after each run, without its conclusion; the last one has all runs. Those of ``earlier`` are taken as :func:`_resumed` says."""
     check_options(options)
     machine, isolation = prepared_runs(
         source,
@@ -126,6 +129,8 @@ def growing_scan(source: TargetSource, isolation: Isolation | None, options: Sca
         open_runs(source, settings, isolation) as target_runs,
         open_batches(source, options.batches, settings, isolation) as further,
     ):
+        if (stream := stream_of(target.model)) is not None:
+            source.report(NOTICE, _estimate(stream, options))
         fp32 = target_runs.reference()
         run_references(further, fp32)
         model = describe_target(target, fp32, trains=settings.steps > 0)
@@ -141,9 +146,11 @@ def growing_scan(source: TargetSource, isolation: Isolation | None, options: Sca
             runs=[fp32],
         )
         yield result
+        resumed = _resumed(source, result, earlier)
         for key in sorted(wanted_runs(result)[1:], key=lambda key: target_runs.is_slow(key.precision)):
-            run = target_runs.run(key.precision, key.backend, key.memory_format)
-            run = checked_on(further, with_ablation(target_runs, run))
+            run = resumed.get(key) or checked_on(
+                further, with_ablation(target_runs, target_runs.run(key.precision, key.backend, key.memory_format))
+            )
             result = msgspec.structs.replace(
                 result,
                 runs=as_wanted(result, [*result.runs, run]),
@@ -216,6 +223,38 @@ def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False
             for name in formats
             if not options.thorough and predicted is None and machine.environment[f"{name}_accelerated"] is False
         ),
+    )
+
+
+def _resumed(source: TargetSource, result: ScanResult, earlier: ScanResult | None) -> dict[RunKey, Run]:
+    """The runs of ``earlier``, if weights are streamed, both scans are about the same model, inputs and options on one machine, and
+    fp32 gives the same output.
+    """
+    if earlier is None or stream_of(source.target.model) is None:
+        return {}
+
+    def shown(each: ScanResult) -> bytes:
+        options = {name: each.options.get(name) for name in result.options}
+        return msgspec.json.encode(
+            (each.tool, each.target, each.model, each.environment, options, each.runs[0].output_rms)
+        )
+
+    if shown(result) != shown(earlier):
+        return {}
+    found = {run.key: run for run in earlier.runs[1:] if run.status != "skipped"}
+    source.report(NOTICE, f"Resumed: {', '.join(key.label for key in found)} of the scan that ended early.")
+    return found
+
+
+def _estimate(stream: WeightStream, options: ScanOptions) -> str:
+    """What a scan takes of a model whose weights stay in their files."""
+    lower = [name for name in options.names_of("precisions") if name != REFERENCE]
+    times, speed = 1 + 2 * len(lower), stream.bytes_per_second()
+    seconds = times * stream.nbytes / speed
+    return (
+        f"{gibibytes(stream.nbytes)} of weights are read {times} times: once in fp32, twice in each other precision. Reading takes about "
+        f"{seconds:.0f} s at {gibibytes(speed)}/s, the speed of a sample; computing takes more. At most {gibibytes(stream.most_held)} "
+        "of weights are in memory at a time."
     )
 
 

@@ -22,7 +22,7 @@ import msgspec
 from lowprec_check.analysis.conclusion import as_wanted
 from lowprec_check.analysis.fixes.seen_values import SourceTrial
 from lowprec_check.engine.run.isolation import best_isolation, check_isolation
-from lowprec_check.engine.run.target_spec import LOAD_SECONDS, OnProgress, TargetSpec
+from lowprec_check.engine.run.target_spec import LOAD_SECONDS, NOTICE, OnProgress, TargetSpec
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.process.breadcrumb import read_shared, shared_file
@@ -76,16 +76,20 @@ Grow = Callable[..., Iterator[Item]]
 
 
 def scan_file(
-    spec: TargetSpec, options: ScanOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
+    spec: TargetSpec,
+    options: ScanOptions,
+    isolation: Isolation | None = None,
+    on_progress: OnProgress | None = None,
+    earlier: ScanResult | None = None,
 ) -> Iterator[ScanResult]:
     """Load and scan ``spec``; yield the result after each run, without its conclusion.
 
-    ``options.budget`` limits the time to load, too. Raises :class:`UsageError` for what the user can fix, and
+    Runs that ``earlier``, a scan that ended early, has finished are not repeated if weights are streamed. ``options.budget`` limits the time to load, too. Raises :class:`UsageError` for what the user can fix, and
     :class:`ProcessLostError` if the process ends after it has loaded the target.
     """
     runs: dict[RunKey, Run] = {}
     session = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress)
-    for result in session.grow(_growing_changes):
+    for result in session.grow(functools.partial(_growing_changes, earlier=earlier)):
         for run in result.runs:
             known = runs.get(run.key)
             runs[run.key] = run if known is None else msgspec.structs.replace(run, op_calls=known.op_calls)
@@ -114,14 +118,16 @@ def try_source(
     return trial
 
 
-def _growing_changes(source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Iterator[ScanResult]:
+def _growing_changes(
+    source: TargetSource, isolation: Isolation | None, options: ScanOptions, earlier: ScanResult | None = None
+) -> Iterator[ScanResult]:
     """The result after each run; ``runs`` has only those that are new, and those that have changed, without the op calls that
     were sent before.
     """
     from lowprec_check.engine.scan import growing_scan
 
     sent: dict[RunKey, Run] = {}
-    for result in growing_scan(source, isolation, options):
+    for result in growing_scan(source, isolation, options, earlier):
         changed = [run for run in result.runs if sent.get(run.key) is not run]
         news = [msgspec.structs.replace(run, op_calls=OpCalls()) if run.key in sent else run for run in changed]
         yield msgspec.structs.replace(result, runs=news)
@@ -185,6 +191,9 @@ class _Session:
                 elif isinstance(message, Ended):
                     ended = message
                     worker.set_timeout(EXIT_SECONDS)
+                elif message.run == NOTICE:
+                    if self.on_progress is not None:
+                        self.on_progress(message.run, message.doing)
                 else:
                     step = (message.run, message.doing)
                     if not loaded:  # what this program imports does not count

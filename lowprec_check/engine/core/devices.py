@@ -111,13 +111,17 @@ def cuda_driver_is_initialized() -> bool:
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == 0
 
 
-def check_accelerators() -> None:
-    """Wait for the accelerators; raises an exception if one cannot be used any more in this process.
+def why_broken() -> str | None:
+    """Why an accelerator cannot be used any more in this process; ``None`` if all can be. Waits for them.
 
     After an assertion in a kernel or an illegal access to memory, every later call fails.
     """
-    for module in initialized():
-        module.synchronize()
+    try:
+        for module in initialized():
+            module.synchronize()
+    except Exception as error:
+        return message_of(error).partition("\n")[0]
+    return None
 
 
 def synchronize(device: torch.device) -> None:

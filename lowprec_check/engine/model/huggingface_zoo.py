@@ -15,11 +15,12 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.model.inputs import parse_inputs
-from lowprec_check.engine.model.streamed_weights import NOTE, parameters_in, stream_weights, unread_weights
+from lowprec_check.engine.model.streamed_weights import parameters_in, stream_weights, unread_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import call_user_code
 from lowprec_check.engine.model.zoo import check_memory, fits_memory, import_zoo, unknown_name, zoo_target
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.schema.scanned_model import STREAMED
 
 TOKENS, SAMPLES = 32, 16_000
 """Length of the default inputs: tokens of a text, samples of a sound (one second)."""
@@ -87,7 +88,10 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
         maker: Any = transformers.AutoModel if model_class is None else model_class
         in_16_bits = sum(file.stat().st_size for file in files) // 2
         if files and (stream or not (fits_memory(in_16_bits) or fits_memory(parameters_in(files)))):
-            model, notes = _streamed_model(maker.from_config if model_class is None else maker, config, files), [NOTE]
+            model, notes = (
+                _streamed_model(maker.from_config if model_class is None else maker, config, files),
+                [STREAMED],
+            )
         else:
             model, notes = _saved_model(maker, folder)
         code = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)"

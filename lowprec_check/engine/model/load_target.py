@@ -28,7 +28,7 @@ from lowprec_check.engine.model.inputs import (
     parse_inputs,
 )
 from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ObservedBatch, ObservedTraining, ScriptStep
-from lowprec_check.engine.model.streamed_weights import NOTE, unread_weights
+from lowprec_check.engine.model.streamed_weights import unread_weights
 from lowprec_check.engine.model.target import (
     NOT_TRAINED,
     Target,
@@ -52,6 +52,7 @@ from lowprec_check.engine.model.weights import load_weights, stream_file
 from lowprec_check.engine.model.zoo import load_timm, load_torchvision
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.options import FORMS
+from lowprec_check.schema.scanned_model import STREAMED
 
 FACTORIES = ("make_model", "build_model", "create_model", "get_model")
 
@@ -101,7 +102,7 @@ def load_target(
             if weights is not None:
                 load = stream_file if stream else load_weights
                 setup = (*target.setup, *load(target.model, weights))
-                notes = (*target.notes, *([NOTE] if stream else []))
+                notes = (*target.notes, *([STREAMED] if stream else []))
                 target = target._replace(setup=setup, weights="loaded", notes=notes)
             return call_user_code(f"Reading {type(target.model).__name__}", lambda: check(target))
     finally:

@@ -30,6 +30,7 @@ from lowprec_check.engine.core.source_location import (
     traceback_lines,
 )
 from lowprec_check.engine.model.prepared import Prepared
+from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import first_line, message_of, text_of, type_name
@@ -104,6 +105,8 @@ class PlainCalls:
         self._tolerance, self._references = tolerance, references
         self._on_call = on_call
         self._prepares = prepares
+        self._streams = stream_of(ready.model) is not None
+        """Whether a call reads all weights, which is not repeated to find out what the first one set up."""
         self.outputs: list[list[Tensor]] = []
         """The leaves of the outputs, one list per call."""
         self.paths: list[str] = []
@@ -143,7 +146,7 @@ class PlainCalls:
                     del output, named
                     sets_up = self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules)
                     fast = min(taken) <= too_slow and fastest <= hopeless and sum(taken[1:]) + last <= seconds
-                    goes_on = (len(taken) == 1 and sets_up) or (len(taken) < most and fast)
+                    goes_on = (len(taken) == 1 and sets_up and not self._streams) or (len(taken) < most and fast)
             except BaseException as error:
                 reraise_interrupt(error)
                 number = len(taken) + 1

@@ -17,6 +17,7 @@ from lowprec_check.engine.run.messages import (
     Measures,
     TaskMessage,
     TurnTimed,
+    WeightRead,
     decode,
 )
 from lowprec_check.engine.run.outcome import Outcome, describe_position
@@ -34,6 +35,7 @@ from lowprec_check.process.process_group import WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.op_calls import killed_reason
+from lowprec_check.schema.statements import percent
 
 CHECK_SECONDS = 30.0
 """Time in which a shared worker must have said whether it can do another task."""
@@ -351,7 +353,7 @@ def _set_limits(worker: TaskWorker, message: TaskMessage, task: ModelTask) -> No
         failed or isinstance(message, Measures)
     ):  # the instrumented part may be next
         worker.set_timeout(max(task.call_budget, task.explain_budget))
-    elif isinstance(message, (Loaded, CallStarted, PlainResult, InputStarted, TurnTimed)):
+    elif isinstance(message, (Loaded, CallStarted, PlainResult, InputStarted, TurnTimed, WeightRead)):
         worker.set_timeout(task.part_budget)
     if failed or (isinstance(message, Loaded) and isinstance(task, ExplainTask) and task.measure_once):
         worker.op_limit = task.op_limit
@@ -360,8 +362,10 @@ def _set_limits(worker: TaskWorker, message: TaskMessage, task: ModelTask) -> No
 def _record_state(outcome: Outcome, event: StateEvent[TaskWorker], task: ModelTask, source: TargetSource) -> None:
     outcome.position = event.position
     if event.state == "running":
-        name, otherwise = task.progress
-        source.report(name, describe_position(event.position) if event.position else otherwise)
+        (name, doing), read = task.progress, outcome.weight_read
+        doing = f"{doing} in {read.module}" if read is not None else doing
+        doing = describe_position(event.position) if event.position else doing
+        source.report(name, f"{doing}, {percent(read.share)} of the weights" if read is not None else doing)
         return
     outcome.seconds_in_op = event.position.seconds_in_op() if event.position is not None else 0.0
     line = model_line(read_shared(task.files.log))

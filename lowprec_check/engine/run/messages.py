@@ -63,6 +63,14 @@ class InputStarted(Struct, frozen=True, tag="input"):
     """The results before it."""
 
 
+class WeightRead(Struct, frozen=True, tag="weight-read"):
+    """A weight is read from its file."""
+
+    module: str
+    share: float
+    """The part of the model's weights before it, from 0 to 1."""
+
+
 class TrainingDone(Struct, frozen=True, kw_only=True, tag="training"):
     """What is known of training in a precision; a later message replaces it."""
 
@@ -171,6 +179,7 @@ TaskMessage = (
     | Measures
     | InputStarted
     | ChangedInputStarted
+    | WeightRead
     | TrainingDone
     | GapFound
     | OpCallsFound

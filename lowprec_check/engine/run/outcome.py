@@ -25,6 +25,7 @@ from lowprec_check.engine.run.messages import (
     TrainingDone,
     TurnFailed,
     TurnTimed,
+    WeightRead,
 )
 from lowprec_check.engine.run.tasks import RunTask
 from lowprec_check.engine.trace.journal import Instrumented
@@ -46,7 +47,12 @@ FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", 
 _NO_MEMORY = ("OutOfMemoryError", "MemoryError")
 """Exceptions that say that memory is used up."""
 
-_STORED: dict[type, str] = {PlainResult: "plain", TrainingDone: "training", StandInOps: "stand_in_ops"}
+_STORED: dict[type, str] = {
+    PlainResult: "plain",
+    TrainingDone: "training",
+    StandInOps: "stand_in_ops",
+    WeightRead: "weight_read",
+}
 """The fields of messages that are kept as they are, the last of each."""
 
 
@@ -62,6 +68,8 @@ class Outcome:
     """The further input that the model runs on, and the results before it."""
     changed_input: InputChange | None = None
     """The changed inputs that the model runs on."""
+    weight_read: WeightRead | None = None
+    """The weight that was read last, if weights stay in their files."""
     training: TrainingDone | None = None
     explained: Instrumented | None = None
     gaps: list[Gap] = dataclasses.field(default_factory=list)
@@ -100,7 +108,7 @@ class Outcome:
         match message:
             case CallStarted():
                 self.call = message.number
-            case PlainResult() | TrainingDone() | StandInOps():
+            case PlainResult() | TrainingDone() | StandInOps() | WeightRead():
                 setattr(self, _STORED[type(message)], message)
             case Measures():
                 self.measures, self.on_input, self.changed_input = message, None, None

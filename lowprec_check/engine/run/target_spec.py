@@ -13,6 +13,10 @@ OnProgress = Callable[[str, str], None]
 """Called with the name of a run and its current step."""
 
 
+NOTICE = "notice"
+"""In place of the name of a run: what is said once about all runs, and stays."""
+
+
 class TargetSpec(NamedTuple):
     """How the user names a target."""
 

@@ -20,11 +20,12 @@ from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, TOLD, latency_outsi
 from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.run import turns
+from lowprec_check.engine.run.instance_times import INSTANCE_SECONDS
 from lowprec_check.engine.run.launcher import Launcher, TaskWorker, start_worker
 from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, TaskMessage, TurnTimed
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
-from lowprec_check.engine.run.turns import INSTANCE_SECONDS, RoundSchedule
+from lowprec_check.engine.run.turns import RoundSchedule
 from lowprec_check.engine.run.worker import work
 from lowprec_check.errors import UsageError
 from lowprec_check.process.function_worker import Ended, Loaded, Method

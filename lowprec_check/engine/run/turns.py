@@ -1,4 +1,4 @@
-"""Takes times inside a worker: the turns of one run, or of all, in rounds over all runs, and the calls of an instance of a scenario.
+"""Takes times inside a worker: the turns of one run, or of all, in rounds over all runs.
 
 Rounds go over all runs, fp32, half, bf16, … and back, so that what disturbs the machine meets all of them.
 """
@@ -13,19 +13,17 @@ from typing import NamedTuple
 
 import msgspec
 import torch
-from torch import Tensor
 
 from lowprec_check.analysis.speed import FEW, TOLD, Rounds, Turn, judged, latency_of_rounds, rather_on_one_core
-from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.plain_run import call_once, run_once
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.event_times import EventCalls, has_events
-from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, Send, TurnFailed, TurnTimed
-from lowprec_check.engine.run.preparation import on_backend, prepared_for, ready_for
-from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
+from lowprec_check.engine.run.messages import NextTurn, Ready, Send, TurnFailed, TurnTimed
+from lowprec_check.engine.run.preparation import ready_for
+from lowprec_check.engine.run.tasks import ModelTask, TimeTask, TurnsTask
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.process import system
 from lowprec_check.schema.measures import Latency, TimingConditions
@@ -394,45 +392,6 @@ def time_turns(task: TurnsTask, target: Target, send: Send, receive: Receive) ->
     except BaseException as error:
         reraise_interrupt(error)
         raise UsageError(_reason(error)) from None
-
-
-INSTANCE_SECONDS = 3.0
-"""How long the calls of an instance are timed."""
-
-INSTANCE_CALLS = 5
-"""So many are timed at least."""
-
-
-def time_instance(task: InstanceTask, target: Target, send: Send, receive: Receive) -> None:
-    """Prepare the model, say so, wait until all instances are to start, and send the seconds of each call.
-
-    Raises :class:`UsageError` if the model fails, as it may on one item, or in another process.
-    """
-
-    def first(tensor: Tensor) -> Tensor:
-        return tensor[:1] if tensor.ndim else tensor
-
-    if task.cores:
-        torch.set_num_threads(len(task.cores))
-        if hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, task.cores)
-    try:
-        if task.single:
-            target = target._replace(args=map_tensors(target.args, first), kwargs=map_tensors(target.kwargs, first))
-        with prepared_for(task, target) as in_precision:
-            calls = TimedCalls(task, target, on_backend(task, target, in_precision))
-            for _ in range(WARM_UP_CALLS):
-                calls.call()
-            send(Ready())
-            receive()
-            samples: list[float] = []
-            end = system.monotonic() + INSTANCE_SECONDS
-            while len(samples) < INSTANCE_CALLS or system.monotonic() < end:
-                samples.append(calls.call())
-    except BaseException as error:
-        reraise_interrupt(error)
-        raise UsageError(_reason(error)) from None
-    send(InstanceTimed(samples))
 
 
 def _reason(error: BaseException) -> str:

@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
-from lowprec_check.engine.core.devices import check_accelerators
+from lowprec_check.engine.core.devices import why_broken
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, run_once
+from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
+from lowprec_check.engine.run.instance_times import time_instance
 from lowprec_check.engine.run.leftovers import Leftovers
 from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
@@ -29,6 +31,7 @@ from lowprec_check.engine.run.messages import (
     Send,
     StandInOps,
     TaskMessage,
+    WeightRead,
     encode,
 )
 from lowprec_check.engine.run.place_log import note_model, packages_of
@@ -56,7 +59,7 @@ from lowprec_check.engine.run.tasks import (
 )
 from lowprec_check.engine.run.training_part import TrainingPart, with_draws_of
 from lowprec_check.engine.run.training_reference import ReferenceTraining, TrainingReference
-from lowprec_check.engine.run.turns import Receive, time_in_place, time_instance, time_turns
+from lowprec_check.engine.run.turns import Receive, time_in_place, time_turns
 from lowprec_check.engine.stand_in.stand_in_process import (
     assumed_ops,
     become_stand_in,
@@ -114,6 +117,9 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
 
 def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     """Run the plain part, the instrumented part, or both, and send each result as soon as it is known."""
+    stream = stream_of(target.model)
+    if stream is not None:
+        stream.on_progress = lambda name, share: send(WeightRead(name.rpartition(".")[0], share))
     slow, crashed = dict[str, str](), dict[CallSite, str]()
     if isinstance(task, RunTask):
         called = (_train if task.steps else _run_plain)(task, target, send)
@@ -348,7 +354,7 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
         try:
             work(task, target, send, send.channel.receive)
         except Exception as error:
-            broken = _why_broken()
+            broken = why_broken()
             if broken is None:
                 raise
             if isinstance(task, RunTask) and send.plain is None:
@@ -359,15 +365,6 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
     ended = Ended.after(load_and_work)
     with contextlib.suppress(Exception):
         send(ended)
-
-
-def _why_broken() -> str | None:
-    """Why an accelerator cannot be used any more in this process; ``None`` if all can be."""
-    try:
-        check_accelerators()
-    except Exception as error:
-        return message_of(error).partition("\n")[0]
-    return None
 
 
 class _Loaded:
@@ -388,7 +385,7 @@ class _Loaded:
 
     def left_by(self, send: Sender) -> list[str]:
         """What the task of ``send`` left behind; the process can be used for another one if there is nothing."""
-        broken, task = _why_broken(), send.task
+        broken, task = why_broken(), send.task
         if broken is not None:
             return [broken]
         if BACKENDS.get(task.backend).changes_process:

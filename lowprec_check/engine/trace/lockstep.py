@@ -77,7 +77,9 @@ class Lockstep:
     def has_rounded_constants(self, call: DispatchedCall) -> bool:
         """Whether the op reads parameters, or casts of them, whose values are not those of fp32."""
         twins = map(self.twins.find, filter(is_float, call.inputs))
-        return any(twin is not None and twin.constant and twin.tensor is not None for twin in twins)
+        return any(
+            twin is not None and twin.constant and twin.tensor is not None and not twin.is_exact for twin in twins
+        )
 
     def exact_arguments(self, call: DispatchedCall, widened: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
         """``widened``, the widened arguments of ``call``, with the fp32 values of parameters in place of rounded ones."""

@@ -20,7 +20,7 @@ from lowprec_check.engine.trace.error_tape import COMPACT, AddedErrors
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.ops import Args, Kwargs, map_args
 from lowprec_check.engine.trace.pending_figures import Pending
-from lowprec_check.engine.trace.twins import Region, Twin, region_of
+from lowprec_check.engine.trace.twins import Region, Twin, Twins, region_of
 from lowprec_check.schema.op_calls import OpCall
 
 ROUNDING = 1e-5
@@ -241,14 +241,16 @@ def has_local_error(call: DispatchedCall) -> bool:
     return not call.draws
 
 
-def widened_arguments(call: DispatchedCall, wide: torch.dtype) -> tuple[Args, Kwargs]:
-    """The arguments of ``call`` in ``wide``, made before it runs; arguments that it writes to are copied."""
+def widened_arguments(call: DispatchedCall, twins: Twins) -> tuple[Args, Kwargs]:
+    """The arguments of ``call`` in their widened dtypes, made before it runs; arguments that it writes to are copied."""
     written = {id(tensor) for tensor in call.written()} if call.traits.mutable else ()
 
     def widened(value: Any) -> Any:
         if isinstance(value, torch.dtype):
-            return widened_dtype(value, wide)
-        result = widen(value, wide) if is_float(value) else value
+            return widened_dtype(value, twins.wide)
+        if not is_float(value):
+            return value.clone() if id(value) in written else value
+        result = widen(value, twins.wide) if id(value) in written else twins.widened(value)
         return result.clone() if result is value and id(value) in written else result
 
     return map_args(call.args, call.kwargs, widened)

@@ -169,7 +169,7 @@ class Recorder(DispatchMode):
             exact = self.lockstep.tape is not None and self.lockstep.has_rounded_constants(call)
             if not (may_draw or exact or (self._errors == "both" and has_local_error(call))):
                 return None
-            widened = widened_arguments(call, self.lockstep.wide)
+            widened = widened_arguments(call, self.lockstep.twins)
             if exact:
                 call.exact_arguments = self.lockstep.exact_arguments(call, widened)
             return widened

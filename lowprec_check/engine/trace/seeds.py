@@ -13,7 +13,7 @@ from lowprec_check.engine.core.dispatch_mode import observing
 from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widened_dtype
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
-from lowprec_check.engine.model.streamed_weights import is_unread, stream_of
+from lowprec_check.engine.model.streamed_weights import converted, is_unread, stream_of
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.ops import dtype_flow, shape_text
 from lowprec_check.engine.trace.pending_figures import Pending
@@ -31,7 +31,9 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
     Adds a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the run shows.
     """
 
-    def seed(name: str, tensor: Tensor, wide: Tensor | None, rows: list[OpCall] = rows) -> None:
+    def seed(
+        name: str, tensor: Tensor, wide: Tensor | None, rows: list[OpCall] = rows, *, is_exact: bool = False
+    ) -> None:
         lockstep.add_parameter(tensor)
         if wide is None or not is_float(tensor):
             return
@@ -39,8 +41,8 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         lockstep.twins.seed(low, wide)
         twin = lockstep.twins.find(low)
         if twin is not None:
-            twin.constant = True
-        if wide.dtype != low.dtype and underflows(low.dtype):
+            twin.constant, twin.is_exact = True, is_exact
+        if not is_exact and wide.dtype != low.dtype and underflows(low.dtype):
             compared = lockstep.figures.compare(low, [wide], count_flushed=True)
             module, _, attribute = name.rpartition(".")
             row = OpCall(f"cast {attribute}", module)
@@ -56,9 +58,10 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         seen: set[str] = set()
 
         def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
-            is_rounded = torch.promote_types(saved.dtype, low.dtype) != low.dtype
-            wide = saved.to(low.device, widened_dtype(saved.dtype, lockstep.wide)) if is_rounded else None
-            seed(name, low, wide, [] if name in seen else rows)  # one row, however often it is read
+            dtype = widened_dtype(saved.dtype, lockstep.wide)
+            wide = converted(saved, low.device, dtype) if dtype != low.dtype else None
+            is_exact = torch.promote_types(saved.dtype, low.dtype) == low.dtype
+            seed(name, low, wide, [] if name in seen else rows, is_exact=is_exact)  # one row, however often it is read
             seen.add(name)
             lockstep.figures.settle()
 

@@ -38,7 +38,7 @@ class Twin:
     """The reference values of one storage, and how far the run's are from them."""
 
     __slots__ = (
-        *("cast_from", "cast_to", "compared", "constant", "finalizer", "origins"),
+        *("cast_from", "cast_to", "compared", "constant", "finalizer", "is_exact", "origins"),
         *("pending_complex", "serial", "shared", "tensor", "unused"),
     )
 
@@ -59,6 +59,8 @@ class Twin:
         """The dtype that these values were last cast to."""
         self.constant = False
         """Whether the values are those of a parameter, or a cast or copy of one, which no op of the run has changed."""
+        self.is_exact = False
+        """Whether these are the values of the storage, widened, as long as they are ``shared``."""
         self.origins: tuple[Tensor, int] | None = None
         """See :mod:`nonfinite_origins`: an integer for each element, and the bytes of an element; ``None`` if none has an origin."""
         self.serial: int | None = None
@@ -125,6 +127,12 @@ class Twins:
         ):
             return base
         return _lazily_like(tensor, base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
+
+    def widened(self, tensor: Tensor) -> Tensor:
+        """The values of ``tensor`` itself in its widened dtype: those of its twin, if that has them."""
+        twin = self.find(tensor) if tensor.layout == torch.strided else None
+        is_there = twin is not None and twin.is_exact and twin.shared
+        return self.reference_of(tensor) if is_there else widen(tensor, self.wide)
 
     def set_reference(self, out: Tensor, reference: Tensor, *, shared: bool = False) -> Twin:
         """Make ``reference`` (shape of ``out``) the twin of the storage of ``out``."""

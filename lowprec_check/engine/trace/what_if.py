@@ -161,7 +161,7 @@ class _WhatIfMode(DispatchMode):
             return None
         state = state_before(call)
         self.lockstep.prepare_writes(call)
-        return _Before(results, state, widened_arguments(call, self.lockstep.wide) if state is not None else None)
+        return _Before(results, state, widened_arguments(call, self.lockstep.twins) if state is not None else None)
 
     def _record(self, call: DispatchedCall, out: Any, before: _Before) -> None:
         outputs, tape = call.results(out), self.lockstep.tape

@@ -1,0 +1,56 @@
+"""Takes times inside a worker that is an instance of a scenario: of its calls, while other instances run."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+from torch import Tensor
+
+from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.model.target import Target
+from lowprec_check.engine.model.user_code import reraise_interrupt
+from lowprec_check.engine.run.messages import InstanceTimed, Ready, Send
+from lowprec_check.engine.run.preparation import on_backend, prepared_for
+from lowprec_check.engine.run.tasks import InstanceTask
+from lowprec_check.engine.run.turns import WARM_UP_CALLS, Receive, TimedCalls
+from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.process import system
+
+INSTANCE_SECONDS = 3.0
+"""How long the calls of an instance are timed."""
+
+INSTANCE_CALLS = 5
+"""So many are timed at least."""
+
+
+def time_instance(task: InstanceTask, target: Target, send: Send, receive: Receive) -> None:
+    """Prepare the model, say so, wait until all instances are to start, and send the seconds of each call.
+
+    Raises :class:`UsageError` if the model fails, as it may on one item, or in another process.
+    """
+
+    def first(tensor: Tensor) -> Tensor:
+        return tensor[:1] if tensor.ndim else tensor
+
+    if task.cores:
+        torch.set_num_threads(len(task.cores))
+        if hasattr(os, "sched_setaffinity"):
+            os.sched_setaffinity(0, task.cores)
+    try:
+        if task.single:
+            target = target._replace(args=map_tensors(target.args, first), kwargs=map_tensors(target.kwargs, first))
+        with prepared_for(task, target) as in_precision:
+            calls = TimedCalls(task, target, on_backend(task, target, in_precision))
+            for _ in range(WARM_UP_CALLS):
+                calls.call()
+            send(Ready())
+            receive()
+            samples: list[float] = []
+            end = system.monotonic() + INSTANCE_SECONDS
+            while len(samples) < INSTANCE_CALLS or system.monotonic() < end:
+                samples.append(calls.call())
+    except BaseException as error:
+        reraise_interrupt(error)
+        raise UsageError(f"{type_name(error)}: {first_line(message_of(error))}") from None
+    send(InstanceTimed(samples))
