@@ -191,6 +191,10 @@ def test_what_cannot_be_compared_with_fp32_is_refused(call: Call, tmp_path: Path
     done = call("fix", file, "-q", "--train", folder=tmp_path)
     assert done.returncode == 2
     assert "weights in float16, in which eps of its optimizer is zero" in done.stderr
+    file.write_text((HEAD + SCRIPTS["no scaler"][0]).replace("torch.manual_seed(0)", "torch.seed()"))
+    done = call("fix", file, "-q", "--train", folder=tmp_path)
+    assert done.returncode == 2
+    assert "in fp32 differ" in done.stderr
     done = call("fix", ROOT / "examples" / "train_gan.py", "-q", "--train")
     assert done.returncode == 2
     assert "makes no steps of training itself" in done.stderr

@@ -75,6 +75,9 @@ class _Search:
             eps = ", in which eps of its optimizer is zero" if before.zero_eps else ""
             ways = "Keep the weights in fp32, under autocast; lowprec-check scan --train compares the ways to train."
             raise UsageError(f"{self.spec.name} trains weights in {before.low_weights[0]}{eps}.", ways)
+        if not before.fp32:
+            seed = "Seed all that it draws: torch.manual_seed(0)."
+            raise UsageError(f"Two runs of {self.spec.name} in fp32 differ, so no change can be judged.", seed)
         wrong = list(faults(before, self._located))
         tolerance = self.options.tolerance or (FP16 if "float16" in before.autocast else BF16).tolerance
         is_near = before.distance is not None and before.distance <= tolerance
@@ -123,7 +126,7 @@ class _Search:
             self.on_progress("fix", f"trial {self.trials}: {counted(len(changes), 'change')}")
         texts = tuple((str(source.path), text) for source, text in _texts(changes).items())
         path = os.path.abspath(self.spec.name.partition(".py:")[0])
-        trial = ScriptTrial(path=path, arguments=self.spec.arguments, steps=self.options.steps)
+        trial = ScriptTrial(path=path, arguments=self.spec.arguments, steps=self.options.steps, twice=not changes)
         options = ScanOptions(seed=self.options.seed)
         try:
             return try_source(self.spec._replace(sources=texts), options, self.isolation, trial, SECONDS).script

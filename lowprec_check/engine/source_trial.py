@@ -113,15 +113,18 @@ class ScriptTrial:
     path: str
     arguments: tuple[str, ...]
     steps: int
+    twice: bool
+    """Whether the steps in fp32 are made twice, to see whether they give the same."""
 
     def __call__(
         self, source: TargetSource, isolation: Isolation | None, options: ScanOptions
     ) -> Iterator[SourceTrial]:
         """What was found."""
         how = source.isolation_of_functions(isolation, options.device_name)
+        isolation = "fork" if how == "fork" else "none"
         ran = [
-            isolated(functools.partial(self._made, fp32, options.seed), "fork" if how == "fork" else "none", _Made)
-            for fp32 in (True, False)
+            isolated(functools.partial(self._made, fp32, options.seed), isolation, _Made)
+            for fp32 in (True, False, *([True] if self.twice else []))
         ]
         facts = ran[1].facts
         if ran[0].weights and ran[1].weights:
@@ -132,7 +135,8 @@ class ScriptTrial:
             apart = _norm(one - other for one, other in zip(fp32, low, strict=True)) if is_same else math.inf
             distance = apart / moved if moved else math.inf if apart else 0.0
             known = distance if math.isfinite(distance) else None
-            facts = msgspec.structs.replace(facts, distance=known, fp32=_digest(fp32))
+            is_repeatable = not self.twice or ran[2].weights == ran[0].weights
+            facts = msgspec.structs.replace(facts, distance=known, fp32=_digest(fp32) if is_repeatable else "")
         yield SourceTrial(script=facts)
 
     def _made(self, fp32: bool, seed: int) -> _Made:

@@ -73,7 +73,7 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     distance: float | None = None
     """How far the weights end from those in fp32, relative to how far those have moved; ``None`` if one is not finite."""
     fp32: str = ""
-    """A digest of the weights after the steps in fp32, bit for bit."""
+    """A digest of the weights after the steps in fp32, bit for bit; empty if two runs differ."""
 
 
 class SourceTrial(Struct, frozen=True, kw_only=True):
