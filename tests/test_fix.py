@@ -319,6 +319,23 @@ def test_chosen_changes_are_tried_and_written(
     assert (text == before) == (not kept)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["half", "bfloat16"])
+def test_an_input_that_16_bits_cannot_hold_is_explained(call: Call, tmp_path: Path, precision: str) -> None:
+    """Time stamps: Inf in fp16, multiples of 512 in bf16."""
+    stamps = (
+        "TIME = 1e5 + 1000 * torch.rand(4, 1, generator=torch.Generator().manual_seed(1))\ninputs = (inputs, TIME)\n"
+    )
+    body = "since = t - t.min()\nreturn self.fc(x + (since / 300).cos())"
+    file = write(tmp_path, body, head=HEAD.replace("(self, x)", "(self, x, t)"), tail=TAIL + stamps)
+    found = fixed(call, file, "-p", precision, "--further-inputs", "0")
+    assert not found.passes
+    assert [its.reason for its in found.left_alone if (its.op or "").startswith("cast input")] == [
+        "the input is cast before the model runs: pass it in fp32, or scale it before the cast"
+    ]
+    assert "to_copy" not in {its.op for its in found.left_alone}
+
+
 NESTED = "\n\nclass Outer(nn.Module):\n    def __init__(self):\n        super().__init__()\n        self.inner = Net()\n\n    def forward(self, x):\n        return self.inner(x) + 1\n"
 
 

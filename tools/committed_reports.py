@@ -199,6 +199,9 @@ PARTS = {
         Report("kills.md", "What do commands leave that are killed?", "kills"),
         Report("mutated-files.md", "How do commands end that read broken files?", "mutated_files"),
         Report("fixes.md", "How many models with planted faults does `fix` fix, and how long does it take?", "fixes"),
+        Report(
+            "script-fixes.md", "How many training scripts with a planted fault does `fix --train` fix?", "script_fixes"
+        ),
         Report("plan-search.md", "How many trials does a plan take, with and without predicted errors?", "plan_search"),
         Report("plans-cuda.md", "For how many models that fail is there a plan, and does it hold?", "plan_breadth"),
         Report("catalog-replay.md", "Is the support of aten ops in the catalog that of bare calls?", "catalog_replay"),

@@ -41,6 +41,8 @@ from lowprec_check.schema.options import FixOptions
 if TYPE_CHECKING:
     from lowprec_check.analysis.fixes.source_text import SourceText
     from lowprec_check.engine.fixing import Patch
+    from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
+    from lowprec_check.process import Isolation as ProcessIsolation
     from lowprec_check.schema.fixing import Fixing
     from lowprec_check.schema.scan_result import ScanResult
 
@@ -83,42 +85,64 @@ def fix(
     check_reports(report or [])
     if check and (apply or interactive):
         raise UsageError("--check writes nothing.", "Leave out --apply and --interactive, or --check.")
+    if options.train and (interactive or scanned is not None or json is not None or report):
+        unfit = "Leave out --interactive, --from, --json and --report; --format json prints the patch."
+        raise UsageError("The changes of a script are tried together, without a scan.", unfit)
     printed = "scan" if prints_json(json, format) else format
     known = load_result(scanned) if scanned is not None else None
     with stdout_kept(), progress(quiet) as shown:
-        from lowprec_check.engine.fixing import fix_file
         from lowprec_check.engine.run.target_spec import TargetSpec
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
-        (result, patch), ended_by = last_before_end(fix_file(spec, options, isolation, shown.step, known))
-    if ended_by is not None or result.fixing is None or patch is None:
-        raise ended_by or UsageError("The search ended early.", None)
-    fixing = result.fixing
+        result, fixing, patch = _found(spec, options, isolation, shown.step, known)
     try:
         _print(result, fixing, printed)
         sys.stdout.flush()
     finally:  # standard output may be full or closed
-        complete = save_files(result, json, report or [])
+        complete = result is None or save_files(result, json, report or [])
     numbers = list(range(len(fixing.changes)))
-    if interactive and numbers:
+    if interactive and numbers and not isinstance(patch, Mapping):
         numbers = _chosen(fixing, patch)
     if (apply or interactive) and numbers:
-        _write(patch.texts(numbers), allow_dirty=allow_dirty)
+        texts = patch if isinstance(patch, Mapping) else patch.texts(numbers)
+        _write(texts, allow_dirty=allow_dirty)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
     failed = fixing.due if check else not fixing.passes
     raise typer.Exit(FINDINGS if failed else 0)
 
 
-def _print(result: ScanResult, fixing: Fixing, format: str | None) -> None:
+def _found(
+    spec: TargetSpec,
+    options: FixOptions,
+    isolation: ProcessIsolation | None,
+    on_progress: OnProgress,
+    scanned: ScanResult | None,
+) -> tuple[ScanResult | None, Fixing, Patch | Mapping[SourceText, str]]:
+    """The scan, of a model, and the patch; of a script, the texts of its files with that."""
+    if options.train:
+        from lowprec_check.engine.script_fixing import fix_script
+
+        return None, *fix_script(spec, options, isolation, on_progress)
+    from lowprec_check.engine.fixing import fix_file
+
+    (result, patch), ended_by = last_before_end(fix_file(spec, options, isolation, on_progress, scanned))
+    if ended_by is not None or result.fixing is None or patch is None:
+        raise ended_by or UsageError("The search ended early.", None)
+    return result, result.fixing, patch
+
+
+def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> None:
     from lowprec_check.report.fix_blocks import fix_document, suggestions
 
-    if format in ("scan", "json"):
-        print_document(encode(fixing) + b"\n" if format == "json" else result.to_json())
+    if format == "scan" and result is not None:
+        print_document(result.to_json())
+    elif format == "json":
+        print_document(encode(fixing) + b"\n")
     elif format in ("diff", "suggestion"):
         print_document(fixing.diff if format == "diff" else suggestions(fixing))
     else:
-        print_text(fix_document(result, fixing))
+        print_text(fix_document(fixing, result.model.name if result is not None else fixing.target))
 
 
 def _chosen(fixing: Fixing, patch: Patch) -> list[int]:

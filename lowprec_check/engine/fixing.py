@@ -182,7 +182,7 @@ class _Search:
             chosen = state.get(by_top.get(node, node))
             if chosen is None:
                 new.append(site)
-            else:
+            elif all(chosen is not each for each in met):
                 met.append(chosen)
         given_pass = all(run.status == "ok" for run in failing)
         instead = not given_pass and not any(site.breaks for site in new) and compute_instead(state)
@@ -198,7 +198,7 @@ class _Search:
                 raises = any(run.status == "error" for run in failing if run.precision in site.precisions)
                 state[site.node] = Chosen(site, found, 0, self.rounds, raises)
                 advanced = self._composes(state, site.node) or advanced
-            else:
+            elif not (state and short_op(site.op) == "to_copy"):  # a cast of the changes
                 self._leave_alone(site, "no change is known for it")
         self.left_alone |= sites.left_alone
         return advanced

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import hashlib
+import io
+import math
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -16,11 +20,12 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from lowprec_check.analysis.fixes.fix_sites import fails
-from lowprec_check.analysis.fixes.seen_values import Places, SourceTrial
+from lowprec_check.analysis.fixes.seen_values import Places, ScriptFacts, SourceTrial
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.core.source_location import is_own_file
 from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
+from lowprec_check.engine.model.script_steps import made_steps
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.model.value_probe import probed, start_probing
@@ -99,6 +104,61 @@ class Look:
             bits = _isolated(source, isolation, self.device, lambda: _bits(source, self.device, options.seed, calls=2))
             found = msgspec.structs.replace(found, outputs=bits.outputs, gradients=bits.gradients)
         yield found
+
+
+@dataclass(frozen=True, kw_only=True)
+class ScriptTrial:
+    """The steps that a training script makes, as it is and in fp32, each in a process of its own."""
+
+    path: str
+    arguments: tuple[str, ...]
+    steps: int
+    twice: bool
+    """Whether the steps in fp32 are made twice, to see whether they give the same."""
+
+    def __call__(
+        self, source: TargetSource, isolation: Isolation | None, options: ScanOptions
+    ) -> Iterator[SourceTrial]:
+        """What was found."""
+        how = source.isolation_of_functions(isolation, options.device_name)
+        isolation = "fork" if how == "fork" else "none"
+        ran = [
+            isolated(functools.partial(self._made, fp32, options.seed), isolation, _Made)
+            for fp32 in (True, False, *([True] if self.twice else []))
+        ]
+        facts = ran[1].facts
+        if ran[0].weights and ran[1].weights:
+            kept = (ran[0].start, ran[0].weights, ran[1].weights)
+            start, fp32, low = ([t.double() for t in torch.load(io.BytesIO(each))] for each in kept)
+            is_same = [tensor.shape for tensor in fp32] == [tensor.shape for tensor in low]
+            moved = _norm(one - other for one, other in zip(fp32, start, strict=True))
+            apart = _norm(one - other for one, other in zip(fp32, low, strict=True)) if is_same else math.inf
+            distance = apart / moved if moved else math.inf if apart else 0.0
+            known = distance if math.isfinite(distance) else None
+            is_repeatable = not self.twice or ran[2].weights == ran[0].weights
+            facts = msgspec.structs.replace(facts, distance=known, fp32=_digest(fp32) if is_repeatable else "")
+        yield SourceTrial(script=facts)
+
+    def _made(self, fp32: bool, seed: int) -> _Made:
+        watch = made_steps(Path(self.path), self.arguments, self.steps, seed, fp32=fp32)
+        saved = []
+        for tensors in zip(*watch.weights, strict=True):
+            saved.append(io.BytesIO())
+            torch.save([tensor.cpu() for tensor in tensors], saved[-1])
+        start, weights = (each.getvalue() for each in saved) if saved else (b"", b"")
+        return _Made(facts=watch.facts(), start=start, weights=weights)
+
+
+class _Made(msgspec.Struct, kw_only=True):
+    """Steps of a script, with its weights."""
+
+    facts: ScriptFacts
+    start: bytes
+    weights: bytes
+
+
+def _norm(tensors: Iterable[Tensor]) -> float:
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
 def _isolated(

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 
 from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Heading, Row, Say, Table
 from lowprec_check.report.foreign_text import visible_text
-from lowprec_check.schema.fixing import Fixing
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.fixing import Fixing, ScriptProof
 from lowprec_check.schema.statements import Tone, counted, say
 
 _PROVEN = [
@@ -25,9 +24,9 @@ _PROVEN = [
 ]
 
 
-def fix_document(result: ScanResult, fixing: Fixing) -> Document:
-    """What ``lowprec-check fix`` prints."""
-    title = f"lowprec-check fix · {result.model.name} · {fixing.device}"
+def fix_document(fixing: Fixing, name: str) -> Document:
+    """What ``lowprec-check fix`` prints of a model or script of this ``name``."""
+    title = f"lowprec-check fix · {visible_text(name)} · {fixing.device}"
     return Document(title, [Say(title, role="title"), *fix_blocks(fixing)], fixing.tool)
 
 
@@ -56,12 +55,9 @@ def fix_blocks(fixing: Fixing, *, heading: bool = False) -> Iterator[Block]:
         yield Say(_bits(fixing))
     if fixing.plan:
         yield Say(f"{fixing.plan}.")
-    searched = say(
-        "{trials:count trial} in {seconds:seconds}, after a scan of {scan:seconds}",
-        trials=fixing.trials,
-        seconds=fixing.seconds,
-        scan=fixing.scan_seconds,
-    ).text
+    searched = say("{trials:count trial} in {seconds:seconds}", trials=fixing.trials, seconds=fixing.seconds).text
+    if fixing.script is None:
+        searched += say(", after a scan of {scan:seconds}", scan=fixing.scan_seconds).text
     stopped = f"; the search stopped {fixing.stopped}" if fixing.stopped else ""
     if fixing.trials:
         yield Say(f"{searched[:1].upper()}{searched[1:]}{stopped}.", role="hint")
@@ -72,7 +68,25 @@ def fix_blocks(fixing: Fixing, *, heading: bool = False) -> Iterator[Block]:
         )
 
 
+def _of_script(fixing: Fixing, script: ScriptProof) -> tuple[str, Tone]:
+    """Where the weights of a script end."""
+    before, after = (
+        "not finite" if distance is None else say("{distance:error}", distance=distance).text
+        for distance in (script.before, script.after)
+    )
+    what = f"the distance of the weights from those of fp32 after {counted(script.steps, 'step')} is"
+    if fixing.due:
+        skipped = f", with {counted(script.skipped, 'step')} skipped" if script.skipped else ""
+        words = f"With {counted(len(fixing.changes), 'change')}, {what} {after}{skipped}; without, {before}."
+        return words, "good" if fixing.passes else "warn"
+    if fixing.passes:
+        return f"Nothing to fix: {what} {before}.", "good"
+    return f"No change was found: {what} {before}.", "bad"
+
+
 def _verdict(fixing: Fixing) -> tuple[str, Tone]:
+    if fixing.script is not None:
+        return _of_script(fixing, fixing.script)
     names = ", ".join(its.precision for its in fixing.proven)
     failing = ", ".join(its.precision for its in fixing.proven if its.after != "ok" or its.further_failed)
     if not fixing.proven:
@@ -91,6 +105,8 @@ def _verdict(fixing: Fixing) -> tuple[str, Tone]:
 def _bits(fixing: Fixing) -> str:
     """What the patch does to fp32."""
     outputs, gradients = fixing.outputs_equal, fixing.gradients_equal
+    if fixing.script is not None:
+        return "In fp32, the weights after these steps are bit for bit those without the patch."
     if outputs and gradients:
         return "In fp32, the output and the gradients are bit for bit those without the patch."
     if outputs:

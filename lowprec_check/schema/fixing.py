@@ -10,7 +10,8 @@ class SourceChange(Struct, frozen=True, kw_only=True):
     """One change of a file, and the finding that it removes."""
 
     kind: str
-    """``fp32``, ``constant``, ``dtype``, ``cast``, ``scale``, ``autocast``, ``custom_fwd``, ``buffer``."""
+    """``fp32``, ``constant``, ``dtype``, ``cast``, ``scale``, ``autocast``, ``custom_fwd``, ``buffer``; of a training script ``grad_scaler``,
+    ``unscale``, ``autocast_cache``."""
     file: str
     """Relative to the current folder."""
     line: int
@@ -65,6 +66,19 @@ class LeftAlone(Struct, frozen=True, kw_only=True):
     """The findings."""
 
 
+class ScriptProof(Struct, frozen=True, kw_only=True):
+    """The steps of a training script, run with the patch and without."""
+
+    steps: int
+    """How many."""
+    before: float | None = None
+    """The distance of the weights from those of fp32 after the steps, ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖; ``None`` if it is not finite."""
+    after: float | None = None
+    """The same with the patch."""
+    skipped: int = 0
+    """Steps that a ``GradScaler`` skips with the patch."""
+
+
 class Fixing(Struct, frozen=True, kw_only=True):
     """The smallest patch that was found to make a model pass, or to come nearest."""
 
@@ -100,3 +114,5 @@ class Fixing(Struct, frozen=True, kw_only=True):
     """Why the search ended early."""
     plan: str | None = None
     """How the patch compares with a plan, if the scan found one."""
+    script: ScriptProof | None = None
+    """How a training script does with the patch; ``outputs_equal`` is then about its weights after the steps in fp32."""

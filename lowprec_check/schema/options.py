@@ -327,10 +327,10 @@ class FixOptions(DeclaredOptions):
         flags=("--budget",),
         above=0.0,
     )
-    include_packages: bool = option(
-        False, "Also change calls of installed packages, in the file of the user's that makes them."
-    )
+    include_packages: bool = option(False, "Also change calls of installed packages, where your file makes them.")
     plan: bool = option(False, "Also search for modules to keep in fp32, and compare.")
+    train: bool = option(False, "Fix a training script: GradScaler, clipping of gradients, autocast around steps.")
+    steps: int = option(8, "With --train, the steps of the script that are run.", metavar="K", least=1)
     seed: int = _seed()
     without_kernel: Words = _without_kernel()
 

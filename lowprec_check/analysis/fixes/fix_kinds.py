@@ -74,11 +74,11 @@ def _default_argument(site: Site, scene: Scene, torch: str, imports: tuple[Edit,
                 "constant",
                 f"the default {parameter.name} of {value:g} becomes zero",
                 node,
-                edits=(_keyword(site.source, node, f"{parameter.name}={limit}"), *imports),
+                edits=(keyword(site.source, node, f"{parameter.name}={limit}"), *imports),
             )
 
 
-def _keyword(source: SourceText, call: ast.Call, text: str) -> Edit:
+def keyword(source: SourceText, call: ast.Call, text: str) -> Edit:
     """``text`` as the last argument of a call."""
     values = [*call.args, *(each.value for each in call.keywords)]
     end = max((source.outer(value)[1] for value in values), default=source.call_opens(call) + 1)
@@ -113,9 +113,7 @@ def factories(site: Site, scene: Scene) -> Iterator[SourceFix]:
             continue
         given = next((k.value for k in node.keywords if k.arg == "dtype"), None)
         edit = (
-            Edit(*site.source.span(given), dtype)
-            if given is not None
-            else _keyword(site.source, node, f"dtype={dtype}")
+            Edit(*site.source.span(given), dtype) if given is not None else keyword(site.source, node, f"dtype={dtype}")
         )
         yield SourceFix("dtype", "made in the dtype of the input, not always in fp32", node, edits=(edit,))
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from lowprec_check.analysis.error_shares import CAST_INPUT
 from lowprec_check.analysis.fixes.scene import Site
 from lowprec_check.analysis.fixes.seen_values import SeenValue
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText, Span, edited, lines_of, moved
@@ -18,6 +19,8 @@ from lowprec_check.schema.statements import short_op
 
 MOST_SITES = 12
 """Expressions of one run that are looked at."""
+
+CAST_INPUT_REASON = "the input is cast before the model runs: pass it in fp32, or scale it before the cast"
 
 LEAST_SHARE = 0.03
 """An op that causes a smaller part of the error is not looked at."""
@@ -149,10 +152,12 @@ def culprits(run: Run) -> list[Culprit]:
         if not shares:
             shares = sorted(rows, key=lambda row: row.local_error or 0.0, reverse=True)[:4]
         found += [Culprit(row) for row in shares]
+        rounded = [its for its in run.budget.shares if its.op == CAST_INPUT] if run.budget is not None else []
+        found += [Culprit(OpCall(CAST_INPUT)) for its in rounded if its.share >= LEAST_SHARE]
         if len({each.row.exact_place for each in found}) > MOST_SITES:
             found.sort(key=lambda each: (each.row.share or 0.0) + (each.number is not None), reverse=True)
     position = {id(row): index for index, row in enumerate(rows)}
-    return sorted(found[: 40 * MOST_SITES], key=lambda each: position[id(each.row)])
+    return sorted(found[: 40 * MOST_SITES], key=lambda each: position.get(id(each.row), -1))
 
 
 def _failing(run: Run, rows: list[OpCall]) -> Iterator[Culprit]:
@@ -181,7 +186,8 @@ class Sites:
         for culprit in culprits(run):
             row = culprit.row
             codes = {each.code for each in about if (each.op, each.source) == (row.op, row.source)}
-            node = self._node(row)
+            is_cast = row.op.startswith(CAST_INPUT)
+            node = CAST_INPUT_REASON if is_cast else self.located(row)
             if isinstance(node, str):
                 key = row.source, short_op(row.op)
                 self.left_alone.setdefault(
@@ -198,7 +204,7 @@ class Sites:
             site.mismatch |= culprit.mismatch
             site.numbers |= {culprit.number} - {None}  # type: ignore[arg-type]
 
-    def _node(self, row: OpCall) -> tuple[SourceText, ast.AST] | str:
+    def located(self, row: OpCall) -> tuple[SourceText, ast.AST] | str:
         """The expression that calls an op, or why it is left alone."""
         line = self.files.line_of(row)
         if line is None:

@@ -29,6 +29,53 @@ Places = dict[str, dict[str, SeenValue]]
 """By file, and by the place of an expression, what it gave."""
 
 
+class ScriptPlace(Struct, frozen=True):
+    """A call in a training script, as :class:`~lowprec_check.schema.op_calls.OpCall` has its place."""
+
+    source: str | None
+    caller: str | None = None
+    span: str | None = None
+
+
+class ScriptFacts(Struct, frozen=True, kw_only=True):
+    """What the steps of a training script did, and how far they led from those in fp32."""
+
+    steps: int
+    """That each optimizer was asked for."""
+    skipped: int = 0
+    """Those that a ``GradScaler`` skipped."""
+    optimizers: int = 1
+    device: str = "cpu"
+    """The kind of device that has the weights."""
+    autocast: tuple[str, ...] = ()
+    """The dtypes of autocast, ``float16``."""
+    low_weights: tuple[str, ...] = ()
+    """The dtypes of weights that are in 16 bits."""
+    zero_eps: bool = False
+    """Whether the ``eps`` of an optimizer is zero in the dtype of its weights."""
+    scale: float | None = None
+    """Of the ``GradScaler`` in the end; ``None`` without one."""
+    framework: str = ""
+    """What calls ``backward()``; empty if the script does."""
+    backward: tuple[ScriptPlace, ...] = ()
+    """Calls of ``backward()`` of a loss that is not scaled."""
+    scaled_backward: tuple[ScriptPlace, ...] = ()
+    made_steps: tuple[ScriptPlace, ...] = ()
+    """Calls of ``step()`` of an optimizer."""
+    scaled_steps: tuple[ScriptPlace, ...] = ()
+    """Calls of ``step()`` of a ``GradScaler``."""
+    clips: tuple[ScriptPlace, ...] = ()
+    """Calls that clip gradients."""
+    scaled_clips: tuple[ScriptPlace, ...] = ()
+    """Those that clip gradients that are scaled."""
+    around_steps: tuple[ScriptPlace, ...] = ()
+    """Where autocast is entered that keeps casts of weights over more than one step."""
+    distance: float | None = None
+    """How far the weights end from those in fp32, relative to how far those have moved; ``None`` if one is not finite."""
+    fp32: str = ""
+    """A digest of the weights after the steps in fp32, bit for bit; empty if two runs differ."""
+
+
 class SourceTrial(Struct, frozen=True, kw_only=True):
     """What a trial found."""
 
@@ -44,3 +91,5 @@ class SourceTrial(Struct, frozen=True, kw_only=True):
     """The buffers with values that a cast rounds, by the class that has them."""
     packages: list[str] = []
     """The modules that are not the user's own, imported until the model has run."""
+    script: ScriptFacts | None = None
+    """The steps of a training script, if they were tried."""

@@ -195,7 +195,7 @@ class StepObserver:
             self.give_up(f"{own_line(frame)} calls backward() of more than one number")
         self.found.has_gradients = True
         self._backwards.append(Backward(loss, loss.detach().clone(), len(self._recorder.nodes), scale))
-        self.found.framework = self.found.framework or _framework_of(frame)
+        self.found.framework = self.found.framework or framework_of(frame)
         with self._recorder.paused():
             return kept(tensors, *args, **kwargs)
 
@@ -317,7 +317,7 @@ def _trained_by(optimizer: Optimizer) -> dict[int, nn.Parameter]:
     return {id(parameter): parameter for group in optimizer.param_groups for parameter in group["params"]}
 
 
-def _framework_of(frame: FrameType | None) -> str:
+def framework_of(frame: FrameType | None) -> str:
     """The outermost that calls it: the Trainer of transformers uses accelerate."""
     found = ""
     while frame is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib
 import importlib.util
 import os
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple
 
 from lowprec_check.engine.model.patched_source import changed_code
 from lowprec_check.engine.model.user_code import call_user_code
-from lowprec_check.engine.model.user_script import Ran, run_user_code
+from lowprec_check.engine.model.user_script import Observer, Ran, run_to_first_call, run_user_code
 from lowprec_check.errors import UsageError
 
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.", re.MULTILINE)
@@ -104,8 +105,8 @@ def import_name(name: str) -> UserModule:
     return _imported(name, name, lambda: importlib.import_module(name))
 
 
-def run_script(path: Path, package: str | None = None, steps: int = 0) -> UserModule:
-    """Run the file as a script, up to its first call of a model, or the end of ``steps`` steps of its training.
+def run_script(path: Path, package: str | None = None, steps: int = 0, observer: Observer | None = None) -> UserModule:
+    """Run the file as a script, up to its first call of a model, or the end of ``steps`` steps of its training, or where the ``observer`` leaves it.
 
     ``package`` is what its relative imports refer to, as in ``python -m package.script``. Raises :class:`UsageError` with the user's
     line if the script fails before.
@@ -119,7 +120,9 @@ def run_script(path: Path, package: str | None = None, steps: int = 0) -> UserMo
         exec(code, module.__dict__)
 
     try:
-        return UserModule(module, run_user_code(lambda: call_user_code(f"Running {path}", execute), path.name, steps))
+        work = functools.partial(call_user_code, f"Running {path}", execute)
+        ran = run_user_code(work, path.name, steps) if observer is None else run_to_first_call(work, observer)
+        return UserModule(module, ran)
     finally:
         sys.modules["__main__"] = kept_main
 

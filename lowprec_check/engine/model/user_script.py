@@ -14,7 +14,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from types import FrameType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import greenlet  # type: ignore[import-untyped]
 import torch
@@ -50,6 +50,19 @@ class Ran(NamedTuple):
     """Its training, if that was observed and there is any."""
 
 
+class Observer(Protocol):
+    """What lets a script run on after its first call of a model, and observes it."""
+
+    def observing(self, leave: Callable[[], Any]) -> contextlib.AbstractContextManager[Any]:
+        """Entered around the script; ``leave`` leaves that, and does not return."""
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+        """The result of the script's call of a model, ``call(module, *args, **kwargs)``."""
+
+    def give_up(self, why: str) -> None:
+        """Note why it cannot be observed."""
+
+
 def run_user_code(work: Callable[[], object], script: str, steps: int) -> Ran:
     """Run ``work`` up to the first call of a model, or until ``steps`` steps of training are complete; raises what it raises before.
 
@@ -65,7 +78,7 @@ def run_user_code(work: Callable[[], object], script: str, steps: int) -> Ran:
         observer.forget()  # user code may keep functions that refer to it
 
 
-def run_to_first_call(work: Callable[[], object], observer: StepObserver | None = None) -> Ran:
+def run_to_first_call(work: Callable[[], object], observer: Observer | None = None) -> Ran:
     """Run ``work`` up to the first call of a module that has parameters; raises what it raises before. An ``observer`` lets it run on.
 
     A call in another thread counts; one in another process, or while a module is constructed, does not. The code runs in a greenlet of

@@ -1,0 +1,169 @@
+"""Fixes of a training script: a ``GradScaler`` that is missing, clipping of scaled gradients, autocast that keeps old weights."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+from lowprec_check.analysis.fixes.fix_kinds import keyword
+from lowprec_check.analysis.fixes.scene import SourceFix, torch_in, unused_name
+from lowprec_check.analysis.fixes.seen_values import ScriptFacts, ScriptPlace
+from lowprec_check.analysis.fixes.source_text import Edit, SourceText
+
+Locate = Callable[[ScriptPlace, str], tuple[SourceText, ast.AST] | str]
+"""The expression at a place that calls a function of this name, or why it is left alone."""
+
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+
+
+class Fault(NamedTuple):
+    """What a script does wrong, and what to change, or why that is left alone."""
+
+    op: str
+    place: ScriptPlace
+    found: tuple[SourceText, SourceFix] | str
+
+
+def faults(facts: ScriptFacts, locate: Locate, scale: float | None = None) -> Iterator[Fault]:
+    """Those that the steps of a script show; a new ``GradScaler`` starts at ``scale`` if that is given."""
+    if "float16" in facts.autocast and facts.backward and not facts.scaled_backward:
+        yield Fault("backward", facts.backward[0], _scaled(facts, locate, scale))
+    for place in facts.scaled_clips:
+        yield Fault("clip_grad", place, _unscaled(place, facts, locate))
+    for place in facts.around_steps:
+        yield Fault("autocast", place, _uncached(place, locate))
+
+
+class _Call(NamedTuple):
+    """A call that is a statement with lines of its own."""
+
+    source: SourceText
+    call: ast.Call
+    statement: ast.stmt
+    of: ast.expr
+    """Whose method is called."""
+
+    @property
+    def function(self) -> ast.AST | None:
+        """That it is in."""
+        return self.source.around(self.statement, _FUNCTIONS)
+
+
+def _call(place: ScriptPlace, name: str, locate: Locate) -> _Call | str:
+    """The call at a place, if it can be changed as those of ``name`` are."""
+    found = locate(place, name)
+    if isinstance(found, str):
+        return found
+    source, node = found
+    statement = source.around(node, ast.stmt)
+    is_method = isinstance(node, ast.Call) and (isinstance(node.func, ast.Attribute) or name == "clip_grad")
+    if not (isinstance(node, ast.Call) and is_method and isinstance(statement, ast.stmt)):
+        return f"{name} is not called there as a method"
+    is_alone = not isinstance(statement, ast.Expr) or statement.value is node
+    if not is_alone or not source.can_be_indented(statement):
+        return f"{name} is not a statement with lines of its own"
+    return _Call(source, node, statement, getattr(node.func, "value", node.func))
+
+
+def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[SourceText, SourceFix] | str:
+    """The loss scaled, its gradients unscaled before they are clipped, the step by way of a ``GradScaler``."""
+    backward = [_call(place, "backward", locate) for place in facts.backward]
+    made = [_call(place, "step", locate) for place in facts.made_steps]
+    clips = [_call(place, "clip_grad", locate) for place in facts.clips]
+    calls = [*backward, *made, *clips]
+    known = [each for each in calls if isinstance(each, _Call)]
+    reasons = [each for each in calls if isinstance(each, str)]
+    if facts.framework:
+        reasons = [f"{facts.framework} calls backward(): use its own switch for fp16, which makes a GradScaler"]
+    elif facts.optimizers > 1 and len({id(each.source.parents[each.statement]) for each in known if each in made}) > 1:
+        reasons.append("several optimizers make their steps in different blocks")
+    elif not made or any(each.source is not known[0].source for each in known):
+        reasons.append("backward() and step() are not called in one file")
+    elif any(each.call.args or each.call.keywords for each in known if each not in clips):
+        reasons.append("backward() or step() is called with arguments")
+    if reasons:
+        return reasons[0]
+    source, scaler = known[0].source, unused_name(known[0].source, "scaler")
+    torch, imports = torch_in(source)
+    start = "" if scale is None else f", init_scale={scale!r}"
+    edits = [
+        *imports,
+        source.line_before(_before_all(known), f'{scaler} = {torch}.amp.GradScaler("{facts.device}"{start})'),
+    ]
+    last_step = max((each for each in known if each in made), key=lambda each: each.statement.lineno)
+    for each in known:
+        (first, last), its = source.outer(each.of), source.segment(each.of)
+        if each in backward:
+            opened, closed = ("(", ")") if (first, last) == source.span(each.of) else ("", "")
+            edits += [
+                Edit(first, first, f"{scaler}.scale{opened}", first - last),
+                Edit(last, last, closed, last - first),
+            ]
+        elif each in made:
+            edits += [Edit(*source.span(each.call), f"{scaler}.step({its})")]
+            if facts.optimizers == 1 or each is last_step:
+                edits += [source.lines_behind(each.statement, [f"{source.indent_of(each.statement)}{scaler}.update()"])]
+        else:
+            step = _step_after(each, [other for other in known if other in made])
+            if step is None:
+                return "no step follows in the function that clips gradients"
+            edits += [source.line_before(each.statement, f"{scaler}.unscale_({source.segment(step.of)})")]
+    why = "gradients of the loss in fp16 become zero: scale it"
+    return source, SourceFix("grad_scaler", why, known[0].call, edits=tuple(edits))
+
+
+def _step_after(clip: _Call, steps: list[_Call]) -> _Call | None:
+    """The first of the steps behind ``clip`` in its function."""
+    at = clip.statement.lineno
+    here = [each for each in steps if each.source is clip.source and each.function is clip.function]
+    return min((e for e in here if e.statement.lineno > at), key=lambda e: e.statement.lineno, default=None)
+
+
+def _before_all(calls: list[_Call]) -> ast.stmt:
+    """The outermost loop around all ``calls``, if that is in their function, else the statement of the module that they are in."""
+    source, node = calls[0].source, calls[0].statement
+    around: list[ast.AST] = []
+    at: ast.AST = node
+    while at is not source.tree:
+        around.append(at)
+        at = source.parents[at]
+    same = all(each.function is calls[0].function for each in calls)
+    inside = around[: around.index(calls[0].function)] if calls[0].function is not None else around
+    loops = [each for each in inside if isinstance(each, _LOOPS)]
+    if same and loops:
+        return loops[-1]
+    first = min(calls, key=lambda each: each.statement.lineno).statement
+    while source.parents[first] is not source.tree:
+        first = source.parents[first]  # type: ignore[assignment]
+    return first
+
+
+def _unscaled(place: ScriptPlace, facts: ScriptFacts, locate: Locate) -> tuple[SourceText, SourceFix] | str:
+    """``scaler.unscale_(optimizer)`` before gradients are clipped."""
+    clip = _call(place, "clip_grad", locate)
+    steps = [_call(each, "step", locate) for each in facts.scaled_steps]
+    if isinstance(clip, str):
+        return clip
+    step = _step_after(clip, [each for each in steps if isinstance(each, _Call) and each.call.args])
+    if step is None:
+        return "no step of a GradScaler follows in the function that clips gradients"
+    optimizer = clip.source.segment(step.call.args[0])
+    line = clip.source.line_before(clip.statement, f"{clip.source.segment(step.of)}.unscale_({optimizer})")
+    why = "gradients are clipped while they are scaled: unscale them first"
+    return clip.source, SourceFix("unscale", why, clip.call, edits=(line,))
+
+
+def _uncached(place: ScriptPlace, locate: Locate) -> tuple[SourceText, SourceFix] | str:
+    """``cache_enabled=False`` for autocast around several steps."""
+    found = locate(ScriptPlace(place.source, place.caller), "autocast")  # the interpreter knows the whole block only
+    if isinstance(found, str):
+        return found
+    source, node = found
+    if not isinstance(node, ast.Call) or "autocast" not in source.segment(node.func):
+        return "autocast is not called where it is entered"
+    given = next((each.value for each in node.keywords if each.arg == "cache_enabled"), None)
+    edit = keyword(source, node, "cache_enabled=False") if given is None else Edit(*source.span(given), "False")
+    why = "autocast around several steps keeps the casts of the first weights: do not cache them"
+    return source, SourceFix("autocast_cache", why, node, edits=(edit,))

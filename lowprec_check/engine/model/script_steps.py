@@ -1,0 +1,242 @@
+"""The steps that a training script makes by itself, as it is or in fp32: where it does what, and the weights before and after."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from lowprec_check.analysis.fixes.seen_values import ScriptFacts, ScriptPlace
+from lowprec_check.engine.core.devices import seed_everything
+from lowprec_check.engine.core.floating_dtypes import NARROW
+from lowprec_check.engine.core.source_location import source_lines
+from lowprec_check.engine.model.kept_files import replaced
+from lowprec_check.engine.model.observed_step import SECONDS, framework_of
+from lowprec_check.engine.model.user_module import run_script
+from lowprec_check.process import system
+
+Weights = list[tuple[Tensor, Tensor]]
+"""Before and after the steps."""
+
+
+def made_steps(path: Path, arguments: tuple[str, ...], steps: int, seed: int, *, fp32: bool) -> StepWatch:
+    """Run a script until its optimizer was asked for so many steps, with ``fp32`` without its autocast and its ``GradScaler``.
+
+    Raises :class:`~lowprec_check.errors.UsageError` if it fails before.
+    """
+    seed_everything(seed)
+    watch, kept, sys.argv = StepWatch(steps, fp32=fp32), sys.argv, [str(path), *arguments]
+    try:
+        run_script(path, observer=watch)
+    finally:
+        sys.argv = kept
+    return watch
+
+
+class StepWatch:
+    """Observes a script, and changes nothing of it but for fp32; :func:`~lowprec_check.engine.model.user_script.run_to_first_call` takes it."""
+
+    def __init__(self, steps: int, *, fp32: bool) -> None:
+        self._wanted, self._fp32 = steps, fp32
+        self._here = os.getpid(), threading.get_ident()
+        self._since: float | None = None
+        self._over = False
+        self._in_scaler = False
+        self._scaled: list[Tensor] = []
+        self._grads_scaled = False
+        self._entered: list[tuple[ScriptPlace, bool, int]] = []
+        """Blocks of autocast: where they are entered, whether they keep casts of weights, and how many steps there were before."""
+        self._asked: dict[Optimizer, int] = {}
+        """How many steps each optimizer was asked for, those that a ``GradScaler`` skips included."""
+        self._made = 0
+        self._before: list[tuple[Tensor, Tensor]] = []
+        self._places: dict[str, dict[ScriptPlace, None]] = {}
+        self._dtypes: dict[str, None] = {}
+        self._zero_eps = False
+        self._scaler: Any = None
+        self._framework = ""
+        self.problem = ""
+
+    @property
+    def weights(self) -> Weights:
+        """Those of all optimizers, in the order of their first steps."""
+        return [(before, tensor.detach().clone()) for tensor, before in self._before]
+
+    def facts(self) -> ScriptFacts:
+        """What was observed."""
+        places: dict[str, Any] = {name: tuple(found) for name, found in self._places.items()}
+        scale = float(self._scaler.get_scale()) if self._scaler is not None else None
+        asked = max(self._asked.values(), default=0)
+        return ScriptFacts(
+            steps=asked,
+            skipped=sum(self._asked.values()) - self._made,
+            optimizers=len(self._asked),
+            device=next((tensor.device.type for tensor, _ in self._before), "cpu"),
+            autocast=tuple(self._dtypes),
+            low_weights=tuple({str(p.dtype).removeprefix("torch.") for p, _ in self._before if p.dtype in NARROW}),
+            scale=scale,
+            framework=self._framework,
+            zero_eps=self._zero_eps,
+            **places,
+        )
+
+    # -- What run_to_first_call asks for
+
+    def call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], call: Callable[..., Any]) -> Any:
+        """The result of a call of a model; none is made when time is over."""
+        self._since = self._since or system.monotonic()
+        if system.monotonic() - self._since > SECONDS and not self._over:
+            self._leave()
+        return call(module, *args, **kwargs)
+
+    def give_up(self, why: str) -> None:
+        """Note why the steps cannot be observed."""
+        self.problem = self.problem or why
+
+    @contextlib.contextmanager
+    def observing(self, leave: Callable[[], Any]) -> Iterator[None]:
+        """Inside, what trains is observed; ``leave`` leaves the script."""
+        self._leave = leave
+        scaler, autocast = torch.amp.GradScaler, torch.autocast
+        clips = [
+            (place, f"clip_grad_{what}_") for place in (nn.utils, nn.utils.clip_grad) for what in ("norm", "value")
+        ]
+        observed: list[tuple[Any, str, Callable[..., Any]]] = [
+            (torch.autograd, "backward", self._backward),
+            (scaler, "__init__", self._make_scaler),
+            (scaler, "scale", self._scale),
+            (scaler, "unscale_", self._unscale),
+            (scaler, "step", self._scaled_step),
+            (autocast, "__enter__", self._enter),
+            (autocast, "__exit__", self._exit),
+            *((place, name, self._clip) for place, name in clips),
+        ]
+        with contextlib.ExitStack() as stack:
+            stack.callback(register_optimizer_step_pre_hook(self._before_step).remove)
+            stack.callback(register_optimizer_step_post_hook(self._after_step).remove)
+            for place, name, function in observed:
+                stack.enter_context(replaced(place, name, self._unless_over(getattr(place, name), function)))
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+            yield
+        self._over = True
+
+    def _unless_over(self, kept: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(kept)
+        def function(*args: Any, **kwargs: Any) -> Any:
+            return kept(*args, **kwargs) if self._is_elsewhere else observed(kept, *args, **kwargs)
+
+        return function
+
+    @property
+    def _is_elsewhere(self) -> bool:
+        return self._over or (os.getpid(), threading.get_ident()) != self._here
+
+    def _note(self, what: str, frame: FrameType) -> ScriptPlace:
+        place = ScriptPlace(*source_lines(frame))
+        self._places.setdefault(what, {})[place] = None
+        return place
+
+    # -- While the script runs
+
+    def _make_scaler(self, kept: Callable[..., Any], scaler: Any, *args: Any, **kwargs: Any) -> None:
+        kept(scaler, *args, **kwargs)
+        if self._fp32:
+            scaler._enabled = False
+        elif scaler.is_enabled():
+            self._scaler = scaler
+
+    def _scale(self, kept: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
+        scaled = kept(scaler, outputs)
+        if isinstance(scaled, Tensor) and scaler.is_enabled():
+            self._scaled.append(scaled)
+        return scaled
+
+    def _unscale(self, kept: Callable[..., Any], scaler: Any, optimizer: Any) -> None:
+        kept(scaler, optimizer)
+        self._grads_scaled = False
+
+    def _backward(self, kept: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
+        frame = sys._getframe(2)
+        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        is_scaled = any(one is scaled for one in given for scaled in self._scaled)
+        self._grads_scaled |= is_scaled
+        self._framework = self._framework or framework_of(frame)
+        self._note("scaled_backward" if is_scaled else "backward", frame)
+        return kept(tensors, *args, **kwargs)
+
+    def _clip(self, kept: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        self._note("scaled_clips" if self._grads_scaled else "clips", sys._getframe(2))
+        return kept(*args, **kwargs)
+
+    def _enter(self, kept: Callable[..., Any], context: Any) -> Any:
+        if self._fp32:
+            context._enabled = False
+        if context._enabled:
+            self._dtypes[str(context.fast_dtype).removeprefix("torch.")] = None
+        place = ScriptPlace(*source_lines(sys._getframe(2)))
+        self._entered.append((place, context._enabled and context._cache_enabled, sum(self._asked.values())))
+        return kept(context)
+
+    def _exit(self, kept: Callable[..., Any], context: Any, *args: Any) -> Any:
+        if self._entered:
+            self._entered.pop()
+        return kept(context, *args)
+
+    # -- Steps of optimizers
+
+    def _scaled_step(self, kept: Callable[..., Any], scaler: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        if not scaler.is_enabled():
+            return kept(scaler, optimizer, *args, **kwargs)
+        self._save(optimizer)
+        self._note("scaled_steps", sys._getframe(2))
+        self._in_scaler = True
+        try:
+            result = kept(scaler, optimizer, *args, **kwargs)
+        finally:
+            self._in_scaler = False
+        self._ask(optimizer)
+        return result
+
+    def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if not self._is_elsewhere and not self._in_scaler:
+            self._save(optimizer)
+            self._note("made_steps", sys._getframe(1))
+
+    def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
+        if self._is_elsewhere:
+            return
+        self._made += 1
+        if not self._in_scaler:
+            self._ask(optimizer)
+
+    def _save(self, optimizer: Optimizer) -> None:
+        if optimizer not in self._asked:
+            self._asked[optimizer] = 0
+            for group in optimizer.param_groups:
+                eps, tensors = group.get("eps"), group["params"]
+                if isinstance(eps, float) and any(p.dtype == torch.float16 for p in tensors):
+                    self._zero_eps |= not torch.tensor(eps, dtype=torch.float16).item()
+            known = {id(tensor) for tensor, _ in self._before}
+            trained = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in known]
+            self._before += [(p, p.detach().clone()) for p in trained]
+
+    def _ask(self, optimizer: Optimizer) -> None:
+        """Count a step that ``optimizer`` was asked for; leave the script after the last."""
+        for place, keeps, before in self._entered:
+            if keeps and sum(self._asked.values()) > before:
+                self._places.setdefault("around_steps", {})[place] = None
+        self._asked[optimizer] += 1
+        self._grads_scaled = False
+        self._scaled.clear()
+        if min(self._asked.values()) >= self._wanted:
+            self._leave()

@@ -1,0 +1,215 @@
+"""``lowprec-check fix --train``: patches of training scripts, checked here by plain runs of their text."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from conftest import ROOT, Call
+
+from lowprec_check.analysis.fixes.script_fixes import faults
+from lowprec_check.analysis.fixes.seen_values import ScriptFacts, ScriptPlace
+from lowprec_check.schema.fixing import Fixing
+
+HEAD = """\
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import clip_grad_norm_
+
+torch.manual_seed(0)
+X, Y = torch.randn(256, 20), torch.randn(256, 1)
+model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 1))
+"""
+
+SCRIPTS = {
+    "no scaler": (
+        """
+def main():
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+    for x, y in zip(X.split(32), Y.split(32)):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.mse_loss(model(x), y)
+        (loss * 1e-7).backward()  # as it was
+        optimizer.step()
+
+
+if __name__ == "__main__":
+    main()
+""",
+        ["grad_scaler"],
+        ['    scaler = torch.amp.GradScaler("cpu")', "        scaler.scale(loss * 1e-7).backward()  # as it was"],
+    ),
+    "no scaler, accumulation and clipping": (
+        """
+optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+
+
+def step(number, x, y):
+    with torch.autocast("cpu", torch.float16):
+        loss = F.mse_loss(model(x), y) * 1e-6
+    loss.backward()
+    if number % 2:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 1e-7)
+        optimizer.step()
+        optimizer.zero_grad()
+
+
+for number in range(8):
+    step(number, X[32 * number :][:32], Y[32 * number :][:32])
+""",
+        ["grad_scaler"],
+        ["        scaler.unscale_(optimizer)", "        scaler.step(optimizer)", "        scaler.update()"],
+    ),
+    "a scale that skips no step": (
+        """
+other = nn.Linear(20, 1)
+optimizer = torch.optim.SGD([{"params": model.parameters(), "lr": 1e-3}, {"params": other.parameters(), "lr": 1e6}])
+for x, y in zip(X.split(32), Y.split(32)):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = 4 * F.mse_loss(model(x), y) + 1e-7 * F.mse_loss(other(x), y)
+    loss.backward()
+    optimizer.step()
+""",
+        ["grad_scaler"],
+        ["init_scale="],
+    ),
+    "clipping of scaled gradients": (
+        """
+class Trainer:
+    def __init__(self):
+        self.optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        self.scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+
+    def step(self, x, y):
+        self.optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.mse_loss(model(x), y)
+        self.scaler.scale(loss).backward()
+        clip_grad_norm_(model.parameters(), 1.0)
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+
+
+trainer = Trainer()
+for x, y in zip(X.split(32), Y.split(32)):
+    trainer.step(x, y)
+""",
+        ["unscale"],
+        ["        self.scaler.unscale_(self.optimizer)"],
+    ),
+    "autocast around all steps": (
+        """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+with torch.autocast("cpu", torch.bfloat16):
+    for x, y in zip(X.split(32), Y.split(32)):
+        loss = F.mse_loss(model(x).float(), y)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+""",
+        ["autocast_cache"],
+        ['with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):'],
+    ),
+}
+
+
+def weights(text: str) -> torch.Tensor:
+    """Those that a script leaves, by nothing but its text."""
+    space: dict[str, Any] = {"__name__": "__main__"}
+    exec(compile(text, "script.py", "exec"), space)
+    models = [space[name] for name in ("model", "other") if name in space]
+    return torch.cat([p.detach().flatten() for its in models for p in its.parameters()])
+
+
+def in_fp32(text: str) -> str:
+    text = re.sub(r'torch\.autocast\("cpu", (torch\.\w+)', r'torch.autocast("cpu", \1, enabled=False', text)
+    return text.replace('GradScaler("cpu"', 'GradScaler("cpu", enabled=False')
+
+
+def distance(text: str, fp32: str) -> float:
+    """Of the weights after the steps from those of fp32, relative to how far those have moved."""
+    start = weights(re.split("\n(?=optimizer|def|class)", text)[0])
+    wide = weights(fp32)
+    return float((weights(text) - wide).norm() / (wide - start).norm())
+
+
+def fixed(call: Call, file: Path, *options: str) -> Fixing:
+    done = call("fix", file, "-q", "--train", "-f", "json", *options, folder=file.parent)
+    assert done.returncode in (0, 1), done.stderr
+    return msgspec.json.decode(done.stdout, type=Fixing)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_is_fixed(call: Call, tmp_path: Path, name: str) -> None:
+    body, kinds, expected = SCRIPTS[name]
+    file, text = tmp_path / "train.py", HEAD + body
+    file.write_text(text)
+    found = fixed(call, file, "--apply")
+    patched = file.read_text()
+    assert [change.kind for change in found.changes] == kinds
+    assert all(line in patched for line in expected), found.diff
+    assert found.passes
+    assert found.script is not None
+    assert torch.equal(weights(in_fp32(patched)), weights(in_fp32(text)))
+    assert found.outputs_equal
+    before, after = (distance(each, in_fp32(text)) for each in (text, patched))
+    assert before > 0.05
+    assert after < 0.01
+    assert found.script.before == pytest.approx(before, rel=1e-2)
+    assert found.script.after == pytest.approx(after, rel=1e-2)
+    assert not found.script.skipped
+    done = call("fix", file, "-q", "--train", folder=tmp_path)
+    assert done.returncode == 0
+    assert "Nothing to fix" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_scaler_that_the_steps_do_not_need_is_not_added(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text((HEAD + SCRIPTS["no scaler"][0]).replace(" * 1e-7", "").replace("lr=1e6", "lr=0.1"))
+    found = fixed(call, file)
+    assert found.passes
+    assert not found.due
+    assert [its.op for its in found.left_alone] == ["backward"]
+    assert "within the tolerance" in found.left_alone[0].reason
+
+
+@pytest.mark.slow
+def test_what_cannot_be_compared_with_fp32_is_refused(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    steps = "optimizer = torch.optim.Adam(model.half().parameters())\nfor x in X.half().split(32):\n"
+    steps += "    optimizer.zero_grad()\n    model(x).square().mean().backward()\n    optimizer.step()\n"
+    file.write_text(HEAD + steps)
+    done = call("fix", file, "-q", "--train", folder=tmp_path)
+    assert done.returncode == 2
+    assert "weights in float16, in which eps of its optimizer is zero" in done.stderr
+    file.write_text((HEAD + SCRIPTS["no scaler"][0]).replace("torch.manual_seed(0)", "torch.seed()"))
+    done = call("fix", file, "-q", "--train", folder=tmp_path)
+    assert done.returncode == 2
+    assert "in fp32 differ" in done.stderr
+    done = call("fix", ROOT / "examples" / "train_gan.py", "-q", "--train")
+    assert done.returncode == 2
+    assert "makes no steps of training itself" in done.stderr
+
+
+def test_why_a_script_is_left_alone() -> None:
+    place = (ScriptPlace("train.py:3"),)
+    facts = ScriptFacts(steps=1, autocast=("float16",), backward=place, made_steps=place, framework="lightning")
+
+    def nowhere(_place: ScriptPlace, _name: str) -> str:
+        return "its file is not found"
+
+    (fault,) = faults(facts, nowhere)
+    assert "lightning calls backward()" in fault.found
+    (fault,) = faults(msgspec.structs.replace(facts, framework=""), nowhere)
+    assert fault.found == "its file is not found"
+    assert not [*faults(msgspec.structs.replace(facts, autocast=("bfloat16",)), nowhere)]
+    assert not [*faults(msgspec.structs.replace(facts, scaled_backward=place), nowhere)]
