@@ -41,8 +41,9 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.target import Target, make_target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.run.preparation import ready_for
+from lowprec_check.engine.run.rounds import RoundSchedule
 from lowprec_check.engine.run.tasks import ModelTask, TimeTask
-from lowprec_check.engine.run.turns import RoundSchedule, time_in_place
+from lowprec_check.engine.run.turns import time_in_place
 from lowprec_check.schema.scan_result import Run
 
 ROOT = Path(__file__).resolve().parent.parent

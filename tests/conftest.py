@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.cli.main import main
-from lowprec_check.engine.run import turns
+from lowprec_check.engine.run import rounds, turns
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import BACKENDS, Backend
 from lowprec_check.schema.scan_result import ScanResult
@@ -74,7 +74,7 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
     They are nine tenths of the scan of a small model otherwise, and more where other programs use the cores.
     """
-    monkeypatch.setattr(turns, "ROUNDS_SECONDS", 0.0)
+    monkeypatch.setattr(rounds, "ROUNDS_SECONDS", 0.0)
     monkeypatch.setattr(turns, "TURN_SECONDS", 1e-9)  # above 0: a call on one core is timed too
     monkeypatch.setattr(turns, "ONE_CORE_SECONDS", 0.05)
     monkeypatch.setattr(turns, "WORK_STEPS", 1000)

@@ -21,7 +21,7 @@ from lowprec_check.analysis.speed import (
     speedup_of,
 )
 from lowprec_check.engine.run.messages import TurnFailed, TurnTimed
-from lowprec_check.engine.run.turns import ENOUGH, MORE, MOST, RoundSchedule
+from lowprec_check.engine.run.rounds import ENOUGH, MORE, MOST, RoundSchedule
 from lowprec_check.process import system
 from lowprec_check.schema.measures import Speedup
 

@@ -19,8 +19,8 @@ from lowprec_check.analysis.statements.evidence import spread_of
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.compat.scan_process import Request, row_of
 from lowprec_check.engine.run.messages import TurnTimed
+from lowprec_check.engine.run.rounds import RoundSchedule
 from lowprec_check.engine.run.timed_runs import _rivals
-from lowprec_check.engine.run.turns import RoundSchedule
 from lowprec_check.report.blocks import SpeedOf, speed_text
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.schema.findings import Prefer
@@ -238,11 +238,17 @@ def test_rivals_are_timed_again_until_they_can_be_told_apart() -> None:
 
     assert rivals(wide, narrow, slow) == ["half", "bfloat16"]
     assert rivals(narrow, slow) == []
-    schedule = RoundSchedule(2, 1.0, final=True)
+
+
+def test_the_last_rounds_go_on_until_each_rival_is_slower_or_as_fast() -> None:
+    schedule = RoundSchedule(4, 1.0, final=True)
+    settled = []
     for number in range(8):
-        for row, seconds in ((0, 0.8), (1, 0.2 * (1 + 0.02 * (number % 2)))):
+        noise = 1 + 0.02 * (number % 2)
+        for row, seconds in enumerate((0.8 * noise, 0.2, 0.2 * noise, 0.3)):
             schedule.note(TurnTimed(row=row, round=number, seconds=[seconds], waited=0.0, fixed_work=1e-3))
-        assert schedule._is_settled(1) == (number >= 5)
+        settled.append([schedule._is_settled(row) for row in (1, 2, 3)])
+    assert settled == [[False] * 3] * 2 + [[False, False, True]] * 3 + [[True] * 3] * 3
 
 
 @pytest.mark.parametrize(

@@ -19,13 +19,13 @@ from lowprec_check.analysis.run_summary import candidates, passes_all
 from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, TOLD, latency_outside_rounds
 from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.run import turns
+from lowprec_check.engine.run import rounds
 from lowprec_check.engine.run.instance_times import INSTANCE_SECONDS
 from lowprec_check.engine.run.launcher import Launcher, TaskWorker, start_worker
 from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, TaskMessage, TurnTimed
+from lowprec_check.engine.run.rounds import RoundSchedule
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
-from lowprec_check.engine.run.turns import RoundSchedule
 from lowprec_check.engine.run.worker import work
 from lowprec_check.errors import UsageError
 from lowprec_check.process.function_worker import Ended, Loaded, Method
@@ -77,7 +77,7 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
 
     for start in range(0, max(1, len(timed)), AT_ONCE):
         take([fp32, *timed[start : start + AT_ONCE]])
-    rivals = _rivals(timed, latencies) if turns.ROUNDS_SECONDS else []
+    rivals = _rivals(timed, latencies) if rounds.ROUNDS_SECONDS else []
     if rivals:
         take([fp32, *rivals], final=True)
     failed = {run.key for run in timed}.difference(latencies)

@@ -1,20 +1,15 @@
-"""Takes times inside a worker: the turns of one run, or of all, in rounds over all runs.
-
-Rounds go over all runs, fp32, half, bf16, … and back, so that what disturbs the machine meets all of them.
-"""
+"""Takes times inside a worker: the turns of one run, or of all, in rounds over all runs."""
 
 from __future__ import annotations
 
 import os
-import statistics
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
 import torch
 
-from lowprec_check.analysis.speed import FEW, TOLD, Rounds, Turn, judged, latency_of_rounds, rather_on_one_core
 from lowprec_check.engine.model.plain_run import call_once, run_once
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -23,10 +18,10 @@ from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.event_times import EventCalls, has_events
 from lowprec_check.engine.run.messages import NextTurn, Ready, Send, TurnFailed, TurnTimed
 from lowprec_check.engine.run.preparation import ready_for
+from lowprec_check.engine.run.rounds import LONG_SECONDS, RoundSchedule
 from lowprec_check.engine.run.tasks import ModelTask, TimeTask, TurnsTask
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
 from lowprec_check.process import system
-from lowprec_check.schema.measures import Latency, TimingConditions
 from lowprec_check.schema.run_key import EAGER
 
 # -- What disturbs times: threads that wait for a core, a processor that changes its speed
@@ -51,11 +46,11 @@ def seconds_of_fixed_work() -> float:
 
 # -- A turn: a few calls of the prepared model
 
-LONG_SECONDS = 0.25
-"""A call that takes longer is timed once a turn, and needs no call before it that fills the caches."""
-
 VERY_LONG_SECONDS = 5.0
 """A call that takes longer is not called on one core too: its time is an average over all that disturbs it."""
+
+DISTURBED = 0.03
+"""The largest part of a few calls in which threads may wait for a core."""
 
 PATIENCE = 0.15
 """How long calls are repeated, in seconds, to find some that nothing disturbed."""
@@ -205,148 +200,6 @@ def _enough(seconds: list[float], least: float) -> bool:
     count, total = len(seconds), sum(seconds)
     enough = total >= ENOUGH_SECONDS or (count >= LEAST_CALLS and total >= TURN_SECONDS)
     return count >= MOST_CALLS or (enough and total >= least)
-
-
-# -- The rounds: which run is timed next, until their ratios to fp32 can be told or time is up
-
-ENOUGH = 6
-"""Rounds after which any ratio may be known; one far from 1 is after :data:`~lowprec_check.analysis.speed.FEW`."""
-
-MOST = 30
-
-FAR = 1.5
-"""So far from 1 that a few rounds tell."""
-
-VERY_SLOW = 8.0
-"""A run with long calls that is so many times slower than fp32 in one round that nothing disturbed is not called again."""
-
-SAME = 1.1
-"""A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
-
-DISTURBED = 0.03
-"""The largest part of a few calls in which threads may wait for a core."""
-
-MORE = 3.0
-"""How many times as long rounds are repeated then, or if times vary much."""
-
-ROUNDS_SECONDS = 1.5
-"""How long rounds are repeated."""
-
-FINAL = 3.0
-"""Times the usual seconds that the rounds take which decide between the fastest runs."""
-
-UNTOLD = 10.0
-"""How many times as long the first :data:`ENOUGH` rounds may take where a ratio cannot be told without them."""
-
-
-class RoundSchedule:
-    """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was measured."""
-
-    def __init__(self, rows: int, seconds: float | None = None, *, final: bool = False, patient: bool = False) -> None:
-        """``seconds``: how long rounds are repeated, after the first :data:`~lowprec_check.analysis.speed.FEW`; by default :data:`ROUNDS_SECONDS`.
-
-        ``final``: whether it decides which of the rows is the fastest, so that all ratios must be known within 5 %. ``patient``: whether
-        :data:`UNTOLD` counts for all rounds: on an accelerator, nothing else disturbs times.
-        """
-        self._final, self._patient = final, patient
-        self.turns: list[dict[int, TurnTimed]] = [{} for _ in range(rows)]
-        """By row, its turn in each round."""
-        self.failures: dict[int, str] = {}
-        """Why a row could not be timed, though it had run before."""
-        self._seconds = ROUNDS_SECONDS * (FINAL if final else 1.0) if seconds is None else seconds
-        self.number = 0
-        """The number of the round."""
-
-    def __iter__(self) -> Iterator[int]:
-        started = system.monotonic()
-        for self.number in range(MOST):
-            rows = [0, *(row for row in range(1, len(self.turns)) if not self._is_settled(row))]
-            if 0 in self.failures or (self.number and rows == [0]):
-                return
-            least = FEW + self.is_disturbed  # the first round of fp32 is not yet repeated on one core
-            if self.number >= least:
-                noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
-                limit = self._seconds * (MORE if noisy or self.is_disturbed else 1.0)
-                if (self._patient or self.number < ENOUGH) and not all(map(self._is_told, rows[1:])):
-                    limit = self._seconds * UNTOLD
-                elapsed = system.monotonic() - started
-                if elapsed + elapsed / self.number > limit:
-                    return
-            for row in rows if self.number % 2 == 0 else reversed(rows):
-                if row not in self.failures:
-                    yield row
-
-    def note(self, turn: TurnTimed | TurnFailed) -> None:
-        """Note a turn; a row that failed is left out from now on."""
-        if isinstance(turn, TurnTimed):
-            self.turns[turn.row][turn.round] = turn
-        else:
-            self.failures[turn.row] = turn.reason
-
-    def latency(self, row: int) -> Latency | None:
-        """The times of ``row``; ``None`` if it was never timed."""
-        return self._compared(row, 0) if row else self._compared(row, None)
-
-    def slower_than(self, row: int) -> int | None:
-        """The row that is faster than ``row`` by the most of those timed in the same rounds; ``None`` if none is told to be."""
-        found = {}
-        for other in range(1, len(self.turns)):
-            compared = self._compared(row, other) if row and other != row and other not in self.failures else None
-            ratio = compared.speedup if compared is not None else None
-            if ratio is not None and judged(ratio.median, ratio.low, ratio.high).told == "slower":
-                found[other] = ratio.median
-        return min(found, key=lambda other: found[other], default=None)
-
-    def _compared(self, row: int, reference: int | None) -> Latency | None:
-        mine = self._rounds(row)
-        if not mine or reference is None:
-            return latency_of_rounds(mine) if mine else None
-        fp32 = self._rounds(0)
-        others = [self._rounds(other) for other in range(1, len(self.turns)) if other not in self.failures]
-        on_one_core = any(rather_on_one_core(rounds, fp32) for rounds in others)
-        return latency_of_rounds(mine, self._rounds(reference), on_one_core=on_one_core)
-
-    def _rounds(self, row: int) -> Rounds:
-        return {
-            number: Turn(turn.seconds, turn.on_one_core, turn.is_disturbed, turn.launched)
-            for number, turn in self.turns[row].items()
-        }
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether other programs used the cores in any turn since the last round began."""
-        return any(turn.is_disturbed for row in self.turns for turn in row.values() if turn.round >= self.number - 1)
-
-    def conditions(self) -> TimingConditions:
-        """What disturbed the times."""
-        turns = [turn for row in self.turns for turn in row.values()]
-        waited = [turn.waited for turn in turns if turn.waited is not None]
-        work = sorted(turn.fixed_work for turn in turns)
-        return TimingConditions(
-            waited=statistics.fmean(waited) if waited else None,
-            speed_change=work[-1 - len(work) // 10] / work[len(work) // 10] if work else None,
-        )
-
-    def _is_told(self, row: int) -> bool:
-        latency = self.latency(row)
-        found = latency.speedup if latency is not None else None
-        return found is None or judged(found.median, found.low, found.high).told != "noisy"
-
-    def _is_settled(self, row: int) -> bool:
-        if row in self.failures:
-            return True
-        latency = self.latency(row)
-        if latency is None or latency.speedup is None:
-            return False
-        speedup = latency.speedup
-        if latency.median_ms >= LONG_SECONDS * 1e3 and speedup.median <= 1 / VERY_SLOW:
-            return True
-        enough = speedup.rounds >= ENOUGH
-        if self._final:
-            return enough and speedup.high <= TOLD * speedup.low
-        margin = SAME if enough else FAR
-        narrow = enough and speedup.high <= SAME * speedup.low
-        return speedup.rounds >= FEW and (narrow or speedup.low >= margin or speedup.high <= 1 / margin)
 
 
 # -- What a worker does

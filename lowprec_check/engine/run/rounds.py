@@ -1,0 +1,175 @@
+"""The rounds in which runs are timed: which is timed next, until their ratios can be told or time is up. No clock of a call is read here.
+
+Rounds go over all runs, fp32, half, bf16, … and back, so that what disturbs the machine meets all of them.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterator
+
+import msgspec
+
+from lowprec_check.analysis.speed import FEW, TOLD, Rounds, Turn, judged, latency_of_rounds, rather_on_one_core
+from lowprec_check.engine.run.messages import TurnFailed, TurnTimed
+from lowprec_check.process import system
+from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
+
+LONG_SECONDS = 0.25
+"""A call that takes longer is timed once a turn, and needs no call before it that fills the caches."""
+
+ENOUGH = 6
+"""Rounds after which any ratio may be known; one far from 1 is after :data:`~lowprec_check.analysis.speed.FEW`."""
+
+MOST = 30
+
+FAR = 1.5
+"""So far from 1 that a few rounds tell."""
+
+VERY_SLOW = 8.0
+"""A run with long calls that is so many times slower than fp32 in one round that nothing disturbed is not called again."""
+
+SAME = 1.1
+"""A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
+
+MORE = 3.0
+"""How many times as long rounds are repeated then, or if times vary much."""
+
+ROUNDS_SECONDS = 1.5
+"""How long rounds are repeated."""
+
+FINAL = 3.0
+"""Times the usual seconds that the rounds take which decide between the fastest runs."""
+
+UNTOLD = 10.0
+"""How many times as long the first :data:`ENOUGH` rounds may take where a ratio cannot be told without them."""
+
+
+class RoundSchedule:
+    """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was measured."""
+
+    def __init__(self, rows: int, seconds: float | None = None, *, final: bool = False, patient: bool = False) -> None:
+        """``seconds``: how long rounds are repeated, after the first :data:`~lowprec_check.analysis.speed.FEW`; by default :data:`ROUNDS_SECONDS`.
+
+        ``final``: whether it decides which of the rows is the fastest, until all others are told to be slower or as fast. ``patient``: whether
+        :data:`UNTOLD` counts for all rounds: on an accelerator, nothing else disturbs times.
+        """
+        self._final, self._patient = final, patient
+        self.turns: list[dict[int, TurnTimed]] = [{} for _ in range(rows)]
+        """By row, its turn in each round."""
+        self.failures: dict[int, str] = {}
+        """Why a row could not be timed, though it had run before."""
+        self._seconds = ROUNDS_SECONDS * (FINAL if final else 1.0) if seconds is None else seconds
+        self.number = 0
+        """The number of the round."""
+
+    def __iter__(self) -> Iterator[int]:
+        started = system.monotonic()
+        for self.number in range(MOST):
+            rows = [0, *(row for row in range(1, len(self.turns)) if not self._is_settled(row))]
+            if 0 in self.failures or (self.number and rows == [0]):
+                return
+            least = FEW + self.is_disturbed  # the first round of fp32 is not yet repeated on one core
+            if self.number >= least:
+                noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
+                limit = self._seconds * (MORE if noisy or self.is_disturbed else 1.0)
+                if (self._patient or self.number < ENOUGH) and not all(map(self._is_told, rows[1:])):
+                    limit = self._seconds * UNTOLD
+                elapsed = system.monotonic() - started
+                if elapsed + elapsed / self.number > limit:
+                    return
+            for row in rows if self.number % 2 == 0 else reversed(rows):
+                if row not in self.failures:
+                    yield row
+
+    def note(self, turn: TurnTimed | TurnFailed) -> None:
+        """Note a turn; a row that failed is left out from now on."""
+        if isinstance(turn, TurnTimed):
+            self.turns[turn.row][turn.round] = turn
+        else:
+            self.failures[turn.row] = turn.reason
+
+    def latency(self, row: int) -> Latency | None:
+        """The times of ``row``; ``None`` if it was never timed."""
+        mine = self._rounds(row)
+        latency = latency_of_rounds(mine) if mine else None
+        return latency and msgspec.structs.replace(latency, speedup=self._compared(row, 0) if row else None)
+
+    def slower_than(self, row: int) -> int | None:
+        """The row that is faster than ``row`` by the most of those timed in the same rounds; ``None`` if none is told to be."""
+        ratios = {other: self._compared(row, other) for other in self._rivals(row)} if row else {}
+        told = {other: ratio.median for other, ratio in ratios.items() if ratio is not None and _is_slower(ratio)}
+        return min(told, key=lambda other: told[other], default=None)
+
+    def _rivals(self, row: int) -> list[int]:
+        return [other for other in range(1, len(self.turns)) if other != row and other not in self.failures]
+
+    def _compared(self, row: int, reference: int) -> Speedup | None:
+        """How many times as fast as ``reference`` a row is."""
+        mine, fp32 = self._rounds(row), self._rounds(0)
+        others = [self._rounds(other) for other in self._rivals(0)]
+        on_one_core = any(rather_on_one_core(rounds, fp32) for rounds in others)
+        its = self._rounds(reference)
+        return latency_of_rounds(mine, its, on_one_core=on_one_core).speedup if mine and its else None
+
+    def _rounds(self, row: int) -> Rounds:
+        return {
+            number: Turn(turn.seconds, turn.on_one_core, turn.is_disturbed, turn.launched)
+            for number, turn in self.turns[row].items()
+        }
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other programs used the cores in any turn since the last round began."""
+        return any(turn.is_disturbed for row in self.turns for turn in row.values() if turn.round >= self.number - 1)
+
+    def conditions(self) -> TimingConditions:
+        """What disturbed the times."""
+        turns = [turn for row in self.turns for turn in row.values()]
+        waited = [turn.waited for turn in turns if turn.waited is not None]
+        work = sorted(turn.fixed_work for turn in turns)
+        return TimingConditions(
+            waited=statistics.fmean(waited) if waited else None,
+            speed_change=work[-1 - len(work) // 10] / work[len(work) // 10] if work else None,
+        )
+
+    def _is_told(self, row: int) -> bool:
+        latency = self.latency(row)
+        found = latency.speedup if latency is not None else None
+        return found is None or judged(found.median, found.low, found.high).told != "noisy"
+
+    def _is_settled(self, row: int) -> bool:
+        if row in self.failures:
+            return True
+        if self._final:
+            return self._is_settled_among_rivals(row)
+        latency = self.latency(row)
+        if latency is None or latency.speedup is None:
+            return False
+        speedup = latency.speedup
+        if latency.median_ms >= LONG_SECONDS * 1e3 and speedup.median <= 1 / VERY_SLOW:
+            return True
+        enough = speedup.rounds >= ENOUGH
+        margin = SAME if enough else FAR
+        narrow = enough and speedup.high <= SAME * speedup.low
+        return speedup.rounds >= FEW and (narrow or speedup.low >= margin or speedup.high <= 1 / margin)
+
+    def _is_settled_among_rivals(self, row: int) -> bool:
+        """Whether ``row`` is told to be slower than the fastest or as fast; of the fastest, whether all others are."""
+        ratios = {each: self._compared(each, 0) for each in self._rivals(0)}
+        medians = {each: ratio.median for each, ratio in ratios.items() if ratio is not None}
+        if row not in medians:
+            return False
+        best = max(medians, key=lambda each: medians[each])
+
+        def is_settled(other: int) -> bool:
+            ratio = self._compared(other, best)
+            if ratio is None or ratio.rounds < FEW:
+                return False
+            return _is_slower(ratio) or (ratio.rounds >= ENOUGH and ratio.high <= TOLD * ratio.low)
+
+        return all(map(is_settled, self._rivals(best))) if row == best else is_settled(row)
+
+
+def _is_slower(ratio: Speedup) -> bool:
+    return judged(ratio.median, ratio.low, ratio.high).told == "slower"
