@@ -12,6 +12,7 @@ import itertools
 import json
 import math
 import mmap
+import os
 import sys
 import time
 import warnings
@@ -20,6 +21,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -30,6 +32,9 @@ from lowprec_check.errors import UsageError, first_line, message_of
 
 HELD_BYTES = 256 << 20
 """Weights that are kept after their last use, in bytes; at least one is."""
+
+_CACHED_SHARE = 0.6
+"""Of the free memory that the system's cache may use for weights."""
 
 _COPIES_BYTES = 10
 """Of each value of a weight that an op uses: in the precision of the run, widened, and in the reference."""
@@ -64,6 +69,7 @@ class Saved(NamedTuple):
 
     dtype: torch.dtype
     shape: tuple[int, ...]
+    path: Path
     mapped: mmap.mmap
     start: int
     """Of its first byte in the file."""
@@ -89,10 +95,13 @@ class Saved(NamedTuple):
         for begin in range(first, end, _WINDOW):
             self.mapped.madvise(mmap.MADV_WILLNEED, begin, min(_WINDOW, end - begin))
 
-    def forget(self) -> None:
-        """Let the system drop its pages."""
+    def forget(self, *, cached: bool) -> None:
+        """Drop its pages from this process, and from the system's cache of files unless they are to stay ``cached``."""
         first = self.start - self.start % mmap.PAGESIZE
         self.mapped.madvise(mmap.MADV_DONTNEED, first, self.start + self.nbytes - first)
+        if not cached and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError), self.path.open("rb") as file:
+                os.posix_fadvise(file.fileno(), self.start, self.nbytes, os.POSIX_FADV_DONTNEED)
 
 
 def saved_tensors(path: Path) -> dict[str, Saved]:
@@ -106,7 +115,7 @@ def saved_tensors(path: Path) -> dict[str, Saved]:
         for name, entry in header.items():
             if name != "__metadata__":
                 first, end = entry["data_offsets"]
-                saved = Saved(_DTYPES[entry["dtype"]], tuple(entry["shape"]), mapped, begin + first)
+                saved = Saved(_DTYPES[entry["dtype"]], tuple(entry["shape"]), path, mapped, begin + first)
                 if end - first != saved.nbytes or begin + end > len(mapped):
                     raise ValueError(f"{name} has not as many bytes as its shape needs")
                 found[name] = saved
@@ -231,6 +240,7 @@ class WeightStream:
         self.most_held = min(3 * HELD_BYTES + _COPIES_BYTES * max(counts, default=0), _COPIES_BYTES * sum(counts))
         """Bytes of weights in memory at most, beside the system's cache of files: as they are kept, with their values in fp32, and the largest for an op."""
         self._before = dict(zip(names, itertools.accumulate(sizes, initial=0), strict=False))
+        self._cached = psutil.virtual_memory().available * _CACHED_SHARE
         self.on_progress: OnProgress | None = None
         self._held: OrderedDict[str, nn.Parameter] = OrderedDict()
         self.on_read: OnRead | None = None
@@ -262,8 +272,8 @@ class WeightStream:
             self.forget(self._held.popitem(last=False)[0])
 
     def forget(self, name: str) -> None:
-        """Drop the pages of the file."""
-        self._saved[name].forget()
+        """Drop the pages of the file. Those of the last weights leave the cache too, if it cannot hold all, so that the first ones stay for the next call."""
+        self._saved[name].forget(cached=self._before[name] < self._cached)
 
     def bytes_per_second(self) -> float:
         """How fast a sample of the weights is read."""
