@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, get_args
 
 import pytest
 import torch
-from conftest import Call
+from conftest import Call, Register
 from torch import Tensor, nn
 from user_files import NET
 
-from lowprec_check import Run, ScanResult, scan
+from lowprec_check import Backend, Run, ScanResult, scan
 from lowprec_check.engine.model.target import make_target
+from lowprec_check.engine.run import target_runs as run_options
 from lowprec_check.engine.run import timed_runs, turns
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
@@ -227,6 +230,25 @@ def test_a_scan_saves_times_and_what_disturbed_them() -> None:
     assert result.timing_conditions is not None
     assert all(run.latency is not None for run in result.runs)
     assert type(result).from_json(result.to_json()) == result
+
+
+class SlowCompiler(Backend):
+    """Takes seconds to prepare a model."""
+
+    name, summary, setup_budget = "slow-compiler", "planted", 60.0
+
+    def prepare(self, model: Any, example: Any) -> Any:
+        time.sleep(2.0)
+        return functools.partial(model)
+
+
+def test_fp32_waits_until_the_others_are_compiled(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its own calls may take one and a half seconds."""
+    register(SlowCompiler())
+    monkeypatch.setattr(run_options, "BUDGET", 0.5)
+    options: dict[str, Any] = {"precisions": "half,bfloat16", "backends": "slow-compiler", "plan": False}
+    result = scan(nn.Linear(8, 8), torch.randn(2, 8), errors="none", further_inputs=0, **options)
+    assert [run.latency is not None and run.status == "ok" for run in result.runs] == [True] * len(result.runs)
 
 
 FILE = """

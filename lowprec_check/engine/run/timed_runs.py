@@ -183,6 +183,7 @@ class _Forks:
             supervisor.add(worker)
             self._workers.append(worker)
             self._wait_for(row, Ready)
+            worker.deadline = math.inf  # others may take minutes to compile
 
     def run(self) -> None:
         """Give the turns."""
