@@ -195,6 +195,8 @@ PARTS = {
             "Which faults of backends does a scan find, and how often does it blame a healthy backend?",
             "backend_faults",
         ),
+        Report("backend-faults-cuda.md", "The same of healthy backends on an H200.", "backend_faults"),
+        Report("fastest-row.md", "Is the row that a scan recommends the fastest that passes?", "fastest_row"),
         Report("process-memory.md", "Is the memory of a row that of a fresh process that serves it?", "process_memory"),
         Report("kills.md", "What do commands leave that are killed?", "kills"),
         Report("mutated-files.md", "How do commands end that read broken files?", "mutated_files"),

@@ -38,7 +38,7 @@ MORE = 3.0
 ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
 
-FINAL = 5.0
+FINAL = 3.0
 """Times the usual seconds that the rounds take which decide between the fastest runs."""
 
 UNTOLD = 10.0
