@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -65,8 +64,11 @@ LEAST_CALLS, MOST_CALLS = 3, 50
 ENOUGH_SECONDS = 0.05
 """After so long, fewer calls than :data:`LEAST_CALLS` will do."""
 
+REFUSED_SECONDS = 0.1
+"""After so long, none will count: a compiler has threads of its own."""
+
 ALONE = 0.3
-"""The part of a call on one core that other threads may work: those of torch spin a little after the call before."""
+"""The part of a call on one core that other threads may work: those of torch spin a little after the calls before."""
 
 UNDISTURBED = 0.02
 """The largest part of a short call on one core that it may have waited."""
@@ -83,17 +85,6 @@ IN_A_ROW = 3
 
 Receive = Callable[[], bytes | None]
 """Waits for what the parent sends; ``None`` if nothing more will come."""
-
-
-class _OneCoreCall(NamedTuple):
-    """A call on one core."""
-
-    seconds: float
-    """Less those it waited for the core."""
-    by_others: float
-    """Processor time of the other threads of this process, as a part of them."""
-    counts: bool
-    """Whether what it waited is known, and too little to slow the rest."""
 
 
 class TimedCalls:
@@ -160,31 +151,29 @@ class TimedCalls:
         threads = torch.get_num_threads()
         try:
             first = self._call_alone()
-            if first.by_others > ALONE:
-                return []  # the threads of a compiler are not those of torch
-            seconds = [first.seconds] if first.counts and first.seconds >= LONG_SECONDS else []
-            deadline = system.monotonic() + ONE_CORE_SECONDS
-            while sum(seconds) < TURN_SECONDS and len(seconds) < MOST_CALLS and system.monotonic() < deadline:
+            seconds = [first] if first is not None and first >= LONG_SECONDS else []
+            started = system.monotonic()
+            while sum(seconds) < TURN_SECONDS and len(seconds) < MOST_CALLS:
                 found = self._call_alone()
-                if found.counts:
-                    seconds.append(found.seconds)
+                if found is not None:
+                    seconds.append(found)
+                if system.monotonic() - started > (ONE_CORE_SECONDS if seconds else REFUSED_SECONDS):
+                    break
             return seconds
         finally:
             torch.set_num_threads(threads)
 
-    def _call_alone(self) -> _OneCoreCall:
-        """A call on one core."""
+    def _call_alone(self) -> float | None:
+        """Seconds of a call on one core, less those it waited for it; ``None`` if that cannot be told, or other threads worked too."""
         self._snapshot.rewind()  # which restores the number of threads, too
         self._calls = 0
         torch.set_num_threads(1)
         before, cpu = system.own_wait(), system.time_of_other_threads()
         taken, after = self.call(), system.own_wait()
-        by_others = (system.time_of_other_threads() - cpu) / taken
-        if before is None or after is None:
-            return _OneCoreCall(taken, by_others, counts=False)
+        if before is None or after is None or system.time_of_other_threads() - cpu > ALONE * taken:
+            return None
         waited = after - before
-        seconds = taken - waited
-        return _OneCoreCall(seconds, by_others, counts=waited <= UNDISTURBED * taken or seconds >= SHORT_SECONDS)
+        return taken - waited if waited <= UNDISTURBED * taken or taken - waited >= SHORT_SECONDS else None
 
     def call(self) -> float:
         """Seconds of a call."""
