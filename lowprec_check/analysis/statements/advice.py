@@ -18,6 +18,7 @@ from lowprec_check.analysis.run_summary import (
     missing_kernels,
     part_of_tolerance,
     passes_all,
+    plan_starts,
 )
 from lowprec_check.analysis.speed import Speed, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said
@@ -111,8 +112,7 @@ def way_out(run: Run, result: ScanResult) -> Made:
 @per_scan("patch", "advice", evidence="derived", disproof="lowprec-check fix, which tries a patch")
 def _patch(result: ScanResult) -> Iterator[Made]:
     """Where the user's own code fails, after a search for a plan: a patch of these lines may be smaller. None was tried."""
-    asked = result.options.get("plan", False)
-    searched = asked or (asked is None and (result.plan is not None or result.recommendation is None))
+    searched = result.complete and plan_starts(result.runs, wanted=result.options.get("plan", False))
     elsewhere = result.fixing or result.training or result.prediction or ".py" not in result.target
     if elsewhere or not searched:
         return

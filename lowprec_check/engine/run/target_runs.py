@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from lowprec_check.catalog.names import why_not_covered
 from lowprec_check.engine.core.devices import rounds_to_tf32
@@ -20,6 +21,7 @@ from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import explained_by, make_run
+from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.reference_errors import check_reference
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import ExtensionTask, ModelTask, RunTask, TaskFiles, WhatIfTask, open_task_files
@@ -164,6 +166,10 @@ class TargetRuns:
             self.fp32 = msgspec.structs.replace(run, latency_ms=self._fp32_ms, peak_memory_bytes=peak)
         self._eager[run.key] = self.fp32
         return self.fp32
+
+    def fp32_output(self) -> list[Tensor]:
+        """The tensors of the output of :meth:`reference`, on the CPU."""
+        return Fp32Outputs.load(self._files).outputs[0]
 
     def _self_error_in(self, measures: Measures | None) -> float:
         """How far two fp32 runs differ.
