@@ -18,7 +18,6 @@ from lowprec_check.analysis.error_shares import (
     module_shares,
     trusted_budget,
 )
-from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import (
     candidates,
     degenerate_output,
@@ -347,16 +346,6 @@ def one_core(run: Run, result: ScanResult) -> Made:
     if found is None or not found.one_core:
         return None
     return Said(plain("compared with fp32 on one core, since other programs used the others"), "warn")
-
-
-@per_run("slower-than", "times")
-def slower_than(run: Run, result: ScanResult) -> Made:
-    """A run that passes and was slower than the recommended one in the same rounds, which their ratios to fp32 alone may not tell."""
-    best = recommended_run(result)
-    is_told = best is not None and run.latency is not None and best.key.label in run.latency.slower_than
-    if best is None or not is_told or not passes_all(run):
-        return None
-    return say("slower than {best:text} in the same rounds", best=best.key.label)
 
 
 @per_run("one-call", "times")
