@@ -282,3 +282,13 @@ def also_faster(run: Run, result: ScanResult) -> Made:
     unsafe = ", but some ops lack a kernel in another cast of the model" if is_unsafe else ""
     faster = say(f"passes too, {{ratio:times}} as fast as fp32{unsafe}", ratio=found.ratio)
     return chained(faster, drawback(run), between=", ")
+
+
+@per_run("slower-than", "advice")
+def slower_than(run: Run, result: ScanResult) -> Made:
+    """A run that passes and was slower than the recommended one in the same rounds, which their ratios to fp32 alone may not tell."""
+    best = recommended_run(result)
+    is_told = best is not None and run.latency is not None and best.key.label in run.latency.slower_than
+    if best is None or not is_told or not passes_all(run):
+        return None
+    return say("slower than {best:text} in the same rounds", best=best.key.label)

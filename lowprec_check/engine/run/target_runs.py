@@ -205,7 +205,8 @@ class TargetRuns:
     def tolerance(self, precision: str, backend: str = EAGER) -> float:
         """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
         default = max(PRECISIONS.get(precision).tolerance, BACKENDS.get(backend).tolerance)
-        if precision == REFERENCE and rounds_to_tf32(torch.device(self.options.device)):
+        ops = set(self.fp32.op_calls.op) if precision == REFERENCE and self.fp32 is not None else set()
+        if rounds_to_tf32(torch.device(self.options.device), ops):
             default = max(default, FP16.tolerance)
         asked = default if self.options.tolerance is None else self.options.tolerance
         return max(asked, ERRORS_OF_FP32 * self._self_error)
