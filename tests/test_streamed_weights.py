@@ -265,16 +265,18 @@ def ended_early(result: ScanResult) -> ScanResult:
     return ScanResult.from_json(early.to_json())
 
 
-@pytest.mark.parametrize("where", ["model", "import", "late import"])
+@pytest.mark.parametrize("where", ["model", "constant", "import", "late import"])
 def test_runs_of_another_source_are_not_resumed(where: str, tmp_path: Path) -> None:
     files = written(tmp_path)
-    if where == "model":
+    if where in ("model", "constant"):
         changed, place = files[0], f"        {FAILS}\n"
     else:
         changed, place = tmp_path / f"masks_{where[:4]}.py", "        hidden(x)\n"
         changed.write_text(f"import torch\n\ndef hidden(x):\n    {FAILS}\n")
     text = files[0].read_text().replace("        for layer", f"{place}        for layer")
     late = f"    def forward(self, x):\n        from {changed.stem} import hidden\n{place}"
+    if where == "constant":  # in a line that no op names
+        text = text.replace("-1e9", "LEAST").replace("class Mean", "LEAST = -1e9\n\nclass Mean")
     if where == "import":
         text = f"from {changed.stem} import hidden\n{text}"
     files[0].write_text(text.replace(f"    def forward(self, x):\n{place}", late) if where == "late import" else text)
@@ -283,7 +285,9 @@ def test_runs_of_another_source_are_not_resumed(where: str, tmp_path: Path) -> N
     assert next(iter(resumed(files, early, plan=False))).digest == early.digest
     *_, same = resumed(files, early, plan=False)
     assert same.runs[1].notes == ["of the first scan"]
-    changed.write_text(changed.read_text().replace("-1e9", "torch.finfo(x.dtype).min"))
+    changed.write_text(
+        changed.read_text().replace("-1e9", "-6e4" if where == "constant" else "torch.finfo(x.dtype).min")
+    )
     linecache.clearcache()  # another command reads it anew
     sys.modules.pop(changed.stem, None)
     *_, repaired = resumed(files, early, plan=False)
