@@ -18,8 +18,12 @@ def in_processes(
 ) -> Iterator[tuple[Item, Result | Exception]]:
     """Each of ``items`` with the result of ``function``, or its exception, as they come; none is started after so many seconds.
 
-    With ``cores``, each process has so many for itself.
+    With ``cores``, each process has so many for itself; ``ValueError`` if this one has fewer in all.
     """
+    if cores and jobs * cores > (here := len(os.sched_getaffinity(0))):
+        raise ValueError(
+            f"{jobs} jobs on {cores} cores each need {jobs * cores} cores, and this process has {here}: use fewer jobs or more cores"
+        )
     waiting, end, context = list(items), time.monotonic() + seconds, multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(jobs, context, _bind, (context.Value("i"), cores)) as pool:
         running: dict[Future[Result], Item] = {}

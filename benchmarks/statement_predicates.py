@@ -787,6 +787,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "the processor's speed changed by a factor of {factor} while times were taken": lambda c, factor: same(factor, c.result["timing_conditions"]["speed_change"]) and factor > 1.2,
     },
     "one-core": {"{text}": lambda c, text: text.startswith("compared with fp32 on one core") and c.run["latency"]["speedup"]["one_core"]},
+    "slower-than": {"slower than {best} in the same rounds": lambda c, best: best in c.run["latency"]["slower_than"]},
     "noisy": {"{text}": lambda c, text: text.startswith("its speed cannot be told") and c.speed()[0] == "noisy"},
     "launch-bound": {
         "launch-bound: {host} of {call} on the host, {device} on the device: faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do": lambda c, host, call, device: same(call, c.run["latency"]["median_ms"]) and same(device, c.run["latency"]["device_ms"]) and same(host, min(call, c.run["latency"]["host_ms"])) and host >= 0.9 * call and device <= 0.8 * call,

@@ -408,14 +408,25 @@ def test_fp32_may_have_the_error_of_tf32_where_a_device_rounds_to_it(monkeypatch
         for allowed in ((True, False), (False, True), (False, False)):
             for each, value in zip(settings, allowed, strict=True):
                 each.allow_tf32 = value
-            assert rounds_to_tf32(torch.device("cuda")) == any(allowed)
-            assert not rounds_to_tf32(torch.device("cpu"))
+            cuda, convolution, product = torch.device("cuda"), "aten.convolution.default", "aten.addmm.default"
+            assert [rounds_to_tf32(cuda, [op]) for op in (convolution, product, "aten.relu.default")] == [
+                *allowed,
+                False,
+            ]
+            assert rounds_to_tf32(cuda, [convolution, product]) == any(allowed)
+            assert not rounds_to_tf32(torch.device("cpu"), [convolution, product])
     finally:
         for each, value in zip(settings, before, strict=True):
             each.allow_tf32 = value
+
+    def rounds(device: torch.device, ops: set[str]) -> bool:
+        return bool(ops)
+
+    monkeypatch.setattr(target_runs, "rounds_to_tf32", rounds)
     with open_runs(TargetSource(make_target(Net(), X)), RunOptions(), "none") as runs:
         assert runs.tolerance("fp32", "jit") == 1e-3
-        monkeypatch.setattr(target_runs, "rounds_to_tf32", lambda device: True)
-        assert (runs.tolerance("fp32", "jit"), runs.tolerance("half")) == (1e-2, 1e-2)
+        runs.reference()
+        assert [runs.tolerance(name, "jit") for name in ("fp32", "half", "bfloat16")] == [1e-2, 1e-2, 5e-2]
     with open_runs(TargetSource(make_target(Net(), X)), RunOptions(tolerance=1e-4), "none") as runs:
+        runs.reference()
         assert runs.tolerance("fp32", "jit") == 1e-4

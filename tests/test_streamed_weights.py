@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -16,16 +18,18 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from lowprec_check.analysis.conclusion import conclude, conclude_early
+from lowprec_check.cli.scan import _unfinished
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.streamed_weights import is_unread, stream_of, stream_weights, unread_weights
-from lowprec_check.engine.run.target_source import load_here
+from lowprec_check.engine.run.target_source import TargetSource, load_here
 from lowprec_check.engine.run.target_spec import NOTICE, TargetSpec
-from lowprec_check.engine.scan import scan_target
+from lowprec_check.engine.scan import growing_scan, scan_target
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.scan_result import ScanResult
+from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.scanned_model import STREAMED
 
 
@@ -179,17 +183,158 @@ def test_a_scan_finds_the_same(factor: float, dtype: torch.dtype, tmp_path: Path
         assert (one.latency_ms, one.peak_memory_bytes, one.uncalled_modules) == (None, None, same.uncalled_modules)
 
 
-def test_what_it_takes_and_what_is_read_are_shown(tmp_path: Path) -> None:
+def notice(source: TargetSource, **options: object) -> str:
+    """What a scan says before its first run."""
+    shown = list[str]()
+    source.on_progress = lambda run, doing: shown.append(doing) if run == NOTICE else None
+    scan_target(source, "none", ScanOptions(times="off", further_inputs=0, budget_error="off", **options))  # type: ignore[arg-type]
+    return " ".join(shown)
+
+
+@pytest.mark.parametrize("batches", [1, 2])
+def test_weights_are_read_at_least_as_often_as_is_shown(
+    batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, weights = written(tmp_path, width=256, layers=4)
+    path.write_text(path.read_text().replace("inputs = torch", "inputs = lambda number=0: number + torch"))
+    source = load_here(TargetSpec(str(path), weights=weights, stream=True), 0)
+    stream = stream_of(source.target.model)
+    assert stream is not None
+    counts = Counter[str]()
+
+    def counted(name: str, unread: Tensor, read: Callable[[str, Tensor], Tensor] = stream.read) -> Tensor:
+        held = stream._held.get(name)
+        found = read(name, unread)
+        counts[name] += found is not held
+        return found
+
+    monkeypatch.setattr(stream, "read", counted)
+    assert notice(source, precisions="half,bfloat16", plan=False, batches=batches) == ""  # all of them stay in memory
+    monkeypatch.setattr("lowprec_check.engine.model.streamed_weights.HELD_BYTES", 1000)
+    monkeypatch.setattr("lowprec_check.engine.scan.HELD_BYTES", 1000)
+    counts.clear()
+    said = notice(source, precisions="half,bfloat16", plan=False, batches=batches)
+    shown = re.search(r"read at least (\d+) times", said)
+    assert shown is not None
+    assert int(shown[1]) == 4 + batches
+    assert len(counts) == 10
+    assert min(counts.values()) >= int(shown[1])
+    assert ("each batch" in said) == (batches > 1)
+
+
+@pytest.mark.parametrize(
+    ("plan", "says"), [(True, "If a precision fails, each trial"), (None, "If none of them passes"), (False, None)]
+)
+def test_the_search_for_a_plan_is_shown(
+    plan: bool | None, says: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lowprec_check.engine.scan.HELD_BYTES", 1000)
+    path, weights = written(tmp_path)
+    said = notice(load_here(TargetSpec(str(path), weights=weights, stream=True), 0), precisions="half", plan=plan)
+    assert says in said if says else "plan" not in said
+
+
+def test_what_it_takes_and_what_is_read_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowprec_check.engine.scan.HELD_BYTES", 64 << 20)
     path, weights = written(tmp_path, width=512, layers=100)
     source = load_here(TargetSpec(str(path), weights=weights, stream=True), 0)
     shown = list[tuple[str, str]]()
     source.on_progress = lambda *step: shown.append(step)
     scan_target(source, "fork", ScanOptions(precisions="half,bfloat16", plan=False))
     assert shown[0][0] == NOTICE
-    assert shown[0][1].startswith("0.098 GiB of weights are read 5 times")
+    assert shown[0][1].startswith("0.098 GiB of weights are read at least 5 times")
     plain = re.compile(r"plain run in layers\.\d+, [<\d.]+ % of the weights")
     assert any(run == "fp32" and plain.fullmatch(doing) for run, doing in shown)
     assert any(run == "half" and re.match(r"op \d+: aten.* % of the weights$", doing) for run, doing in shown)
+
+
+FAILS = "mask = torch.zeros(x.shape[-1], dtype=torch.bool); x.masked_fill(mask, -1e9)"
+
+
+def resumed(files: tuple[Path, Path], earlier: ScanResult | None, **options: object) -> Iterator[ScanResult]:
+    """The results of a scan, after each run; ``earlier`` is one that ended early."""
+    given = ScanOptions(precisions="half", times="off", further_inputs=0, budget_error="off", **options)  # type: ignore[arg-type]
+    return growing_scan(load_here(TargetSpec(str(files[0]), weights=files[1], stream=True), 0), None, given, earlier)
+
+
+def ended_early(result: ScanResult) -> ScanResult:
+    """As it is saved, with a mark on its last run."""
+    marked = msgspec.structs.replace(result.runs[-1], notes=["of the first scan"])
+    early = conclude_early(msgspec.structs.replace(result, runs=[*result.runs[:-1], marked]))
+    assert early is not None
+    return ScanResult.from_json(early.to_json())
+
+
+@pytest.mark.parametrize("where", ["model", "import", "late import"])
+def test_runs_of_another_source_are_not_resumed(where: str, tmp_path: Path) -> None:
+    files = written(tmp_path)
+    if where == "model":
+        changed, place = files[0], f"        {FAILS}\n"
+    else:
+        changed, place = tmp_path / f"masks_{where[:4]}.py", "        hidden(x)\n"
+        changed.write_text(f"import torch\n\ndef hidden(x):\n    {FAILS}\n")
+    text = files[0].read_text().replace("        for layer", f"{place}        for layer")
+    late = f"    def forward(self, x):\n        from {changed.stem} import hidden\n{place}"
+    if where == "import":
+        text = f"from {changed.stem} import hidden\n{text}"
+    files[0].write_text(text.replace(f"    def forward(self, x):\n{place}", late) if where == "late import" else text)
+    early = ended_early(list(resumed(files, None, plan=False))[1])
+    assert early.runs[1].status == "error"
+    assert next(iter(resumed(files, early, plan=False))).digest == early.digest
+    *_, same = resumed(files, early, plan=False)
+    assert same.runs[1].notes == ["of the first scan"]
+    changed.write_text(changed.read_text().replace("-1e9", "torch.finfo(x.dtype).min"))
+    linecache.clearcache()  # another command reads it anew
+    sys.modules.pop(changed.stem, None)
+    *_, repaired = resumed(files, early, plan=False)
+    assert (repaired.runs[1].status, repaired.runs[1].notes) == ("ok", [])
+
+
+def test_runs_with_another_output_of_fp32_are_not_resumed(tmp_path: Path) -> None:
+    files = written(tmp_path)
+    early = ended_early(list(resumed(files, None, plan=False))[1])
+    weights = load_file(files[1])
+    save_file(weights | {"layers.2.weight": -weights["layers.2.weight"]}, files[1])
+    *_, other = resumed(files, early, plan=False)
+    assert other.digest != early.digest
+    assert other.runs[1].notes == []
+
+
+def test_a_scan_that_ended_in_its_search_for_a_plan_is_resumed(tmp_path: Path) -> None:
+    files = written(tmp_path, factor=1e4)
+    results = [each for each in resumed(files, None, plan=True) if each.plan is None]
+    early = ended_early(results[-1])  # the last before the plan
+    assert [run.status for run in early.runs] == ["ok", "nonfinite"]
+    assert not early.complete
+    early.save(tmp_path / "scan.json")
+    found = _unfinished(tmp_path / "scan.json")
+    assert found is not None
+    assert "patch" not in {its.kind for its in early.statements}  # it is not known whether there is a plan
+    *_, whole = resumed(files, found, plan=True)
+    assert whole.complete
+    assert whole.runs[1].notes == ["of the first scan"]
+    assert whole.plan is not None
+    assert "the plan keeps" in " ".join(its.text for its in conclude(whole).statements if its.kind == "patch")
+    conclude(whole).save(tmp_path / "scan.json")
+    assert _unfinished(tmp_path / "scan.json") is None
+    older = msgspec.json.decode(early.to_json())
+    del older["complete"]
+    assert ScanResult.from_json(msgspec.json.encode(older)).complete
+
+
+def test_no_plan_was_found_only_if_it_was_searched(tmp_path: Path) -> None:
+    *_, result = resumed(written(tmp_path, factor=1e4), None, plan=False)
+    asked = msgspec.structs.replace(result, options=result.options | {"plan": None})
+    fp32, half = asked.runs
+
+    def said(half: Run, *more: Run) -> str:
+        concluded = conclude(msgspec.structs.replace(asked, runs=[fp32, half, *more]))
+        return " ".join(its.text for its in concluded.statements if its.kind == "patch")
+
+    assert said(half).startswith("no plan was found; a patch of your code")
+    assert said(msgspec.structs.replace(half, judged_by_one_call=True)) == ""
+    passes = msgspec.structs.replace(half, precision="bfloat16", status="ok")
+    assert said(half, passes) == ""
 
 
 KILLED = """

@@ -220,10 +220,32 @@ def test_a_run_that_was_slower_in_the_same_rounds_does_not_win() -> None:
     first, second = timed("half", 1.5, 1.4, 1.6, 4, 8e-4), timed("bfloat16", 1.6, 1.5, 1.7, 4, 6e-3)
     assert advised([FP32, first, second]).label == "half"
     assert first.latency is not None
-    slower = msgspec.structs.replace(first, latency=msgspec.structs.replace(first.latency, slower_than="bfloat16"))
+    slower = msgspec.structs.replace(first, latency=msgspec.structs.replace(first.latency, slower_than=["bfloat16"]))
     assert advised([FP32, slower, second]).label == "bfloat16"
-    failed = msgspec.structs.replace(second, status="nan")
+    failed = msgspec.structs.replace(second, status="nonfinite")
     assert advised([FP32, slower, failed]).label == "half"
+    (found,) = said(concluded([FP32, slower, second]), "slower-than")
+    assert (found.runs, found.text) == (["half"], "slower than bfloat16 in the same rounds")
+    assert not said(concluded([FP32, slower, failed]), "slower-than")
+
+
+@given(
+    st.lists(st.tuples(st.floats(0.2, 5.0), st.floats(0.01, 0.9)), min_size=4, max_size=4),
+    st.lists(st.sets(st.sampled_from(NAMES)), min_size=4, max_size=4),
+)
+def test_one_of_the_passing_runs_is_advised_whatever_is_slower(
+    found: list[tuple[float, float]], slower: list[set[str]]
+) -> None:
+    """Marks of different rounds may contradict each other, and their intervals."""
+    runs = [FP32]
+    for name, (median, width), labels in zip(NAMES, found, slower, strict=True):
+        run = timed(name, median, median * (1 - width), median * (1 + width), 4, 1e-3)
+        assert run.latency is not None
+        latency = msgspec.structs.replace(run.latency, slower_than=sorted(labels - {name}))
+        runs.append(msgspec.structs.replace(run, latency=latency))
+    label, slow = advised(runs).label, {run.key.label for run in runs if run.latency and run.latency.slower_than}
+    assert label in NAMES
+    assert label not in slow or slow == set(NAMES)
 
 
 def test_rivals_are_timed_again_until_they_can_be_told_apart() -> None:
@@ -238,6 +260,10 @@ def test_rivals_are_timed_again_until_they_can_be_told_apart() -> None:
 
     assert rivals(wide, narrow, slow) == ["half", "bfloat16"]
     assert rivals(narrow, slow) == []
+    failed = timed("half", 4.1, 3.3, 5.7, 4, 0.5)  # which decides nothing among those that pass
+    assert wide.latency is not None
+    marked = msgspec.structs.replace(wide, latency=msgspec.structs.replace(wide.latency, slower_than=["autocast-fp16"]))
+    assert rivals(msgspec.structs.replace(failed, precision="autocast-fp16", status="inaccurate"), marked, narrow)
 
 
 def test_the_last_rounds_go_on_until_each_rival_is_slower_or_as_fast() -> None:

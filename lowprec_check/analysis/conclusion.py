@@ -54,7 +54,7 @@ def as_wanted(result: ScanResult, runs: Sequence[Run]) -> list[Run]:
 
 
 def conclude_early(result: ScanResult, reason: str = "the scan ended early") -> ScanResult | None:
-    """Like :func:`conclude` for a scan that ended early: the missing runs are ``skipped`` for ``reason``.
+    """Like :func:`conclude` for a scan that ended early, which is not ``complete``: the missing runs are ``skipped`` for ``reason``.
 
     ``None`` if no run but the reference has finished.
     """
@@ -63,12 +63,8 @@ def conclude_early(result: ScanResult, reason: str = "the scan ended early") -> 
         return None
     result = without_early_times(result)
     missing = [skipped(key, reason, result.evidence) for key in wanted_runs(result) if key not in done]
-    return conclude(msgspec.structs.replace(result, runs=as_wanted(result, [*result.runs, *missing])))
-
-
-def unfinished(result: ScanResult) -> bool:
-    """Whether the scan ended early, so that it can be resumed."""
-    return any(run.status == "skipped" and (run.reason or "").startswith("the scan ") for run in result.runs)
+    runs = as_wanted(result, [*result.runs, *missing])
+    return conclude(msgspec.structs.replace(result, runs=runs, complete=False))
 
 
 def without_early_times(result: ScanResult) -> ScanResult:

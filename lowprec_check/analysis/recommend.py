@@ -149,13 +149,12 @@ def best_of(
 
 def fastest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     """Those of ``passed`` that may be the fastest; all if none was timed."""
-    known = [(run, speed(run, runs)) for run in passed]
-    safe = max((mine.low for _, mine in known), default=0.0) / ALIKE
     labels = {run.key.label for run in passed}
+    rivals = [run for run in passed if run.latency is None or labels.isdisjoint(run.latency.slower_than)] or passed
+    known = [(run, speed(run, runs)) for run in rivals]
+    safe = max((mine.low for _, mine in known), default=0.0) / ALIKE
 
     def is_slower(run: Run, mine: Speed) -> bool:
-        if run.latency is not None and run.latency.slower_than in labels:
-            return True
         return any(is_faster(found, mine, TOLD if alike(run, other) else CLEAR) for other, found in known)
 
     def alike(one: Run, other: Run) -> bool:

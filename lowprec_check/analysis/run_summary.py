@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from lowprec_check.schema.backend_checks import INPUT_CHANGES
 from lowprec_check.schema.measures import InputsTried, PlaceRange
 from lowprec_check.schema.op_calls import OpCall, OpCalls
+from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.run_key import EAGER, qualified
 from lowprec_check.schema.scan_result import Run, ScanResult
 
@@ -28,6 +29,22 @@ def reference_of(runs: Sequence[Run]) -> Run | None:
 def candidates(runs: Sequence[Run]) -> list[Run]:
     """The runs that may be recommended: those in low precision, and fp32 on other backends and in other memory formats."""
     return [run for run in runs if not run.is_reference]
+
+
+def plan_starts(runs: Sequence[Run], *, wanted: bool | None) -> list[Run]:
+    """The failing runs from which a scan searches for a plan; none if it does not.
+
+    ``wanted`` is its option ``plan``: with ``None``, it searches only if no run passes.
+    """
+    tried = [run for run in runs if run.is_low and run.base is None and run.status != "skipped"]
+    if wanted is False or (wanted is None and any(passes_all(run) or run.status == "unjudged" for run in tried)):
+        return []
+    bases = [precision.name for precision in plan_bases()]
+    return [
+        run
+        for run in tried
+        if run.precision in bases and run.status not in ("ok", "unjudged") and (wanted or not run.judged_by_one_call)
+    ]
 
 
 def is_plan_of(plan: Run, run: Run) -> bool:

@@ -165,15 +165,13 @@ def _apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | 
 
 def _unfinished(path: Path | None) -> ScanResult | None:
     """The scan saved at ``path``, if it ended early."""
-    from lowprec_check.analysis.conclusion import unfinished
-
     if path is None or str(path) == "-" or not path.is_file():
         return None
     try:
         found = load_result(path)
     except UsageError:  # it is another file, and replaced
         return None
-    return found if unfinished(found) else None
+    return None if found.complete else found
 
 
 def _save_so_far(result: ScanResult, path: Path) -> None:

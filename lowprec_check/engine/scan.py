@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -15,8 +16,9 @@ from lowprec_check.analysis.conclusion import as_wanted, conclude, wanted_runs
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, version
+from lowprec_check.engine.model.plain_run import digest_of
 from lowprec_check.engine.model.prepared import application_of
-from lowprec_check.engine.model.streamed_weights import WeightStream, stream_of
+from lowprec_check.engine.model.streamed_weights import HELD_BYTES, WeightStream, stream_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.model.user_code import texts_of_lines
@@ -25,7 +27,7 @@ from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.memory_limits import gibibytes
 from lowprec_check.engine.run.model_info import describe_target
-from lowprec_check.engine.run.target_runs import RunOptions, open_runs
+from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.target_spec import NOTICE, OnProgress
 from lowprec_check.engine.trace.plain_modes import parse_withheld
@@ -125,11 +127,13 @@ def growing_scan(
     if settings.steps:
         importlib.import_module("torch._dynamo")  # optimizers import it, which takes a second in each fork
     target = source.target
+    stream = stream_of(target.model)
+    own = [] if stream is None else [hashlib.sha256(file.read_bytes()).hexdigest() for file in source.own_files()]
     with (
         open_runs(source, settings, isolation) as target_runs,
         open_batches(source, options.batches, settings, isolation) as further,
     ):
-        if (stream := stream_of(target.model)) is not None:
+        if stream is not None and stream.nbytes > HELD_BYTES:
             source.report(NOTICE, _estimate(stream, options))
         fp32 = target_runs.reference()
         run_references(further, fp32)
@@ -144,6 +148,7 @@ def growing_scan(
             options=options.saved(target_runs.isolation),
             training=target_runs.training,
             runs=[fp32],
+            digest=None if stream is None else _digest(own, [target_runs, *further]),
         )
         yield result
         resumed = _resumed(source, result, earlier)
@@ -227,35 +232,42 @@ def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False
 
 
 def _resumed(source: TargetSource, result: ScanResult, earlier: ScanResult | None) -> dict[RunKey, Run]:
-    """The runs of ``earlier``, if weights are streamed, both scans are about the same model, inputs and options on one machine, and
-    fp32 gives the same output.
+    """The runs of ``earlier``, if weights are streamed, both scans are about the same model, source, inputs and options on one machine,
+    and fp32 gives the same output.
     """
-    if earlier is None or stream_of(source.target.model) is None:
+    if earlier is None or result.digest is None:
         return {}
 
     def shown(each: ScanResult) -> bytes:
         options = {name: each.options.get(name) for name in result.options}
-        return msgspec.json.encode(
-            (each.tool, each.target, each.model, each.environment, options, each.runs[0].output_rms)
-        )
+        return msgspec.json.encode((each.tool, each.target, each.model, each.environment, options, each.digest))
 
-    if shown(result) != shown(earlier):
+    lines = earlier.source_lines  # also of modules that were imported by a run only
+    if shown(result) != shown(earlier) or texts_of_lines(lines, source.name) != lines:
         return {}
-    found = {run.key: run for run in earlier.runs[1:] if run.status != "skipped"}
+    found = {run.key: run for run in earlier.runs[1:] if run.status != "skipped" and run.base is None}
     source.report(NOTICE, f"Resumed: {', '.join(key.label for key in found)} of the scan that ended early.")
     return found
 
 
 def _estimate(stream: WeightStream, options: ScanOptions) -> str:
-    """What a scan takes of a model whose weights stay in their files."""
+    """What a scan takes at least of a model whose weights stay in their files."""
     lower = [name for name in options.names_of("precisions") if name != REFERENCE]
-    times, speed = 1 + 2 * len(lower), stream.bytes_per_second()
+    times, speed = options.batches + 2 * len(lower), stream.bytes_per_second()
     seconds = times * stream.nbytes / speed
+    each = " on each batch" if options.batches > 1 else ""
+    when = "If a precision fails" if options.plan else "If none of them passes"
+    again = "" if options.plan is False else f"{when}, each trial of the search for a plan reads them again. "
     return (
-        f"{gibibytes(stream.nbytes)} of weights are read {times} times: once in fp32, twice in each other precision. Reading takes about "
-        f"{seconds:.0f} s at {gibibytes(speed)}/s, the speed of a sample; computing takes more. At most {gibibytes(stream.most_held)} "
-        "of weights are in memory at a time."
+        f"{gibibytes(stream.nbytes)} of weights are read at least {times} times if every call ends: once in fp32{each}, twice in each other "
+        f"precision. {again}Reading them {times} times takes about {max(1.0, seconds):.0f} s at {gibibytes(speed)}/s, the speed of a sample; "
+        f"computing takes more. At most {gibibytes(stream.most_held)} of weights are in memory at a time."
     )
+
+
+def _digest(own: list[str], batches: list[TargetRuns]) -> str:
+    """That of the user's ``own`` files, by theirs, and of fp32's outputs."""
+    return hashlib.sha256(" ".join([*own, *(digest_of(batch.fp32_output()) for batch in batches)]).encode()).hexdigest()
 
 
 def _lines_named_by(run: Run) -> list[str | None]:

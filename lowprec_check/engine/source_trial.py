@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import functools
-import hashlib
 import io
 import math
 import sys
@@ -23,7 +21,7 @@ from lowprec_check.analysis.fixes.fix_sites import fails
 from lowprec_check.analysis.fixes.seen_values import Places, ScriptFacts, SourceTrial
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.core.source_location import is_own_file
-from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
+from lowprec_check.engine.model.plain_run import digest_of, judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.script_steps import made_steps
 from lowprec_check.engine.model.target import Target
@@ -141,7 +139,7 @@ class ScriptTrial:
             distance = apart / moved if moved else math.inf if apart else 0.0
             known = distance if math.isfinite(distance) else None
             is_repeatable = not self.twice or ran[2].weights == ran[0].weights
-            facts = msgspec.structs.replace(facts, distance=known, fp32=_digest(fp32) if is_repeatable else "")
+            facts = msgspec.structs.replace(facts, distance=known, fp32=digest_of(fp32) if is_repeatable else "")
         yield SourceTrial(script=facts)
 
     def _made(self, fp32: bool, seed: int) -> _Made:
@@ -240,7 +238,7 @@ def _digests(ready: Any, target: Target, seed: int) -> tuple[str, str]:
             reraise_interrupt(error)
             with torch.no_grad():
                 output, _ = run_once(ready, target.args, target.kwargs, seed)
-        bits, generator = _digest(output_tensors(output)), torch.Generator().manual_seed(0)
+        bits, generator = digest_of(output_tensors(output)), torch.Generator().manual_seed(0)
         floating = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
         # of one number, since torch imports sympy for gradients that it is given, which takes a second
         products = [(t * torch.randn(t.shape, generator=generator).to(t)).sum().real for t in floating]
@@ -250,14 +248,4 @@ def _digests(ready: Any, target: Target, seed: int) -> tuple[str, str]:
             reraise_interrupt(error)
             return bits, ""
     known = [gradient for gradient in gradients if gradient is not None]
-    return bits, _digest(known) if known else ""
-
-
-def _digest(tensors: Iterable[Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        if tensor.layout == torch.strided and tensor.numel():
-            values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            found.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
-    return found.hexdigest()
+    return bits, digest_of(known) if known else ""

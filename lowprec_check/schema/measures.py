@@ -47,8 +47,8 @@ class Latency(Struct, frozen=True, kw_only=True):
     """Whether the quartiles are further apart than a quarter of the median, after a second attempt too."""
     speedup: Speedup | None = None
     """``None`` for fp32 itself, and for a run that was not timed in rounds with it."""
-    slower_than: str | None = None
-    """The label of the run that is the fastest of those timed in the same rounds, if this one is told to be slower."""
+    slower_than: list[str] = []
+    """The labels of runs that are told to be faster than this one, of those timed in the same rounds."""
     host_ms: float | None = None
     """Milliseconds until the host has launched a call on an idle accelerator; ``None`` on a CPU, or if they were not measured."""
     device_ms: float | None = None

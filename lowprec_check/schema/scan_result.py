@@ -316,6 +316,11 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The patch of the user's source that ``lowprec-check fix`` found; ``None`` if it was not asked for."""
     source_lines: dict[str, str] = {}
     """The text of the lines that op calls and gaps name, ``model.py:41``, as far as their files were found."""
+    complete: bool = True
+    """Whether the scan reached its end; if not, its runs, its times or its search for a plan may be missing."""
+    digest: str | None = None
+    """Of a scan with streamed weights, the SHA-256 of the user's own source files and of fp32's output: it is resumed only if both are
+    the same. ``None`` in other scans and in older files."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` if a prediction holds a measured run, times or advice, or measured runs one that is predicted."""

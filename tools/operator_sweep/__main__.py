@@ -14,7 +14,7 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.catalog.data_files import data_folder
-from lowprec_check.engine.sweep.kept_sweep import CALL_SECONDS, SAMPLES, OnProgress, OperatorSweep
+from lowprec_check.engine.sweep.kept_sweep import CALL_SECONDS, SAMPLES, OnOperator, OperatorSweep
 from lowprec_check.errors import UsageError
 from lowprec_check.process.interpreter import module_command
 from tools.catalog_files import MeasuredSweep
@@ -32,7 +32,7 @@ def build(
     python: str = sys.executable,
     worker: str = "tools.operator_sweep.worker",
     call_seconds: float = CALL_SECONDS,
-    on_progress: OnProgress | None = None,
+    on_progress: OnOperator | None = None,
 ) -> MeasuredSweep:
     """Measure every operator (or those named in ``only``) with the torch of the interpreter ``python``.
 

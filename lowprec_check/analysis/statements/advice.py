@@ -18,6 +18,7 @@ from lowprec_check.analysis.run_summary import (
     missing_kernels,
     part_of_tolerance,
     passes_all,
+    plan_starts,
 )
 from lowprec_check.analysis.speed import Speed, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said
@@ -111,8 +112,7 @@ def way_out(run: Run, result: ScanResult) -> Made:
 @per_scan("patch", "advice", evidence="derived", disproof="lowprec-check fix, which tries a patch")
 def _patch(result: ScanResult) -> Iterator[Made]:
     """Where the user's own code fails, after a search for a plan: a patch of these lines may be smaller. None was tried."""
-    asked = result.options.get("plan", False)
-    searched = asked or (asked is None and (result.plan is not None or result.recommendation is None))
+    searched = result.complete and plan_starts(result.runs, wanted=result.options.get("plan", False))
     elsewhere = result.fixing or result.training or result.prediction or ".py" not in result.target
     if elsewhere or not searched:
         return
@@ -282,3 +282,13 @@ def also_faster(run: Run, result: ScanResult) -> Made:
     unsafe = ", but some ops lack a kernel in another cast of the model" if is_unsafe else ""
     faster = say(f"passes too, {{ratio:times}} as fast as fp32{unsafe}", ratio=found.ratio)
     return chained(faster, drawback(run), between=", ")
+
+
+@per_run("slower-than", "advice")
+def slower_than(run: Run, result: ScanResult) -> Made:
+    """A run that passes and was slower than the recommended one in the same rounds, which their ratios to fp32 alone may not tell."""
+    best = recommended_run(result)
+    is_told = best is not None and run.latency is not None and best.key.label in run.latency.slower_than
+    if best is None or not is_told or not passes_all(run):
+        return None
+    return say("slower than {best:text} in the same rounds", best=best.key.label)

@@ -11,7 +11,7 @@ import os
 import random
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,6 +22,7 @@ import torch.autograd as profiler
 from lowprec_check.errors import UsageError, message_of
 from lowprec_check.process import system
 from lowprec_check.schema.axes import DEVICES, accelerators, device_of, device_type
+from lowprec_check.schema.op_calls import PRODUCTS
 
 # -- One code path for all devices, through ``torch.get_device_module``: which there are, their memory, and times
 # on them
@@ -138,13 +139,19 @@ def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
     return result, system.perf_counter() - started
 
 
-def rounds_to_tf32(device: torch.device) -> bool:
-    """Whether convolutions or products of fp32 may round their operands to TF32 on ``device``, as cuDNN does by default: to the bits of fp16."""
+_OF_CUDNN = re.compile(r"conv(?!ert)|rnn|lstm|gru")
+
+
+def rounds_to_tf32(device: torch.device, ops: Collection[str]) -> bool:
+    """Whether one of these ops in fp32 may round its operands to TF32 on ``device``, as convolutions of cuDNN do by default: to the bits of fp16."""
     if device.type != "cuda":
         return False
+    of_cudnn = any(map(_OF_CUDNN.search, ops))
+    products = any(PRODUCTS.search(op) and not _OF_CUDNN.search(op) for op in ops)
     with contextlib.suppress(RuntimeError):  # old and new settings are mixed
-        return bool(torch.backends.cudnn.allow_tf32 or torch.backends.cuda.matmul.allow_tf32)
-    return True
+        allowed = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+        return (of_cudnn and allowed[0]) or (products and allowed[1])
+    return of_cudnn or products
 
 
 # -- Memory: what is free, and what a call allocates

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
 import math
 import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -271,6 +273,17 @@ def with_verdict(
 def output_tensors(output: Any) -> list[Tensor]:
     """The tensors of an output, detached, as plain dense tensors; numbers and NumPy arrays become tensors."""
     return [tensor for _, tensor in named_output_tensors(output)]
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """The SHA-256 of their dtypes, shapes and values, bit for bit; of a tensor that is not strided, without its values."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.layout == torch.strided and tensor.numel():
+            values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            found.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
+    return found.hexdigest()
 
 
 def named_output_tensors(output: Any) -> list[tuple[str, Tensor]]:

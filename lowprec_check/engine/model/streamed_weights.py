@@ -211,9 +211,6 @@ def unread_weights() -> Iterator[None]:
 OnRead = Callable[[str, Tensor, Tensor], None]
 """Told the name of a weight that was read, its values as the module gets them, and as they are in the file."""
 
-OnProgress = Callable[[str, float], None]
-"""Told the name of a weight that is read, and the part of the model's weights before it, from 0 to 1."""
-
 
 def converted(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
     """``values.to(device, dtype)``, three times as fast for a large cast on the CPU."""
@@ -241,7 +238,8 @@ class WeightStream:
         """Bytes of weights in memory at most, beside the system's cache of files: as they are kept, with their values in fp32, and the largest for an op."""
         self._before = dict(zip(names, itertools.accumulate(sizes, initial=0), strict=False))
         self._cached = psutil.virtual_memory().available * _CACHED_SHARE
-        self.on_progress: OnProgress | None = None
+        self.on_progress: Callable[[str, float], None] | None = None
+        """Told the name of a weight that is read, and the part of the model's weights before it, from 0 to 1."""
         self._held: OrderedDict[str, nn.Parameter] = OrderedDict()
         self.on_read: OnRead | None = None
         self.was_read: set[str] = set()

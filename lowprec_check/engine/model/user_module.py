@@ -145,14 +145,15 @@ class UserImports:
 
     def __init__(self) -> None:
         self._path: list[str] = []
-        self._modules: dict[str, types.ModuleType] = {}
+        self.modules: dict[str, types.ModuleType] = {}
+        """By name, the modules that stand for installed ones."""
         self._functions: dict[tuple[str, str], Any] = {}
         """By module and name, those that the file has put in place of others."""
 
     def install(self) -> None:
         """Make them available in this process, a worker."""
         sys.path[:] = self._path
-        sys.modules.update(self._modules)
+        sys.modules.update(self.modules)
         for (module, name), function in self._functions.items():
             setattr(sys.modules[module], name, function)
 
@@ -173,7 +174,7 @@ class UserImports:
         replaced = {name for name in top if _is_taken(name, sys.modules[name].__file__, folders)}
         for name in new:
             if name.partition(".")[0] in replaced:
-                self._modules[name] = sys.modules.pop(name)
+                self.modules[name] = sys.modules.pop(name)
 
 
 @contextlib.contextmanager

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lowprec_check.analysis.run_summary import passes_all
+from lowprec_check.analysis.run_summary import plan_starts
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.suspects import blame
 from lowprec_check.engine.core.devices import kept_generators
@@ -191,16 +191,10 @@ def plan_for_scan(
 
     If ``wanted`` is ``None``, the search is quick, happens only if no run passed, and ends at the first plan.
     """
-    tried = [run for run in runs if run.is_low and run.status != "skipped"]
-    passing = any(passes_all(run) or run.status == "unjudged" for run in tried)
-    failing = {
-        (run.precision, run.backend): run
-        for run in tried
-        if run.status not in ("ok", "unjudged") and (wanted or not run.judged_by_one_call)
-    }
-    if wanted is False or not failing or (wanted is None and passing):
+    failing = {(run.precision, run.backend): run for run in plan_starts(runs, wanted=wanted)}
+    if not failing:
         return None
-    backends = dict.fromkeys(run.backend for run in tried)
+    backends = dict.fromkeys(backend for _, backend in failing)
     bases = [(base.name, backend) for backend in backends for base in plan_bases()]
     proposer = Proposer(batches, Objective(runs[0]), Limits() if wanted else QUICK)
     proposals: list[Proposal] = []

@@ -95,11 +95,10 @@ class RoundSchedule:
         latency = latency_of_rounds(mine) if mine else None
         return latency and msgspec.structs.replace(latency, speedup=self._compared(row, 0) if row else None)
 
-    def slower_than(self, row: int) -> int | None:
-        """The row that is faster than ``row`` by the most of those timed in the same rounds; ``None`` if none is told to be."""
+    def slower_than(self, row: int) -> list[int]:
+        """The rows that are told to be faster than ``row``, but fp32."""
         ratios = {other: self._compared(row, other) for other in self._rivals(row)} if row else {}
-        told = {other: ratio.median for other, ratio in ratios.items() if ratio is not None and _is_slower(ratio)}
-        return min(told, key=lambda other: told[other], default=None)
+        return [other for other, ratio in ratios.items() if ratio is not None and _is_slower(ratio)]
 
     def _rivals(self, row: int) -> list[int]:
         return [other for other in range(1, len(self.turns)) if other != row and other not in self.failures]

@@ -10,6 +10,7 @@ from typing import Any
 
 import msgspec
 import torch
+from torch import Tensor
 
 from lowprec_check.catalog.names import why_not_covered
 from lowprec_check.engine.core.devices import rounds_to_tf32
@@ -20,6 +21,7 @@ from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.messages import Measures
 from lowprec_check.engine.run.outcome import explained_by, make_run
+from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.reference_errors import check_reference
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import ExtensionTask, ModelTask, RunTask, TaskFiles, WhatIfTask, open_task_files
@@ -165,6 +167,10 @@ class TargetRuns:
         self._eager[run.key] = self.fp32
         return self.fp32
 
+    def fp32_output(self) -> list[Tensor]:
+        """The tensors of the output of :meth:`reference`, on the CPU."""
+        return Fp32Outputs.load(self._files).outputs[0]
+
     def _self_error_in(self, measures: Measures | None) -> float:
         """How far two fp32 runs differ.
 
@@ -199,7 +205,8 @@ class TargetRuns:
     def tolerance(self, precision: str, backend: str = EAGER) -> float:
         """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
         default = max(PRECISIONS.get(precision).tolerance, BACKENDS.get(backend).tolerance)
-        if precision == REFERENCE and rounds_to_tf32(torch.device(self.options.device)):
+        ops = set(self.fp32.op_calls.op) if precision == REFERENCE and self.fp32 is not None else set()
+        if rounds_to_tf32(torch.device(self.options.device), ops):
             default = max(default, FP16.tolerance)
         asked = default if self.options.tolerance is None else self.options.tolerance
         return max(asked, ERRORS_OF_FP32 * self._self_error)

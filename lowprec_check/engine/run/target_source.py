@@ -5,8 +5,10 @@ from __future__ import annotations
 import functools
 import os
 import pickle
+import sys
 import threading
 from collections.abc import Callable
+from pathlib import Path
 from typing import NamedTuple
 
 import cloudpickle
@@ -14,6 +16,7 @@ import torch
 from torch import nn
 
 from lowprec_check.engine.core.devices import cuda_driver_is_initialized, in_bad_fork, resolve, seed_everything
+from lowprec_check.engine.core.source_location import is_own_file
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.memory import free_weights
 from lowprec_check.engine.model.patched_source import use_sources
@@ -139,6 +142,14 @@ class TargetSource:
         batch = TargetSource(self.target.batch(number), reload, self._imports, self.best, self.kept, self.name)
         batch.on_progress = self.on_progress
         return batch
+
+    def own_files(self) -> list[Path]:
+        """The user's own files that the target was loaded from, sorted."""
+        imported = {**sys.modules, **(self._imports.modules if self._imports is not None else {})}
+        imported.pop("__main__", None)  # the command
+        files = [getattr(module, "__dict__", {}).get("__file__") for module in imported.values()]
+        own = [file for file in files if isinstance(file, str) and is_own_file(file)]
+        return sorted(path for path in {*map(Path, own), Path(self.name.partition(":")[0])} if path.is_file())
 
     def report(self, run: str, doing: str) -> None:
         """Show as progress what ``run`` is ``doing``, or the step of the search that it is made for."""

@@ -67,9 +67,10 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
         schedule = time_in_rounds(tasks, launcher, in_forks=forks, final=final)
         conditions.append(schedule.conditions())
         for row, run in enumerate(group):
-            latency, faster = schedule.latency(row), schedule.slower_than(row)
-            if latency is not None and faster is not None:
-                latency = msgspec.structs.replace(latency, slower_than=group[faster].key.label)
+            latency = schedule.latency(row)
+            if latency is not None:
+                faster = [group[other].key.label for other in schedule.slower_than(row)]
+                latency = msgspec.structs.replace(latency, slower_than=faster)
             if latency is not None and (final or run.key not in latencies):
                 latencies[run.key] = latency
             if row in schedule.failures:
@@ -102,10 +103,12 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
 
 def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[Run]:
     """The passing runs that may be the fastest, if their times do not tell which is."""
+    passing = [run for run in candidates(timed) if passes_all(run)]
+    labels = {run.key.label for run in passing}
     known = [
         (run, found.speedup)
-        for run in candidates(timed)
-        if passes_all(run) and (found := latencies.get(run.key)) is not None and found.speedup and not found.slower_than
+        for run in passing
+        if (found := latencies.get(run.key)) is not None and found.speedup and labels.isdisjoint(found.slower_than)
     ]
     most = max((speedup.low for _, speedup in known), default=0.0)
     rivals = sorted(((run, found) for run, found in known if found.high >= most), key=lambda each: -each[1].high)

@@ -98,7 +98,7 @@ WORKER = "lowprec_check.engine.sweep.operator_worker"
 REPRODUCIBLE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
 """Environment that makes sweeps reproducible: the order of sets, the choice of samples, and the order of MKL's additions."""
 
-OnProgress = Callable[[int, int, str], None]
+OnOperator = Callable[[int, int, str], None]
 """Called with the number of finished operators, the number of all, and the name of the next."""
 
 
@@ -112,7 +112,7 @@ class OperatorSweep:
         *,
         call_seconds: float = CALL_SECONDS,
         environment: Mapping[str, str] = os.environ,
-        on_progress: OnProgress | None = None,
+        on_progress: OnOperator | None = None,
     ) -> None:
         def report(task: Task) -> None:
             if on_progress is not None:
