@@ -213,3 +213,90 @@ def test_why_a_script_is_left_alone() -> None:
     assert fault.found == "its file is not found"
     assert not [*faults(msgspec.structs.replace(facts, autocast=("bfloat16",)), nowhere)]
     assert not [*faults(msgspec.structs.replace(facts, scaled_backward=place), nowhere)]
+
+
+LOOP = """
+    for x, y in zip(X.split(32), Y.split(32)):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", torch.float16):
+            loss = F.mse_loss(model(x), y)
+        (loss * 1e-7).backward()
+        optimizer.step()
+"""
+
+
+@pytest.mark.slow
+def test_what_ends_far_from_fp32_fails(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    file.write_text(HEAD + SCRIPTS["no scaler"][0])
+    done = call("fix", file, "-q", "--train", "--tolerance", "1e-9", folder=tmp_path)
+    assert done.returncode == 1
+    assert "With 1 change" in done.stdout
+    assert "The tolerance is 1e-09" in " ".join(done.stdout.split())
+    with_scaler = SCRIPTS["clipping of scaled gradients"][0].replace(
+        "        clip_grad_norm_(model.parameters(), 1.0)\n", ""
+    )
+    file.write_text(
+        (HEAD + with_scaler).replace("loss = F.mse_loss(model(x), y)", "loss = F.mse_loss(model(x * 1e6), y)")
+    )
+    done = call("fix", file, "-q", "--train", folder=tmp_path)
+    assert done.returncode == 1
+    assert "No known fault was seen" in done.stdout
+
+
+@pytest.mark.slow
+def test_a_scaler_is_made_once_and_updated_once_a_step(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    head = HEAD + "optimizer = torch.optim.SGD(model.parameters(), lr=1e6)\n\n\n"
+    file.write_text(f"{head}def epoch():{LOOP}\n\nfor _ in range(3):\n    epoch()\n")
+    assert "\n+scaler = torch.amp.GradScaler" in fixed(call, file).diff  # though 8 steps are within the first epoch
+    file.write_text(f"{head}def epoch():{LOOP}\n\nepoch()\nepoch()\n")
+    assert "\n+scaler = torch.amp.GradScaler" in fixed(call, file).diff
+    optimizers = "others = [torch.optim.SGD(layer.parameters(), lr=1e6) for layer in (model[0], model[2])]\n"
+    several = LOOP.replace("        optimizer.step()", "        for other in others:\n            other.step()")
+    file.write_text(f"{head}{optimizers}def epoch():{several}\n\nepoch()\n")
+    found = fixed(call, file)
+    assert not found.due
+    assert "several optimizers" in found.left_alone[0].reason
+
+
+@pytest.mark.slow
+def test_runs_of_other_numbers_of_steps_are_not_compared(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "train.py"
+    text = HEAD + "optimizer = torch.optim.SGD(model.parameters(), lr=1e6)\nseen = []\nif True:" + LOOP
+    stops = "            seen.append(torch.is_autocast_enabled('cpu'))\n            if sum(seen) > 3: break\n"
+    file.write_text(text.replace("            loss =", f"{stops}            loss ="))
+    done = call("fix", file, "-q", "--train", folder=tmp_path)
+    assert done.returncode == 2
+    assert "8 steps in fp32, but 3 as it is" in done.stderr
+    assert "--steps 3" in done.stderr
+    assert call("fix", file, "-q", "--train", "--steps", "3", folder=tmp_path).returncode == 0
+
+
+@pytest.mark.slow
+def test_why_steps_are_not_seen_or_not_changed(call: Call, tmp_path: Path) -> None:
+    file, head = tmp_path / "train.py", HEAD + "optimizer = torch.optim.SGD(model.parameters(), lr=1e6)\n\n\n"
+    file.write_text(
+        f"{head}def run():{LOOP}\n\nimport threading\nt = threading.Thread(target=run)\nt.start()\nt.join()\n"
+    )
+    done = call("fix", file, "-q", "--train", folder=tmp_path)
+    assert done.returncode == 2
+    assert "in another thread" in done.stderr
+    file.write_text(f"{head}scaler = torch.amp.GradScaler('cpu', enabled=False)\nif True:{LOOP}")
+    assert "enabled=False" in fixed(call, file).left_alone[0].reason
+
+
+def test_options_and_targets_of_models_are_refused(call: Call, tmp_path: Path) -> None:
+    for target in ("train.py:make", "torchvision:resnet18"):
+        done = call("fix", target, "-q", "--train", folder=tmp_path)
+        assert done.returncode == 2
+        assert "is not a training script" in done.stderr
+    given = ["-p", "half", "--plan", "--budget", "30", "--include-packages", "--further-inputs", "0"]
+    given += ["--without-kernel", "aten.dot:half", "--device", "cpu", "--weights", "w.pt", "--inputs", "1x2"]
+    done = call("fix", "train.py", "-q", "--train", *given, folder=tmp_path)
+    assert done.returncode == 2
+    for option in ("--precision", *(each for each in given if each.startswith("--"))):
+        assert option in done.stderr
+    done = call("fix", "train.py", "-q", "--steps", "3", folder=tmp_path)
+    assert done.returncode == 2
+    assert "Add --train" in done.stderr

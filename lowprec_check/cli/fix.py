@@ -36,7 +36,7 @@ from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, check_reports, prints_json, save_files
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import check_file, encode, write_file
-from lowprec_check.schema.options import FixOptions
+from lowprec_check.schema.options import FixOptions, declared_in
 
 if TYPE_CHECKING:
     from lowprec_check.analysis.fixes.source_text import SourceText
@@ -45,6 +45,10 @@ if TYPE_CHECKING:
     from lowprec_check.process import Isolation as ProcessIsolation
     from lowprec_check.schema.fixing import Fixing
     from lowprec_check.schema.scan_result import ScanResult
+
+
+_OF_SCRIPTS = ("train", "steps", "seed", "tolerance")
+"""The options of :class:`FixOptions` that count with ``--train``."""
 
 
 @app.command(cls=WithScriptArguments)
@@ -85,9 +89,25 @@ def fix(
     check_reports(report or [])
     if check and (apply or interactive):
         raise UsageError("--check writes nothing.", "Leave out --apply and --interactive, or --check.")
-    if options.train and (interactive or scanned is not None or json is not None or report):
-        unfit = "Leave out --interactive, --from, --json and --report; --format json prints the patch."
-        raise UsageError("The changes of a script are tried together, without a scan.", unfit)
+    if options.train:
+        of_models: dict[str, object] = {
+            "--interactive": interactive,
+            "--from": scanned,
+            "--json": json,
+            "--report": report,
+        }
+        of_models |= {"--inputs": inputs, "--weights": weights}
+        for name, _, default, declared in declared_in(FixOptions):
+            if name not in _OF_SCRIPTS:
+                given = getattr(options, name)
+                of_models[declared.flags[0] if declared.flags else f"--{name.replace('_', '-')}"] = (
+                    given if declared.takes_several else given != default
+                )
+        unfit = ", ".join(flag for flag, given in of_models.items() if given)
+        if unfit:
+            raise UsageError(f"--train has no {unfit}: a script runs by itself, without a scan.", f"Leave out {unfit}.")
+    elif options.steps is not None:
+        raise UsageError("--steps is the number of training steps of a script.", "Add --train.")
     printed = "scan" if prints_json(json, format) else format
     known = load_result(scanned) if scanned is not None else None
     with stdout_kept(), progress(quiet) as shown:

@@ -25,6 +25,9 @@ from lowprec_check.schema.options import FixOptions, ScanOptions
 from lowprec_check.schema.precisions import BF16, FP16
 from lowprec_check.schema.statements import counted, say
 
+STEPS = 8
+"""That are run by default."""
+
 NEARER = 0.5
 """A patch must bring the weights at least so much nearer to those in fp32, and so much nearer than weights that do not move, whose distance is 1."""
 
@@ -41,6 +44,10 @@ def fix_script(
 
     Raises :class:`UsageError` if it makes none, and :class:`ProcessLostError` if its process ends.
     """
+    if not spec.name.endswith(".py"):
+        raise UsageError(
+            f"{spec.name} is not a training script.", "Give the path of one: lowprec-check fix train.py --train."
+        )
     if isolation == "none":
         raise UsageError("Each change is tried in a process of its own.", "Leave --isolation none out.")
     found, fixing = _Search(spec, options, isolation, on_progress).found()
@@ -68,6 +75,9 @@ class _Search:
     def found(self) -> tuple[list[Change], Fixing]:
         """The changes that bring the weights nearer to those in fp32, and what is told of them."""
         before = self._tried([])
+        if before is not None and before.problem:
+            fewer = f"Add --steps {before.steps}." if before.steps else None
+            raise UsageError(f"The steps of {self.spec.name} cannot be compared: {before.problem}.", fewer)
         if before is None or not before.steps:
             parts = "If it defines its parts, scan them: lowprec-check scan --train."
             raise UsageError(f"{self.spec.name} makes no steps of training itself.", parts)
@@ -79,17 +89,18 @@ class _Search:
             seed = "Seed all that it draws: torch.manual_seed(0)."
             raise UsageError(f"Two runs of {self.spec.name} in fp32 differ, so no change can be judged.", seed)
         wrong = list(faults(before, self._located))
-        tolerance = self.options.tolerance or (FP16 if "float16" in before.autocast else BF16).tolerance
-        is_near = before.distance is not None and before.distance <= tolerance
+        tolerance = self.options.tolerance
+        if tolerance is None:
+            tolerance = (FP16 if "float16" in before.autocast else BF16).tolerance
         reasons = [(fault, fault.found) for fault in wrong if isinstance(fault.found, str)]
-        if is_near:
+        if before.distance is not None and before.distance <= tolerance:
             near = f"not changed: within the tolerance of {tolerance:g}, these steps do as well without"
-            return [], self._told([], before, before, [(fault, near) for fault in wrong], passes=True)
+            return [], self._told([], before, before, [(fault, near) for fault in wrong], tolerance)
         changes, after = self._changes(wrong), before
         if changes:
             changes, after, why = self._best(changes, before)
             reasons += [(fault, why) for fault in wrong if why and not isinstance(fault.found, str)]
-        return changes, self._told(changes, before, after, reasons, passes=not reasons)
+        return changes, self._told(changes, before, after, reasons, tolerance)
 
     def _best(self, changes: list[Change], before: ScriptFacts) -> tuple[list[Change], ScriptFacts, str]:
         """The changes and their trial, from a scale that skips no step; without any if they do not help, and why they do not."""
@@ -102,6 +113,8 @@ class _Search:
         known, why = "the change that is known for it", ""
         if after is None:
             return [], before, f"with {known}, the script fails"
+        if after.problem:
+            return [], before, f"with {known}, {after.problem}"
         if after.fp32 != before.fp32:
             why = f"{known} changes the weights in fp32"
         elif any(faults(after, lambda *_: "")):
@@ -125,8 +138,8 @@ class _Search:
         if self.on_progress is not None:
             self.on_progress("fix", f"trial {self.trials}: {counted(len(changes), 'change')}")
         texts = tuple((str(source.path), text) for source, text in _texts(changes).items())
-        path = os.path.abspath(self.spec.name.partition(".py:")[0])
-        trial = ScriptTrial(path=path, arguments=self.spec.arguments, steps=self.options.steps, twice=not changes)
+        path, steps = os.path.abspath(self.spec.name), self.options.steps or STEPS
+        trial = ScriptTrial(path=path, arguments=self.spec.arguments, steps=steps, twice=not changes)
         options = ScanOptions(seed=self.options.seed)
         try:
             return try_source(self.spec._replace(sources=texts), options, self.isolation, trial, SECONDS).script
@@ -141,8 +154,7 @@ class _Search:
         before: ScriptFacts,
         after: ScriptFacts,
         left: Sequence[tuple[Fault, str]],
-        *,
-        passes: bool,
+        tolerance: float,
     ) -> Fixing:
         ordered = [change_of(Site(source, fix.anchor, ""), fix) for source, fix in changes]
         texts = _texts(changes)
@@ -151,7 +163,7 @@ class _Search:
             target=self.spec.name,
             device=before.device,
             due=bool(changes),
-            passes=passes,
+            passes=after.distance is not None and after.distance <= tolerance,
             changes=ordered,
             diff="".join(unified_diff(source.text, text, shown_path(source.path)) for source, text in texts.items()),
             outputs_equal=after.fp32 == before.fp32,
@@ -161,5 +173,11 @@ class _Search:
             ],
             trials=self.trials,
             seconds=round(system.monotonic() - self.started, 2),
-            script=ScriptProof(steps=before.steps, before=before.distance, after=after.distance, skipped=after.skipped),
+            script=ScriptProof(
+                steps=before.steps,
+                before=before.distance,
+                after=after.distance,
+                tolerance=tolerance,
+                skipped=after.skipped,
+            ),
         )

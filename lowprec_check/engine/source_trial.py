@@ -125,6 +125,11 @@ class ScriptTrial:
             for fp32 in (True, False, *([True] if self.twice else []))
         ]
         facts = ran[1].facts
+        fewest, counts = min(each.facts.steps for each in ran), [each.facts.steps for each in ran[:2]]
+        problem = next((each.facts.problem for each in ran if each.facts.problem), "")
+        if not problem and counts[0] != counts[1]:
+            problem = f"it makes {counts[0]} steps in fp32, but {counts[1]} as it is"
+        facts = msgspec.structs.replace(facts, steps=fewest, problem=problem)
         if ran[0].weights and ran[1].weights:
             kept = (ran[0].start, ran[0].weights, ran[1].weights)
             start, fp32, low = ([t.double() for t in torch.load(io.BytesIO(each))] for each in kept)

@@ -75,13 +75,15 @@ def _of_script(fixing: Fixing, script: ScriptProof) -> tuple[str, Tone]:
         for distance in (script.before, script.after)
     )
     what = f"the distance of the weights from those of fp32 after {counted(script.steps, 'step')} is"
+    tolerance = "" if fixing.passes else f" The tolerance is {script.tolerance:g}."
     if fixing.due:
         skipped = f", with {counted(script.skipped, 'step')} skipped" if script.skipped else ""
-        words = f"With {counted(len(fixing.changes), 'change')}, {what} {after}{skipped}; without, {before}."
+        words = f"With {counted(len(fixing.changes), 'change')}, {what} {after}{skipped}; without, {before}.{tolerance}"
         return words, "good" if fixing.passes else "warn"
     if fixing.passes:
         return f"Nothing to fix: {what} {before}.", "good"
-    return f"No change was found: {what} {before}.", "bad"
+    found = "No change was found" if fixing.left_alone else "No known fault was seen, so nothing is changed"
+    return f"{found}: {what} {before}.{tolerance}", "bad"
 
 
 def _verdict(fixing: Fixing) -> tuple[str, Tone]:

@@ -75,6 +75,8 @@ class ScriptProof(Struct, frozen=True, kw_only=True):
     """The distance of the weights from those of fp32 after the steps, ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖; ``None`` if it is not finite."""
     after: float | None = None
     """The same with the patch."""
+    tolerance: float
+    """The largest distance that passes."""
     skipped: int = 0
     """Steps that a ``GradScaler`` skips with the patch."""
 
@@ -91,7 +93,7 @@ class Fixing(Struct, frozen=True, kw_only=True):
     due: bool
     """Whether there is a patch to apply."""
     passes: bool
-    """Whether each precision passes with it, or without any."""
+    """Whether each precision passes with it, or without any; of a training script, whether its weights end within the tolerance."""
     changes: list[SourceChange] = []
     """The smallest set that was found."""
     diff: str = ""

@@ -330,7 +330,7 @@ class FixOptions(DeclaredOptions):
     include_packages: bool = option(False, "Also change calls of installed packages, where your file makes them.")
     plan: bool = option(False, "Also search for modules to keep in fp32, and compare.")
     train: bool = option(False, "Fix a training script: GradScaler, clipping of gradients, autocast around steps.")
-    steps: int = option(8, "With --train, the steps of the script that are run.", metavar="K", least=1)
+    steps: int | None = option(None, "With --train, the steps of the script.", unset="8", metavar="K", least=1)
     seed: int = _seed()
     without_kernel: Words = _without_kernel()
 

@@ -16,6 +16,7 @@ Locate = Callable[[ScriptPlace, str], tuple[SourceText, ast.AST] | str]
 
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_REPEATS = (*_LOOPS, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 
 
 class Fault(NamedTuple):
@@ -77,8 +78,12 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
     reasons = [each for each in calls if isinstance(each, str)]
     if facts.framework:
         reasons = [f"{facts.framework} calls backward(): use its own switch for fp16, which makes a GradScaler"]
-    elif facts.optimizers > 1 and len({id(each.source.parents[each.statement]) for each in known if each in made}) > 1:
-        reasons.append("several optimizers make their steps in different blocks")
+    elif facts.disabled_scaler:
+        reasons = ["the script makes a GradScaler with enabled=False: enable it"]
+    elif facts.optimizers > len(made) or (
+        facts.optimizers > 1 and len({id(each.source.parents[each.statement]) for each in known if each in made}) > 1
+    ):
+        reasons.append("several optimizers make their steps in one call, or in different blocks")
     elif not made or any(each.source is not known[0].source for each in known):
         reasons.append("backward() and step() are not called in one file")
     elif any(each.call.args or each.call.keywords for each in known if each not in clips):
@@ -90,7 +95,9 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
     start = "" if scale is None else f", init_scale={scale!r}"
     edits = [
         *imports,
-        source.line_before(_before_all(known), f'{scaler} = {torch}.amp.GradScaler("{facts.device}"{start})'),
+        source.line_before(
+            _before_all(known, facts, locate), f'{scaler} = {torch}.amp.GradScaler("{facts.device}"{start})'
+        ),
     ]
     last_step = max((each for each in known if each in made), key=lambda each: each.statement.lineno)
     for each in known:
@@ -121,8 +128,8 @@ def _step_after(clip: _Call, steps: list[_Call]) -> _Call | None:
     return min((e for e in here if e.statement.lineno > at), key=lambda e: e.statement.lineno, default=None)
 
 
-def _before_all(calls: list[_Call]) -> ast.stmt:
-    """The outermost loop around all ``calls``, if that is in their function, else the statement of the module that they are in."""
+def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.stmt:
+    """The outermost loop around all ``calls``, if that is in their function and this runs once, else the statement of the module that they are in."""
     source, node = calls[0].source, calls[0].statement
     around: list[ast.AST] = []
     at: ast.AST = node
@@ -132,12 +139,30 @@ def _before_all(calls: list[_Call]) -> ast.stmt:
     same = all(each.function is calls[0].function for each in calls)
     inside = around[: around.index(calls[0].function)] if calls[0].function is not None else around
     loops = [each for each in inside if isinstance(each, _LOOPS)]
-    if same and loops:
+    if same and loops and _runs_once(calls[0], facts, locate):
         return loops[-1]
     first = min(calls, key=lambda each: each.statement.lineno).statement
     while source.parents[first] is not source.tree:
         first = source.parents[first]  # type: ignore[assignment]
     return first
+
+
+def _runs_once(call: _Call, facts: ScriptFacts, locate: Locate) -> bool:
+    """Whether the function that ``call`` is in is named once, and no loop is around the calls that led to it; of a module, ``True``."""
+    function = call.function
+    if not isinstance(function, _FUNCTIONS):
+        return True
+    trees = {call.source.tree: None}
+    for place in facts.step_callers:
+        caller = locate(place, function.name)
+        if isinstance(caller, str) or caller[0].around(caller[1], _REPEATS) is not None:
+            return False
+        trees[caller[0].tree] = None
+    is_method = isinstance(call.source.parents[function], ast.ClassDef)
+    nodes = [node for tree in trees for node in ast.walk(tree)]
+    names = [node.attr for node in nodes if is_method and isinstance(node, ast.Attribute)]
+    names += [node.id for node in nodes if not is_method and isinstance(node, ast.Name)]
+    return names.count(function.name) <= 1
 
 
 def _unscaled(place: ScriptPlace, facts: ScriptFacts, locate: Locate) -> tuple[SourceText, SourceFix] | str:
@@ -162,7 +187,7 @@ def _uncached(place: ScriptPlace, locate: Locate) -> tuple[SourceText, SourceFix
         return found
     source, node = found
     if not isinstance(node, ast.Call) or "autocast" not in source.segment(node.func):
-        return "autocast is not called where it is entered"
+        return "autocast is not called where it is entered: give it cache_enabled=False where it is made, as in @torch.autocast(...)"
     given = next((each.value for each in node.keywords if each.arg == "cache_enabled"), None)
     edit = keyword(source, node, "cache_enabled=False") if given is None else Edit(*source.span(given), "False")
     why = "autocast around several steps keeps the casts of the first weights: do not cache them"

@@ -55,6 +55,10 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     """Whether the ``eps`` of an optimizer is zero in the dtype of its weights."""
     scale: float | None = None
     """Of the ``GradScaler`` in the end; ``None`` without one."""
+    disabled_scaler: bool = False
+    """Whether it makes a ``GradScaler`` with ``enabled=False``."""
+    problem: str = ""
+    """Why its steps cannot be compared with those in fp32."""
     framework: str = ""
     """What calls ``backward()``; empty if the script does."""
     backward: tuple[ScriptPlace, ...] = ()
@@ -62,6 +66,8 @@ class ScriptFacts(Struct, frozen=True, kw_only=True):
     scaled_backward: tuple[ScriptPlace, ...] = ()
     made_steps: tuple[ScriptPlace, ...] = ()
     """Calls of ``step()`` of an optimizer."""
+    step_callers: tuple[ScriptPlace, ...] = ()
+    """The calls, in the user's own files, that the functions with these run in."""
     scaled_steps: tuple[ScriptPlace, ...] = ()
     """Calls of ``step()`` of a ``GradScaler``."""
     clips: tuple[ScriptPlace, ...] = ()

@@ -19,7 +19,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from lowprec_check.analysis.fixes.seen_values import ScriptFacts, ScriptPlace
 from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import NARROW
-from lowprec_check.engine.core.source_location import source_lines
+from lowprec_check.engine.core.source_location import is_own_file, source_lines
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.observed_step import SECONDS, framework_of
 from lowprec_check.engine.model.user_module import run_script
@@ -64,8 +64,9 @@ class StepWatch:
         self._dtypes: dict[str, None] = {}
         self._zero_eps = False
         self._scaler: Any = None
+        self._has_disabled_scaler = False
         self._framework = ""
-        self.problem = ""
+        self._problem = ""
 
     @property
     def weights(self) -> Weights:
@@ -85,6 +86,8 @@ class StepWatch:
             autocast=tuple(self._dtypes),
             low_weights=tuple({str(p.dtype).removeprefix("torch.") for p, _ in self._before if p.dtype in NARROW}),
             scale=scale,
+            disabled_scaler=self._has_disabled_scaler,
+            problem=self._problem,
             framework=self._framework,
             zero_eps=self._zero_eps,
             **places,
@@ -96,12 +99,14 @@ class StepWatch:
         """The result of a call of a model; none is made when time is over."""
         self._since = self._since or system.monotonic()
         if system.monotonic() - self._since > SECONDS and not self._over:
+            made = min(self._asked.values(), default=0)
+            self.give_up(f"it makes {made} of {self._wanted} steps within {SECONDS:g} s of its first call of a model")
             self._leave()
         return call(module, *args, **kwargs)
 
     def give_up(self, why: str) -> None:
         """Note why the steps cannot be observed."""
-        self.problem = self.problem or why
+        self._problem = self._problem or why
 
     @contextlib.contextmanager
     def observing(self, leave: Callable[[], Any]) -> Iterator[None]:
@@ -154,6 +159,8 @@ class StepWatch:
             scaler._enabled = False
         elif scaler.is_enabled():
             self._scaler = scaler
+        else:
+            self._has_disabled_scaler = True
 
     def _scale(self, kept: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = kept(scaler, outputs)
@@ -210,7 +217,15 @@ class StepWatch:
     def _before_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if not self._is_elsewhere and not self._in_scaler:
             self._save(optimizer)
-            self._note("made_steps", sys._getframe(1))
+            frame = sys._getframe(1)
+            at: FrameType | None = frame
+            self._note("made_steps", frame)
+            own = []
+            while at is not None:
+                own += [at] if is_own_file(at.f_code.co_filename) else []
+                at = at.f_back
+            for caller in own[1:]:
+                self._note("step_callers", caller)
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         if self._is_elsewhere:
