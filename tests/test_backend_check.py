@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -402,22 +403,18 @@ def test_graph_breaks_are_counted_in_the_table() -> None:
 
 def test_fp32_may_have_the_error_of_tf32_where_a_device_rounds_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """cuDNN does so by default: eager mode and a compiler, which choose other kernels, differ by 1e-3, and both are right."""
-    settings = torch.backends.cudnn, torch.backends.cuda.matmul
-    before = [each.allow_tf32 for each in settings]
-    try:
-        for allowed in ((True, False), (False, True), (False, False)):
-            for each, value in zip(settings, allowed, strict=True):
-                each.allow_tf32 = value
-            cuda, convolution, product = torch.device("cuda"), "aten.convolution.default", "aten.addmm.default"
+    cuda, convolution, product = torch.device("cuda"), "aten.convolution.default", "aten.addmm.default"
+    for allowed in ((True, False), (False, True), (False, False)):
+        with monkeypatch.context() as settings:
+            settings.setattr(torch.backends, "cudnn", SimpleNamespace(allow_tf32=allowed[0]))
+            matmul = SimpleNamespace(allow_tf32=allowed[1])
+            settings.setattr(torch.backends, "cuda", SimpleNamespace(matmul=matmul))
             assert [rounds_to_tf32(cuda, [op]) for op in (convolution, product, "aten.relu.default")] == [
                 *allowed,
                 False,
             ]
             assert rounds_to_tf32(cuda, [convolution, product]) == any(allowed)
             assert not rounds_to_tf32(torch.device("cpu"), [convolution, product])
-    finally:
-        for each, value in zip(settings, before, strict=True):
-            each.allow_tf32 = value
 
     def rounds(device: torch.device, ops: set[str]) -> bool:
         return bool(ops)

@@ -45,7 +45,8 @@ def _is_device_module(node: ast.expr) -> bool:
     if isinstance(node, ast.Name):
         return node.id == "module"
     if isinstance(node, ast.Attribute):
-        return node.attr in ("xpu", "cuda")
+        is_setting = isinstance(node.value, ast.Attribute) and node.value.attr == "backends"
+        return node.attr in ("xpu", "cuda") and not is_setting
     return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "module_of"
 
 
