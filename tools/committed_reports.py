@@ -120,7 +120,7 @@ PARTS = {
             index,
         ),
         Report(
-            "backends-cpu.md backends-amx.md backends-cuda.md",
+            "backends-deploy.md backends-cpu.md backends-amx.md backends-cuda.md",
             "How fast, accurate and large are models on every backend?",
             "backend_table",
         ),
