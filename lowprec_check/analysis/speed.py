@@ -189,11 +189,8 @@ _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Quantiles of Student's distribution, by the number of ratios: too few for order statistics."""
 
 
-def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None, *, on_one_core: bool = False) -> Latency:
-    """The times of a run, and its speedup over ``fp32`` in the rounds that both have.
-
-    ``on_one_core``: whether other runs of these rounds are compared by calls on one core; that ratio may be another one.
-    """
+def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None) -> Latency:
+    """The times of a run, and its speedup over ``fp32`` in the rounds that both have."""
     seconds = [second for turn in mine.values() for second in turn.seconds]
     low, median, high = quartiles(seconds)
     launched = [turn.launched for turn in mine.values() if turn.launched is not None]
@@ -203,7 +200,7 @@ def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None, *, on_one_core: 
         quartiles_ms=(low * 1e3, high * 1e3),
         samples=len(seconds),
         noisy=high - low > SPREAD * median,
-        speedup=_speedup(mine, fp32, on_one_core=on_one_core) if fp32 is not None else None,
+        speedup=speedup_in_rounds(mine, fp32) if fp32 is not None else None,
         host_ms=None if host is None else host * 1e3,
         device_ms=None if device is None else device * 1e3,
     )
@@ -225,8 +222,11 @@ def _ratios(mine: Rounds, fp32: Rounds) -> tuple[list[float], list[float]]:
     return clean, alone
 
 
-def _speedup(mine: Rounds, fp32: Rounds, *, on_one_core: bool) -> Speedup | None:
-    """From the rounds that nothing disturbed; where these are few, from those with calls on one core if they are more; else a guess."""
+def speedup_in_rounds(mine: Rounds, fp32: Rounds, *, on_one_core: bool = False) -> Speedup | None:
+    """From the rounds that nothing disturbed; where these are few, from those with calls on one core if they are more; else a guess.
+
+    ``on_one_core``: whether other runs of these rounds are compared by calls on one core; that ratio may be another one.
+    """
     clean, alone = _ratios(mine, fp32)
     if (on_one_core and len(alone) >= FEW) or rather_on_one_core(mine, fp32):
         return msgspec.structs.replace(speedup_of(alone), one_core=True)

@@ -88,10 +88,8 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
         maker: Any = transformers.AutoModel if model_class is None else model_class
         in_16_bits = sum(file.stat().st_size for file in files) // 2
         if files and (stream or not (fits_memory(in_16_bits) or fits_memory(parameters_in(files)))):
-            model, notes = (
-                _streamed_model(maker.from_config if model_class is None else maker, config, files),
-                [STREAMED],
-            )
+            model = _streamed_model(maker.from_config if model_class is None else maker, config, files)
+            notes = [STREAMED]
         else:
             model, notes = _saved_model(maker, folder)
         code = f"transformers.{maker.__name__}.from_pretrained({folder!r}, dtype=torch.float32)"

@@ -13,8 +13,8 @@ from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.messages import InstanceTimed, Ready, Send
 from lowprec_check.engine.run.preparation import on_backend, prepared_for
 from lowprec_check.engine.run.tasks import InstanceTask
-from lowprec_check.engine.run.turns import WARM_UP_CALLS, Receive, TimedCalls
-from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.engine.run.turns import WARM_UP_CALLS, Receive, TimedCalls, failure_of
+from lowprec_check.errors import UsageError
 from lowprec_check.process import system
 
 INSTANCE_SECONDS = 3.0
@@ -52,5 +52,5 @@ def time_instance(task: InstanceTask, target: Target, send: Send, receive: Recei
                 samples.append(calls.call())
     except BaseException as error:
         reraise_interrupt(error)
-        raise UsageError(f"{type_name(error)}: {first_line(message_of(error))}") from None
+        raise UsageError(failure_of(error)) from None
     send(InstanceTimed(samples))

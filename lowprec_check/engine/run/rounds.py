@@ -10,7 +10,16 @@ from collections.abc import Iterator
 
 import msgspec
 
-from lowprec_check.analysis.speed import FEW, TOLD, Rounds, Turn, judged, latency_of_rounds, rather_on_one_core
+from lowprec_check.analysis.speed import (
+    FEW,
+    TOLD,
+    Rounds,
+    Turn,
+    judged,
+    latency_of_rounds,
+    rather_on_one_core,
+    speedup_in_rounds,
+)
 from lowprec_check.engine.run.messages import TurnFailed, TurnTimed
 from lowprec_check.process import system
 from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
@@ -33,7 +42,7 @@ SAME = 1.1
 """A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
 
 MORE = 3.0
-"""How many times as long rounds are repeated then, or if times vary much."""
+"""How many times as long rounds are repeated where other programs use the cores, or times vary much."""
 
 ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
@@ -109,7 +118,7 @@ class RoundSchedule:
         others = [self._rounds(other) for other in self._rivals(0)]
         on_one_core = any(rather_on_one_core(rounds, fp32) for rounds in others)
         its = self._rounds(reference)
-        return latency_of_rounds(mine, its, on_one_core=on_one_core).speedup if mine and its else None
+        return speedup_in_rounds(mine, its, on_one_core=on_one_core)
 
     def _rounds(self, row: int) -> Rounds:
         return {

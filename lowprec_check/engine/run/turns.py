@@ -211,7 +211,7 @@ def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
                 turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed, least=least)
         except BaseException as error:
             reraise_interrupt(error)
-            turn = TurnFailed(row, _reason(error))
+            turn = TurnFailed(row, failure_of(error))
         schedule.note(turn)
         send(turn)
 
@@ -233,8 +233,9 @@ def time_turns(task: TurnsTask, target: Target, send: Send, receive: Receive) ->
                 send(calls.turn(task.row, turn.round, on_one_core=turn.on_one_core))
     except BaseException as error:
         reraise_interrupt(error)
-        raise UsageError(_reason(error)) from None
+        raise UsageError(failure_of(error)) from None
 
 
-def _reason(error: BaseException) -> str:
+def failure_of(error: BaseException) -> str:
+    """The type of an exception and the first line of its message."""
     return f"{type_name(error)}: {first_line(message_of(error))}"
