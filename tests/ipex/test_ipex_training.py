@@ -182,7 +182,7 @@ def test_split_weights_are_those_of_the_state_dict_and_take_the_memory_of_fp32(i
         assert torch.equal(weight, public[name]), name
     assert {parameter.dtype for parameter in model[1].parameters()} == {torch.float32}
     buffers = 1 if "momentum" in updates.optimizer.defaults else 2
-    assert state_bytes(updates) == pytest.approx((1 + buffers) * fp32, abs=64)
+    assert state_bytes([updates]) == pytest.approx((1 + buffers) * fp32, abs=64)
 
 
 def test_the_extension_has_kernels_for_these_optimizers(ipex: Any) -> None:

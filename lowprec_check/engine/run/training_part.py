@@ -202,7 +202,7 @@ class TrainingPart(TrainingSteps):
             scales=trajectory.scales,
             initial_scale=way.scale,
             final_scale=step.scale,
-            state_bytes=state_bytes(step),
+            state_bytes=state_bytes(step.parts),
         )
 
     def _add(self, way: TrainingWay, loop: Loop | None, watchers: dict[str, Watcher]) -> None:

@@ -152,7 +152,7 @@ class TrainingSteps:
                 if made == 2:
                     return
 
-        kept = kept_by(step) + ([] if step.average is None else list(step.average.state_dict().values()))
+        kept = kept_by(step.parts) + ([] if step.average is None else list(step.average.state_dict().values()))
         ready = self.ready._replace(call=two_steps, enters_context=True)
         found = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.task.seed, kept=kept)
         return found.peak if made == 2 else None
@@ -235,7 +235,7 @@ class ReferenceTraining(TrainingSteps):
 
     def _add_seeds(self, loop: Loop, gradients: dict[str, Tensor], trained: TrainingStep, stalls: Stalls) -> None:
         """Train from other seeds; save all for the other runs, and send how the model was trained."""
-        base, samples, state = loop.trajectory, loop.samples, state_bytes(trained)
+        base, samples, state = loop.trajectory, loop.samples, state_bytes(trained.parts)
         seeds = OtherSeeds(
             self.target,
             self.ready.model,

@@ -202,10 +202,10 @@ def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
     return ready._replace(call=step, enters_context=True)
 
 
-def kept_by(step: TrainingStep) -> list[Tensor]:
-    """The weights, their copies, and the state of the optimizer: what stays from step to step."""
-    lists = [found for part in step.parts for found in vars(part).values() if isinstance(found, list)]
-    lists += [list(state.values()) for state in step.updates.optimizer.state.values()]
+def kept_by(parts: Sequence[Updates]) -> list[Tensor]:
+    """The weights that ``parts`` update, their copies, and the state of the optimizers: what stays from step to step."""
+    lists = [found for part in parts for found in vars(part).values() if isinstance(found, list)]
+    lists += [list(state.values()) for part in parts for state in part.optimizer.state.values()]
     return [part for found in lists for tensor in found if isinstance(tensor, Tensor) for part in _parts(tensor)]
 
 
@@ -219,9 +219,9 @@ def _parts(tensor: Any) -> Iterator[Tensor]:
         yield from _parts(getattr(tensor, name))
 
 
-def state_bytes(step: TrainingStep) -> int:
-    """Bytes of what ``step`` keeps."""
-    storages = [tensor.untyped_storage() for tensor in kept_by(step)]
+def state_bytes(parts: Sequence[Updates]) -> int:
+    """Bytes of what ``parts`` keep."""
+    storages = [tensor.untyped_storage() for tensor in kept_by(parts)]
     return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
