@@ -18,6 +18,7 @@ from lowprec_check import scan
 from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.engine import machine
 from lowprec_check.engine.core.compiled import forget_compiled
+from lowprec_check.engine.run import tasks
 from lowprec_check.engine.run.target_source import load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.scan import scan_target
@@ -90,6 +91,23 @@ def test_other_runs_are_called_as_often_as_ever(
     assert half.calls == 3
     assert len(log.read_text()) > 4  # memory and times
     assert not said(result, "one-call")
+
+
+def test_a_slow_run_that_is_not_accelerated_is_not_timed_in_rounds(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, isolation: Any
+) -> None:
+    accelerating(monkeypatch, "bf16")
+    monkeypatch.setattr(tasks, "HOPELESS_SECONDS", 60.0)
+    log = tmp_path / "calls"
+    result = scan(Slow(log, 0.4).eval(), torch.randn(4, 8), precisions=["half"], isolation=isolation, further_inputs=0)
+    half = result.run("half")
+    assert log.read_text().count("h") == 6  # three are compared, memory, op by op, the share of the layer
+    assert half.latency is not None
+    assert half.latency.speedup is not None
+    assert half.latency.speedup.rounds == 0
+    assert half.latency.speedup.high < 1
+    assert "its speed is that of 3 calls" in said(result, "not-in-rounds")
+    assert "It is about" in result.recommendation.reason
 
 
 def test_a_failing_run_that_is_hopelessly_slow_is_not_searched_for_a_plan(

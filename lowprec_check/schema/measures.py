@@ -29,7 +29,7 @@ class Speedup(Struct, frozen=True, kw_only=True):
     high: float
     """``low`` to ``high`` contains the median of all possible rounds with a probability of at least 95 % (order statistics)."""
     rounds: int
-    """Number of rounds, one ratio each."""
+    """Number of rounds, one ratio each; 0 if the calls of the plain parts are compared, of a run that is too slow for rounds."""
     one_core: bool = False
     """Whether it rests on calls that used one core, less the time that they waited for it: other programs used the cores."""
 

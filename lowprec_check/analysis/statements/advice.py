@@ -223,7 +223,9 @@ def _speed(found: Speed, run: Run) -> Sentence:
         interval = "({low:three} – {high:three} in {rounds:count round})"
         return chained(faster, say(interval, rounds=in_rounds.rounds, low=found.low, high=found.high), between=" ")
     if found.told == "slower" and found.ratio:
-        return say("it is {ratio:times} slower than fp32 on this machine", ratio=1 / found.ratio)
+        in_rounds = run.latency.speedup if run.latency is not None and run.timing is None else None
+        about = "about " if in_rounds is not None and not in_rounds.rounds else ""
+        return say(f"it is {about}{{ratio:times}} slower than fp32 on this machine", ratio=1 / found.ratio)
     if found.told == "same":
         return plain("it is about as fast as fp32")
     if found.told == "noisy":

@@ -308,7 +308,8 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     reference = reference_of(result.runs)
     if result.prediction is not None or reference is None:
         return
-    counts = [run.latency.speedup.rounds for run in result.runs if run.latency and run.latency.speedup]
+    ratios = [run.latency.speedup for run in result.runs if run.latency and run.latency.speedup]
+    counts = [found.rounds for found in ratios if found.rounds]
     if not counts:
         timed = reference.latency_ms is not None
         yield plain("times were not compared in rounds" if timed else "no times were taken")
@@ -355,6 +356,16 @@ def one_call(run: Run, result: ScanResult) -> Made:
         return None
     words = "judged by one call, which took over 20 times as long as fp32's: {format:text} is not accelerated here (--thorough calls it again)"
     return Said(say(words, format=run.format.short), "warn")
+
+
+@per_run("not-in-rounds", "times", disproof="calls of it and of fp32 in turns")
+def not_in_rounds(run: Run, result: ScanResult) -> Made:
+    """A run that took part in no round, as its plain part showed that it is much slower than fp32."""
+    found = run.latency.speedup if run.latency is not None and run.timing is None else None
+    if found is None or found.rounds or run.judged_by_one_call:
+        return None
+    words = "its speed is that of {calls:count call}, not of rounds: it is too slow to call it often"
+    return Said(say(words, calls=run.calls), "warn")
 
 
 @per_run("noisy", "times", disproof="another scan on a quiet machine")

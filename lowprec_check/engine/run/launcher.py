@@ -134,6 +134,8 @@ class Launcher:
     def _until_sure(self, task: RunTask) -> Outcome:
         """Do ``task``; if its process dies in the plain part, do it again, to tell a crash from a signal from outside."""
         outcome = self.execute(task)
+        if task.reads_once and outcome.plain is None:  # its instruments may be to blame
+            return self._until_sure(dataclasses.replace(task, reads_once=False))
         if not outcome.died_in_plain_part:
             if outcome.ended in ("crashed", "timeout") and outcome.plain is not None and outcome.position is None:
                 reason = outcome.reason or f"the budget of {task.call_budget:g} s ended"

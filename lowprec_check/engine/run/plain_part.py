@@ -127,8 +127,8 @@ class PlainPart:
     def _is_compiled(self) -> bool:
         return self.task.backend != EAGER or self.result.compiled
 
-    def run(self) -> None:
-        """Call the model and send the verdict."""
+    def run(self, made: tuple[Any, float] | None = None) -> None:
+        """Call the model, unless a call was ``made`` (its output and seconds), and send the verdict."""
         task = self.task
         saved = None if task.saves_reference else Fp32Outputs.load(task.files)
         before = 0 if task.changes_parameters else _fingerprint(self.ready.model)
@@ -139,6 +139,7 @@ class PlainPart:
             references=saved.outputs if saved else None,
             on_call=lambda number: self._send(CallStarted(number)),
             prepares=task.backend != EAGER,
+            made=made,
         )
         seconds = task.budget / 2 if task.measured else min(2.0, task.budget / 5)
         result = calls.run(seconds=seconds, too_slow=task.slow_seconds, hopeless=task.hopeless_seconds)

@@ -16,7 +16,7 @@ from lowprec_check.catalog.names import why_not_covered
 from lowprec_check.engine.core.devices import rounds_to_tf32
 from lowprec_check.engine.core.installation import extension_problem
 from lowprec_check.engine.model.prepared import autocast_problem, format_problem
-from lowprec_check.engine.model.streamed_weights import stream_of
+from lowprec_check.engine.model.streamed_weights import HELD_BYTES, stream_of
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.messages import Measures
@@ -107,7 +107,7 @@ class TargetRuns:
         """The time of fp32 here, which limits are derived from."""
         self._self_error = 0.0
         self._first_seconds = 0.0
-        self._streams = stream_of(source.target.model) is not None
+        self._stream = stream_of(source.target.model)
         self._eager: dict[RunKey, Run] = {}
         """The eager runs without a plan, whose op-by-op analysis explains those on other backends."""
 
@@ -139,7 +139,7 @@ class TargetRuns:
             budget=self._reference_budget,
             saves_reference=True,
             measured=first,
-            instrumented=first and instrumented and not self._streams,
+            instrumented=first and instrumented and self._stream is None,
         )
         outcome = self._launcher.run_reference(task)
         plain, measures = check_reference(task, outcome, self.target), outcome.measures
@@ -159,7 +159,9 @@ class TargetRuns:
             notes=[*run.notes, *([HIDDEN_STATE] if self._launcher.hidden_state else [])],
         )
         if timed_as is None:
-            self._fp32_ms = plain.seconds * 1e3 if self._streams else measures.latency_ms if measures else None
+            self._fp32_ms = (
+                plain.seconds * 1e3 if self._stream is not None else measures.latency_ms if measures else None
+            )
             self.fp32 = self._timed(run, task)
         else:
             self._fp32_ms, peak = timed_as.latency_ms, timed_as.peak_memory_bytes
@@ -255,7 +257,7 @@ class TargetRuns:
     def time(self, runs: Sequence[Run]) -> TimedRuns:
         """fp32 and ``runs``, with the times of calls in rounds over all of them; none if no times are taken."""
         assert self.fp32 is not None
-        if self.options.predicted is not None or not self.options.timed or self._streams:
+        if self.options.predicted is not None or not self.options.timed or self._stream is not None:
             return untimed([self.fp32, *runs])
 
         def task_of(run: Run) -> ModelTask:
@@ -326,7 +328,7 @@ class TargetRuns:
         done = {
             "predicted": self.options.predicted is not None,
             "trained": self.options.steps > 0,
-            "streamed": self._streams,
+            "streamed": self._stream is not None,
         }
         if backend.name != EAGER and any(done.values()):
             return f"only eager runs are {next(filter(done.get, done))}"
@@ -361,7 +363,9 @@ class TargetRuns:
             "changes_parameters": self._launcher.changes_parameters or options.steps > 0,
             "accelerated": not self.is_slow(precision),
         }
-        left_out = {"measured": False, "budget_error": False} if self._streams else {}
+        reads_once = self._stream is not None and self._stream.nbytes > HELD_BYTES and precision != REFERENCE
+        streamed = {"measured": False, "budget_error": False, "reads_once": reads_once}
+        left_out = {} if self._stream is None else streamed
         return RunTask(precision=precision, **settings | changes | left_out)
 
 

@@ -214,6 +214,8 @@ class RunTask(AnalysisTask):
     """Number of batches that runs of their own try: further inputs are those after them."""
     timed: bool = True
     """Whether the times of its ops are kept."""
+    reads_once: bool = False
+    """Whether the output of the instrumented part is judged, so that weights in files are read once, if it is that of a plain call."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

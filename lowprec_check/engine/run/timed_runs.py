@@ -16,14 +16,14 @@ import msgspec
 import torch
 
 from lowprec_check.analysis.run_summary import candidates, passes_all
-from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, TOLD, latency_outside_rounds
+from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, ONE_CALL, TOLD, latency_outside_rounds
 from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.run import rounds
 from lowprec_check.engine.run.instance_times import INSTANCE_SECONDS
 from lowprec_check.engine.run.launcher import Launcher, TaskWorker, start_worker
 from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, TaskMessage, TurnTimed
-from lowprec_check.engine.run.rounds import RoundSchedule
+from lowprec_check.engine.run.rounds import LONG_SECONDS, RoundSchedule
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
 from lowprec_check.engine.run.worker import work
@@ -37,7 +37,8 @@ from lowprec_check.schema.scan_result import Run
 
 SLOW_SECONDS, SLOW_RATIO = 5.0, 10.0
 """A run whose calls take longer, and are so many times slower than those of fp32, is not called again to time it: the plain
-part tells that much even on a busy machine."""
+part tells that much even on a busy machine. In a format that is not accelerated, :data:`~lowprec_check.engine.run.rounds.LONG_SECONDS`
+and a ratio that tells it to be slower will do."""
 
 AT_ONCE = 5
 """Runs timed beside fp32 in the same rounds."""
@@ -56,7 +57,7 @@ class TimedRuns(NamedTuple):
 
 def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher) -> TimedRuns:
     """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part."""
-    timed = [run for run in runs if _is_timed(run, fp32)]
+    timed = [run for run in runs if _is_timed(run, fp32, accelerated=task_of(run).accelerated)]
     latencies: dict[RunKey, Latency] = {}
     failures: dict[RunKey, str] = {}
     conditions: list[TimingConditions] = []
@@ -102,7 +103,7 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
 
 
 def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[Run]:
-    """The passing runs that may be the fastest, if their times do not tell which is."""
+    """The passing runs that may be the fastest, if their times do not tell which is; none if fp32 is faster than all."""
     passing = [run for run in candidates(timed) if passes_all(run)]
     labels = {run.key.label for run in passing}
     known = [
@@ -111,7 +112,8 @@ def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[R
         if (found := latencies.get(run.key)) is not None and found.speedup and labels.isdisjoint(found.slower_than)
     ]
     most = max((speedup.low for _, speedup in known), default=0.0)
-    rivals = sorted(((run, found) for run, found in known if found.high >= most), key=lambda each: -each[1].high)
+    may_gain = [(run, found) for run, found in known if found.high >= max(most, 1.0)]
+    rivals = sorted(may_gain, key=lambda each: -each[1].high)
     is_told = all(found.high <= TOLD * found.low for _, found in rivals)
     return [] if len(rivals) < 2 or is_told else [run for run, _ in rivals[:AT_ONCE]]
 
@@ -121,8 +123,8 @@ def untimed(runs: Sequence[Run]) -> TimedRuns:
     return TimedRuns([msgspec.structs.replace(run, latency_ms=None) for run in runs], None)
 
 
-def _is_timed(run: Run, fp32: Run) -> bool:
-    """Whether ``run`` gave an output, and is not known to be slow."""
+def _is_timed(run: Run, fp32: Run, *, accelerated: bool) -> bool:
+    """Whether ``run`` gave an output, and is not known to be slow, in a format that may be ``accelerated``."""
     mine, reference = run.latency_ms, fp32.latency_ms
     if (
         mine is None
@@ -131,7 +133,8 @@ def _is_timed(run: Run, fp32: Run) -> bool:
         or run.status in ("error", "crashed", "timeout", "skipped")
     ):
         return False
-    return mine <= max(SLOW_SECONDS * 1e3, SLOW_RATIO * reference)
+    seconds, ratio = (SLOW_SECONDS, SLOW_RATIO) if accelerated else (LONG_SECONDS, TOLD * ONE_CALL)
+    return mine <= max(seconds * 1e3, ratio * reference)
 
 
 def _copies_fit(tasks: Sequence[ModelTask], source: TargetSource) -> bool:

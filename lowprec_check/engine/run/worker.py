@@ -7,14 +7,14 @@ import functools
 import pickle
 import warnings
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import msgspec
 import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
-from lowprec_check.engine.core.devices import why_broken
-from lowprec_check.engine.core.floating_dtypes import torch_dtype
+from lowprec_check.engine.core.devices import generator_states, seed_everything, why_broken
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, run_once
 from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import Target
@@ -25,6 +25,7 @@ from lowprec_check.engine.run.memory_limits import allowance
 from lowprec_check.engine.run.messages import (
     Checked,
     GapFound,
+    Measures,
     OpCallsFound,
     PartFailed,
     Predicted,
@@ -34,6 +35,7 @@ from lowprec_check.engine.run.messages import (
     WeightRead,
     encode,
 )
+from lowprec_check.engine.run.output_trials import measured_shares, tried_ranges
 from lowprec_check.engine.run.place_log import note_model, packages_of
 from lowprec_check.engine.run.plain_part import Called, Fp32Outputs, PlainPart, judge_with_same_draws
 from lowprec_check.engine.run.preparation import (
@@ -45,7 +47,6 @@ from lowprec_check.engine.run.preparation import (
     prepared_for,
 )
 from lowprec_check.engine.run.process_memory import ProcessMemory
-from lowprec_check.engine.run.share_trials import measured_shares
 from lowprec_check.engine.run.tasks import (
     AnalysisTask,
     ExplainTask,
@@ -72,7 +73,6 @@ from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instr
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.engine.trace.plain_modes import withholding
-from lowprec_check.engine.trace.range_trials import places_to_try, try_places
 from lowprec_check.engine.trace.what_if import predict
 from lowprec_check.engine.train.steps import TrainingStep, batches_of, with_step
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
@@ -80,7 +80,6 @@ from lowprec_check.process import system
 from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.process.function_worker import Channel, Ended, Loaded
 from lowprec_check.schema.axes import BACKENDS
-from lowprec_check.schema.measures import RangeTrial
 from lowprec_check.schema.op_calls import FALLBACK_WARNING
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
@@ -120,6 +119,9 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     stream = stream_of(target.model)
     if stream is not None:
         stream.on_progress = lambda name, share: send(WeightRead(name.rpartition(".")[0], share))
+    if isinstance(task, RunTask) and task.reads_once and task.instrumented and target.metric is target.compiled is None:
+        _run_in_one_reading(task, target, send)
+        return
     slow, crashed = dict[str, str](), dict[CallSite, str]()
     if isinstance(task, RunTask):
         called = (_train if task.steps else _run_plain)(task, target, send)
@@ -181,6 +183,29 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
     return part.called()
 
 
+def _run_in_one_reading(task: RunTask, target: Target, send: Send) -> None:
+    """Run the instrumented part and judge its output; if that is not the one of a plain call, run the plain part too."""
+    seed_everything(task.seed)
+    made, before, started = list[tuple[Any, float]](), generator_states(), system.perf_counter()
+
+    def keep(output: Any) -> None:
+        if generator_states() == before:  # random numbers must be those of fp32
+            made.append((output, system.perf_counter() - started))
+
+    found = None
+    with _report_faults("instrumenting", send):
+        found = _instrument(task, target, None, send, Emulation(), keep=keep)
+    changed = found is None or found.function_mode or found.gaps or found.emulated or found.faults
+    if changed or not made:
+        _run_plain(task, target, send)
+    else:
+        with prepared_for(task, target) as ready:
+            PlainPart(task, target, ready, send).run(made[-1])
+        send(Measures())
+    if found is not None:
+        send(found)
+
+
 def _train(task: RunTask, target: Target, send: Send) -> Called:
     """Like :func:`_run_plain`, for a task that trains; and the way to explain."""
     reference = None if task.saves_reference else TrainingReference.load(task.files)
@@ -210,8 +235,11 @@ def _instrument(
     send: Send,
     emulation: Emulation,
     way: WayToTrain | None = None,
+    keep: Callable[[Any], None] = lambda _output: None,
 ) -> Instrumented:
-    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued; ``way`` is that of training."""
+    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued; ``way`` is that of training; ``keep``
+    gets what the model returns.
+    """
     allowed = allowance(task, target.model)
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")
@@ -224,6 +252,7 @@ def _instrument(
         breadcrumb=Breadcrumb(task.files.breadcrumb),
         on_gap=lambda gap: send(GapFound(gap)),
         on_op_calls=lambda op_calls: send(OpCallsFound(op_calls)),
+        on_output=keep,
         seed=task.seed,
         count_memory=emulation.measure_once,
         changes_parameters=task.changes_parameters,
@@ -246,36 +275,10 @@ def _instrument(
         else:
             called = in_eager_mode(ready, target)
         found = run_instrumented(called, target.args, target.kwargs, fp32, options, outputs)
-    trials = [] if task.steps or task.is_reference else _try_ranges(task, target, found)
+    with _kernels(task):
+        trials = [] if task.steps or task.is_reference else tried_ranges(task, target, found)
     notes = found.notes if allowed.note is None else (*found.notes, allowed.note)
     return msgspec.structs.replace(found, range_trials=trials, notes=notes)
-
-
-def _try_ranges(task: AnalysisTask, target: Target, found: Instrumented) -> list[RangeTrial]:
-    """What each place with values out of range does alone to the output of fp32, if the run fails."""
-    known = PRECISIONS.get(task.precision).format
-    error, measured = found.lockstep_error, found.budget.measured if found.budget is not None else None
-    distances = [error.distance if error is not None else None, measured]
-    limit = task.tolerance or 0.0
-    fails = (error is not None and error.distance is None) or any(
-        each is not None and each > limit for each in distances
-    )
-    rows = places_to_try(found.op_calls, known.mark) if known is not None and known.underflows and fails else []
-    saved = Fp32Outputs.load(task.files) if rows else None
-    if known is None or saved is None or saved.probe is not None:
-        return []
-    with prepared_for(in_fp32(task), target) as ready, _kernels(task):
-        return try_places(
-            in_eager_mode(ready, target),
-            target.args,
-            target.kwargs,
-            rows,
-            torch_dtype(known),
-            saved.outputs[0],
-            tolerance=limit,
-            seed=task.seed,
-            seconds=task.explain_budget / 2,
-        )
 
 
 @contextlib.contextmanager

@@ -59,6 +59,8 @@ class Options(NamedTuple):
     breadcrumb: Breadcrumb | None = None
     on_gap: Callable[[Gap], None] | None = None
     on_op_calls: Callable[[OpCalls], None] | None = None
+    on_output: Callable[[Any], None] = lambda _output: None
+    """Called with what the model returns, right after each pass that reached its end."""
     seed: int = 0
     count_memory: bool = False
     changes_parameters: bool = False
@@ -174,6 +176,8 @@ def _pass(
         rescue = None if failures is None else FunctionRescue(recorder.execution, places, failures)
         with kept_output(ready.model, options.probe) as probed:
             output, error = call_under(recorder, ready, inputs, named, options.seed, rescue)
+        if error is None:
+            options.on_output(output)
         outputs = returned(output_parts(output), lockstep.twins)
         held = outputs if options.probe is None else returned(probed, lockstep.twins)
         recorder.finish([its.tensor for its in outputs], [its.tensor for its in held], complete=error is None)

@@ -1,4 +1,4 @@
-"""What plain runs with one module in fp32 show of its share in the error of the output: the test of what an error budget derives."""
+"""What changes the output, by trials: runs with one module in fp32, which test an error budget, and fp32 with one place rounded to 16 bits."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from torch import Tensor
 
 from lowprec_check.analysis.error_shares import is_trusted
-from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.floating_dtypes import is_float, torch_dtype
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.model.plain_run import output_tensors, run_once
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -18,11 +18,13 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.messages import ShareMeasured
 from lowprec_check.engine.run.plain_part import Fp32Outputs
-from lowprec_check.engine.run.preparation import in_eager_mode, prepared_for
+from lowprec_check.engine.run.preparation import in_eager_mode, in_fp32, prepared_for
 from lowprec_check.engine.run.tasks import AnalysisTask
 from lowprec_check.engine.trace.journal import Instrumented
+from lowprec_check.engine.trace.range_trials import places_to_try, try_places
 from lowprec_check.process import system
-from lowprec_check.schema.measures import MATTERS, ErrorBudget, ModuleShare
+from lowprec_check.schema.measures import MATTERS, ErrorBudget, ModuleShare, RangeTrial
+from lowprec_check.schema.precisions import PRECISIONS
 
 SECONDS, SHARE = 0.2, 0.1
 """Time for them: so many seconds in which the thread runs, and that share of the time of the instrumented part."""
@@ -94,3 +96,30 @@ def _in_order(budget: ErrorBudget) -> list[list[str]]:
         return largest if largest >= MATTERS else 0.0
 
     return sorted(groups, key=rank, reverse=True)  # otherwise as in the budget, the largest first
+
+
+def tried_ranges(task: AnalysisTask, target: Target, found: Instrumented) -> list[RangeTrial]:
+    """What each place with values out of range does alone to the output of fp32, if the run fails."""
+    known = PRECISIONS.get(task.precision).format
+    error, measured = found.lockstep_error, found.budget.measured if found.budget is not None else None
+    distances = [error.distance if error is not None else None, measured]
+    limit = task.tolerance or 0.0
+    fails = (error is not None and error.distance is None) or any(
+        each is not None and each > limit for each in distances
+    )
+    rows = places_to_try(found.op_calls, known.mark) if known is not None and known.underflows and fails else []
+    saved = Fp32Outputs.load(task.files) if rows else None
+    if known is None or saved is None or saved.probe is not None:
+        return []
+    with prepared_for(in_fp32(task), target) as ready:
+        return try_places(
+            in_eager_mode(ready, target),
+            target.args,
+            target.kwargs,
+            rows,
+            torch_dtype(known),
+            saved.outputs[0],
+            tolerance=limit,
+            seed=task.seed,
+            seconds=task.explain_budget / 2,
+        )
