@@ -21,9 +21,11 @@ from torch.nn import functional as F
 
 from lowprec_check.analysis.conclusion import conclude, conclude_early
 from lowprec_check.cli.scan import _unfinished
+from lowprec_check.engine import machine
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.streamed_weights import is_unread, stream_of, stream_weights, unread_weights
+from lowprec_check.engine.run import tasks
 from lowprec_check.engine.run.target_source import TargetSource, load_here
 from lowprec_check.engine.run.target_spec import NOTICE, TargetSpec
 from lowprec_check.engine.scan import growing_scan, scan_target
@@ -263,6 +265,19 @@ def test_what_no_analyzed_call_shows_is_run_as_its_user_runs_it(
             same.complete,
         )
         assert one.output_error == same.output_error
+
+
+@pytest.mark.usefixtures("few_held")
+def test_the_time_of_an_analyzed_call_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "_accelerates", lambda *_about: False)
+    for name in ("HOPELESS_RATIO", "HOPELESS_SECONDS"):
+        monkeypatch.setattr(tasks, name, 0.0)
+    files = written(tmp_path)
+    for once in (True, False):
+        if not once:
+            monkeypatch.setattr("lowprec_check.engine.run.target_runs.HELD_BYTES", 1 << 30)
+        half = scanned(*files, stream=True, plan=False, precisions="half").run("half")
+        assert (half.status, half.calls, half.judged_by_one_call) == ("ok", 1, not once)
 
 
 @pytest.mark.parametrize(

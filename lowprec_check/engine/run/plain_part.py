@@ -7,6 +7,7 @@ import math
 import sys
 import warnings
 import zlib
+from collections.abc import Sequence
 from ctypes import c_char
 from typing import Any, NamedTuple
 
@@ -127,8 +128,8 @@ class PlainPart:
     def _is_compiled(self) -> bool:
         return self.task.backend != EAGER or self.result.compiled
 
-    def run(self, made: tuple[Any, float] | None = None) -> None:
-        """Call the model, unless a call was ``made`` (its output and seconds), and send the verdict."""
+    def run(self, made: Sequence[Any] = ()) -> None:
+        """Call the model, unless there are outputs of calls that were ``made`` already, and send the verdict."""
         task = self.task
         saved = None if task.saves_reference else Fp32Outputs.load(task.files)
         before = 0 if task.changes_parameters else _fingerprint(self.ready.model)

@@ -217,6 +217,11 @@ class RunTask(AnalysisTask):
     reads_once: bool = False
     """Whether the output of the instrumented part is judged, so that weights in files are read once, if it is that of a plain call."""
 
+    @property
+    def part_budget(self) -> float:
+        """That of the instrumented part too, if it comes first."""
+        return max(self.call_budget, self.explain_budget) if self.reads_once else self.call_budget
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ExplainTask(AnalysisTask):
