@@ -308,11 +308,10 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     reference = reference_of(result.runs)
     if result.prediction is not None or reference is None:
         return
-    ratios = [run.latency.speedup for run in result.runs if run.latency and run.latency.speedup]
-    counts = [found.rounds for found in ratios if found.rounds]
+    speedups = (run.latency.speedup for run in result.runs if run.latency)
+    counts = [found.rounds for found in speedups if found and found.rounds]
     if not counts:
-        timed = reference.latency_ms is not None
-        yield plain("times were not compared in rounds" if timed else "no times were taken")
+        yield plain("no times were taken" if reference.latency_ms is None else "times were not compared in rounds")
         return
     least, most = min(counts), max(counts)
     if most == 1:
@@ -349,23 +348,15 @@ def one_core(run: Run, result: ScanResult) -> Made:
     return Said(plain("compared with fp32 on one core, since other programs used the others"), "warn")
 
 
-@per_run("one-call", "times")
+@per_run("one-call", "times", disproof="lowprec-check scan --thorough")
 def one_call(run: Run, result: ScanResult) -> Made:
-    """A run that was not called again after a call that took many times as long as fp32's."""
-    if not run.judged_by_one_call or run.format is None:
-        return None
-    words = "judged by one call, which took over 20 times as long as fp32's: {format:text} is not accelerated here (--thorough calls it again)"
-    return Said(say(words, format=run.format.short), "warn")
-
-
-@per_run("not-in-rounds", "times", disproof="calls of it and of fp32 in turns")
-def not_in_rounds(run: Run, result: ScanResult) -> Made:
-    """A run that took part in no round, as its plain part showed that it is much slower than fp32."""
+    """A run whose speed is that of one call, or of few, and not of rounds, as these showed that it is far slower than fp32."""
     found = run.latency.speedup if run.latency is not None and run.timing is None else None
-    if found is None or found.rounds or run.judged_by_one_call:
-        return None
+    if run.judged_by_one_call and run.format is not None:
+        words = "judged by one call, which took over 20 times as long as fp32's: {format:text} is not accelerated here (--thorough calls it again)"
+        return Said(say(words, format=run.format.short), "warn")
     words = "its speed is that of {calls:count call}, not of rounds: it is too slow to call it often"
-    return Said(say(words, calls=run.calls), "warn")
+    return Said(say(words, calls=run.calls), "warn") if found is not None and not found.rounds else None
 
 
 @per_run("noisy", "times", disproof="another scan on a quiet machine")

@@ -88,8 +88,7 @@ class PlainCalls:
     """Calls a model several times in a row, as its user does, and judges each output. Nothing is attached or rewound.
 
     ``references`` are the outputs of the fp32 run's calls, ``None`` for the fp32 run itself. With ``prepares``, the first call
-    also prepares the model, so it may take much longer than the others. ``made`` are the outputs of calls that were
-    made already, and are judged in place of further ones; what they took is not known.
+    also prepares the model, so it may take much longer than the others. ``made`` holds the output of a call to judge in place of any.
     """
 
     def __init__(
@@ -106,6 +105,7 @@ class PlainCalls:
         made: Sequence[Any] = (),
     ) -> None:
         self._ready, self._args, self._kwargs, self._seed, self._made = ready, args, kwargs, seed, made
+        self._call = (lambda *_given: (made[0], 0.0)) if made else run_once
         self._tolerance, self._references = tolerance, references
         self._on_call = on_call
         self._prepares = prepares
@@ -127,8 +127,7 @@ class PlainCalls:
         """
         seed_everything(self._seed)
         before, frames, modules = generator_states(), compiled_frames(), len(sys.modules)
-        most = COMPARED_CALLS if self._references is None else len(self._references)
-        most = len(self._made) or most
+        most = len(self._made) or (COMPARED_CALLS if self._references is None else len(self._references))
         taken: list[float] = []
         fastest = math.inf
         drew, loss, goes_on = False, None, True
@@ -139,11 +138,7 @@ class PlainCalls:
                     if self._on_call is not None:
                         self._on_call(len(taken) + 1)
                     waited = system.longest_wait() or 0.0
-                    output, last = (
-                        (self._made[len(taken)], 0.0)
-                        if self._made
-                        else run_once(self._ready, self._args, self._kwargs, self._seed)
-                    )
+                    output, last = self._call(self._ready, self._args, self._kwargs, self._seed)
                     taken.append(last)
                     fastest = min(fastest, last - max(0.0, (system.longest_wait() or 0.0) - waited))
                     drew = drew or generator_states() != before

@@ -175,9 +175,7 @@ def _pass(
         recorder.flow.add_inputs(tensor for _, tensor in leaves((inputs, named)) if tensor.layout == torch.strided)
         rescue = None if failures is None else FunctionRescue(recorder.execution, places, failures)
         with kept_output(ready.model, options.probe) as probed:
-            output, error = call_under(recorder, ready, inputs, named, options.seed, rescue)
-        if error is None:
-            options.on_output(output)
+            output, error = call_under(recorder, ready, inputs, named, options.seed, rescue, options.on_output)
         outputs = returned(output_parts(output), lockstep.twins)
         held = outputs if options.probe is None else returned(probed, lockstep.twins)
         recorder.finish([its.tensor for its in outputs], [its.tensor for its in held], complete=error is None)
@@ -263,18 +261,23 @@ def call_under(
     named: dict[str, Any],
     seed: int,
     inner: contextlib.AbstractContextManager[Any] | None = None,
+    on_output: Callable[[Any], None] = lambda _output: None,
 ) -> tuple[Any, BaseException | None]:
-    """The output of the model under ``mode``, and in it ``inner``, in eager mode; or the exception that it raises."""
+    """The output of the model under ``mode``, and in it ``inner``, in eager mode; or the exception that it raises. ``on_output`` is called
+    with the output after ``mode`` has ended.
+    """
     seed_everything(seed)
     try:
         with ready.context(), compiled_code_in_eager(), warnings.catch_warnings():
             # Compiled modules warn that there are global hooks, which are ours.
             warnings.filterwarnings("ignore", message=".*when there are global hooks on modules")
             with mode, inner or contextlib.nullcontext():
-                return call_model(ready.call, inputs, named), None
+                output = call_model(ready.call, inputs, named)
     except BaseException as error:
         reraise_interrupt(error)
         return None, error
+    on_output(output)
+    return output, None
 
 
 def uncalled_modules(model: nn.Module, stack: ModuleStack, input_storages: Iterable[int]) -> list[str]:
