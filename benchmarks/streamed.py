@@ -89,13 +89,13 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def scanned(folder: str, *, stream: bool) -> ScanResult:
+def scanned(folder: str, device: str, *, stream: bool) -> ScanResult:
     """The result of a scan without what a streamed one leaves out."""
-    options = ScanOptions(times="off", further_inputs=0, budget_error="off", plan=False, thorough=True)
+    options = ScanOptions(device=device, times="off", further_inputs=0, budget_error="off", plan=False, thorough=True)
     return scan_target(load_here(TargetSpec(f"hf:{folder}", stream=stream), 0), None, options)
 
 
-def compared(name: str, dtype: str) -> dict[str, Any]:
+def compared(name: str, dtype: str, device: str) -> dict[str, Any]:
     """One architecture: what differs between the two scans, and the largest relative difference of their errors."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -109,7 +109,7 @@ def compared(name: str, dtype: str) -> dict[str, Any]:
         torch.manual_seed(0)
         model_class(config).to(getattr(torch, dtype)).save_pretrained(folder)
         try:
-            held, streamed = (scanned(folder, stream=stream) for stream in (False, True))
+            held, streamed = (scanned(folder, device, stream=stream) for stream in (False, True))
         except Exception as error:
             return {"name": name, "saved": dtype, "problem": f"{type(error).__name__}: {error}"}
     differ, largest, count = list[str](), 0.0, 0
@@ -137,12 +137,16 @@ def compared(name: str, dtype: str) -> dict[str, Any]:
 # -- Large checkpoints
 
 
+LLAMAS = {6.74: (4096, 11008, 32, 32), 13.0: (5120, 13824, 40, 40), 69.0: (8192, 28672, 80, 8)}
+"""Billions of parameters, and the width, that of the middle, the layers and the heads of keys."""
+
+
 def write_llama(folder: Path, billions: float) -> dict[str, Any]:
     """Write the checkpoint of a Llama in bf16, one file per layer."""
-    hidden, layers, vocabulary = (4096, 32, 32000) if billions < 10 else (5120, 40, 32000)
-    inner = 11008 if billions < 10 else 13824
-    scale = billions / (6.74 if billions < 10 else 13.0)
-    layers = max(1, round(layers * scale))
+    size, (hidden, inner, layers, key_heads) = next(
+        (size, shape) for size, shape in LLAMAS.items() if billions < 1.5 * size
+    )
+    layers, vocabulary = max(1, round(layers * billions / size)), 32000
     content = {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -150,7 +154,7 @@ def write_llama(folder: Path, billions: float) -> dict[str, Any]:
         "intermediate_size": inner,
         "num_hidden_layers": layers,
         "num_attention_heads": hidden // 128,
-        "num_key_value_heads": hidden // 128,
+        "num_key_value_heads": key_heads,
         "vocab_size": vocabulary,
         "max_position_embeddings": 2048,
         "torch_dtype": "bfloat16",
@@ -162,23 +166,25 @@ def write_llama(folder: Path, billions: float) -> dict[str, Any]:
         count = shape[0] * shape[1]
         return (block * shape[-1] ** -0.5).repeat(-(-count // len(block)))[:count].view(shape)
 
+    norm, keys = torch.ones(hidden, dtype=torch.bfloat16), 128 * key_heads
+    ends = {
+        "embed_tokens.weight": weight(vocabulary, hidden),
+        "lm_head.weight": weight(vocabulary, hidden),
+        "norm.weight": norm,
+    }
+    layer = {f"self_attn.{key}_proj.weight": weight(keys if key in "kv" else hidden, hidden) for key in "qkvo"}
+    layer |= {f"mlp.{key}_proj.weight": weight(inner, hidden) for key in ("gate", "up")}
+    layer |= {"mlp.down_proj.weight": weight(hidden, inner)}
+    layer |= {f"{key}_layernorm.weight": norm.clone() for key in ("input", "post_attention")}
     total = 0
     for number in range(-1, layers):
-        if number < 0:
-            state = {
-                "model.embed_tokens.weight": weight(vocabulary, hidden),
-                "lm_head.weight": weight(vocabulary, hidden),
-                "model.norm.weight": torch.ones(hidden, dtype=torch.bfloat16),
-            }
-        else:
-            prefix = f"model.layers.{number}."
-            state = {f"{prefix}self_attn.{key}_proj.weight": weight(hidden, hidden) for key in "qkvo"}
-            state |= {f"{prefix}mlp.{key}_proj.weight": weight(inner, hidden) for key in ("gate", "up")}
-            state[f"{prefix}mlp.down_proj.weight"] = weight(hidden, inner)
-            for key in ("input", "post_attention"):
-                state[f"{prefix}{key}_layernorm.weight"] = torch.ones(hidden, dtype=torch.bfloat16)
-        save_file(state, folder / f"model-{number + 2:05d}.safetensors", {"format": "pt"})
-        total += sum(tensor.numel() for tensor in state.values())
+        prefix = "model." if number < 0 else f"model.layers.{number}."
+        named = {
+            name if name.startswith("lm_head") else prefix + name: values
+            for name, values in (ends if number < 0 else layer).items()
+        }
+        save_file(named, folder / f"model-{number + 2:05d}.safetensors", {"format": "pt"})
+        total += sum(tensor.numel() for tensor in named.values())
     return {"parameters": total, "layers": layers}
 
 
@@ -192,7 +198,7 @@ def uncached(folder: Path) -> list[Path]:
     return files
 
 
-def computed_by_layers(folder: Path) -> float:
+def computed_by_layers(folder: Path, device: str) -> float:
     """Seconds in which plain torch reads each layer once, and computes it in fp32 and in bf16."""
     with torchvision_works():
         modeling = importlib.import_module("transformers.models.llama.modeling_llama")
@@ -200,20 +206,20 @@ def computed_by_layers(folder: Path) -> float:
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
         layer = modeling.LlamaDecoderLayer(config, 0).eval()
-    rotary, tokens = modeling.LlamaRotaryEmbedding(config), torch.arange(32)[None]
+    rotary, tokens = modeling.LlamaRotaryEmbedding(config).to(device), torch.arange(32, device=device)[None]
     head, *files = uncached(folder)
     start = time.monotonic()
-    ends, hidden = load_file(head), dict[torch.dtype, torch.Tensor]()
+    ends, hidden = load_file(head, device=device), dict[torch.dtype, torch.Tensor]()
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16):
             hidden[dtype] = ends["model.embed_tokens.weight"].to(dtype)[tokens]
         for path in files:
-            state = {name.split(".", 3)[3]: values for name, values in load_file(path).items()}
+            state = {name.split(".", 3)[3]: values for name, values in load_file(path, device=device).items()}
             for dtype, values in hidden.items():
                 layer.load_state_dict({name: weight.to(dtype) for name, weight in state.items()}, assign=True)
                 hidden[dtype] = layer(values, position_embeddings=rotary(values, tokens))
         for dtype, values in hidden.items():
-            values @ ends["lm_head.weight"].to(dtype).T
+            (values @ ends["lm_head.weight"].to(dtype).T).sum().item()
     return time.monotonic() - start
 
 
@@ -231,12 +237,12 @@ def memory_of(process: psutil.Process) -> Iterator[tuple[int, int]]:
                 yield values["RssAnon"], values["VmRSS"]
 
 
-def large(billions: float, folder: Path, precisions: str) -> dict[str, Any]:
+def large(billions: float, folder: Path, precisions: str, device: str) -> dict[str, Any]:
     """Scan a checkpoint of so many billions of parameters."""
     with tempfile.TemporaryDirectory(dir=folder) as kept:
         written = write_llama(Path(kept), billions)
         size = sum(path.stat().st_size for path in Path(kept).glob("*.safetensors"))
-        layers_seconds = computed_by_layers(Path(kept))
+        layers_seconds = computed_by_layers(Path(kept), device)
         uncached(Path(kept))
         output = Path(kept) / "result.json"
         command = [
@@ -248,17 +254,22 @@ def large(billions: float, folder: Path, precisions: str) -> dict[str, Any]:
             "--stream",
             "-p",
             precisions,
+            "--device",
+            device,
             "--no-plan",
             "-q",
             "--json",
             str(output),
         ]
-        start, anonymous, mapped = time.monotonic(), 0, 0
+        start, anonymous, mapped, on_device = time.monotonic(), 0, 0, 0
         done = subprocess.Popen(command, stdout=subprocess.DEVNULL)
         while done.poll() is None:
             found = list(memory_of(psutil.Process(done.pid)))
             anonymous = max(anonymous, sum(each for each, _ in found))
             mapped = max(mapped, sum(each for _, each in found))
+            if device != "cpu":
+                free, total = torch.get_device_module(device).mem_get_info()
+                on_device = max(on_device, total - free)
             time.sleep(0.2)
         seconds = time.monotonic() - start
         runs = json.loads(output.read_text(encoding="utf-8"))["runs"]
@@ -269,6 +280,7 @@ def large(billions: float, folder: Path, precisions: str) -> dict[str, Any]:
         "seconds": seconds,
         "anonymous": anonymous,
         "mapped": mapped,
+        "on_device": on_device,
         "runs": [{key: run.get(key) for key in ("precision", "status", "output_error", "incomplete")} for run in runs],
     }
 
@@ -310,7 +322,13 @@ def render(data: dict[str, Any]) -> str:
         lines += [
             f"- {row['parameters'] / 1e9:.1f} billion parameters, {row['bytes'] / 2**30:.1f} GiB in bf16: {row['seconds']:.0f} s "
             f"(plain torch takes {row['layers_seconds']:.0f} s to read each layer once and compute it in fp32 and bf16); at most {row['anonymous'] / 2**30:.1f} GiB allocated, "
-            f"{row['mapped'] / 2**30:.1f} GiB with the mapped pages of files; {runs}"
+            f"{row['mapped'] / 2**30:.1f} GiB with the mapped pages of files"
+            + (
+                f", {row['on_device'] / 2**30:.1f} GiB on the device with what it holds for torch itself"
+                if row.get("on_device")
+                else ""
+            )
+            + f"; {runs}"
         ]
     return "\n".join([*lines, ""])
 
@@ -324,15 +342,18 @@ def main() -> None:
     parser.add_argument("--precisions", default="bfloat16", help="of the large ones")
     parser.add_argument("--folder", type=Path, help="where large checkpoints are written, and removed")
     parser.add_argument("--output", type=Path, help="path of the report without its suffix")
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
-    data: dict[str, Any] = {"made": made()}
+    data: dict[str, Any] = {"made": made(options.device)}
     if options.large:
-        data["large"] = [large(each, options.folder or Path.cwd(), options.precisions) for each in options.large]
+        data["large"] = [
+            large(each, options.folder or Path.cwd(), options.precisions, options.device) for each in options.large
+        ]
     else:
         names = [name for name in ARCHITECTURES if not options.only or any(part in name for part in options.only)]
         dtypes = ["bfloat16" if number % 2 else "float32" for number, _ in enumerate(names)]
         with ProcessPoolExecutor(options.jobs, max_tasks_per_child=1) as pool:
-            data["architectures"] = list(pool.map(compared, names, dtypes))
+            data["architectures"] = list(pool.map(compared, names, dtypes, [options.device] * len(names)))
     if options.output is not None:
         save(options.output, data, render)
     print(render(data))

@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -22,8 +23,10 @@ from torch.nn import functional as F
 from lowprec_check.analysis.conclusion import conclude, conclude_early
 from lowprec_check.cli.scan import _unfinished
 from lowprec_check.engine import machine
+from lowprec_check.engine.model import streamed_weights
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
+from lowprec_check.engine.model.safetensors_files import Saved
 from lowprec_check.engine.model.streamed_weights import is_unread, stream_of, stream_weights, unread_weights
 from lowprec_check.engine.run import tasks
 from lowprec_check.engine.run.target_source import TargetSource, load_here
@@ -85,6 +88,57 @@ def test_outputs_are_equal(cast: Callable[[nn.Module], nn.Module], tmp_path: Pat
     assert listed.keys() == dict(model.named_parameters()).keys()
     assert all(is_unread(weight) for name, weight in listed.items() if not name.startswith("lstm"))
     assert {weight.dtype for weight in other.parameters()} == {weight.dtype for weight in model.parameters()}
+
+
+@pytest.fixture
+def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """As if the processor were an accelerator that holds little at a time; the first bytes of the parts that are read."""
+    make, read, begins = torch.empty, Saved.read, list[int]()
+
+    def unpinned(*shape: Any, pin_memory: bool = False, **options: Any) -> Tensor:
+        return make(*shape, **options)
+
+    def noted(saved: Saved, begin: int, into: Tensor) -> None:
+        begins.append(saved.start + begin)
+        read(saved, begin, into)
+
+    monkeypatch.setattr(streamed_weights, "_reads_ahead", lambda _device: True)
+    monkeypatch.setattr(streamed_weights, "_PART_BYTES", 256)
+    monkeypatch.setattr(streamed_weights, "AHEAD_BYTES", 1500)
+    monkeypatch.setattr(streamed_weights, "HELD_BYTES", 1000)
+    monkeypatch.setattr(torch, "empty", unpinned)
+    monkeypatch.setattr(Tensor, "record_stream", lambda _tensor, _stream: None)
+    monkeypatch.setattr(Saved, "read", noted)
+    return begins
+
+
+def test_weights_are_read_ahead_for_an_accelerator(tmp_path: Path, uploads: list[int]) -> None:
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(16, 16) for _ in range(9)))
+
+    model, other = streamed(make, tmp_path / "weights.safetensors")
+    stream, x, threads = stream_of(other), torch.randn(2, 16), threading.active_count()
+    assert stream is not None
+    with torch.inference_mode():
+        assert torch.equal(other(x), model(x))
+    assert len(uploads) == len(set(uploads)) == 9 * 5
+    for module in (model, other):
+        module._modules = dict(reversed(module._modules.items()))
+    assert torch.equal(other(x), model(x))
+    uploads.clear()
+    assert torch.equal(other.half()(x.half()), model.half()(x.half()))
+    assert len(set(uploads)) == 9 * 5
+    assert len(uploads) <= 9 * 5 + 9  # in the order of the call before, and at the end what a next one reads first
+    stream.restart(None)
+    assert threading.active_count() == threads
+
+
+@pytest.mark.usefixtures("uploads")
+def test_a_file_that_became_shorter_is_an_error(tmp_path: Path) -> None:
+    _, other = streamed(lambda: nn.Sequential(nn.Linear(64, 64)), tmp_path / "weights.safetensors")
+    (tmp_path / "weights.safetensors").write_bytes(b"")
+    with pytest.raises(OSError, match="ended while it was read"):
+        other(torch.randn(2, 64))
 
 
 def test_a_weight_that_was_not_read_cannot_be_used(tmp_path: Path) -> None:
@@ -169,13 +223,13 @@ def few_held(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(f"lowprec_check.engine.{module}.HELD_BYTES", 1000)
 
 
-@pytest.mark.parametrize("once", [False, True])
+@pytest.mark.parametrize("how", ["", "few_held", "uploads"])
 @pytest.mark.parametrize(("factor", "dtype"), [(1.0, torch.float32), (1e4, torch.float32), (1.0, torch.bfloat16)])
 def test_a_scan_finds_the_same(
-    factor: float, dtype: torch.dtype, once: bool, tmp_path: Path, request: pytest.FixtureRequest
+    factor: float, dtype: torch.dtype, how: str, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    if once:
-        request.getfixturevalue("few_held")
+    if how:
+        request.getfixturevalue(how)
     files = written(tmp_path, factor=factor, dtype=dtype)
     held, other = (scanned(*files, stream=stream, plan=False) for stream in (False, True))
     assert STREAMED in other.model.notes

@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import itertools
-import json
 import math
 import mmap
-import os
 import sys
 import time
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import psutil
 import torch
@@ -28,10 +26,18 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from lowprec_check.errors import UsageError, first_line, message_of
+from lowprec_check.engine.core.devices import module_of
+from lowprec_check.engine.model.safetensors_files import Saved, saved_tensors
+from lowprec_check.errors import UsageError
 
 HELD_BYTES = 256 << 20
 """Weights that are kept after their last use, in bytes; at least one is."""
+
+AHEAD_BYTES = 1 << 30
+"""Weights on their way to an accelerator, in bytes, before they are used; at least one is."""
+
+_READERS, _PART_BYTES = 4, 64 << 20
+"""Threads that read for an accelerator, and bytes of a weight that one reads at a time."""
 
 _CACHED_SHARE = 0.6
 """Of the free memory that the system's cache may use for weights."""
@@ -41,90 +47,6 @@ _COPIES_BYTES = 10
 
 SAMPLES, SAMPLE_BYTES = 16, 8 << 20
 """Weights that are read to measure the speed of the disk, and bytes of each."""
-
-
-# -- Files of safetensors: eight bytes for the length of a header in JSON, the header, and the values of all tensors
-# (https://huggingface.co/docs/safetensors)
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_LENGTH = 8
-_WINDOW = 128 << 10
-
-
-class Saved(NamedTuple):
-    """A tensor in a file, which is mapped into memory: the system reads its pages when they are used, and may drop them at any time."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    path: Path
-    mapped: mmap.mmap
-    start: int
-    """Of its first byte in the file."""
-
-    @property
-    def nbytes(self) -> int:
-        """Its bytes in the file."""
-        return math.prod(self.shape) * self.dtype.itemsize
-
-    @property
-    def values(self) -> Tensor:
-        """The tensor, each time with a storage of its own, which tells when it is used no longer."""
-        count = math.prod(self.shape)
-        if not count:
-            return torch.empty(self.shape, dtype=self.dtype)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")
-            return torch.frombuffer(self.mapped, dtype=self.dtype, count=count, offset=self.start).view(self.shape)
-
-    def prefetch(self) -> None:
-        """Let the system read it meanwhile. It reads no more at once than its window for reading ahead, 128 KiB by default on Linux."""
-        first, end = self.start - self.start % mmap.PAGESIZE, self.start + self.nbytes
-        for begin in range(first, end, _WINDOW):
-            self.mapped.madvise(mmap.MADV_WILLNEED, begin, min(_WINDOW, end - begin))
-
-    def forget(self, *, cached: bool) -> None:
-        """Drop its pages from this process, and from the system's cache of files unless they are to stay ``cached``."""
-        first = self.start - self.start % mmap.PAGESIZE
-        self.mapped.madvise(mmap.MADV_DONTNEED, first, self.start + self.nbytes - first)
-        if not cached and hasattr(os, "posix_fadvise"):
-            with contextlib.suppress(OSError), self.path.open("rb") as file:
-                os.posix_fadvise(file.fileno(), self.start, self.nbytes, os.POSIX_FADV_DONTNEED)
-
-
-def saved_tensors(path: Path) -> dict[str, Saved]:
-    """The tensors in a file of safetensors, by name; raises :class:`UsageError` if it is none."""
-    try:
-        with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        begin = _LENGTH + int.from_bytes(mapped[:_LENGTH], "little")
-        header = json.loads(mapped[_LENGTH:begin])
-        found = {}
-        for name, entry in header.items():
-            if name != "__metadata__":
-                first, end = entry["data_offsets"]
-                saved = Saved(_DTYPES[entry["dtype"]], tuple(entry["shape"]), path, mapped, begin + first)
-                if end - first != saved.nbytes or begin + end > len(mapped):
-                    raise ValueError(f"{name} has not as many bytes as its shape needs")
-                found[name] = saved
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UsageError(
-            f"Cannot read weights from {path}: {first_line(message_of(error))}",
-            "Weights are streamed from .safetensors only.",
-        ) from None
-    return found
 
 
 # -- A model without its weights
@@ -224,6 +146,68 @@ def converted(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
     return found.copy_(values)
 
 
+class _Uploads:
+    """The next weights on their way to an accelerator: from the file into pinned memory, and from there while the device computes."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module = module_of(device)
+        self._queue = self._module.Stream(device)
+        self._pool = ThreadPoolExecutor(_READERS)
+        self._coming: dict[str, tuple[Tensor, list[Future[None]]]] = {}
+
+    def __contains__(self, name: str) -> bool:
+        """Whether a weight was started and not taken."""
+        return name in self._coming
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weights that were started and not taken."""
+        return sum(values.nbytes for values, _ in self._coming.values())
+
+    def start(self, name: str, saved: Saved) -> None:
+        """Begin to read a weight, if that has not begun."""
+        if name in self._coming:
+            return
+        with torch.inference_mode(False), self._module.stream(self._queue):
+            values = torch.empty(saved.nbytes, dtype=torch.uint8, device=self.device)
+        begins = range(0, saved.nbytes, _PART_BYTES)
+        parts = [self._pool.submit(self._copy, saved, at, values[at : at + _PART_BYTES]) for at in begins]
+        self._coming[name] = values, parts
+
+    def _copy(self, saved: Saved, begin: int, part: Tensor) -> None:
+        staged = torch.empty(len(part), dtype=torch.uint8, device="cpu", pin_memory=True)
+        saved.read(begin, staged)
+        with self._module.stream(self._queue):
+            part.copy_(staged, non_blocking=True)
+
+    def take(self, name: str, saved: Saved) -> Tensor:
+        """The weight on the device; what computes with it next waits for it there."""
+        values, parts = self._coming.pop(name)
+        for part in parts:
+            part.result()
+        current = self._module.current_stream(self.device)
+        current.wait_stream(self._queue)
+        values.record_stream(current)
+        return values.view(saved.dtype).view(saved.shape)
+
+    def forget(self) -> None:
+        """Forget what was started."""
+        for _, parts in self._coming.values():
+            for part in parts:
+                part.cancel()
+        self._coming.clear()
+
+    def close(self) -> None:
+        """End the threads."""
+        self._pool.shutdown(cancel_futures=True)
+
+
+def _reads_ahead(device: torch.device) -> bool:
+    """Whether weights can be copied to ``device`` while it computes."""
+    return device.type != "cpu" and hasattr(module_of(device), "Stream")
+
+
 class WeightStream:
     """Reads the weights of a model from ``saved``, most often in the order of ``names``."""
 
@@ -244,6 +228,8 @@ class WeightStream:
         self.on_read: OnRead | None = None
         self.was_read: set[str] = set()
         """Names of the weights that were read since this was cleared."""
+        self._last: str | None = None
+        self._uploads: _Uploads | None = None
 
     def read(self, name: str, unread: Tensor) -> nn.Parameter:
         """The weight, in the dtype and on the device of what stands for it."""
@@ -251,17 +237,47 @@ class WeightStream:
         if held is None or (held.dtype, held.device) != (unread.dtype, unread.device):
             if self.on_progress is not None:
                 self.on_progress(name, self._before[name] / max(1, self.nbytes))
-            saved = self._saved[name]
-            saved.prefetch()
-            if name in self._next:  # is read from the disk meanwhile
-                self._saved[self._next[name]].prefetch()
+            if self._last is not None:
+                self._next[self._last] = name  # the order of the last call
+            self._last = name
             with _disable_current_modes():  # a mode that records the model's ops
-                held = nn.Parameter(converted(saved.values, unread.device, unread.dtype), requires_grad=False)
+                values = self._values(name, unread.device)
+                held = nn.Parameter(converted(values, unread.device, unread.dtype), requires_grad=False)
                 self._hold(name, held)
                 if self.on_read is not None:
-                    self.on_read(name, held, saved.values)
+                    self.on_read(name, held, values)
         self.was_read.add(name)
         return held
+
+    def _values(self, name: str, device: torch.device) -> Tensor:
+        """The weight as it is in its file, on ``device`` if that reads ahead; the next ones are read meanwhile."""
+        saved = self._saved[name]
+        if not _reads_ahead(device):
+            saved.prefetch()
+            if name in self._next:
+                self._saved[self._next[name]].prefetch()
+            return saved.values
+        if self._uploads is None:
+            self._uploads = _Uploads(device)
+        uploads = self._uploads
+        if name not in uploads and uploads.nbytes >= AHEAD_BYTES:
+            uploads.forget()  # they come in another order
+        for each in self._from(name):
+            if each != name and uploads.nbytes >= saved.nbytes + AHEAD_BYTES:
+                break
+            uploads.start(each, self._saved[each])
+        return uploads.take(name, saved)
+
+    def _from(self, name: str) -> Iterator[str]:
+        """The weight and those that follow, as far as they are to be read."""
+        passed = set[str]()
+        while name not in passed:
+            passed.add(name)
+            if name not in self._held or len(passed) == 1:
+                yield name
+            if name not in self._next:
+                return
+            name = self._next[name]
 
     def _hold(self, name: str, weight: nn.Parameter) -> None:
         self._held[name] = weight
@@ -288,7 +304,10 @@ class WeightStream:
             self.forget(name)
         self._held.clear()
         self.was_read.clear()
-        self.on_read = on_read
+        self.on_read, self._last = on_read, None
+        if self._uploads is not None:
+            self._uploads.close()
+            self._uploads = None
 
 
 class _Parameters(dict[str, Any]):
@@ -309,6 +328,17 @@ def stream_of(model: nn.Module) -> WeightStream | None:
         if isinstance(module._parameters, _Parameters):
             return module._parameters.stream
     return None
+
+
+@contextlib.contextmanager
+def reads_forgotten(model: nn.Module) -> Iterator[None]:
+    """What ``model`` reads inside is forgotten afterwards."""
+    try:
+        yield
+    finally:
+        stream = stream_of(model)
+        if stream is not None:
+            stream.restart(None)
 
 
 def parameters_in(files: Iterable[Path]) -> int:

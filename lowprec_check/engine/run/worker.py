@@ -16,7 +16,7 @@ from torch import Tensor
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, compiled_frames, own_compiled_code
 from lowprec_check.engine.core.devices import generator_states, seed_everything, why_broken
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, run_once
-from lowprec_check.engine.model.streamed_weights import stream_of
+from lowprec_check.engine.model.streamed_weights import reads_forgotten, stream_of
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.run.instance_times import time_instance
@@ -93,9 +93,9 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
     check_process(task.predicted)
     if task.predicted is not None:
         become_stand_in(task.predicted)
-        # The plain part, which has filters of its own, collects them.
-        warnings.filterwarnings("ignore", message=FALLBACK_WARNING)
-    with own_compiled_code(autocast=task.uses_autocast), on_device(target, torch.device(task.device)):
+        warnings.filterwarnings("ignore", message=FALLBACK_WARNING)  # the plain part has filters of its own
+    device = torch.device(task.device)
+    with own_compiled_code(autocast=task.uses_autocast), on_device(target, device), reads_forgotten(target.model):
         match task:
             case RunTask() | ExplainTask():
                 run_model(task, target, send)

@@ -28,7 +28,7 @@ from lowprec_check.engine.model.plain_run import (
 )
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
-from lowprec_check.engine.model.streamed_weights import stream_of
+from lowprec_check.engine.model.streamed_weights import reads_forgotten, stream_of
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.trace.execution import Emulation
 from lowprec_check.engine.trace.function_mode import BackwardFailures, FunctionRescue, SteppingCall
@@ -101,7 +101,8 @@ def run_instrumented(
     """
     run = functools.partial(_pass, ready, args, kwargs, fp32, options)
     snapshot = Snapshot(ready.model, (args, kwargs), parameters=options.changes_parameters)
-    try:
+    with reads_forgotten(ready.model), contextlib.ExitStack() as at_end:
+        at_end.callback(snapshot.restore)
         found, failed_above = run(plain_outputs)
         failures = BackwardFailures()
         while failed_above:
@@ -116,11 +117,6 @@ def run_instrumented(
             )
         proven = [gap for gap in found.gaps if gap.phase != "backward" or gap.op != failures.unproven]
         return found if len(proven) == len(found.gaps) else msgspec.structs.replace(found, gaps=proven)
-    finally:
-        stream = stream_of(ready.model)
-        if stream is not None:
-            stream.restart(None)
-        snapshot.restore()
 
 
 def _is_deferred(ready: Prepared, options: Options) -> bool:
