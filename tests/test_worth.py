@@ -260,6 +260,15 @@ def test_rivals_are_timed_again_until_they_can_be_told_apart() -> None:
 
     assert rivals(wide, narrow, slow) == ["half", "bfloat16"]
     assert rivals(narrow, slow) == []
+    bound = [
+        msgspec.structs.replace(
+            run, latency=msgspec.structs.replace(run.latency, host_ms=run.latency_ms, device_ms=0.0)
+        )
+        for run in (wide, narrow)
+        if run.latency is not None
+    ]
+    assert rivals(*bound, slow) == []  # the host limits them
+    assert rivals(bound[0], narrow, slow) == ["half", "bfloat16"]
     failed = timed("half", 4.1, 3.3, 5.7, 4, 0.5)  # which decides nothing among those that pass
     assert wide.latency is not None
     marked = msgspec.structs.replace(wide, latency=msgspec.structs.replace(wide.latency, slower_than=["autocast-fp16"]))

@@ -20,8 +20,8 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.process import system
 from lowprec_check.schema.axes import Call
 
-WARM_UP_SECONDS = 0.05
-"""How long calls are repeated before any is timed: an idle device has lowered its clocks."""
+WARM_UP_SECONDS, AGAIN_SECONDS = 0.05, 0.01
+"""How long calls are repeated before any is timed: an idle device has lowered its clocks, one between two turns only emptied its caches."""
 
 ENOUGH_SECONDS, LEAST_CALLS = 0.05, 6
 """Calls of a turn: until these have taken so long together, and are so many."""
@@ -58,10 +58,13 @@ class EventCalls:
 
         self._inputs: Call = map_tensors(inputs, resident)
 
-    def seconds(self, in_a_row: int, least: float) -> list[float]:
-        """Of calls that together take ``least`` seconds, or are enough; of ``in_a_row`` calls the first is not timed, as the device was idle before."""
+    def seconds(self, in_a_row: int, least: float, *, again: bool = False) -> list[float]:
+        """Of calls that together take ``least`` seconds, or are enough; of ``in_a_row`` calls the first is not timed, as the device was idle before.
+
+        ``again``: whether others were timed just before.
+        """
         started = system.perf_counter()
-        while system.perf_counter() - started < WARM_UP_SECONDS:
+        while system.perf_counter() - started < (AGAIN_SECONDS if again else WARM_UP_SECONDS):
             self._times(in_a_row)
         found: list[float] = []
         started = system.perf_counter()

@@ -16,7 +16,7 @@ import msgspec
 import torch
 
 from lowprec_check.analysis.run_summary import candidates, passes_all
-from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, ONE_CALL, TOLD, latency_outside_rounds
+from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, ONE_CALL, TOLD, latency_outside_rounds, launch_bound
 from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.run import rounds
@@ -103,7 +103,9 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
 
 
 def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[Run]:
-    """The passing runs that may be the fastest, if their times do not tell which is; none if fp32 is faster than all."""
+    """The passing runs that may be the fastest, if their times do not tell which is; none if fp32 is faster than all, or the host
+    limits them all: then more rounds would only time the host.
+    """
     passing = [run for run in candidates(timed) if passes_all(run)]
     labels = {run.key.label for run in passing}
     known = [
@@ -115,6 +117,7 @@ def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[R
     may_gain = [(run, found) for run, found in known if found.high >= max(most, 1.0)]
     rivals = sorted(may_gain, key=lambda each: -each[1].high)
     is_told = all(found.high <= TOLD * found.low for _, found in rivals)
+    is_told |= all(launch_bound(msgspec.structs.replace(run, latency=latencies[run.key])) for run, _ in rivals)
     return [] if len(rivals) < 2 or is_told else [run for run, _ in rivals[:AT_ONCE]]
 
 

@@ -111,7 +111,8 @@ class TimedCalls:
         started, before = system.perf_counter(), system.longest_wait()
         first = self.call()
         if self._events is not None and first < LONG_SECONDS:
-            seconds, launched = self._events.seconds(IN_A_ROW, least), self._events.launched()
+            seconds = self._events.seconds(IN_A_ROW, least, again=number > 0)
+            launched = self._events.launched()
             return TurnTimed(row=row, round=number, seconds=seconds, waited=None, launched=launched, fixed_work=work)
         clean, disturbed, waited = list[float](), list[float](), 0.0
         calls, since = [first] if first >= LONG_SECONDS else self._burst(first), started
