@@ -15,9 +15,9 @@ import contextlib
 import importlib
 import json
 import os
-import subprocess
-import sys
+import shutil
 import tempfile
+import threading
 import time
 import warnings
 from collections.abc import Iterator
@@ -30,6 +30,7 @@ import torch
 from report_files import head, made, save
 from safetensors.torch import load_file, save_file
 from tabulate import tabulate
+from whole_scans import ROOT, scanned
 
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.run.target_source import load_here
@@ -89,7 +90,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 }
 
 
-def scanned(folder: str, device: str, *, stream: bool) -> ScanResult:
+def result_of(folder: str, device: str, *, stream: bool) -> ScanResult:
     """The result of a scan without what a streamed one leaves out."""
     options = ScanOptions(device=device, times="off", further_inputs=0, budget_error="off", plan=False, thorough=True)
     return scan_target(load_here(TargetSpec(f"hf:{folder}", stream=stream), 0), None, options)
@@ -109,7 +110,7 @@ def compared(name: str, dtype: str, device: str) -> dict[str, Any]:
         torch.manual_seed(0)
         model_class(config).to(getattr(torch, dtype)).save_pretrained(folder)
         try:
-            held, streamed = (scanned(folder, device, stream=stream) for stream in (False, True))
+            held, streamed = (result_of(folder, device, stream=stream) for stream in (False, True))
         except Exception as error:
             return {"name": name, "saved": dtype, "problem": f"{type(error).__name__}: {error}"}
     differ, largest, count = list[str](), 0.0, 0
@@ -141,8 +142,12 @@ LLAMAS = {6.74: (4096, 11008, 32, 32), 13.0: (5120, 13824, 40, 40), 69.0: (8192,
 """Billions of parameters, and the width, that of the middle, the layers and the heads of keys."""
 
 
-def write_llama(folder: Path, billions: float) -> dict[str, Any]:
-    """Write the checkpoint of a Llama in bf16, one file per layer."""
+FREE_BYTES = 4 << 30
+"""What stays free in each folder."""
+
+
+def write_llama(folders: list[Path], billions: float) -> dict[str, Any]:
+    """Write the checkpoint of a Llama in bf16 to the first of ``folders``, one file per layer; the others hold those that do not fit there."""
     size, (hidden, inner, layers, key_heads) = next(
         (size, shape) for size, shape in LLAMAS.items() if billions < 1.5 * size
     )
@@ -159,7 +164,7 @@ def write_llama(folder: Path, billions: float) -> dict[str, Any]:
         "max_position_embeddings": 2048,
         "torch_dtype": "bfloat16",
     }
-    (folder / "config.json").write_text(json.dumps(content))
+    (folders[0] / "config.json").write_text(json.dumps(content))
     block = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).bfloat16()
 
     def weight(*shape: int) -> torch.Tensor:  # the same numbers again and again: drawing billions takes minutes
@@ -183,7 +188,12 @@ def write_llama(folder: Path, billions: float) -> dict[str, Any]:
             name if name.startswith("lm_head") else prefix + name: values
             for name, values in (ends if number < 0 else layer).items()
         }
-        save_file(named, folder / f"model-{number + 2:05d}.safetensors", {"format": "pt"})
+        file = f"model-{number + 2:05d}.safetensors"
+        size = sum(tensor.nbytes for tensor in named.values())
+        folder = next(each for each in folders if shutil.disk_usage(each).free > size + FREE_BYTES)
+        save_file(named, folder / file, {"format": "pt"})
+        if folder != folders[0]:
+            (folders[0] / file).symlink_to(folder / file)
         total += sum(tensor.numel() for tensor in named.values())
     return {"parameters": total, "layers": layers}
 
@@ -223,64 +233,69 @@ def computed_by_layers(folder: Path, device: str) -> float:
     return time.monotonic() - start
 
 
-def memory_of(process: psutil.Process) -> Iterator[tuple[int, int]]:
-    """Bytes that the process and each of its children allocate, and that they have mapped of files too."""
-    for one in (process, *process.children(recursive=True)):
-        with contextlib.suppress(psutil.Error, OSError):
-            lines = Path(f"/proc/{one.pid}/status").read_text(encoding="ascii").splitlines()
-            values = {
-                key: int(rest.split()[0]) << 10
-                for key, _, rest in (line.partition(":") for line in lines)
-                if key in ("RssAnon", "VmRSS")
-            }
-            if values:  # a process that has ended has none
-                yield values["RssAnon"], values["VmRSS"]
+class Watched:
+    """The most memory that the processes which this one starts take together, and that of ``device``, until it is closed."""
+
+    def __init__(self, device: str) -> None:
+        self.anonymous = self.mapped = self.on_device = 0
+        self._device, self._ended = device, threading.Event()
+        self._thread = threading.Thread(target=self._watch)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Watch no longer."""
+        self._ended.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._ended.wait(0.2):
+            found = list(self._memory())
+            self.anonymous = max(self.anonymous, sum(each for each, _ in found))
+            self.mapped = max(self.mapped, sum(each for _, each in found))
+            if self._device != "cpu":
+                free, total = torch.get_device_module(self._device).mem_get_info()
+                self.on_device = max(self.on_device, total - free)
+
+    @staticmethod
+    def _memory() -> Iterator[tuple[int, int]]:
+        """Bytes that each process allocates, and that it has mapped of files too."""
+        for one in psutil.Process().children(recursive=True):
+            with contextlib.suppress(psutil.Error, OSError):
+                lines = Path(f"/proc/{one.pid}/status").read_text(encoding="ascii").splitlines()
+                values = {
+                    key: int(rest.split()[0]) << 10
+                    for key, _, rest in (line.partition(":") for line in lines)
+                    if key in ("RssAnon", "VmRSS")
+                }
+                if values:  # a process that has ended has none
+                    yield values["RssAnon"], values["VmRSS"]
 
 
-def large(billions: float, folder: Path, precisions: str, device: str) -> dict[str, Any]:
+def large(billions: float, folders: list[Path], precisions: str, device: str) -> dict[str, Any]:
     """Scan a checkpoint of so many billions of parameters."""
-    with tempfile.TemporaryDirectory(dir=folder) as kept:
-        written = write_llama(Path(kept), billions)
-        size = sum(path.stat().st_size for path in Path(kept).glob("*.safetensors"))
-        layers_seconds = computed_by_layers(Path(kept), device)
-        uncached(Path(kept))
-        output = Path(kept) / "result.json"
-        command = [
-            sys.executable,
-            "-m",
-            "lowprec_check",
-            "scan",
-            f"hf:{kept}",
-            "--stream",
-            "-p",
-            precisions,
-            "--device",
-            device,
-            "--no-plan",
-            "-q",
-            "--json",
-            str(output),
-        ]
-        start, anonymous, mapped, on_device = time.monotonic(), 0, 0, 0
-        done = subprocess.Popen(command, stdout=subprocess.DEVNULL)
-        while done.poll() is None:
-            found = list(memory_of(psutil.Process(done.pid)))
-            anonymous = max(anonymous, sum(each for each, _ in found))
-            mapped = max(mapped, sum(each for _, each in found))
-            if device != "cpu":
-                free, total = torch.get_device_module(device).mem_get_info()
-                on_device = max(on_device, total - free)
-            time.sleep(0.2)
-        seconds = time.monotonic() - start
-        runs = json.loads(output.read_text(encoding="utf-8"))["runs"]
+    with contextlib.ExitStack() as kept, tempfile.TemporaryDirectory() as results:
+        places = [Path(kept.enter_context(tempfile.TemporaryDirectory(dir=folder))) for folder in folders]
+        written = write_llama(places, billions)
+        size = sum(path.stat().st_size for path in places[0].glob("*.safetensors"))
+        layers_seconds = computed_by_layers(places[0], device)
+        uncached(places[0])
+        command = ["scan", f"hf:{places[0]}", "--stream", "-p", precisions, "--device", device, "--no-plan"]
+        watched = Watched(device)
+        try:
+            found = scanned(ROOT, command, Path(results), limit=3600.0)
+        finally:
+            watched.close()
+        runs = json.loads((Path(results) / "scan.json").read_bytes())["runs"]
     return written | {
         "billions": billions,
         "bytes": size,
         "layers_seconds": layers_seconds,
-        "seconds": seconds,
-        "anonymous": anonymous,
-        "mapped": mapped,
-        "on_device": on_device,
+        "seconds": found["end"],
+        "rows": found["first row"],
+        "steps": found["steps"],
+        "anonymous": watched.anonymous,
+        "mapped": watched.mapped,
+        "on_device": watched.on_device,
         "runs": [{key: run.get(key) for key in ("precision", "status", "output_error", "incomplete")} for run in runs],
     }
 
@@ -340,14 +355,19 @@ def main() -> None:
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--large", nargs="*", type=float, help="billions of parameters")
     parser.add_argument("--precisions", default="bfloat16", help="of the large ones")
-    parser.add_argument("--folder", type=Path, help="where large checkpoints are written, and removed")
+    parser.add_argument(
+        "--folder",
+        type=Path,
+        nargs="+",
+        help="where large checkpoints are written, and removed; further ones if it is full",
+    )
     parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     data: dict[str, Any] = {"made": made(options.device)}
     if options.large:
         data["large"] = [
-            large(each, options.folder or Path.cwd(), options.precisions, options.device) for each in options.large
+            large(each, options.folder or [Path.cwd()], options.precisions, options.device) for each in options.large
         ]
     else:
         names = [name for name in ARCHITECTURES if not options.only or any(part in name for part in options.only)]
