@@ -23,8 +23,8 @@ from lowprec_check.schema.axes import Call
 WARM_UP_SECONDS, AGAIN_SECONDS = 0.05, 0.01
 """How long calls are repeated before any is timed: an idle device has lowered its clocks, one between two turns only emptied its caches."""
 
-ENOUGH_SECONDS, LEAST_CALLS = 0.05, 6
-"""Calls of a turn: until these have taken so long together, and are so many."""
+ENOUGH_SECONDS, LEAST_CALLS, MOST_CALLS = 0.05, 6, 50
+"""Calls of a turn: until they have taken so long together and are the least, or are the most."""
 
 MOST_SECONDS = 0.3
 """How long a turn may go on for that, with all that is done between calls."""
@@ -69,7 +69,9 @@ class EventCalls:
         found: list[float] = []
         started = system.perf_counter()
         while len(found) < LEAST_CALLS or (
-            sum(found) < max(ENOUGH_SECONDS, least) and system.perf_counter() - started < max(MOST_SECONDS, least)
+            len(found) < MOST_CALLS
+            and sum(found) < max(ENOUGH_SECONDS, least)
+            and system.perf_counter() - started < max(MOST_SECONDS, least)
         ):
             found += self._times(in_a_row)[1:]
         return found
