@@ -92,7 +92,7 @@ ARCHITECTURES: dict[str, dict[str, Any]] = {
 
 def result_of(folder: str, device: str, *, stream: bool) -> ScanResult:
     """The result of a scan without what a streamed one leaves out."""
-    options = ScanOptions(device=device, times="off", further_inputs=0, budget_error="off", plan=False, thorough=True)
+    options = ScanOptions(device=device, times="off", further_inputs=0, budget_error="on", plan=False, thorough=True)
     return scan_target(load_here(TargetSpec(f"hf:{folder}", stream=stream), 0), None, options)
 
 
@@ -122,6 +122,11 @@ def compared(name: str, dtype: str, device: str) -> dict[str, Any]:
         if one.key.is_reference:
             continue
         pairs = [(one.output_error and one.output_error.rel_l2, other.output_error and other.output_error.rel_l2)]
+        if one.budget is not None and other.budget is not None:
+            pairs += [(one.budget.predicted, other.budget.predicted)]
+            pairs += [(a.share, b.share) for a, b in zip(one.budget.modules, other.budget.modules, strict=True)]
+        elif one.budget is not other.budget:
+            differ.append(f"{one.precision}: one has no shares of the output error")
         if one.op_calls.op != other.op_calls.op:
             differ.append(f"{one.precision}: {len(one.op_calls.op)} and {len(other.op_calls.op)} rows of ops")
         else:
@@ -271,7 +276,7 @@ class Watched:
                     yield values["RssAnon"], values["VmRSS"]
 
 
-def large(billions: float, folders: list[Path], precisions: str, device: str) -> dict[str, Any]:
+def large(billions: float, folders: list[Path], options: list[str], device: str) -> dict[str, Any]:
     """Scan a checkpoint of so many billions of parameters."""
     with contextlib.ExitStack() as kept, tempfile.TemporaryDirectory() as results:
         places = [Path(kept.enter_context(tempfile.TemporaryDirectory(dir=folder))) for folder in folders]
@@ -279,7 +284,7 @@ def large(billions: float, folders: list[Path], precisions: str, device: str) ->
         size = sum(path.stat().st_size for path in places[0].glob("*.safetensors"))
         layers_seconds = computed_by_layers(places[0], device)
         uncached(places[0])
-        command = ["scan", f"hf:{places[0]}", "--stream", "-p", precisions, "--device", device, "--no-plan"]
+        command = ["scan", f"hf:{places[0]}", "--stream", *options, "--device", device, "--no-plan"]
         watched = Watched(device)
         try:
             found = scanned(ROOT, command, Path(results), limit=3600.0)
@@ -354,7 +359,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", help="parts of names")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--large", nargs="*", type=float, help="billions of parameters")
-    parser.add_argument("--precisions", default="bfloat16", help="of the large ones")
+    parser.add_argument("--options", default="-p bfloat16", help="of the scans of the large ones, separated by spaces")
     parser.add_argument(
         "--folder",
         type=Path,
@@ -367,7 +372,8 @@ def main() -> None:
     data: dict[str, Any] = {"made": made(options.device)}
     if options.large:
         data["large"] = [
-            large(each, options.folder or [Path.cwd()], options.precisions, options.device) for each in options.large
+            large(each, options.folder or [Path.cwd()], options.options.split(), options.device)
+            for each in options.large
         ]
     else:
         names = [name for name in ARCHITECTURES if not options.only or any(part in name for part in options.only)]

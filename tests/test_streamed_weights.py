@@ -23,11 +23,11 @@ from torch.nn import functional as F
 from lowprec_check.analysis.conclusion import conclude, conclude_early
 from lowprec_check.cli.scan import _unfinished
 from lowprec_check.engine import machine
-from lowprec_check.engine.model import streamed_weights
+from lowprec_check.engine.model import streamed_weights, weight_uploads
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.safetensors_files import Saved
-from lowprec_check.engine.model.streamed_weights import is_unread, stream_of, stream_weights, unread_weights
+from lowprec_check.engine.model.streamed_weights import ReadBack, is_unread, stream_of, stream_weights, unread_weights
 from lowprec_check.engine.run import tasks
 from lowprec_check.engine.run.target_source import TargetSource, load_here
 from lowprec_check.engine.run.target_spec import NOTICE, TargetSpec
@@ -102,8 +102,8 @@ def uploads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         begins.append(saved.start + begin)
         read(saved, begin, into)
 
-    monkeypatch.setattr(streamed_weights, "_reads_ahead", lambda _device: True)
-    monkeypatch.setattr(streamed_weights, "_PART_BYTES", 256)
+    monkeypatch.setattr(streamed_weights, "reads_ahead", lambda _device: True)
+    monkeypatch.setattr(weight_uploads, "_PART_BYTES", 256)
     monkeypatch.setattr(streamed_weights, "AHEAD_BYTES", 1500)
     monkeypatch.setattr(streamed_weights, "HELD_BYTES", 1000)
     monkeypatch.setattr(torch, "empty", unpinned)
@@ -212,7 +212,7 @@ def written(
 def scanned(path: Path, weights: Path, *, stream: bool, **options: object) -> ScanResult:
     """The result of a scan without what a streamed one leaves out."""
     spec = TargetSpec(str(path), weights=weights, stream=stream)
-    given = ScanOptions(times="off", further_inputs=0, budget_error="off", **options)  # type: ignore[arg-type]
+    given = ScanOptions(**{"times": "off", "further_inputs": 0, "budget_error": "off", **options})  # type: ignore[arg-type]
     return scan_target(load_here(spec, 0), None, given)
 
 
@@ -252,17 +252,49 @@ def test_a_scan_finds_the_same(
         assert (one.latency_ms, one.peak_memory_bytes, one.uncalled_modules) == (None, None, same.uncalled_modules)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_shares_of_the_output_error_are_the_same_with_weights_that_are_read_back(
+    dtype: torch.dtype, tmp_path: Path, few_held: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And no graph holds one meanwhile."""
+    files = written(tmp_path, layers=5, dtype=dtype)
+    asked: dict[str, Any] = {"plan": False, "precisions": "half,autocast-bf16", "budget_error": "on"}
+    held = scanned(*files, stream=False, **asked)
+    read, most = ReadBack._unpack, list[int]()
+
+    def counted(self: ReadBack, packed: Any) -> Tensor:
+        values = read(self, packed)
+        alive = [name for name, storage in self._names.values() if storage() is not None]
+        most.append(len({name for name in alive if name.endswith("weight")}))
+        return values
+
+    monkeypatch.setattr(ReadBack, "_unpack", counted)
+    spec = TargetSpec(str(files[0]), weights=files[1], stream=True)
+    options = ScanOptions(times="off", further_inputs=0, **asked)
+    other = scan_target(load_here(spec, 0), "none", options)
+    assert most
+    assert max(most) <= 2  # of six
+    for one, same in zip(held.runs[1:], other.runs[1:], strict=True):
+        assert one.budget is not None
+        assert one.budget.predicted
+        derived = [msgspec.structs.replace(share, measured=None) for share in one.budget.modules]
+        assert same.budget == msgspec.structs.replace(one.budget, modules=derived)
+    without = scanned(*files, stream=True, plan=False, precisions="half", budget_error="auto")
+    assert without.runs[1].budget is None
+
+
 def notice(source: TargetSource, **options: object) -> str:
     """What a scan says before its first run."""
     shown = list[str]()
     source.on_progress = lambda run, doing: shown.append(doing) if run == NOTICE else None
-    scan_target(source, "none", ScanOptions(times="off", further_inputs=0, budget_error="off", **options))  # type: ignore[arg-type]
+    given = ScanOptions(**{"times": "off", "further_inputs": 0, "budget_error": "off", **options})  # type: ignore[arg-type]
+    scan_target(source, "none", given)
     return " ".join(shown)
 
 
-@pytest.mark.parametrize("batches", [1, 2])
+@pytest.mark.parametrize(("batches", "budget"), [(1, "off"), (2, "off"), (1, "on")])
 def test_weights_are_read_at_least_as_often_as_is_shown(
-    batches: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+    batches: int, budget: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     path, weights = written(tmp_path, width=256, layers=4)
     path.write_text(path.read_text().replace("inputs = torch", "inputs = lambda number=0: number + torch"))
@@ -277,17 +309,24 @@ def test_weights_are_read_at_least_as_often_as_is_shown(
         counts[name] += found is not held
         return found
 
+    def counted_back(name: str, *about: Any, read: Callable[..., Tensor] = stream.read_back) -> Tensor:
+        counts[name] += 1
+        return read(name, *about)
+
     monkeypatch.setattr(stream, "read", counted)
+    monkeypatch.setattr(stream, "read_back", counted_back)
     assert notice(source, precisions="half,bfloat16", plan=False, batches=batches) == ""  # all of them stay in memory
     request.getfixturevalue("few_held")
     counts.clear()
-    said = notice(source, precisions="half,bfloat16", plan=False, batches=batches)
+    said = notice(source, precisions="half,bfloat16", plan=False, batches=batches, budget_error=budget)
     shown = re.search(r"read at least (\d+) times", said)
     assert shown is not None
-    assert int(shown[1]) == 2 + batches
+    assert int(shown[1]) == (4 if budget == "on" else 2) + batches
+    assert ("twice in each other" in said) == (budget == "on")
     assert len(counts) == 10
-    assert min(counts.values()) >= int(shown[1])
-    assert batches > 1 or min(counts.values()) == 3 + 2  # fp32 is fast enough to be called three times
+    large = [count for name, count in counts.items() if name.startswith("layers") and name.endswith("weight")]
+    assert min(large) >= int(shown[1])
+    assert batches > 1 or min(large) == 3 + int(shown[1]) - 1  # fp32 is fast enough to be called three times
     assert ("each batch" in said) == (batches > 1)
 
 

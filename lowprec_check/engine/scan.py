@@ -253,13 +253,14 @@ def _resumed(source: TargetSource, result: ScanResult, earlier: ScanResult | Non
 def _estimate(stream: WeightStream, options: ScanOptions) -> str:
     """What a scan takes at least of a model whose weights stay in their files."""
     lower = [name for name in options.names_of("precisions") if name != REFERENCE]
-    times, speed = options.batches + len(lower), stream.bytes_per_second()
+    often = 2 if options.budget_error == "on" and options.errors == "both" else 1
+    times, speed = options.batches + often * len(lower), stream.bytes_per_second()
     seconds = times * stream.nbytes / speed
-    each = " on each batch" if options.batches > 1 else ""
+    each, twice = " on each batch" if options.batches > 1 else "", "twice" if often > 1 else "once"
     when = "If a precision fails" if options.plan else "If none of them passes"
     again = "" if options.plan is False else f"{when}, each trial of the search for a plan reads them again. "
     return (
-        f"{gibibytes(stream.nbytes)} of weights are read at least {times} times if every call ends: once in fp32{each}, once in each other "
+        f"{gibibytes(stream.nbytes)} of weights are read at least {times} times if every call ends: once in fp32{each}, {twice} in each other "
         f"precision. {again}Reading them {times} times takes about {max(1.0, seconds):.0f} s at {gibibytes(speed)}/s, the speed of a sample; "
         f"computing takes more. At most {gibibytes(stream.most_held)} of weights are in memory at a time."
     )

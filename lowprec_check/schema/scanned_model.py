@@ -10,7 +10,7 @@ from lowprec_check.schema.measures import InputLayout
 WeightsOrigin = Literal["unknown", "random", "scaled", "loaded"]
 """``scaled``: random, then scaled where outputs of layers vanish or explode; ``unknown``: the user's file made them."""
 
-STREAMED = "weights are read from their files when a module uses them (--stream): no times, memory, further inputs and shares of the output error"
+STREAMED = "weights are read from their files when a module uses them (--stream): no times, memory and further inputs; shares of the output error with --budget-error on"
 """The note of a model whose weights stay in their files."""
 
 

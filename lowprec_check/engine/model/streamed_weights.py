@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import itertools
 import math
 import mmap
 import sys
 import time
+import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_map_only
 
-from lowprec_check.engine.core.devices import module_of
 from lowprec_check.engine.model.safetensors_files import Saved, saved_tensors
+from lowprec_check.engine.model.weight_uploads import WeightUploads, reads_ahead
 from lowprec_check.errors import UsageError
 
 HELD_BYTES = 256 << 20
@@ -35,9 +36,6 @@ HELD_BYTES = 256 << 20
 
 AHEAD_BYTES = 1 << 30
 """Weights on their way to an accelerator, in bytes, before they are used; at least one is."""
-
-_READERS, _PART_BYTES = 4, 64 << 20
-"""Threads that read for an accelerator, and bytes of a weight that one reads at a time."""
 
 _CACHED_SHARE = 0.6
 """Of the free memory that the system's cache may use for weights."""
@@ -146,68 +144,6 @@ def converted(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tenso
     return found.copy_(values)
 
 
-class _Uploads:
-    """The next weights on their way to an accelerator: from the file into pinned memory, and from there while the device computes."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._module = module_of(device)
-        self._queue = self._module.Stream(device)
-        self._pool = ThreadPoolExecutor(_READERS)
-        self._coming: dict[str, tuple[Tensor, list[Future[None]]]] = {}
-
-    def __contains__(self, name: str) -> bool:
-        """Whether a weight was started and not taken."""
-        return name in self._coming
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weights that were started and not taken."""
-        return sum(values.nbytes for values, _ in self._coming.values())
-
-    def start(self, name: str, saved: Saved) -> None:
-        """Begin to read a weight, if that has not begun."""
-        if name in self._coming:
-            return
-        with torch.inference_mode(False), self._module.stream(self._queue):
-            values = torch.empty(saved.nbytes, dtype=torch.uint8, device=self.device)
-        begins = range(0, saved.nbytes, _PART_BYTES)
-        parts = [self._pool.submit(self._copy, saved, at, values[at : at + _PART_BYTES]) for at in begins]
-        self._coming[name] = values, parts
-
-    def _copy(self, saved: Saved, begin: int, part: Tensor) -> None:
-        staged = torch.empty(len(part), dtype=torch.uint8, device="cpu", pin_memory=True)
-        saved.read(begin, staged)
-        with self._module.stream(self._queue):
-            part.copy_(staged, non_blocking=True)
-
-    def take(self, name: str, saved: Saved) -> Tensor:
-        """The weight on the device; what computes with it next waits for it there."""
-        values, parts = self._coming.pop(name)
-        for part in parts:
-            part.result()
-        current = self._module.current_stream(self.device)
-        current.wait_stream(self._queue)
-        values.record_stream(current)
-        return values.view(saved.dtype).view(saved.shape)
-
-    def forget(self) -> None:
-        """Forget what was started."""
-        for _, parts in self._coming.values():
-            for part in parts:
-                part.cancel()
-        self._coming.clear()
-
-    def close(self) -> None:
-        """End the threads."""
-        self._pool.shutdown(cancel_futures=True)
-
-
-def _reads_ahead(device: torch.device) -> bool:
-    """Whether weights can be copied to ``device`` while it computes."""
-    return device.type != "cpu" and hasattr(module_of(device), "Stream")
-
-
 class WeightStream:
     """Reads the weights of a model from ``saved``, most often in the order of ``names``."""
 
@@ -229,7 +165,7 @@ class WeightStream:
         self.was_read: set[str] = set()
         """Names of the weights that were read since this was cleared."""
         self._last: str | None = None
-        self._uploads: _Uploads | None = None
+        self._uploads: WeightUploads | None = None
 
     def read(self, name: str, unread: Tensor) -> nn.Parameter:
         """The weight, in the dtype and on the device of what stands for it."""
@@ -252,13 +188,13 @@ class WeightStream:
     def _values(self, name: str, device: torch.device) -> Tensor:
         """The weight as it is in its file, on ``device`` if that reads ahead; the next ones are read meanwhile."""
         saved = self._saved[name]
-        if not _reads_ahead(device):
+        if not reads_ahead(device):
             saved.prefetch()
             if name in self._next:
                 self._saved[self._next[name]].prefetch()
             return saved.values
         if self._uploads is None:
-            self._uploads = _Uploads(device)
+            self._uploads = WeightUploads(device)
         uploads = self._uploads
         if name not in uploads and uploads.nbytes >= AHEAD_BYTES:
             uploads.forget()  # they come in another order
@@ -278,6 +214,18 @@ class WeightStream:
             if name not in self._next:
                 return
             name = self._next[name]
+
+    def read_back(self, name: str, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """The values of a weight once more, after those that follow it."""
+        saved = self._saved[name]
+        if self.on_progress is not None:
+            self.on_progress(name, 1 - (self._before[name] + saved.nbytes) / max(1, self.nbytes))
+        before = next((each for each, following in self._next.items() if following == name), name)
+        self._saved[before].prefetch()
+        with _disable_current_modes():
+            values = converted(saved.values, device, dtype)
+        self.forget(name)
+        return values
 
     def _hold(self, name: str, weight: nn.Parameter) -> None:
         self._held[name] = weight
@@ -308,6 +256,44 @@ class WeightStream:
         if self._uploads is not None:
             self._uploads.close()
             self._uploads = None
+
+
+class ReadBack:
+    """Lets a graph of autograd keep weights that were read by their names, and read them again for its derivative."""
+
+    def __init__(self, stream: WeightStream) -> None:
+        self._stream = stream
+        self._names: dict[int, tuple[str, weakref.ref[Any]]] = {}
+        self._last: dict[tuple[str, torch.dtype], Tensor] = {}
+
+    def note(self, name: str, *tensors: Tensor) -> None:
+        """Note that ``tensors`` hold the weight, as long as their storages live."""
+        for storage in (tensor.untyped_storage() for tensor in tensors):
+            forget = functools.partial(self._forget, storage._cdata)
+            self._names[storage._cdata] = name, weakref.ref(storage, forget)
+
+    def _forget(self, key: int, _storage: Any) -> None:
+        self._names.pop(key, None)
+
+    def hooks(self) -> contextlib.AbstractContextManager[None]:
+        """What a graph saves inside is kept so."""
+        return torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack)
+
+    def _pack(self, tensor: Tensor) -> Any:
+        name, _ = self._names.get(tensor.untyped_storage()._cdata, (None, None))
+        if name is None:
+            return tensor
+        return name, tensor.device, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset()
+
+    def _unpack(self, packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        name, device, dtype, *layout = packed
+        if (name, dtype) not in self._last:  # each direction asks for it
+            while len(self._last) > 1:  # a norm has two
+                del self._last[next(iter(self._last))]
+            self._last[name, dtype] = self._stream.read_back(name, device, dtype)
+        return self._last[name, dtype].as_strided(*layout)
 
 
 class _Parameters(dict[str, Any]):

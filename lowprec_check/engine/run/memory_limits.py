@@ -135,7 +135,8 @@ def check_weights_fit(model: nn.Module, device: torch.device, isolation: Isolati
         )
     raise UsageError(
         f"The model does not fit on {device}: its fp32 weights need {weights}, and {room} are free.",
-        "Free memory on the device, scan a smaller variant of the model (fewer layers), or use --device cpu.",
+        "Free memory on the device, use --stream if the weights are in .safetensors files, scan a smaller variant of the model "
+        "(fewer layers), or use --device cpu.",
     )
 
 

@@ -364,7 +364,9 @@ class TargetRuns:
             "accelerated": not self.is_slow(precision),
         }
         reads_once = self._stream is not None and self._stream.nbytes > HELD_BYTES and precision != REFERENCE
-        streamed = {"measured": False, "budget_error": False, "reads_once": reads_once}
+        # Their derivative reads all weights once more, so that it must be asked for.
+        budget = options.budget_error and not options.limits_memory
+        streamed = {"measured": False, "budget_error": budget, "reads_once": reads_once}
         left_out = {} if self._stream is None else streamed
         return RunTask(precision=precision, **settings | changes | left_out)
 

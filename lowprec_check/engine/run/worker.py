@@ -382,7 +382,7 @@ class _Loaded:
             except torch.OutOfMemoryError as error:
                 raise UsageError(
                     f"The fp32 model does not fit on {device}: {first_line(message_of(error))}",
-                    "Free its memory, or choose another device with --device.",
+                    "Free its memory, use --stream if the weights are in .safetensors files, or choose another --device.",
                 ) from None
         self._leftovers = Leftovers(target.model)
 

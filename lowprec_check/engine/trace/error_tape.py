@@ -88,6 +88,8 @@ class ErrorTape:
         self.blocked: dict[str, None] = {}
         """Ops with inputs that have errors, through which no derivative leads."""
         self._call: _TapedCall | None = None
+        self.saving: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        """How its graphs save tensors."""
 
     # -- recording
 
@@ -103,7 +105,7 @@ class ErrorTape:
         """
         self._call = _TapedCall(call, self._twins)
         try:
-            with self._gradients():
+            with self._gradients(), self.saving():
                 args, kwargs = arguments(self._call.leaf)
                 self._call.results = results(call, args, kwargs)
         except Exception:

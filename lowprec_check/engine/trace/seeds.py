@@ -13,7 +13,7 @@ from lowprec_check.engine.core.dispatch_mode import observing
 from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widened_dtype
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
-from lowprec_check.engine.model.streamed_weights import converted, is_unread, stream_of
+from lowprec_check.engine.model.streamed_weights import ReadBack, converted, is_unread, stream_of
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.ops import dtype_flow, shape_text
 from lowprec_check.engine.trace.pending_figures import Pending
@@ -55,7 +55,9 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
             seed(name, tensor, fp32.get(name))
     stream = stream_of(model)
     if stream is not None:
-        seen: set[str] = set()
+        seen, read_back = set[str](), ReadBack(stream)
+        if lockstep.full_tape is not None:
+            lockstep.full_tape.saving = read_back.hooks
 
         def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
             dtype = widened_dtype(saved.dtype, lockstep.wide)
@@ -63,6 +65,8 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
             is_exact = torch.promote_types(saved.dtype, low.dtype) == low.dtype
             seed(name, low, wide, [] if name in seen else rows, is_exact=is_exact)  # one row, however often it is read
             seen.add(name)
+            twin = lockstep.twins.find(low)
+            read_back.note(name, low, *([] if twin is None or twin.tensor is None else [twin.tensor]))
             lockstep.figures.settle()
 
         stream.restart(seed_read)
