@@ -182,8 +182,8 @@ PARTS = {
             "gpu_speed",
         ),
         Report(
-            "streamed.md streamed-large.md",
-            "Does `--stream` find what a scan with the weights in memory finds, and what do 7 and 13 billion parameters take?",
+            "streamed.md streamed-large.md streamed-cuda.md",
+            "Does `--stream` find what a scan with the weights in memory finds, and what do 7, 13 and 69 billion parameters take?",
             "streamed",
         ),
         Report("planted-values.md", "Which overflows and underflows does a scan blame?", "planted_values"),
