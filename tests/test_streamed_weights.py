@@ -148,6 +148,39 @@ def test_a_weight_that_was_not_read_cannot_be_used(tmp_path: Path) -> None:
         weight + 1
 
 
+@pytest.mark.parametrize(
+    ("forward", "init", "says", "hint"),
+    [
+        (
+            "self.layers[0].weight.mul_(2)",
+            "",
+            "The model writes to its weight layers.0.weight, which is read from its file again and again.",
+            "without --stream",
+        ),
+        ("x = x + sum(p.mean() for p in self.parameters())", "", "a weight that was not read", "module.weight"),
+        (
+            "x = self.embed(x.long())[..., 0]",
+            "self.embed = nn.Embedding(9, 2, max_norm=1e-3)",
+            "The model writes to its weight embed.weight",
+            "without --stream",
+        ),
+    ],
+)
+def test_what_cannot_be_streamed_is_said(forward: str, init: str, says: str, hint: str, tmp_path: Path) -> None:
+    path, weights = written(tmp_path)
+    if init:
+        save_file({**load_file(weights), "embed.weight": torch.ones(9, 2)}, weights)
+    text = path.read_text().replace("return self.mean(x)", f"{forward}\n        return self.mean(x)")
+    path.write_text(
+        text.replace("        self.norm", f"        {init or 'pass'}\n        self.norm").replace("randn", "rand")
+    )
+    before = weights.read_bytes()
+    with pytest.raises(UsageError, match=re.escape(says)) as found:
+        scanned(path, weights, stream=True, plan=False)
+    assert hint in (found.value.hint or "")
+    assert weights.read_bytes() == before
+
+
 def test_missing_weights_are_an_error(tmp_path: Path) -> None:
     save_file({"0.weight": torch.zeros(3, 3)}, tmp_path / "weights.safetensors")
     with unread_weights():

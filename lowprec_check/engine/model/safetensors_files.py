@@ -10,6 +10,7 @@ import json
 import math
 import mmap
 import os
+import sys
 import warnings
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +35,7 @@ _DTYPES = {
     "BOOL": torch.bool,
 }
 _LENGTH = 8
+_MAP_NORESERVE = 0x4000
 _WINDOW = 128 << 10
 
 
@@ -88,11 +90,20 @@ class Saved(NamedTuple):
                 os.posix_fadvise(file.fileno(), self.start, self.nbytes, os.POSIX_FADV_DONTNEED)
 
 
+def _mapped(descriptor: int) -> mmap.mmap:
+    """The file in memory, which a model may write to: its file stays, and no process ends. Memory for such writes is not set aside."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):  # this system sets all aside
+            flags, rights = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE
+            return mmap.mmap(descriptor, 0, flags=flags, prot=rights)
+    return mmap.mmap(descriptor, 0, access=mmap.ACCESS_READ)
+
+
 def saved_tensors(path: Path) -> dict[str, Saved]:
     """The tensors in a file of safetensors, by name; raises :class:`UsageError` if it is none."""
     try:
         with path.open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            mapped = _mapped(file.fileno())
         begin = _LENGTH + int.from_bytes(mapped[:_LENGTH], "little")
         header = json.loads(mapped[_LENGTH:begin])
         found = {}

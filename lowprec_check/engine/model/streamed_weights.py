@@ -50,6 +50,9 @@ SAMPLES, SAMPLE_BYTES = 16, 8 << 20
 # -- A model without its weights
 
 
+NOT_READ = "a weight that was not read (--stream)"
+
+
 class Unread(Tensor):
     """Stands for a weight that was not read: it has a shape, a dtype and a device, and no values."""
 
@@ -68,7 +71,7 @@ class Unread(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         """Cast it, move it, or copy it; anything else is an error, but for a module that is being made."""
         if not cls.making and func not in _CASTS:
-            raise RuntimeError(f"{func} got a weight that was not read (--stream)")
+            raise RuntimeError(f"{func} got {NOT_READ}")
         if func is _aten._local_scalar_dense.default:
             return 0  # an initialization asks whether it must draw again
         kwargs = dict(kwargs or {})
@@ -164,6 +167,8 @@ class WeightStream:
         self.on_read: OnRead | None = None
         self.was_read: set[str] = set()
         """Names of the weights that were read since this was cleared."""
+        self._versions: dict[str, int] = {}
+        self._written: str | None = None
         self._last: str | None = None
         self._uploads: WeightUploads | None = None
 
@@ -228,10 +233,18 @@ class WeightStream:
         return values
 
     def _hold(self, name: str, weight: nn.Parameter) -> None:
-        self._held[name] = weight
-        self._held.move_to_end(name)
+        self._drop(name)
+        self._held[name], self._versions[name] = weight, _version(weight)
         while len(self._held) > 1 and sum(each.nbytes for each in self._held.values()) > HELD_BYTES:
-            self.forget(self._held.popitem(last=False)[0])
+            self._drop(next(iter(self._held)))
+
+    def _drop(self, name: str) -> None:
+        """Forget a weight that is held, and note whether the model wrote to it."""
+        weight = self._held.pop(name, None)
+        if weight is not None:
+            self.forget(name)
+            if self._versions[name] != _version(weight):
+                self._written = name
 
     def forget(self, name: str) -> None:
         """Drop the pages of the file. Those of the last weights leave the cache too, if it cannot hold all, so that the first ones stay for the next call."""
@@ -247,15 +260,25 @@ class WeightStream:
         return max(1, count) / max(time.monotonic() - started, 1e-6)
 
     def restart(self, on_read: OnRead | None) -> None:
-        """Forget everything that was read; tell ``on_read`` what is from now on."""
-        for name in self._held:
-            self.forget(name)
-        self._held.clear()
+        """Forget everything that was read; tell ``on_read`` what is from now on. Raises :class:`UsageError` if the model wrote to a weight."""
+        for name in list(self._held):
+            self._drop(name)
         self.was_read.clear()
         self.on_read, self._last = on_read, None
         if self._uploads is not None:
             self._uploads.close()
             self._uploads = None
+        written, self._written = self._written, None
+        if written is not None:
+            raise UsageError(
+                f"The model writes to its weight {written}, which is read from its file again and again.",
+                "Scan it without --stream where there is memory for it.",
+            )
+
+
+def _version(weight: Tensor) -> int:
+    """How often it was written to."""
+    return 0 if weight.is_inference() else weight._version
 
 
 class ReadBack:

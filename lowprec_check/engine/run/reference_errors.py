@@ -7,6 +7,7 @@ import re
 from lowprec_check.engine.core.devices import says_device_is_absent
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.plain_run import PlainResult
+from lowprec_check.engine.model.streamed_weights import NOT_READ
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.run.tasks import RunTask
@@ -83,7 +84,9 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
         return message, f"If the op has no kernel on {device}, {fallback}scan with --device cpu."
     defaults = f"The inputs are defaults ({shapes}); give others: --inputs input_ids=1x32:int64,mask=1x32."
     fit = f"Check that the inputs fit the model. Their shapes: {shapes}."
-    return message, _HINTS.get(part, defaults if target.default_inputs else fit)
+    if NOT_READ in error.message:
+        fit = "Only attributes of modules are read (module.weight, not parameters()): scan it without --stream."
+    return message, _HINTS.get(part, defaults if target.default_inputs and NOT_READ not in error.message else fit)
 
 
 _PARTS = {"backward": "backward pass", "optimizer": "optimizer step"}
