@@ -293,7 +293,7 @@ def steps(events: list[Any], end: float) -> dict[str, float]:
     for moment, run, doing in [*events, [end, "", ""]]:
         spent[now] += moment - at
         by_op = doing.startswith("op ")
-        at, now = moment, f"{run}: {'op by op' if by_op else doing.partition(':')[0]}"
+        at, now = moment, f"{Path(run).name}: {'op by op' if by_op else doing.partition(':')[0]}"
         if run == "times":
             now = "times"
     return {name: round(seconds, 1) for name, seconds in spent.most_common() if seconds >= 0.05}

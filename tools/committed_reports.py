@@ -177,6 +177,11 @@ PARTS = {
             "scaled-weights.md", "Which errors have initial weights, and those of `--scale-weights`?", "scaled_weights"
         ),
         Report(
+            "whole-scans-cuda.md",
+            "How long does one wait for the first row of a scan and for its end, and where does the time go?",
+            "whole_scans",
+        ),
+        Report(
             "gpu-speed.md",
             "Are the times of an idle GPU those of other tools, and what does the op-by-op analysis cost there?",
             "gpu_speed",
