@@ -18,7 +18,7 @@ from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, version
 from lowprec_check.engine.model.plain_run import digest_of
 from lowprec_check.engine.model.prepared import application_of
-from lowprec_check.engine.model.streamed_weights import HELD_BYTES, WeightStream, stream_of
+from lowprec_check.engine.model.streamed_weights import AHEAD_BYTES, HELD_BYTES, WeightStream, stream_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.model.user_code import texts_of_lines
@@ -134,7 +134,7 @@ def growing_scan(
         open_batches(source, options.batches, settings, isolation) as further,
     ):
         if stream is not None and stream.nbytes > HELD_BYTES:
-            source.report(NOTICE, _estimate(stream, options))
+            source.report(NOTICE, _estimate(stream, options, machine.runs_on))
         fp32 = target_runs.reference()
         run_references(further, fp32)
         model = describe_target(target, fp32, trains=settings.steps > 0)
@@ -250,19 +250,20 @@ def _resumed(source: TargetSource, result: ScanResult, earlier: ScanResult | Non
     return found
 
 
-def _estimate(stream: WeightStream, options: ScanOptions) -> str:
+def _estimate(stream: WeightStream, options: ScanOptions, device: str) -> str:
     """What a scan takes at least of a model whose weights stay in their files."""
     lower = [name for name in options.names_of("precisions") if name != REFERENCE]
     often = 2 if options.budget_error == "on" and options.errors == "both" else 1
     times, speed = options.batches + often * len(lower), stream.bytes_per_second()
     seconds = times * stream.nbytes / speed
     each, twice = " on each batch" if options.batches > 1 else "", "twice" if often > 1 else "once"
+    most = stream.most_held + (0 if device.startswith("cpu") else 2 * AHEAD_BYTES)
     when = "If a precision fails" if options.plan else "If none of them passes"
     again = "" if options.plan is False else f"{when}, each trial of the search for a plan reads them again. "
     return (
         f"{gibibytes(stream.nbytes)} of weights are read at least {times} times if every call ends: once in fp32{each}, {twice} in each other "
         f"precision. {again}Reading them {times} times takes about {max(1.0, seconds):.0f} s at {gibibytes(speed)}/s, the speed of a sample; "
-        f"computing takes more. At most {gibibytes(stream.most_held)} of weights are in memory at a time."
+        f"computing takes more. At most {gibibytes(most)} of weights are in memory at a time."
     )
 
 
