@@ -328,6 +328,7 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Run]:
         "times": "off",
         "tolerance": 1.0,
         "prefer": "memory",
+        "thorough": True,  # one call alone has no memory, where half is slow
     }
     result = lowprec_check.scan(
         layers, torch.randn(4, WIDE), backends=["eager", *(b.name for b in backends)], **options
