@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import os
 import signal
+import subprocess
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -310,17 +312,15 @@ class Held(Backend):
         return measured if self._hook == -1 else self._hook
 
 
-@pytest.fixture
-def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Run]:
-    """The runs of a layer of 16 MiB, by name."""
+def scan_rows() -> ScanResult:
+    """Scan a layer of 16 MiB on backends that hold memory."""
     backends = [
         Held("refers", copies=False),
         Held("copies", copies=True),
         Held("says", copies=True, hook=5),
         Held("unknown", copies=True, hook=None),
     ]
-    for backend in backends:
-        monkeypatch.setitem(BACKENDS._items, backend.name, backend)
+    BACKENDS._items |= {backend.name: backend for backend in backends}
     layers = nn.Sequential(nn.Linear(WIDE, WIDE)).eval()
     options: dict[str, Any] = {
         "precisions": "half",
@@ -330,9 +330,17 @@ def rows(monkeypatch: pytest.MonkeyPatch) -> dict[str, Run]:
         "prefer": "memory",
         "thorough": True,  # one call alone has no memory, where half is slow
     }
-    result = lowprec_check.scan(
-        layers, torch.randn(4, WIDE), backends=["eager", *(b.name for b in backends)], **options
+    return lowprec_check.scan(layers, torch.randn(4, WIDE), backends=["eager", *(b.name for b in backends)], **options)
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, Run]:
+    """The runs of :func:`scan_rows` by name, in a process in which other tests have left no memory."""
+    command = "import test_memory; print(test_memory.scan_rows().to_json().decode())"
+    done = subprocess.run(
+        [sys.executable, "-c", command], cwd=Path(__file__).parent, stdout=subprocess.PIPE, check=True, text=True
     )
+    result = ScanResult.from_json(done.stdout)
     assert result.recommendation is not None
     found = {
         run.precision if run.backend == "eager" else run.backend: run for run in result.runs if run.precision == "half"
