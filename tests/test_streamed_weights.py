@@ -357,9 +357,10 @@ def test_weights_are_read_at_least_as_often_as_is_shown(
     assert int(shown[1]) == (4 if budget == "on" else 2) + batches
     assert ("twice in each other" in said) == (budget == "on")
     assert len(counts) == 10
-    large = [count for name, count in counts.items() if name.startswith("layers") and name.endswith("weight")]
-    assert min(large) >= int(shown[1])
-    assert batches > 1 or min(large) == 3 + int(shown[1]) - 1  # fp32 is fast enough to be called three times
+    if budget == "on":  # no derivative needs the other ones
+        counts = Counter({name: count for name, count in counts.items() if re.fullmatch(r"layers\.\d\.weight", name)})
+    assert min(counts.values()) >= int(shown[1])
+    assert batches > 1 or min(counts.values()) == 3 + int(shown[1]) - 1  # fp32 is fast enough to be called three times
     assert ("each batch" in said) == (batches > 1)
 
 

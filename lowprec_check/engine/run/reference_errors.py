@@ -84,9 +84,9 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
         return message, f"If the op has no kernel on {device}, {fallback}scan with --device cpu."
     defaults = f"The inputs are defaults ({shapes}); give others: --inputs input_ids=1x32:int64,mask=1x32."
     fit = f"Check that the inputs fit the model. Their shapes: {shapes}."
-    if NOT_READ in error.message:
-        fit = "Only attributes of modules are read (module.weight, not parameters()): scan it without --stream."
-    return message, _HINTS.get(part, defaults if target.default_inputs and NOT_READ not in error.message else fit)
+    streamed = "Only attributes of modules are read (module.weight, not parameters()): scan it without --stream."
+    other = streamed if NOT_READ in error.message else defaults if target.default_inputs else fit
+    return message, _HINTS.get(part, other)
 
 
 _PARTS = {"backward": "backward pass", "optimizer": "optimizer step"}
