@@ -6,7 +6,9 @@ import dataclasses
 import math
 import os
 import signal
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -24,7 +26,7 @@ from lowprec_check.engine.run import isolation, target_source, worker
 from lowprec_check.engine.run.isolation import isolation_on
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import Send
-from lowprec_check.engine.run.target_source import TargetSource, load_here
+from lowprec_check.engine.run.target_source import TargetSource, cuda_asked_in_a_fork, load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.run.tasks import RunTask, open_task_files
 from lowprec_check.engine.scan import scan_target
@@ -330,3 +332,29 @@ def test_a_program_that_has_asked_for_its_gpu_forks_only_for_the_cpu(monkeypatch
     assert (source.best_on("cpu"), source.method) == ("fork", "fork")
     assert (source.best_on("cuda"), source.method) == ("none", "spawn")
     assert scanned(TargetSource(source.target), None).options["isolation"] == "fork"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere the command does not fork")
+def test_what_files_ask_about_a_gpu_when_they_are_imported_is_asked_in_a_fork(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``torch.utils._triton.has_triton()``, which torchao calls, would initialize it, and no fork could use it then."""
+    properties = lambda _device=None: SimpleNamespace(major=9, minor=0, name="GPU", asked_in=os.getpid(), uuid=object())  # noqa: E731
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    with cuda_asked_in_a_fork():
+        kept = torch.cuda.get_device_properties
+        assert torch.cuda.get_device_capability() == (9, 0)
+        assert torch.cuda.get_device_name() == "GPU"
+        assert torch.cuda.current_device() == 0
+        assert kept(0).asked_in != os.getpid()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+        assert kept(0).asked_in == os.getpid()
+        monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    assert torch.cuda.get_device_properties is properties
+    assert kept(0).asked_in == os.getpid()  # a class may have kept it
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="there may be a GPU")
+def test_a_question_about_a_gpu_that_is_not_there_fails_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
+    with cuda_asked_in_a_fork(), pytest.raises(AssertionError, match="not compiled with CUDA"):
+        torch.cuda.get_device_properties(0)

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
+import os
+import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from conftest import ROOT
@@ -22,6 +27,7 @@ from lowprec_check.engine.run import tasks
 from lowprec_check.engine.run.target_source import load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.scan import scan_target
+from lowprec_check.process.function_worker import FunctionWorker
 from lowprec_check.schema.options import ScanOptions
 
 
@@ -138,6 +144,99 @@ def test_what_is_accelerated_runs_first_and_is_shown_in_the_usual_order(
     )
     assert list(dict.fromkeys(seen)) == ["fp32", "half", "bfloat16", "autocast-bf16"]
     assert [run.precision for run in result.runs] == ["fp32", "bfloat16", "autocast-bf16", "half"]
+
+
+class OnOneCore(nn.Module):
+    """A layer that takes ``seconds`` in 16 bits, and dies in half if ``dies``; the start and end of each such call are in ``log``."""
+
+    def __init__(self, log: Path, *, dies: bool = False) -> None:
+        super().__init__()
+        self.linear, self.log, self.dies = nn.Linear(8, 8), log, dies
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.dtype == torch.float32:
+            return y
+        started = time.monotonic()
+        time.sleep(2.0)
+        if self.dies and y.dtype == torch.half:
+            os.kill(os.getpid(), signal.SIGSEGV)
+        with self.log.open("a") as file:
+            file.write(f"{started} {time.monotonic()} {torch.get_num_threads()}\n")
+        return y
+
+
+def calls_of(log: Path) -> list[tuple[float, float, int]]:
+    """The start, the end and the number of threads of each call, by their starts."""
+    return sorted((float(a), float(b), int(n)) for a, b, n in (line.split() for line in log.read_text().splitlines()))
+
+
+@pytest.fixture
+def two_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[float], None]]:
+    """As on two cores, of which a worker uses so many."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    accelerating(monkeypatch)
+    yield lambda used: monkeypatch.setattr(FunctionWorker, "processor_seconds", lambda _: used * time.monotonic())
+    torch.set_num_threads(threads)
+
+
+SLOW_RUNS: dict[str, Any] = {"precisions": ["bf16", "autocast-bf16", "half"], "isolation": "fork", "times": "off"}
+
+
+def test_slow_runs_that_use_one_core_are_done_side_by_side(two_cores: Callable[[float], None], tmp_path: Path) -> None:
+    """Each in its share of the cores, with the result that it has alone."""
+    two_cores(1.0)
+    together, alone, seen = tmp_path / "together", tmp_path / "alone", list[str]()
+    x = torch.randn(4, 8)
+    torch.manual_seed(0)
+    model = OnOneCore(together).eval()
+    result = scan(model, x, **SLOW_RUNS, on_progress=lambda run, _doing: seen.append(run))
+    first, second, *_ = calls_of(together)
+    assert second[0] < first[1]  # it starts before the first one ends
+    assert (first[2], second[2]) == (2, 1)
+    assert list(dict.fromkeys(seen)) == ["fp32", "bfloat16", "autocast-bf16", "half"]
+    model.log = alone
+    expected = scan(model, x, **SLOW_RUNS | {"isolation": "shared"})
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls_of(alone)))
+    for mine, its in zip(result.runs, expected.runs, strict=True):
+        assert (mine.status, mine.output_error, mine.gaps) == (its.status, its.output_error, its.gaps)
+        assert mine.op_calls.accumulated_error == its.op_calls.accumulated_error
+        assert mine.op_calls.local_error == its.op_calls.local_error
+
+
+@pytest.mark.parametrize("used", [pytest.param(2.0, id="they use all cores"), pytest.param(0.5, id="others do")])
+def test_slow_runs_are_done_one_by_one_where_no_core_is_idle(
+    two_cores: Callable[[float], None], tmp_path: Path, used: float
+) -> None:
+    two_cores(used)
+    scan(OnOneCore(tmp_path / "log").eval(), torch.randn(4, 8), **SLOW_RUNS)
+    calls = calls_of(tmp_path / "log")
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls))
+    assert {threads for *_, threads in calls} == {2}
+
+
+def test_a_run_that_dies_beside_others_costs_its_row_only(two_cores: Callable[[float], None], tmp_path: Path) -> None:
+    two_cores(1.0)
+    result = scan(OnOneCore(tmp_path / "log", dies=True).eval(), torch.randn(4, 8), **SLOW_RUNS)
+    assert [run.status for run in result.runs] == ["ok", "ok", "ok", "crashed"]
+    half = result.run("half")
+    assert "SIGSEGV" in (half.reason or "")
+    assert "two attempts" not in (half.reason or "")  # the second one died too
+    assert all(run.complete for run in result.runs[:3])
+
+
+def test_what_was_begun_beside_a_run_ends_with_the_scan(two_cores: Callable[[float], None], tmp_path: Path) -> None:
+    two_cores(1.0)
+    log = tmp_path / "log"
+
+    def interrupt(run: str, _doing: str) -> None:
+        if run == "autocast-bf16":  # half has begun
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        scan(OnOneCore(log).eval(), torch.randn(4, 8), **SLOW_RUNS, on_progress=interrupt)
+    assert not [child for child in psutil.Process().children() if "guardian" not in " ".join(child.cmdline())]
 
 
 def test_progress_shows_the_trials_of_a_search() -> None:

@@ -112,8 +112,12 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
 
 def launch_bound(run: Run) -> bool:
     """Whether the accelerator waits for the host in the calls of ``run``, so that faster kernels would hardly make it faster."""
-    found = run.latency
-    if found is None or run.timing is not None or found.host_ms is None or found.device_ms is None:
+    return run.latency is not None and run.timing is None and waits_for_host(run.latency)
+
+
+def waits_for_host(found: Latency) -> bool:
+    """Whether these are times of an accelerator that waits for the host."""
+    if found.host_ms is None or found.device_ms is None:
         return False
     return found.host_ms >= ON_HOST * found.median_ms and found.device_ms <= ON_DEVICE * found.median_ms
 

@@ -152,7 +152,7 @@ def growing_scan(
         )
         yield result
         resumed = _resumed(source, result, earlier)
-        for key in sorted(wanted_runs(result)[1:], key=lambda key: target_runs.is_slow(key.precision)):
+        for key in target_runs.in_order(wanted_runs(result)[1:]):
             run = resumed.get(key) or checked_on(
                 further, with_ablation(target_runs, target_runs.run(key.precision, key.backend, key.memory_format))
             )

@@ -53,6 +53,8 @@ def read_shared(descriptor: int) -> bytes:
 
 _SIZE = 1024
 _HEAD = struct.Struct("<BdIH")  # state, started, ops so far, length of the text
+_THREADS = struct.Struct("<H")
+_TEXT = _SIZE - _HEAD.size - _THREADS.size
 
 IDLE, IN_OP, AFTER_OP = 0, 1, 2
 
@@ -106,7 +108,7 @@ class Breadcrumb:
 
     def enter(self, op: str, module: str, source: str | None) -> None:
         """Record that an op starts."""
-        text = f"{op}\0{module}\0{source or ''}".encode()[: _SIZE - _HEAD.size]
+        text = f"{op}\0{module}\0{source or ''}".encode()[:_TEXT]
         self._ops += 1
         head = _HEAD.pack(IN_OP, system.now(), self._ops, len(text))
         self._map[: _HEAD.size + len(text)] = head + text
@@ -123,3 +125,13 @@ class Breadcrumb:
         text = self._map[_HEAD.size : _HEAD.size + length].decode(errors="replace")
         op, module, source = [*text.split("\0"), "", ""][:3]
         return Position(state, started, ops, op, module, source or None)
+
+    @property
+    def threads(self) -> int:
+        """How many threads the worker is to use from its next part on; 0: as many as it likes."""
+        found: int = _THREADS.unpack_from(self._map, _SIZE - _THREADS.size)[0]
+        return found
+
+    def limit_threads(self, number: int) -> None:
+        """Let the worker use ``number`` of threads from its next part on."""
+        _THREADS.pack_into(self._map, _SIZE - _THREADS.size, number)

@@ -216,6 +216,13 @@ class FunctionWorker(Worker[Message]):
         """Seconds since the process or one that it started was last seen to use the processor."""
         return self._activity.idle_seconds(system.monotonic())
 
+    def processor_seconds(self) -> float:
+        """Processor time of the process itself; 0 if it has ended."""
+        with contextlib.suppress(psutil.Error):
+            times = psutil.Process(self._group.pid).cpu_times()
+            return float(times.user + times.system)
+        return 0.0
+
     def log_place(self) -> bool:
         """Have the main thread log its traceback, and wait until it has."""
         if self._log is None:

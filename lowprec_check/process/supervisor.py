@@ -159,6 +159,9 @@ class Supervisor(Generic[AnyWorker, Message]):
         while self._workers:
             self._workers.pop().end()
 
+    def __len__(self) -> int:
+        return len(self._workers)
+
     def add(self, worker: AnyWorker) -> None:
         """Watch one more worker."""
         self._workers.append(worker)
@@ -186,6 +189,8 @@ class Supervisor(Generic[AnyWorker, Message]):
         messages = worker.receive()
         for message in messages:
             yield MessageEvent(worker, message)
+        if worker not in self._workers:  # released because of a message
+            return
         position = worker.position()
         state = "ended" if exit_code is not None and not messages else _check_limits(worker, position)
         logged = False

@@ -3,44 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
-import pickle
 from collections.abc import Callable
 
-from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.isolation import IDLE_SECONDS, other_threads
-from lowprec_check.engine.run.messages import (
-    CallStarted,
-    Checked,
-    InputStarted,
-    Measures,
-    TaskMessage,
-    TurnTimed,
-    WeightRead,
-    decode,
-)
-from lowprec_check.engine.run.outcome import Outcome, describe_position
-from lowprec_check.engine.run.place_log import model_line
-from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
-from lowprec_check.engine.run.target_spec import LOAD_SECONDS
-from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ModelTask, RunTask
-from lowprec_check.engine.run.worker import QUESTION, do_task, serve, work
+from lowprec_check.engine.run.outcome import Outcome
+from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.task_workers import SideBySide, execute
+from lowprec_check.engine.run.tasks import ExplainTask, ModelTask, RunTask
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import Isolation
-from lowprec_check.process.breadcrumb import Breadcrumb, clear_shared, read_shared
-from lowprec_check.process.function_worker import Activity, Ended, FunctionWorker, Loaded, Method
-from lowprec_check.process.process_group import WHOLE_PROCESS
-from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
+from lowprec_check.process.function_worker import Activity
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.op_calls import killed_reason
-from lowprec_check.schema.statements import percent
-
-CHECK_SECONDS = 30.0
-"""Time in which a shared worker must have said whether it can do another task."""
-
-TaskWorker = FunctionWorker[TaskMessage]
 
 AFTER_VERDICT = "after the output was judged: memory, metric or compiler check may be missing"
 
@@ -69,6 +45,7 @@ class Launcher:
         """Whether a run was seen to write to parameters: their values are saved from then on."""
         self.hidden_state = False
         """Whether the model keeps state that cannot be rewound: every part of a run is then done in a process of its own."""
+        self.side_by_side = SideBySide(source)
         self._forks_may_wait = True
         """Whether a fork that only waits may do so because it is a fork."""
 
@@ -190,7 +167,9 @@ class Launcher:
         least = 2 * Activity.SECONDS  # one measurement may be of a process that lacks a core
         idle_limit = max(least, min(IDLE_SECONDS, task.budget / 2))
         limit = idle_limit if self._forks and self._forks_may_wait else math.inf
-        return execute(task, self.source, self.isolation, idle_limit=limit)
+        begun = self.side_by_side.outcome(task, limit) if self.isolation == "fork" else None
+        threads = self.side_by_side.threads_beside
+        return begun or execute(task, self.source, self.isolation, idle_limit=limit, threads=threads)
 
     def _can_be_sent(self) -> bool:
         """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it may wait for a thread."""
@@ -265,116 +244,3 @@ class Attempts:
 
     def _emulate(self, op: str, reason: str) -> None:
         self.task = dataclasses.replace(self.task, slow=(*self.task.slow, (op, reason)))
-
-
-# -- One task in one process
-
-
-def execute(task: ModelTask, source: TargetSource, isolation: Isolation, *, idle_limit: float = math.inf) -> Outcome:
-    """Do ``task``. A worker that does not use the processor for ``idle_limit`` seconds is killed.
-
-    Raises :class:`WorkerError` if the tool itself fails, and :class:`UsageError` if the worker cannot load the target or save
-    the fp32 output.
-    """
-    outcome = Outcome()
-    clear_shared(task.files.log)
-    if isolation == "none":
-        Breadcrumb.clear(task.files.breadcrumb)
-        with WHOLE_PROCESS:
-            work(task, source.forked(), outcome.add, lambda: None)
-        return outcome
-    if isolation == "shared":
-        worker, outcome.reused = _shared_worker(task, source)
-        worker.send(pickle.dumps(task))
-    else:
-        worker = start_worker(task, source, isolation)
-    worker.set_timeout(LOAD_SECONDS)
-    worker.idle_limit = idle_limit
-    with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
-        for event in supervisor.events():
-            if isinstance(event, StateEvent):
-                _record_state(outcome, event, task, source)
-                continue
-            message = event.message
-            outcome.add(message)
-            if isinstance(message, Ended):
-                message.check()
-                if isolation == "shared":
-                    supervisor.release(worker)
-                    source.kept.keep(worker, _owner(task, source))
-                break
-            _set_limits(worker, message, task)
-    return outcome
-
-
-def start_worker(task: ModelTask, source: TargetSource, method: Method, *, shared: bool = False) -> TaskWorker:
-    """A worker for ``task`` alone; a ``shared`` one waits for it, and for those that follow."""
-    fresh = FreshLoad(source.forked) if method == "fork" else source.fresh()
-    worker: TaskWorker = FunctionWorker(
-        functools.partial(serve, fresh.load) if shared else functools.partial(do_task, task, fresh.load),
-        decode,
-        method=method,
-        log=task.files.log,
-        breadcrumb=Breadcrumb.clear(task.files.breadcrumb),
-        descriptors=(*fresh.descriptors, *task.files),
-    )
-    worker.set_timeout(LOAD_SECONDS)
-    return worker
-
-
-def _shared_worker(task: ModelTask, source: TargetSource) -> tuple[TaskWorker, bool]:
-    """A worker that waits for ``task``, and whether it has done other tasks; one that has left something behind is ended."""
-    kept = source.kept
-    worker: TaskWorker | None = kept.take(_owner(task, source))
-    if worker is not None:
-        worker.start_anew()
-        worker.send(QUESTION)
-        worker.set_timeout(CHECK_SECONDS)
-        with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
-            for event in supervisor.events():
-                if isinstance(event, MessageEvent) and isinstance(event.message, Checked):
-                    kept.left += event.message.left
-                    if not event.message.left:
-                        supervisor.release(worker)
-                        worker.start_anew(Breadcrumb.clear(task.files.breadcrumb))
-                        return worker, True
-                    break
-    kept.started += 1
-    return start_worker(task, source, source.method, shared=True), False
-
-
-def _owner(task: ModelTask, source: TargetSource) -> tuple[object, ...]:
-    """What a worker can be used for: tasks of one source, device, set of files and way to start."""
-    return id(source), task.device, task.files, source.method
-
-
-def _set_limits(worker: TaskWorker, message: TaskMessage, task: ModelTask) -> None:
-    """Each call and each part gets its budget; if the plain run is too slow or failed, each op gets its limit."""
-    failed = isinstance(message, PlainResult) and message.status == "error"
-    if isinstance(task, AnalysisTask) and (
-        failed or isinstance(message, Measures)
-    ):  # the instrumented part may be next
-        worker.set_timeout(max(task.call_budget, task.explain_budget))
-    elif isinstance(message, (Loaded, CallStarted, PlainResult, InputStarted, TurnTimed, WeightRead)):
-        worker.set_timeout(task.part_budget)
-    if failed or (isinstance(message, Loaded) and isinstance(task, ExplainTask) and task.measure_once):
-        worker.op_limit = task.op_limit
-
-
-def _record_state(outcome: Outcome, event: StateEvent[TaskWorker], task: ModelTask, source: TargetSource) -> None:
-    outcome.position = event.position
-    if event.state == "running":
-        (name, doing), read = task.progress, outcome.weight_read
-        doing = f"{doing} in {read.module}" if read is not None else doing
-        doing = describe_position(event.position) if event.position else doing
-        source.report(name, f"{doing}, {percent(read.share)} of the weights" if read is not None else doing)
-        return
-    outcome.seconds_in_op = event.position.seconds_in_op() if event.position is not None else 0.0
-    line = model_line(read_shared(task.files.log))
-    if event.state != "ended":
-        outcome.ended = event.state
-        outcome.line = line if event.position is None else None
-    elif event.exit_code is not None:
-        hint = " (out of memory?)" if signal_name(event.exit_code) == "SIGKILL" else ""
-        outcome.ended, outcome.exit_code = "crashed", event.exit_code
-        outcome.reason = f"{describe_exit(event.exit_code)}{hint}{f' at {line}' if line else ''}"

@@ -88,6 +88,16 @@ def allowance(task: AnalysisTask, model: nn.Module) -> Allowance:
     return Allowance(None, None, why)
 
 
+def most_at_once(task: AnalysisTask, model: nn.Module) -> int:
+    """How many tasks like ``task`` may run at the same time, each complete, within the memory that a scan takes."""
+    size, peak = ModelBytes.of(model), task.fp32_peak
+    if peak is None:
+        return 1
+    free = free_memory(torch.device(task.device)) // 2
+    room = min(free, size.most(peak) - size.held) if task.limits_memory else free
+    return max(1, room // max(1, size.beyond(task.errors, peak)))
+
+
 def _outputs(files: TaskFiles) -> int:
     """Bytes that are kept for comparisons: the outputs of fp32, which a file holds, as many of the run, and further inputs."""
     return 2 * os.fstat(files.reference).st_size + 2 * os.fstat(files.further).st_size

@@ -19,6 +19,7 @@ from lowprec_check.analysis.speed import (
     latency_of_rounds,
     rather_on_one_core,
     speedup_in_rounds,
+    waits_for_host,
 )
 from lowprec_check.engine.run.messages import TurnFailed, TurnTimed
 from lowprec_check.process import system
@@ -42,7 +43,8 @@ SAME = 1.1
 """A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
 
 MORE = 3.0
-"""How many times as long rounds are repeated where other programs use the cores, or times vary much."""
+"""How many times as long rounds are repeated where other programs use the cores, times vary much, or the host limits those that cannot be
+told."""
 
 ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
@@ -82,8 +84,9 @@ class RoundSchedule:
             if self.number >= least:
                 noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
                 limit = self._seconds * (MORE if noisy or self.is_disturbed else 1.0)
-                if (self._patient or self.number < ENOUGH) and not all(map(self._is_told, rows[1:])):
-                    limit = self._seconds * UNTOLD
+                untold = [row for row in rows[1:] if not self._is_told(row)]
+                if (self._patient or self.number < ENOUGH) and untold:
+                    limit = max(limit, self._seconds * (MORE if all(map(self._times_host, untold)) else UNTOLD))
                 elapsed = system.monotonic() - started
                 if elapsed + elapsed / self.number > limit:
                     return
@@ -145,6 +148,11 @@ class RoundSchedule:
         latency = self.latency(row)
         found = latency.speedup if latency is not None else None
         return found is None or judged(found.median, found.low, found.high).told != "noisy"
+
+    def _times_host(self, row: int) -> bool:
+        """Whether ``row`` and fp32 wait for the host, so that more rounds would only time that."""
+        known = [latency_of_rounds(self._rounds(each)) for each in (0, row)]
+        return all(map(waits_for_host, known))
 
     def _is_settled(self, row: int) -> bool:
         if row in self.failures:

@@ -116,6 +116,10 @@ class TargetRuns:
         """Where runs happen."""
         return self._launcher.isolation
 
+    def close(self) -> None:
+        """End what was begun in advance."""
+        self._launcher.side_by_side.close()
+
     def show_step(self, search: str, step: str | None) -> None:
         """Show as progress the ``step`` of a ``search``, until there is none, in place of what its runs do."""
         source = self._launcher.source
@@ -215,6 +219,14 @@ class TargetRuns:
 
     # -- other runs
 
+    def in_order(self, keys: Sequence[RunKey]) -> list[RunKey]:
+        """The runs to come, the slow ones last: these may be done side by side."""
+        slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
+        if self._stream is None and not (self.options.steps or self._launcher.hidden_state):
+            possible = [key for key in slow if self._why_skipped(key) is None]
+            self._launcher.side_by_side.expect(map(self._usual_task, possible))
+        return sorted(keys, key=lambda key: self.is_slow(key.precision))
+
     def run(
         self,
         precision: str,
@@ -232,15 +244,8 @@ class TargetRuns:
         A crash, a hang or an exception is reported as the status. A run on another backend is explained by the eager run of
         the same precision and memory format, if there was one.
         """
-        task = self._task(
-            precision,
-            backend=backend,
-            memory_format=memory_format,
-            keep_fp32=keep_fp32,
-            measured=measured,
-            errors=errors or self.options.errors,
-            setup_budget=0.0 if self.options.budget else BACKENDS.get(backend).setup_budget,
-        )
+        key = RunKey(precision, backend, self.options.device, memory_format)
+        task = self._usual_task(key, keep_fp32=keep_fp32, measured=measured, errors=errors or self.options.errors)
         reason = self._why_skipped(task.key)
         if reason is not None:
             return skipped(task.key, reason, task.evidence)
@@ -260,14 +265,11 @@ class TargetRuns:
         if self.options.predicted is not None or not self.options.timed or self._stream is not None:
             return untimed([self.fp32, *runs])
 
+        self.close()
+
         def task_of(run: Run) -> ModelTask:
-            return self._task(
-                run.base or run.precision,
-                backend=run.backend,
-                memory_format=run.memory_format,
-                keep_fp32=tuple(run.keep_fp32),
-                setup_budget=BACKENDS.get(run.backend).setup_budget,
-            )
+            key, kept = run.key._replace(precision=run.base or run.precision), tuple(run.keep_fp32)
+            return self._usual_task(key, keep_fp32=kept, setup_budget=BACKENDS.get(run.backend).setup_budget)
 
         return time_runs(self.fp32, runs, task_of, self._launcher)
 
@@ -347,6 +349,12 @@ class TargetRuns:
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
         return reason or why_too_large(target.model, self.options.device, self.isolation, peak, self._files)
 
+    def _usual_task(self, key: RunKey, **changes: Any) -> RunTask:
+        """The task of the run ``key``, but for ``changes``."""
+        setup = 0.0 if self.options.budget else BACKENDS.get(key.backend).setup_budget
+        how: dict[str, Any] = {"backend": key.backend, "memory_format": key.memory_format, "setup_budget": setup}
+        return self._task(key.precision, **how | changes)
+
     def _task(self, precision: str, **changes: Any) -> RunTask:
         options, fp32_ms = self.options, self._fp32_ms or 0.0
         forwards = min(EXPLAIN_RATIO * fp32_ms / 1e3, REFERENCE_BUDGET)
@@ -375,4 +383,6 @@ class TargetRuns:
 def open_runs(source: TargetSource, options: RunOptions, isolation: Isolation) -> Iterator[TargetRuns]:
     """Yield a :class:`TargetRuns` with its files."""
     with open_task_files() as files, contextlib.closing(source):
-        yield TargetRuns(source, options, isolation, files)
+        runs = TargetRuns(source, options, isolation, files)
+        with contextlib.closing(runs):
+            yield runs

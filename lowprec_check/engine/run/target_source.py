@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import cloudpickle
 import torch
@@ -27,7 +29,7 @@ from lowprec_check.engine.model.value_probe import start_probing, with_probes
 from lowprec_check.engine.model.weights import scale_weights
 from lowprec_check.engine.run.isolation import accelerator_in_use, best_isolation, isolated, threads_end
 from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
-from lowprec_check.errors import UsageError, encodable, first_line, message_of, type_name
+from lowprec_check.errors import UsageError, WorkerError, encodable, first_line, message_of, type_name
 from lowprec_check.process import Isolation, system
 from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import KeptWorker, Method
@@ -211,7 +213,7 @@ def load_here(spec: TargetSpec, seed: int) -> TargetSource:
     running, threads, folder = threading.enumerate(), torch.get_num_threads(), current_folder()
     torch.set_num_threads(1)  # a process that forks must not have a pool of threads
     try:
-        with separate_imports() as imports:
+        with separate_imports() as imports, cuda_asked_in_a_fork():
             target = load_spec(spec, seed)
         forks_safely = torch.get_num_threads() == 1 and threads_end(known=[*running, *parked_threads()])
         if target.observed is not None and resolve(None).type != "cpu":
@@ -221,6 +223,37 @@ def load_here(spec: TargetSpec, seed: int) -> TargetSource:
     isolation = best_isolation(can_spawn=True)
     best: Isolation = "spawn" if isolation == "fork" and not forks_safely else isolation
     return TargetSource(target, functools.partial(_load_in, folder, spec, seed), imports, best, name=spec.name)
+
+
+@contextlib.contextmanager
+def cuda_asked_in_a_fork() -> Iterator[None]:
+    """Let a fork find out what files ask about a GPU when they are imported, as ``torch.utils._triton.has_triton`` does.
+
+    This process does not initialize it for that: its forks could not use it then, and would have to load the model again.
+    """
+    cuda, asks = torch.cuda, torch.backends.cuda.is_built() and sys.platform.startswith("linux")
+    current_device, get_device_properties = cuda.current_device, cuda.get_device_properties
+
+    def current() -> int:
+        return current_device() if cuda.is_initialized() or not asks else 0
+
+    def properties(device: Any = None) -> Any:
+        if not cuda.is_initialized() and asks:
+            with contextlib.suppress(WorkerError):  # else the error is raised here
+                return SimpleNamespace(**isolated(lambda: _plain_values(get_device_properties(device)), "fork", dict))
+        return get_device_properties(device)
+
+    cuda.current_device, cuda.get_device_properties = current, properties
+    try:
+        yield
+    finally:  # classes may keep these functions
+        asks, cuda.current_device, cuda.get_device_properties = False, current_device, get_device_properties
+
+
+def _plain_values(properties: Any) -> dict[str, Any]:
+    names = (name for name in dir(properties) if not name.startswith("_"))
+    found = {name: getattr(properties, name) for name in names}
+    return {name: value if isinstance(value, (int, float, str, tuple)) else str(value) for name, value in found.items()}
 
 
 def _load_in(folder: str | None, spec: TargetSpec, seed: int) -> Target:

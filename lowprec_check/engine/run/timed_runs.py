@@ -16,15 +16,16 @@ import msgspec
 import torch
 
 from lowprec_check.analysis.run_summary import candidates, passes_all
-from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, ONE_CALL, TOLD, latency_outside_rounds, launch_bound
+from lowprec_check.analysis.speed import FAILED_WHILE_TIMED, ONE_CALL, TOLD, latency_outside_rounds, waits_for_host
 from lowprec_check.engine.core.devices import free_memory
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.run import rounds
 from lowprec_check.engine.run.instance_times import INSTANCE_SECONDS
-from lowprec_check.engine.run.launcher import Launcher, TaskWorker, start_worker
+from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, TaskMessage, TurnTimed
 from lowprec_check.engine.run.rounds import LONG_SECONDS, RoundSchedule
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.task_workers import TaskWorker, start_worker
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
 from lowprec_check.engine.run.worker import work
 from lowprec_check.errors import UsageError
@@ -117,7 +118,7 @@ def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[R
     may_gain = [(run, found) for run, found in known if found.high >= max(most, 1.0)]
     rivals = sorted(may_gain, key=lambda each: -each[1].high)
     is_told = all(found.high <= TOLD * found.low for _, found in rivals)
-    is_told |= all(launch_bound(msgspec.structs.replace(run, latency=latencies[run.key])) for run, _ in rivals)
+    is_told |= all(waits_for_host(latencies[run.key]) for run, _ in rivals)
     return [] if len(rivals) < 2 or is_told else [run for run, _ in rivals[:AT_ONCE]]
 
 

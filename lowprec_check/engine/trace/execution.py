@@ -154,15 +154,17 @@ class Execution:
         return Retry(call.func, call.args, call.kwargs, self.low, call.written())
 
     def _emulate(self, call: DispatchedCall, retry: Retry) -> Any:
-        """Compute the op in fp32 and round the result."""
+        """Compute the op in fp32, which is not repeated for the local error, and round the result."""
         call.outcome = "emulated"
         with torch._C._DisableAutocast():
             try:
-                out = retry.widened()
+                wide = retry.run(_widen)
+                if not call.traits.mutable and self._lockstep.wide == torch.float32:
+                    call.widened_outputs = call.results(wide)
+                out = retry.narrowed(wide)
             except Exception as error:
                 out = self.rescue(call, error)
-        crash = self._emulation.crashed.get(call.site)
-        if crash is not None:
+        if (crash := self._emulation.crashed.get(call.site)) is not None:
             _add_gap(self.journal, call, "crash", crash)
         return out
 
@@ -238,19 +240,20 @@ class Retry:
         def unify(value: Any) -> Any:
             return value.to(self.low) if isinstance(value, Tensor) and value.is_floating_point() else value
 
-        return self._run(unify)
+        return self.run(unify)
 
     def widened(self) -> Any:
         """Run with narrow inputs and dtypes widened to fp32, and cast the results back."""
-        return self.narrowed(self._run(_widen))
+        return self.narrowed(self.run(_widen))
 
     def on_cpu(self) -> Any:
         """Run on the CPU in fp32, and move the results back to the device."""
         device = self.floating[0].device if self.floating else torch.device("cpu")
-        result = self._run(lambda value: _widen(value).cpu() if isinstance(value, Tensor) else _widen(value))
+        result = self.run(lambda value: _widen(value).cpu() if isinstance(value, Tensor) else _widen(value))
         return self.narrowed(map_values(result, lambda value: value.to(device) if isinstance(value, Tensor) else value))
 
-    def _run(self, change: Callable[[Any], Any]) -> Any:
+    def run(self, change: Callable[[Any], Any]) -> Any:
+        """The results with changed arguments."""
         originals: dict[int, tuple[Tensor, Tensor]] = {}
 
         def change_and_remember(value: Any) -> Any:

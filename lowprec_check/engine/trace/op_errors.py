@@ -267,6 +267,8 @@ def _widened_outputs(
         return [widen(source, wide).to(out.device, widened_dtype(out.dtype, wide))]
     if arguments is None or not has_local_error(call):
         return None
+    if call.widened_outputs is not None:
+        return call.widened_outputs
     try:
         return run_wide(call, *arguments)
     except Exception:

@@ -173,13 +173,13 @@ class _Budget:
 
     def _directions(self) -> Tensor:
         """Directions of the output: that of its error, of length 1; then random ones, orthogonal to it, for its other changes."""
-        first = (self.error / self.error_norm).reshape(-1).cpu()
-        generator = torch.Generator().manual_seed(self.seed)
+        first = (self.error / self.error_norm).reshape(-1)
+        generator = torch.Generator(first.device).manual_seed(self.seed)
         found = [first]
         for _ in range(PROBES):
-            random = torch.randn(len(first), generator=generator, dtype=torch.float64)
+            random = torch.randn(len(first), generator=generator, dtype=first.dtype, device=first.device)
             found.append(random - (random @ first) * first)
-        directions = torch.stack(found).float().reshape(len(found), *self.error.shape).to(self.leaf.low.device)
+        directions = torch.stack(found).float().reshape(len(found), *self.error.shape)
         return torch.view_as_complex(directions) if self.leaf.low.is_complex() else directions
 
     def _shares(self, along: Tensor, explained: float) -> list[float]:

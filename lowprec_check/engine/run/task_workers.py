@@ -1,0 +1,288 @@
+"""A worker does a task: it is started, its messages are taken, and its limits are set; slow tasks may be done side by side."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import os
+import pickle
+from collections.abc import Iterable
+
+import torch
+
+from lowprec_check.engine.model.plain_run import PlainResult
+from lowprec_check.engine.run.memory_limits import most_at_once
+from lowprec_check.engine.run.messages import (
+    CallStarted,
+    Checked,
+    InputStarted,
+    Measures,
+    TaskMessage,
+    TurnTimed,
+    WeightRead,
+    decode,
+)
+from lowprec_check.engine.run.outcome import Outcome, describe_position
+from lowprec_check.engine.run.place_log import model_line
+from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
+from lowprec_check.engine.run.target_spec import LOAD_SECONDS
+from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ModelTask, RunTask
+from lowprec_check.engine.run.worker import QUESTION, do_task, serve, work
+from lowprec_check.process import Isolation, system
+from lowprec_check.process.breadcrumb import Breadcrumb, clear_shared, read_shared, shared_file
+from lowprec_check.process.function_worker import Ended, FunctionWorker, Loaded, Method
+from lowprec_check.process.process_group import WHOLE_PROCESS
+from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
+from lowprec_check.schema.statements import percent
+
+CHECK_SECONDS = 30.0
+"""Time in which a shared worker must have said whether it can do another task."""
+
+WATCHED_SECONDS = 1.0
+"""How long a call must have run before others may start beside it."""
+
+BUSY = 0.9
+"""A call that uses fewer cores waits for other programs."""
+
+TaskWorker = FunctionWorker[TaskMessage]
+
+
+def execute(
+    task: ModelTask, source: TargetSource, isolation: Isolation, *, idle_limit: float = math.inf, threads: int = 0
+) -> Outcome:
+    """Do ``task``. A worker that does not use the processor for ``idle_limit`` seconds is killed; it uses so many ``threads``, by default as
+    many as it likes.
+
+    Raises :class:`WorkerError` if the tool itself fails, and :class:`UsageError` if the worker cannot load the target or save
+    the fp32 output.
+    """
+    outcome = Outcome()
+    clear_shared(task.files.log)
+    if isolation == "none":
+        Breadcrumb.clear(task.files.breadcrumb)
+        with WHOLE_PROCESS:
+            work(task, source.forked(), outcome.add, lambda: None)
+        return outcome
+    if isolation == "shared":
+        worker, outcome.reused = _shared_worker(task, source)
+        worker.send(pickle.dumps(task))
+    else:
+        worker = start_worker(task, source, isolation)
+    worker.set_timeout(LOAD_SECONDS)
+    worker.idle_limit = idle_limit
+    _limit_threads(worker, threads)
+    with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
+        for event in supervisor.events():
+            _take(event, outcome, task)
+            if isinstance(event, StateEvent):
+                _report(event, outcome, task, source)
+            elif isinstance(event.message, Ended):
+                if isolation == "shared":
+                    supervisor.release(worker)
+                    source.kept.keep(worker, _owner(task, source))
+                break
+    return outcome
+
+
+def _limit_threads(worker: TaskWorker, number: int) -> None:
+    """Threads that spin while they wait for others cost a worker beside them several times their share of the cores."""
+    assert worker.breadcrumb is not None
+    worker.breadcrumb.limit_threads(number)
+
+
+def start_worker(task: ModelTask, source: TargetSource, method: Method, *, shared: bool = False) -> TaskWorker:
+    """A worker for ``task`` alone; a ``shared`` one waits for it, and for those that follow."""
+    fresh = FreshLoad(source.forked) if method == "fork" else source.fresh()
+    worker: TaskWorker = FunctionWorker(
+        functools.partial(serve, fresh.load) if shared else functools.partial(do_task, task, fresh.load),
+        decode,
+        method=method,
+        log=task.files.log,
+        breadcrumb=Breadcrumb.clear(task.files.breadcrumb),
+        descriptors=(*fresh.descriptors, *task.files),
+    )
+    worker.set_timeout(LOAD_SECONDS)
+    return worker
+
+
+def _shared_worker(task: ModelTask, source: TargetSource) -> tuple[TaskWorker, bool]:
+    """A worker that waits for ``task``, and whether it has done other tasks; one that has left something behind is ended."""
+    kept = source.kept
+    worker: TaskWorker | None = kept.take(_owner(task, source))
+    if worker is not None:
+        worker.start_anew()
+        worker.send(QUESTION)
+        worker.set_timeout(CHECK_SECONDS)
+        with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
+            for event in supervisor.events():
+                if isinstance(event, MessageEvent) and isinstance(event.message, Checked):
+                    kept.left += event.message.left
+                    if not event.message.left:
+                        supervisor.release(worker)
+                        worker.start_anew(Breadcrumb.clear(task.files.breadcrumb))
+                        return worker, True
+                    break
+    kept.started += 1
+    return start_worker(task, source, source.method, shared=True), False
+
+
+def _owner(task: ModelTask, source: TargetSource) -> tuple[object, ...]:
+    """What a worker can be used for: tasks of one source, device, set of files and way to start."""
+    return id(source), task.device, task.files, source.method
+
+
+def _set_limits(worker: TaskWorker, message: TaskMessage, task: ModelTask) -> None:
+    """Each call and each part gets its budget; if the plain run is too slow or failed, each op gets its limit."""
+    failed = isinstance(message, PlainResult) and message.status == "error"
+    if isinstance(task, AnalysisTask) and (
+        failed or isinstance(message, Measures)
+    ):  # the instrumented part may be next
+        worker.set_timeout(max(task.call_budget, task.explain_budget))
+    elif isinstance(message, (Loaded, CallStarted, PlainResult, InputStarted, TurnTimed, WeightRead)):
+        worker.set_timeout(task.part_budget)
+    if failed or (isinstance(message, Loaded) and isinstance(task, ExplainTask) and task.measure_once):
+        worker.op_limit = task.op_limit
+
+
+def _take(
+    event: MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker], outcome: Outcome, task: ModelTask
+) -> None:
+    """Add what a worker sent, or how it is, to the ``outcome`` of its ``task``, and set its limits."""
+    if isinstance(event, MessageEvent):
+        outcome.add(event.message)
+        if isinstance(event.message, Ended):
+            event.message.check()
+        else:
+            _set_limits(event.worker, event.message, task)
+        return
+    outcome.position = event.position
+    if event.state == "running":
+        return
+    outcome.seconds_in_op = event.position.seconds_in_op() if event.position is not None else 0.0
+    line = model_line(read_shared(task.files.log))
+    if event.state != "ended":
+        outcome.ended = event.state
+        outcome.line = line if event.position is None else None
+    elif event.exit_code is not None:
+        hint = " (out of memory?)" if signal_name(event.exit_code) == "SIGKILL" else ""
+        outcome.ended, outcome.exit_code = "crashed", event.exit_code
+        outcome.reason = f"{describe_exit(event.exit_code)}{hint}{f' at {line}' if line else ''}"
+
+
+def _report(event: StateEvent[TaskWorker], outcome: Outcome, task: ModelTask, source: TargetSource) -> None:
+    """Show as progress where the worker of ``task`` is, if it runs."""
+    if event.state != "running":
+        return
+    (name, doing), read = task.progress, outcome.weight_read
+    doing = f"{doing} in {read.module}" if read is not None else doing
+    doing = describe_position(outcome.position) if outcome.position else doing
+    source.report(name, f"{doing}, {percent(read.share)} of the weights" if read is not None else doing)
+
+
+# -- Slow tasks side by side
+
+
+@dataclasses.dataclass(kw_only=True)
+class _Begun:
+    """A task that a worker does."""
+
+    task: RunTask
+    own: RunTask
+    """The same with files of its own."""
+    outcome: Outcome = dataclasses.field(default_factory=Outcome)
+    ended: bool = False
+    called: tuple[float, float] | None = None
+    """The time, and the processor time of the worker, at the start of the first call."""
+
+    def end(self) -> None:
+        """Close its files."""
+        if not self.ended:
+            self.ended = True
+            os.close(self.own.files.breadcrumb)
+            os.close(self.own.files.log)
+
+
+class SideBySide:
+    """Does the first attempts at slow tasks in forks, several at once where the first one leaves cores idle: kernels that are not made for a
+    format often use one core.
+    """
+
+    def __init__(self, source: TargetSource) -> None:
+        self._source = source
+        self._supervisor = Supervisor[TaskWorker, TaskMessage]()
+        self._expected: list[RunTask] = []
+        self._begun: dict[TaskWorker, _Begun] = {}
+        self._at_once: int | None = None
+
+    def expect(self, tasks: Iterable[RunTask]) -> None:
+        """Note the ``tasks`` to come."""
+        self._expected = list(tasks)
+
+    def outcome(self, task: ModelTask, idle_limit: float) -> Outcome | None:
+        """That of ``task``, the first time, if it was expected. Others may be begun meanwhile."""
+        if isinstance(task, RunTask) and task in self._expected:
+            self._begin(task, idle_limit)
+        worker, mine = next(((worker, its) for worker, its in self._begun.items() if its.task == task), (None, None))
+        if worker is None or mine is None:
+            return None
+        while not mine.ended:
+            for event in self._supervisor.events():
+                its = self._begun[event.worker]
+                _take(event, its.outcome, its.own)
+                self._note(event, its)
+                if its is mine and isinstance(event, StateEvent):
+                    _report(event, mine.outcome, mine.own, self._source)
+                if its.ended:
+                    break
+                if self._expected and len(self._supervisor) < (self._at_once or 1):
+                    self._begin(self._expected[0], idle_limit)
+        del self._begun[worker]
+        return mine.outcome
+
+    def _begin(self, task: RunTask, idle_limit: float) -> None:
+        self._expected.remove(task)
+        own = dataclasses.replace(task, files=task.files._replace(breadcrumb=shared_file(), log=shared_file()))
+        worker = start_worker(own, self._source, "fork")
+        worker.idle_limit = idle_limit
+        self._begun[worker] = _Begun(task=task, own=own)
+        self._supervisor.add(worker)
+        for begun in self._running if len(self._running) > 1 else ():
+            _limit_threads(begun, max(1, torch.get_num_threads() // len(self._running)))
+
+    @property
+    def _running(self) -> list[TaskWorker]:
+        return [worker for worker, its in self._begun.items() if not its.ended]
+
+    @property
+    def threads_beside(self) -> int:
+        """How many threads a worker may use that starts now; 0: as many as it likes."""
+        others = len(self._running)
+        return max(1, torch.get_num_threads() // (others + 1)) if others else 0
+
+    def _note(self, event: MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker], its: _Begun) -> None:
+        """Note the end of a worker, and how many cores the first one uses."""
+        worker, now = event.worker, system.monotonic()
+        if isinstance(event, MessageEvent) and isinstance(event.message, CallStarted) and its.called is None:
+            its.called = now, worker.processor_seconds()
+        elif isinstance(event, MessageEvent) and isinstance(event.message, Ended):
+            self._supervisor.release(worker)
+            worker.end()
+            its.end()
+        elif isinstance(event, StateEvent) and event.state != "running":
+            its.end()
+        elif self._at_once is not None or its.called is None or its.outcome.plain is not None:
+            pass  # it is known, or not during the call
+        elif now >= its.called[0] + WATCHED_SECONDS:
+            used = (worker.processor_seconds() - its.called[1]) / (now - its.called[0])
+            self._at_once = 1
+            if used > BUSY:  # else other programs use the cores
+                model = self._source.target.model
+                self._at_once = min(torch.get_num_threads() // round(used), most_at_once(its.task, model))
+
+    def close(self) -> None:
+        """End what was begun and not asked for."""
+        self._supervisor.__exit__(None, None, None)
+        self._expected.clear()
+        while self._begun:
+            self._begun.popitem()[1].end()
