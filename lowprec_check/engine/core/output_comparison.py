@@ -121,35 +121,73 @@ def is_zero(tensor: Tensor) -> bool:
 
 
 def _compare_leaf(out: Tensor, reference: Tensor, called: str) -> OutputComparison:
-    y, r = as_real(out).double().reshape(-1), as_real(reference).double().reshape(-1)
-    finite, rms = r.isfinite(), root_mean_square(reference)
-    if bool(nonfinite_unlike(y, r).any()):
+    parts = list(map(_compare_part, _parts(out), _parts(reference)))
+    rms = root_mean_square(reference)
+    if any(part.nonfinite for part in parts):
         return OutputComparison(NOTHING, math.inf, nonfinite=True, rms=rms)
-    if bool((y.isfinite() & r.isinf()).any()):
+    if any(part.lacks_inf for part in parts):
         return OutputComparison(NOTHING, math.inf, note=f"the output is finite where {called} is infinite", rms=rms)
-    y, r = torch.where(finite, y, 0.0), torch.where(finite, r, 0.0)
-    difference, size = _norm(y - r), _norm(r)
+    difference, size, own = (math.hypot(*norms) for norms in zip(*(part.norms for part in parts), strict=True))
     rel_l2 = 0.0 if difference == 0 else difference / size if size else math.inf
-    norms, has_classes = _norm(y) * size, reference.ndim == 2 and reference.shape[0] > 0 and reference.shape[1] > 1
+    norms, has_classes = own * size, reference.ndim == 2 and reference.shape[0] > 0 and reference.shape[1] > 1
     top1 = None
     if has_classes and is_float(reference) and not reference.is_complex():
         top1 = float((out.float().argmax(1) == reference.float().argmax(1)).float().mean())
     error = ErrorStats(
         rel_l2=rel_l2 if math.isfinite(rel_l2) else None,
-        max_abs=float((y - r).abs().max()) if y.numel() else 0.0,
-        cosine=float(torch.dot(y, r)) / norms if 0 < norms < math.inf else None,
+        max_abs=max(part.max_abs for part in parts),
+        cosine=math.fsum(part.dot for part in parts) / norms if 0 < norms < math.inf else None,
         sqnr_db=-20 * math.log10(rel_l2) if 0 < rel_l2 < math.inf else None,
         top1=top1,
     )
     return OutputComparison(error, rel_l2, rms=rms)
 
 
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Its real values; on a CPU in parts that fit into its caches: an output may have many millions of values, and is read often."""
+    values = as_real(tensor).reshape(-1)
+    return values.split(_PART) if values.device.type == "cpu" else [values]
+
+
+_PART = 1 << 17
+
+
+class _Part(NamedTuple):
+    """What is known of a part of a leaf; the rest only if it has no ``nonfinite`` value that the reference lacks."""
+
+    nonfinite: bool
+    lacks_inf: bool = False
+    """Whether it is finite where the reference is infinite."""
+    norms: tuple[float, float, float] = (0.0, 0.0, 0.0)
+    """Of the difference, the reference and the output, where the reference is finite."""
+    dot: float = 0.0
+    max_abs: float = 0.0
+
+
+def _compare_part(out: Tensor, reference: Tensor) -> _Part:
+    y, r = out.double(), reference.double()
+    finite = r.isfinite()
+    if not bool(finite.all()) or not bool(y.isfinite().all()):
+        if bool(nonfinite_unlike(y, r).any()):
+            return _Part(nonfinite=True)
+        if bool((y.isfinite() & r.isinf()).any()):
+            return _Part(nonfinite=False, lacks_inf=True)
+        y, r = torch.where(finite, y, 0.0), torch.where(finite, r, 0.0)
+    change = y - r
+    largest = float(change.abs().max()) if y.numel() else 0.0
+    return _Part(False, False, (_norm(change), _norm(r), _norm(y)), float(torch.dot(y, r)), largest)
+
+
 @torch_as_imported()
 def root_mean_square(tensor: Tensor) -> float | None:
     """Of the finite values of a floating or complex tensor; ``None`` if there are none."""
-    values = as_real(tensor).double().reshape(-1)
-    finite = values[values.isfinite()]
-    return _norm(finite) / math.sqrt(finite.numel()) if finite.numel() else None
+    norms, count = [0.0], 0
+    for part in map(Tensor.double, _parts(tensor)):
+        finite = part.isfinite()
+        values = part if bool(finite.all()) else part[finite]
+        norms.append(_norm(values))
+        count += values.numel()
+    return math.hypot(*norms) / math.sqrt(count) if count else None
 
 
 def _norm(values: Tensor) -> float:

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.devices import MemoryLimit
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, rounding_of
+from lowprec_check.engine.core.tensor_comparison import CHUNK
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.ops import Args, Kwargs
@@ -277,8 +278,19 @@ def _size(gradients: Tensor, errors: Tensor) -> Tensor:
     """The root of the sum of the squares of the products of ``errors`` and their gradients, in each direction."""
     if gradients.is_complex() and not errors.is_complex():
         gradients = torch.view_as_real(gradients.resolve_conj())
-    size: Tensor = torch.linalg.vector_norm((gradients * errors).reshape(len(gradients), -1), dim=1)
-    return size
+    if gradients.device.type != "cpu" or errors.numel() <= CHUNK:
+        return _norms((gradients * errors).reshape(len(gradients), -1), 1)
+    flat, values = (
+        gradients.reshape(len(gradients), -1),
+        errors.reshape(-1),
+    )  # in parts, so that the product stays in caches
+    starts = range(0, len(values), CHUNK)
+    return _norms(torch.stack([_norms(flat[:, at : at + CHUNK] * values[at : at + CHUNK], 1) for at in starts]), 0)
+
+
+def _norms(tensor: Tensor, dim: int) -> Tensor:
+    norms: Tensor = torch.linalg.vector_norm(tensor, dim=dim)
+    return norms
 
 
 def squares(sizes: Tensor) -> Tensor:
