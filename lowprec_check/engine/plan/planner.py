@@ -196,7 +196,7 @@ def plan_for_scan(
         return None
     backends = dict.fromkeys(backend for _, backend in failing)
     bases = [(base.name, backend) for backend in backends for base in plan_bases()]
-    proposer = Proposer(batches, Objective(runs[0]), Limits() if wanted else QUICK)
+    proposer = Proposer(batches, Objective(runs[0]), Limits() if wanted else QUICK, explains=True)
     proposals: list[Proposal] = []
     for proposal in proposer.propose_each([failing[base]] for base in bases if base in failing):
         proposals.append(proposal)

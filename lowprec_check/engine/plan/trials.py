@@ -85,9 +85,11 @@ class Proposal:
 class Proposer:
     """Searches the bases of one target; each batch is a model with its inputs, run in the precisions."""
 
-    def __init__(self, batches: Sequence[TargetRuns], objective: Objective, limits: Limits) -> None:
-        """The batches must have run their fp32 reference."""
-        self.batches, self.objective = list(batches), objective
+    def __init__(
+        self, batches: Sequence[TargetRuns], objective: Objective, limits: Limits, *, explains: bool = False
+    ) -> None:
+        """The batches must have run their fp32 reference. ``explains``: whether the run of a plan is analyzed op by op, for a report on it."""
+        self.batches, self.objective, self.explains = list(batches), objective, explains
         self.limits, self.started = limits, system.monotonic()
 
     def passes_as_it_is(self, runs: Sequence[Run]) -> bool:
@@ -237,7 +239,13 @@ class _Search:
     def _measure(self, keep: Keep) -> Run:
         self._show(f"measuring with {len(keep)} modules kept")
         runs = [
-            batch.run(self.base, self.backend, keep_fp32=keep, measured=index == 0, instrumented=index == 0)
+            batch.run(
+                self.base,
+                self.backend,
+                keep_fp32=keep,
+                measured=index == 0,
+                instrumented=index == 0 and self.proposer.explains,
+            )
             for index, batch in enumerate(self.proposer.batches)
         ]
         worst = max(runs, key=error_of)
