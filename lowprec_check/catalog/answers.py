@@ -337,13 +337,10 @@ def find_fix(
     plain: Mode = "backward" if phase == "backward" else "forward"
     under_autocast: Mode = "autocast-backward" if phase == "backward" else "autocast"
     for mode in (under_autocast, plain) if autocast else (plain,):
-        failures = {record.op: record.failure(low, mode) for record in sweep.records.values()}
-        ops = [
-            name
-            for name, failure in failures.items()
-            if failure and (name.removeprefix("nn.functional.") == function or failure.at == overload_name(op))
-        ]
+        overload = overload_name(op)
+        failing = sweep.failing(low, mode).items()
+        ops = [name for name, at in failing if at == overload or name.removeprefix("nn.functional.") == function]
         if ops:
-            at = overload_name(op) if function is None else None
+            at = overload if function is None else None
             return Fix(fixed_since(sweep, ops, low, mode, at), history(kind)[-1].release, ops)
     return None

@@ -109,8 +109,17 @@ class Sweep(TorchRelease):
     ) -> None:
         """``all_times`` reads the times of all sweeps in the file, by build."""
         self.header, self.records, self._all_times = header, records, all_times
+        self._failing: dict[tuple[Dtype, Mode], dict[str, str | None]] = {}
         self.device, self.extension, self.key = header.device, header.extension, header.order[1]
         self.release = ".".join(map(str, self.key[:2]))
+
+    def failing(self, dtype: Dtype, mode: Mode) -> dict[str, str | None]:
+        """The operators that fail in a dtype and mode, each with the aten overload that raised; ``None``: above dispatch."""
+        known = self._failing.get((dtype, mode))
+        if known is None:
+            failures = ((record.op, record.failure(dtype, mode)) for record in self.records.values())
+            known = self._failing[dtype, mode] = {op: failure.at for op, failure in failures if failure is not None}
+        return known
 
     @cached_property
     def times(self) -> Mapping[str, OpTimes]:
