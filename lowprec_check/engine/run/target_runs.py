@@ -222,7 +222,8 @@ class TargetRuns:
     def in_order(self, keys: Sequence[RunKey]) -> list[RunKey]:
         """The runs to come, the slow ones last: these may be done side by side."""
         slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
-        if self._stream is None and not (self.options.steps or self._launcher.hidden_state):
+        others = self.options.steps > 0 or self.options.batches > 1  # that use all cores
+        if not others and self._stream is None and not self._launcher.hidden_state:
             possible = [key for key in slow if self._why_skipped(key) is None]
             self._launcher.side_by_side.expect(map(self._usual_task, possible))
         return sorted(keys, key=lambda key: self.is_slow(key.precision))
@@ -262,10 +263,9 @@ class TargetRuns:
     def time(self, runs: Sequence[Run]) -> TimedRuns:
         """fp32 and ``runs``, with the times of calls in rounds over all of them; none if no times are taken."""
         assert self.fp32 is not None
+        self.close()
         if self.options.predicted is not None or not self.options.timed or self._stream is not None:
             return untimed([self.fp32, *runs])
-
-        self.close()
 
         def task_of(run: Run) -> ModelTask:
             key, kept = run.key._replace(precision=run.base or run.precision), tuple(run.keep_fp32)
