@@ -317,3 +317,20 @@ def test_a_cast_that_was_slow_once_still_casts() -> None:
     assert explained.budget.measured == pytest.approx(plain.output_error.rel_l2)
     assert plain.output_error.rel_l2
     assert {call.dtypes for call in explained.op_calls.rows() if "addmm" in call.op} == {"bf16→bf16"}
+
+
+def test_the_local_error_of_an_emulated_op_is_that_of_rounding() -> None:
+    """It is computed in fp32 once for both; only where local errors are wanted."""
+    model, x = torch.nn.Linear(64, 64), torch.randn(16, 64)
+    emulation = Emulation({"aten.addmm.default": "it took 3 s"})
+    _, both = run(model, (x,), "half", options=Options(emulation=emulation))
+    [row] = (call for call in both.op_calls.rows() if "addmm" in call.op)
+    half = copy.deepcopy(model).half()
+    exact = torch.nn.functional.linear(x.half().float(), half.weight.float(), half.bias.float()).detach()
+    rounding = (exact.half().float() - exact).norm() / exact.norm()
+    assert row.outcome == "emulated"
+    assert row.local_error == pytest.approx(float(rounding), rel=1e-4)
+    _, accumulated = run(model, (x,), "half", options=Options(emulation=emulation, errors="accumulated"))
+    [row] = (call for call in accumulated.op_calls.rows() if "addmm" in call.op)
+    assert (row.outcome, row.local_error) == ("emulated", None)
+    assert row.accumulated_error

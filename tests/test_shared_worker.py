@@ -340,6 +340,7 @@ def test_what_files_ask_about_a_gpu_when_they_are_imported_is_asked_in_a_fork(mo
     properties = lambda _device=None: SimpleNamespace(major=9, minor=0, name="GPU", asked_in=os.getpid(), uuid=object())  # noqa: E731
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with cuda_asked_in_a_fork():
         kept = torch.cuda.get_device_properties
         assert torch.cuda.get_device_capability() == (9, 0)
@@ -356,5 +357,6 @@ def test_what_files_ask_about_a_gpu_when_they_are_imported_is_asked_in_a_fork(mo
 @pytest.mark.skipif(torch.backends.cuda.is_built(), reason="there may be a GPU")
 def test_a_question_about_a_gpu_that_is_not_there_fails_as_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
-    with cuda_asked_in_a_fork(), pytest.raises(AssertionError, match="not compiled with CUDA"):
-        torch.cuda.get_device_properties(0)
+    for name, arguments in (("get_device_properties", (0,)), ("current_device", ())):
+        with cuda_asked_in_a_fork(), pytest.raises(AssertionError, match="not compiled with CUDA"):
+            getattr(torch.cuda, name)(*arguments)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import mmap
 import re
 import signal
 import subprocess
@@ -26,7 +27,7 @@ from lowprec_check.engine import machine
 from lowprec_check.engine.model import streamed_weights, weight_uploads
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
-from lowprec_check.engine.model.safetensors_files import Saved
+from lowprec_check.engine.model.safetensors_files import Saved, saved_tensors
 from lowprec_check.engine.model.streamed_weights import ReadBack, is_unread, stream_of, stream_weights, unread_weights
 from lowprec_check.engine.run import tasks
 from lowprec_check.engine.run.target_source import TargetSource, load_here
@@ -187,6 +188,68 @@ def test_missing_weights_are_an_error(tmp_path: Path) -> None:
         model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))
     with pytest.raises(UsageError, match=r"3 weights of the model are missing .* \(0.bias, 1.weight, 1.bias\)"):
         stream_weights(model, [tmp_path / "weights.safetensors"])
+
+
+INIT = """
+        self.register_buffer("table", torch.arange(32.0))
+        self.register_buffer("average", self.layers[0].weight.detach().clone())
+        self.register_buffer("none", torch.zeros(0))
+"""
+
+
+@pytest.mark.parametrize("lacks", [(), ("table",), ("average",)], ids=str)
+@pytest.mark.parametrize("more", [{}, {"other": torch.ones(2)}], ids=["", "unknown"])
+def test_a_file_must_have_what_the_model_saves(lacks: tuple[str, ...], more: dict[str, Tensor], tmp_path: Path) -> None:
+    """Buffers too, also one that is made from a weight; streamed or not."""
+    path, weights = written(tmp_path)
+    text = path.read_text().replace(
+        "    def forward(self, x):\n        for", f"{INIT}    def forward(self, x):\n        for"
+    )
+    path.write_text(text.replace("return self.mean(x)", "return self.mean(x + self.table * 0.1 + self.average[0])"))
+    buffers = {"table": torch.arange(32.0) / 7, "average": torch.ones(32, 32), "none": torch.zeros(0)}
+    state = load_file(weights) | buffers | more
+    save_file({name: tensor for name, tensor in state.items() if name not in lacks}, weights)
+    found = []
+    for stream in (False, True):
+        try:
+            found.append(str(scanned(path, weights, stream=stream, precisions=["bf16"]).run("bfloat16").output_error))
+        except UsageError as error:
+            found.append(error.message)
+    assert found[0] == found[1]
+    assert ("rel_l2" in found[0]) == (not lacks and not more)
+
+
+def test_a_number_that_the_model_takes_from_a_weight_when_it_is_made_is_refused(tmp_path: Path) -> None:
+    """It would be that of another model."""
+    path, weights = written(tmp_path)
+    first = "self.first = self.layers[0].weight[0, 0].item()\n        self.norm"
+    path.write_text(path.read_text().replace("self.norm", first, 1))
+    with pytest.raises(UsageError, match="a number is taken from a weight that was not read"):
+        scanned(path, weights, stream=True)
+
+
+@pytest.mark.parametrize(
+    ("header", "says"),
+    [
+        ("[]", "'list' object has no attribute"),
+        ('{"a": {"dtype": "U16", "shape": [0], "data_offsets": [0, 0]}}', "a is in the format U16"),
+    ],
+)
+def test_a_file_that_cannot_be_streamed_is_named(header: str, says: str, tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    path.write_bytes(len(header).to_bytes(8, "little") + header.encode())
+    with pytest.raises(UsageError, match=re.escape(says)):
+        stream_weights(nn.Linear(3, 3), [path])
+
+
+def test_an_empty_tensor_at_the_end_of_the_last_page_is_dropped(tmp_path: Path) -> None:
+    path = tmp_path / "weights.safetensors"
+    header = b'{"a": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}'
+    path.write_bytes((mmap.PAGESIZE - 8).to_bytes(8, "little") + header.ljust(mmap.PAGESIZE - 8))
+    saved = saved_tensors(path)["a"]
+    saved.prefetch()
+    saved.forget(cached=False)
+    assert saved.values.shape == (0,)
 
 
 def test_a_file_that_ends_early_is_an_error(tmp_path: Path) -> None:

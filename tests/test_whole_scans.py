@@ -192,9 +192,10 @@ def test_slow_runs_that_use_one_core_are_done_side_by_side(two_cores: Callable[[
     torch.manual_seed(0)
     model = OnOneCore(together).eval()
     result = scan(model, x, **SLOW_RUNS, on_progress=lambda run, _doing: seen.append(run))
-    first, second, *_ = calls_of(together)
+    first, second, *others = calls_of(together)
     assert second[0] < first[1]  # it starts before the first one ends
-    assert (first[2], second[2]) == (2, 1)
+    assert (first[2], second[2]) == (2, 2)  # as the user calls it
+    assert 1 in {threads for *_, threads in others}  # the instruments
     assert list(dict.fromkeys(seen)) == ["fp32", "bfloat16", "autocast-bf16", "half"]
     model.log = alone
     expected = scan(model, x, **SLOW_RUNS | {"isolation": "shared"})
@@ -214,6 +215,27 @@ def test_slow_runs_are_done_one_by_one_where_no_core_is_idle(
     calls = calls_of(tmp_path / "log")
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls))
     assert {threads for *_, threads in calls} == {2}
+
+
+def test_a_run_that_uses_more_cores_than_the_first_is_done_alone(
+    two_cores: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """It begins beside the first one, and is ended: its time would be false."""
+    two_cores(1.0)
+    workers: list[FunctionWorker[Any]] = []
+
+    def processor_seconds(worker: FunctionWorker[Any]) -> float:
+        if worker not in workers:
+            workers.append(worker)
+        return time.monotonic() * (2.0 if workers.index(worker) == 1 else 1.0)
+
+    monkeypatch.setattr(FunctionWorker, "processor_seconds", processor_seconds)
+    result = scan(OnOneCore(tmp_path / "log").eval(), torch.randn(4, 8), **SLOW_RUNS)
+    assert [run.status for run in result.runs] == ["ok"] * 4
+    assert all(run.complete for run in result.runs)
+    calls = calls_of(tmp_path / "log")
+    assert len(calls) == 6  # two of each run: the one that was ended is none of them
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls))
 
 
 def test_a_run_that_dies_beside_others_costs_its_row_only(two_cores: Callable[[float], None], tmp_path: Path) -> None:

@@ -78,11 +78,13 @@ class Saved(NamedTuple):
     def prefetch(self) -> None:
         """Let the system read it meanwhile. It reads no more at once than its window for reading ahead, 128 KiB by default on Linux."""
         first, end = self.start - self.start % mmap.PAGESIZE, self.start + self.nbytes
-        for begin in range(first, end, _WINDOW):
+        for begin in range(first, end, _WINDOW) if self.nbytes else ():
             self.mapped.madvise(mmap.MADV_WILLNEED, begin, min(_WINDOW, end - begin))
 
     def forget(self, *, cached: bool) -> None:
         """Drop its pages from this process, and from the system's cache of files unless they are to stay ``cached``."""
+        if not self.nbytes:
+            return
         first = self.start - self.start % mmap.PAGESIZE
         self.mapped.madvise(mmap.MADV_DONTNEED, first, self.start + self.nbytes - first)
         if not cached and hasattr(os, "posix_fadvise"):
@@ -109,12 +111,14 @@ def saved_tensors(path: Path) -> dict[str, Saved]:
         found = {}
         for name, entry in header.items():
             if name != "__metadata__":
+                if entry["dtype"] not in _DTYPES:
+                    raise ValueError(f"{name} is in the format {entry['dtype']}")
                 first, end = entry["data_offsets"]
                 saved = Saved(_DTYPES[entry["dtype"]], tuple(entry["shape"]), path, mapped, begin + first)
                 if end - first != saved.nbytes or begin + end > len(mapped):
                     raise ValueError(f"{name} has not as many bytes as its shape needs")
                 found[name] = saved
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UsageError(
             f"Cannot read weights from {path}: {first_line(message_of(error))}",
             "Weights are streamed from .safetensors only.",

@@ -7,7 +7,7 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +19,7 @@ from torch.nn.parameter import is_lazy
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.core.source_location import call_model
+from lowprec_check.engine.model.safetensors_files import saved_tensors
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.streamed_weights import stream_weights
 from lowprec_check.engine.model.target import Target
@@ -51,12 +52,19 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
         if expected.keys().isdisjoint(found) and all(name.startswith(prefix) for name in found):
             found = {name.removeprefix(prefix): value for name, value in found.items()}
             load = f'model.load_state_dict({{name.removeprefix("{prefix}"): value for name, value in state.items()}})'
+    _check_names(path, expected, {name: tensor.shape for name, tensor in found.items()})
+    model.load_state_dict(found)
+    return [*code, load]
+
+
+def _check_names(path: str, expected: Mapping[str, Tensor], found: Mapping[str, Sequence[int]]) -> None:
+    """Raise :class:`UsageError` if ``found``, names and shapes, are not those of the model."""
     missing = [name for name in expected if name not in found]
     unknown = [name for name in found if name not in expected]
     other = [
-        f"{name}: {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
+        f"{name}: {tuple(found[name])} instead of {tuple(tensor.shape)}"
         for name, tensor in expected.items()
-        if name in found and not is_lazy(tensor) and found[name].shape != tensor.shape  # a lazy one fits any shape
+        if name in found and not is_lazy(tensor) and tuple(found[name]) != tensor.shape  # a lazy one fits any shape
     ]
     problems = [
         f"{len(names)} of {total} {what} ({', '.join(names[:3])}{', …' if len(names) > 3 else ''})"
@@ -71,12 +79,12 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
         raise UsageError(
             f"{path} does not fit the model: {'; '.join(problems)}.", "Make the model as it was when it was saved."
         )
-    model.load_state_dict(found)
-    return [*code, load]
 
 
 def stream_file(model: nn.Module, path: str) -> list[str]:
     """Let ``model`` read its weights from the ``.safetensors`` file at ``path`` when it uses them; returns code that loads them."""
+    found = {name: saved.shape for name, saved in saved_tensors(Path(path)).items()}
+    _check_names(path, model.state_dict(), found)
     stream_weights(model, [Path(path)])
     return [*_safetensors_code(path), "model.load_state_dict(state)"]
 

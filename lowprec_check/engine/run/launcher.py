@@ -106,6 +106,7 @@ class Launcher:
         if self.changes_parameters or outcome.plain is None or not outcome.plain.changes_parameters:
             return outcome
         self.changes_parameters = True
+        self.side_by_side.close()  # others were begun without
         return run(dataclasses.replace(task, changes_parameters=True))
 
     def _until_sure(self, task: RunTask) -> Outcome:
@@ -159,6 +160,7 @@ class Launcher:
     def _stop_forking(self) -> None:
         """Start fresh interpreters from now on."""
         self.source.stop_forking()
+        self.side_by_side.close()
         self.isolation = "spawn" if self.isolation == "fork" else self.isolation
 
     def _execute_here(self, task: ModelTask) -> Outcome:
@@ -168,6 +170,8 @@ class Launcher:
         idle_limit = max(least, min(IDLE_SECONDS, task.budget / 2))
         limit = idle_limit if self._forks and self._forks_may_wait else math.inf
         begun = self.side_by_side.outcome(task, limit) if self.isolation == "fork" else None
+        if begun is None and isinstance(task, RunTask) and task.measured:  # others would disturb its time
+            self.side_by_side.close()
         threads = self.side_by_side.threads_beside
         return begun or execute(task, self.source, self.isolation, idle_limit=limit, threads=threads)
 

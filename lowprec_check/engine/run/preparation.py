@@ -18,7 +18,6 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.train.steps import TrainingStep, with_step
-from lowprec_check.process.breadcrumb import Breadcrumb
 from lowprec_check.schema.axes import BACKENDS, Backend, Example, UnsupportedOpsError
 from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import LayerError
@@ -50,11 +49,7 @@ def on_device(target: Target, device: torch.device) -> Iterator[None]:
 def prepared_for(
     task: ModelTask, target: Target, snapshot: Snapshot | None = None
 ) -> contextlib.AbstractContextManager[Prepared]:
-    """The model of ``task``, without its backend; restored afterwards, to ``snapshot`` if one is given. A worker that has others beside it
-    uses its share of the cores from here on.
-    """
-    if threads := Breadcrumb(task.files.breadcrumb).threads:
-        torch.set_num_threads(threads)
+    """The model of ``task``, without its backend; restored afterwards, to ``snapshot`` if one is given."""
     return prepared(
         target.model,
         PRECISIONS.get(task.precision),

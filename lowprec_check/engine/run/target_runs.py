@@ -223,7 +223,7 @@ class TargetRuns:
         """The runs to come, the slow ones last: these may be done side by side."""
         slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
         others = self.options.steps > 0 or self.options.batches > 1  # that use all cores
-        if not others and self._stream is None and not self._launcher.hidden_state:
+        if self.options.device == "cpu" and not others and self._stream is None and not self._launcher.hidden_state:
             possible = [key for key in slow if self._why_skipped(key) is None]
             self._launcher.side_by_side.expect(map(self._usual_task, possible))
         return sorted(keys, key=lambda key: self.is_slow(key.precision))

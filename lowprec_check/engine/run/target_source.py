@@ -235,7 +235,7 @@ def cuda_asked_in_a_fork() -> Iterator[None]:
     current_device, get_device_properties = cuda.current_device, cuda.get_device_properties
 
     def current() -> int:
-        return current_device() if cuda.is_initialized() or not asks else 0
+        return 0 if asks and not cuda.is_initialized() and cuda.device_count() else current_device()
 
     def properties(device: Any = None) -> Any:
         if not cuda.is_initialized() and asks:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -29,6 +30,7 @@ from lowprec_check.engine.run.target_source import FreshLoad, TargetSource
 from lowprec_check.engine.run.target_spec import LOAD_SECONDS
 from lowprec_check.engine.run.tasks import AnalysisTask, ExplainTask, ModelTask, RunTask
 from lowprec_check.engine.run.worker import QUESTION, do_task, serve, work
+from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import Isolation, system
 from lowprec_check.process.breadcrumb import Breadcrumb, clear_shared, read_shared, shared_file
 from lowprec_check.process.function_worker import Ended, FunctionWorker, Loaded, Method
@@ -51,8 +53,8 @@ TaskWorker = FunctionWorker[TaskMessage]
 def execute(
     task: ModelTask, source: TargetSource, isolation: Isolation, *, idle_limit: float = math.inf, threads: int = 0
 ) -> Outcome:
-    """Do ``task``. A worker that does not use the processor for ``idle_limit`` seconds is killed; it uses so many ``threads``, by default as
-    many as it likes.
+    """Do ``task``. A worker that does not use the processor for ``idle_limit`` seconds is killed; its instruments use so many ``threads``, by
+    default as many as they like.
 
     Raises :class:`WorkerError` if the tool itself fails, and :class:`UsageError` if the worker cannot load the target or save
     the fp32 output.
@@ -194,6 +196,8 @@ class _Begun:
     ended: bool = False
     called: tuple[float, float] | None = None
     """The time, and the processor time of the worker, at the start of the first call."""
+    watched: bool = False
+    """Whether it is known how many cores its call uses."""
 
     def end(self) -> None:
         """Close its files."""
@@ -205,63 +209,82 @@ class _Begun:
 
 class SideBySide:
     """Does the first attempts at slow tasks in forks, several at once where the first one leaves cores idle: kernels that are not made for a
-    format often use one core.
+    format often use one core. A call beside others that uses several is ended: its time would be false. That task is not done here.
     """
 
     def __init__(self, source: TargetSource) -> None:
         self._source = source
         self._supervisor = Supervisor[TaskWorker, TaskMessage]()
+        self._events = self._supervisor.events()
         self._expected: list[RunTask] = []
         self._begun: dict[TaskWorker, _Begun] = {}
-        self._at_once: int | None = None
+        self._at_once = 1
 
     def expect(self, tasks: Iterable[RunTask]) -> None:
         """Note the ``tasks`` to come."""
         self._expected = list(tasks)
 
     def outcome(self, task: ModelTask, idle_limit: float) -> Outcome | None:
-        """That of ``task``, the first time, if it was expected. Others may be begun meanwhile."""
+        """That of ``task``, the first time, if it was expected and can be done here. Others may be begun meanwhile."""
         if isinstance(task, RunTask) and task in self._expected:
             self._begin(task, idle_limit)
-        worker, mine = next(((worker, its) for worker, its in self._begun.items() if its.task == task), (None, None))
-        if worker is None or mine is None:
-            return None
-        while not mine.ended:
-            for event in self._supervisor.events():
-                its = self._begun[event.worker]
+        while mine := next(((worker, its) for worker, its in self._begun.items() if its.task == task), None):
+            if mine[1].ended:
+                return self._begun.pop(mine[0]).outcome
+            event = next(self._events, None)
+            if event is None:  # there was no worker
+                self._events = self._supervisor.events()
+                continue
+            its = self._begun.get(event.worker)
+            if its is None:  # it was discarded
+                continue
+            try:
                 _take(event, its.outcome, its.own)
-                self._note(event, its)
-                if its is mine and isinstance(event, StateEvent):
-                    _report(event, mine.outcome, mine.own, self._source)
-                if its.ended:
-                    break
-                if self._expected and len(self._supervisor) < (self._at_once or 1):
+            except (UsageError, WorkerError):
+                if its is mine[1]:
+                    raise
+                self._discard(event.worker)  # it is raised when it is asked for
+                continue
+            if its is mine[1] and isinstance(event, StateEvent):
+                _report(event, its.outcome, its.own, self._source)
+            self._note(event, its)
+            if self._expected and len(self._running) < self._at_once:
+                with contextlib.suppress(OSError, UsageError):  # it is done when it is asked for
                     self._begin(self._expected[0], idle_limit)
-        del self._begun[worker]
-        return mine.outcome
+        return None
 
     def _begin(self, task: RunTask, idle_limit: float) -> None:
         self._expected.remove(task)
-        own = dataclasses.replace(task, files=task.files._replace(breadcrumb=shared_file(), log=shared_file()))
-        worker = start_worker(own, self._source, "fork")
+        files = task.files._replace(breadcrumb=shared_file(), log=shared_file())
+        its = _Begun(task=task, own=dataclasses.replace(task, files=files))
+        try:
+            worker = start_worker(its.own, self._source, "fork")
+        except BaseException:
+            its.end()
+            raise
         worker.idle_limit = idle_limit
-        self._begun[worker] = _Begun(task=task, own=own)
+        self._begun[worker] = its
         self._supervisor.add(worker)
         for begun in self._running if len(self._running) > 1 else ():
             _limit_threads(begun, max(1, torch.get_num_threads() // len(self._running)))
 
+    def _discard(self, worker: TaskWorker) -> None:
+        self._supervisor.release(worker)
+        worker.end()
+        self._begun.pop(worker).end()
+
     @property
     def _running(self) -> list[TaskWorker]:
-        return [worker for worker, its in self._begun.items() if not its.ended]
+        return [worker for worker, its in self._begun.items() if not its.ended and worker.exit_code is None]
 
     @property
     def threads_beside(self) -> int:
-        """How many threads a worker may use that starts now; 0: as many as it likes."""
+        """How many threads the instruments of a worker may use that starts now; 0: as many as they like."""
         others = len(self._running)
         return max(1, torch.get_num_threads() // (others + 1)) if others else 0
 
     def _note(self, event: MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker], its: _Begun) -> None:
-        """Note the end of a worker, and how many cores the first one uses."""
+        """Note the start of the first call, how many cores it uses, and the end of a worker."""
         worker, now = event.worker, system.monotonic()
         if isinstance(event, MessageEvent) and isinstance(event.message, CallStarted) and its.called is None:
             its.called = now, worker.processor_seconds()
@@ -271,18 +294,27 @@ class SideBySide:
             its.end()
         elif isinstance(event, StateEvent) and event.state != "running":
             its.end()
-        elif self._at_once is not None or its.called is None or its.outcome.plain is not None:
-            pass  # it is known, or not during the call
-        elif now >= its.called[0] + WATCHED_SECONDS:
-            used = (worker.processor_seconds() - its.called[1]) / (now - its.called[0])
-            self._at_once = 1
-            if used > BUSY:  # else other programs use the cores
-                model = self._source.target.model
-                self._at_once = min(torch.get_num_threads() // round(used), most_at_once(its.task, model))
+        elif its.called is not None and not its.watched:
+            started, before = its.called
+            if its.outcome.plain is None and now < started + WATCHED_SECONDS:
+                return
+            its.watched = True
+            self._learn(worker, its, (worker.processor_seconds() - before) / max(now - started, 1e-3))
+
+    def _learn(self, worker: TaskWorker, its: _Begun, used: float) -> None:
+        """Learn from the cores that a call has ``used`` whether others may run beside it."""
+        if len(self._running) > 1:
+            if round(used) > 1:
+                self._at_once = 1
+                self._discard(worker)
+        elif its.outcome.plain is None and used > BUSY:  # else it is quick, or other programs use the cores
+            most = most_at_once(its.task, self._source.target.model)
+            self._at_once = min(torch.get_num_threads() // round(used), most)
 
     def close(self) -> None:
-        """End what was begun and not asked for."""
-        self._supervisor.__exit__(None, None, None)
+        """End what was begun and not asked for, and begin no more."""
         self._expected.clear()
-        while self._begun:
-            self._begun.popitem()[1].end()
+        for worker in list(self._begun):
+            if not self._begun[worker].ended:
+                self._discard(worker)
+        self._begun.clear()

@@ -237,10 +237,10 @@ def _instrument(
     way: WayToTrain | None = None,
     keep: Callable[[Any], None] = lambda _output: None,
 ) -> Instrumented:
-    """The instrumented part, in eager mode; ``outputs`` are those that it must give if nothing is rescued; ``way`` is that of training; ``keep``
-    gets what the model returns.
-    """
-    allowed = allowance(task, target.model)
+    """The instrumented part, in eager mode; ``outputs`` it must give if nothing is rescued; ``way`` is of training; ``keep`` gets the output."""
+    allowed, breadcrumb = allowance(task, target.model), Breadcrumb(task.files.breadcrumb)
+    if breadcrumb.threads:  # others run beside this process
+        torch.set_num_threads(breadcrumb.threads)
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")
     budget = task.budget_error and allowed.errors == "both"
@@ -249,7 +249,7 @@ def _instrument(
         errors=allowed.errors,
         wide=torch.float64 if task.reference == "fp64" else torch.float32,
         emulation=emulation,
-        breadcrumb=Breadcrumb(task.files.breadcrumb),
+        breadcrumb=breadcrumb,
         on_gap=lambda gap: send(GapFound(gap)),
         on_op_calls=lambda op_calls: send(OpCallsFound(op_calls)),
         on_output=keep,

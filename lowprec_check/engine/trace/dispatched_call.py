@@ -199,7 +199,7 @@ def named_arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, A
     return dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
 
 
-_ATTENTION_IN_16_BITS = (
+ATTENTION_IN_16_BITS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_cudnn_attention",
 )
@@ -217,7 +217,7 @@ def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
             if isinstance(value, Tensor) and value.dtype == torch.uint8 and value.numel():
                 raise RuntimeError("its workspace has the layout of the low precision")
     call.wide_seconds = None
-    if call.traits.packet not in _ATTENTION_IN_16_BITS:
+    if call.traits.packet not in ATTENTION_IN_16_BITS:
         started = system.perf_counter()
         out = call.func(*args, **kwargs)
         call.wide_seconds = system.perf_counter() - started

@@ -159,7 +159,7 @@ class Execution:
         with torch._C._DisableAutocast():
             try:
                 wide = retry.run(_widen)
-                if not call.traits.mutable and self._lockstep.wide == torch.float32:
+                if not call.traits.mutable:
                     call.widened_outputs = call.results(wide)
                 out = retry.narrowed(wide)
             except Exception as error:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, rounding_of, widen, widened_dtype
 from lowprec_check.engine.core.tensor_comparison import CHUNK, TensorComparison, is_dense
-from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
+from lowprec_check.engine.trace.dispatched_call import ATTENTION_IN_16_BITS, DispatchedCall, run_wide
 from lowprec_check.engine.trace.error_tape import COMPACT, AddedErrors
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.ops import Args, Kwargs, map_args
@@ -102,8 +102,8 @@ class OpErrors:
             return None
         seconds, call.wide_seconds = call.wide_seconds, None
         self._figures.then(functools.partial(_add_inputs, row, call.input_errors))
-        if self._local:
-            call.widened_outputs = _widened_outputs(call, widened, outputs, self._twins.wide)
+        own = _widened_outputs(call, widened, outputs, self._twins.wide) if self._local else None
+        call.widened_outputs = own
         if call.traits.moves:
             row.local_error = 0.0
         several = len(outputs) > 1 and sum(map(is_float, outputs)) > 1
@@ -267,7 +267,7 @@ def _widened_outputs(
         return [widen(source, wide).to(out.device, widened_dtype(out.dtype, wide))]
     if arguments is None or not has_local_error(call):
         return None
-    if call.widened_outputs is not None:
+    if call.widened_outputs is not None and wide == torch.float32 and call.traits.packet not in ATTENTION_IN_16_BITS:
         return call.widened_outputs
     try:
         return run_wide(call, *arguments)
