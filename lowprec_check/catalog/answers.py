@@ -336,8 +336,8 @@ def find_fix(
     function = re.sub(r"^torch\.(nn\.functional\.|functional\.|Tensor\.)?", "", op) if op.startswith("torch.") else None
     plain: Mode = "backward" if phase == "backward" else "forward"
     under_autocast: Mode = "autocast-backward" if phase == "backward" else "autocast"
+    overload = overload_name(op)
     for mode in (under_autocast, plain) if autocast else (plain,):
-        overload = overload_name(op)
         failing = sweep.failing(low, mode).items()
         ops = [name for name, at in failing if at == overload or name.removeprefix("nn.functional.") == function]
         if ops:

@@ -53,7 +53,7 @@ def read_shared(descriptor: int) -> bytes:
 
 _SIZE = 1024
 _HEAD = struct.Struct("<BdIH")  # state, started, ops so far, length of the text
-_THREADS = struct.Struct("<H")
+_THREADS = struct.Struct("<H")  # at the end of the file: what the supervisor tells the worker
 _TEXT = _SIZE - _HEAD.size - _THREADS.size
 
 IDLE, IN_OP, AFTER_OP = 0, 1, 2
@@ -128,10 +128,10 @@ class Breadcrumb:
 
     @property
     def threads(self) -> int:
-        """How many threads the worker is to use from its next part on; 0: as many as it likes."""
+        """How many threads the instruments may use; 0: no limit."""
         found: int = _THREADS.unpack_from(self._map, _SIZE - _THREADS.size)[0]
         return found
 
     def limit_threads(self, number: int) -> None:
-        """Let the worker use ``number`` of threads from its next part on."""
+        """Limit the threads of the instruments, unless they have started; 0 removes the limit."""
         _THREADS.pack_into(self._map, _SIZE - _THREADS.size, number)

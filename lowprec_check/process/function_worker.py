@@ -69,9 +69,13 @@ def _processor_seconds(pid: int) -> float | None:
     total = 0.0
     for one in family:
         with contextlib.suppress(psutil.Error):
-            times = one.cpu_times()
-            total += float(times.user + times.system)
+            total += _used(one)
     return total
+
+
+def _used(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return float(times.user + times.system)
 
 
 def _could_work(process: psutil.Process) -> bool:
@@ -219,8 +223,7 @@ class FunctionWorker(Worker[Message]):
     def processor_seconds(self) -> float:
         """Processor time of the process itself; 0 if it has ended."""
         with contextlib.suppress(psutil.Error):
-            times = psutil.Process(self._group.pid).cpu_times()
-            return float(times.user + times.system)
+            return _used(psutil.Process(self._group.pid))
         return 0.0
 
     def log_place(self) -> bool:

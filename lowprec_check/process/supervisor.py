@@ -159,9 +159,6 @@ class Supervisor(Generic[AnyWorker, Message]):
         while self._workers:
             self._workers.pop().end()
 
-    def __len__(self) -> int:
-        return len(self._workers)
-
     def add(self, worker: AnyWorker) -> None:
         """Watch one more worker."""
         self._workers.append(worker)

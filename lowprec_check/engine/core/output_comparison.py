@@ -122,11 +122,11 @@ def is_zero(tensor: Tensor) -> bool:
 
 def _compare_leaf(out: Tensor, reference: Tensor, called: str) -> OutputComparison:
     parts = list(map(_compare_part, _parts(out), _parts(reference)))
-    rms = root_mean_square(reference)
     if any(part.nonfinite for part in parts):
-        return OutputComparison(NOTHING, math.inf, nonfinite=True, rms=rms)
+        return OutputComparison(NOTHING, math.inf, nonfinite=True, rms=root_mean_square(reference))
     if any(part.lacks_inf for part in parts):
-        return OutputComparison(NOTHING, math.inf, note=f"the output is finite where {called} is infinite", rms=rms)
+        note = f"the output is finite where {called} is infinite"
+        return OutputComparison(NOTHING, math.inf, note=note, rms=root_mean_square(reference))
     difference, size, own = (math.hypot(*norms) for norms in zip(*(part.norms for part in parts), strict=True))
     rel_l2 = 0.0 if difference == 0 else difference / size if size else math.inf
     norms, has_classes = own * size, reference.ndim == 2 and reference.shape[0] > 0 and reference.shape[1] > 1
@@ -140,24 +140,29 @@ def _compare_leaf(out: Tensor, reference: Tensor, called: str) -> OutputComparis
         sqnr_db=-20 * math.log10(rel_l2) if 0 < rel_l2 < math.inf else None,
         top1=top1,
     )
-    return OutputComparison(error, rel_l2, rms=rms)
+    finite = sum(part.finite for part in parts)
+    return OutputComparison(error, rel_l2, rms=size / math.sqrt(finite) if finite else None)
+
+
+_PART = 1 << 17
+"""Values of an output that are compared at once on a CPU, so that they stay in its caches."""
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
-    """Its real values; on a CPU in parts that fit into its caches: an output may have many millions of values, and is read often."""
+    """Its values as real numbers, on a CPU in parts."""
     values = as_real(tensor).reshape(-1)
     return values.split(_PART) if values.device.type == "cpu" else [values]
 
 
-_PART = 1 << 17
-
-
 class _Part(NamedTuple):
-    """What is known of a part of a leaf; the rest only if it has no ``nonfinite`` value that the reference lacks."""
+    """The comparison of a part of a leaf; without figures if it is ``nonfinite`` or ``lacks_inf``."""
 
-    nonfinite: bool
+    nonfinite: bool = False
+    """Whether it has a NaN or Inf that the reference lacks."""
     lacks_inf: bool = False
     """Whether it is finite where the reference is infinite."""
+    finite: int = 0
+    """The number of finite values of the reference."""
     norms: tuple[float, float, float] = (0.0, 0.0, 0.0)
     """Of the difference, the reference and the output, where the reference is finite."""
     dot: float = 0.0
@@ -171,11 +176,15 @@ def _compare_part(out: Tensor, reference: Tensor) -> _Part:
         if bool(nonfinite_unlike(y, r).any()):
             return _Part(nonfinite=True)
         if bool((y.isfinite() & r.isinf()).any()):
-            return _Part(nonfinite=False, lacks_inf=True)
+            return _Part(lacks_inf=True)
         y, r = torch.where(finite, y, 0.0), torch.where(finite, r, 0.0)
     change = y - r
-    largest = float(change.abs().max()) if y.numel() else 0.0
-    return _Part(False, False, (_norm(change), _norm(r), _norm(y)), float(torch.dot(y, r)), largest)
+    return _Part(
+        finite=int(finite.count_nonzero()),
+        norms=(_norm(change), _norm(r), _norm(y)),
+        dot=float(torch.dot(y, r)),
+        max_abs=float(change.abs().max()) if y.numel() else 0.0,
+    )
 
 
 @torch_as_imported()

@@ -77,8 +77,10 @@ class Saved(NamedTuple):
 
     def prefetch(self) -> None:
         """Let the system read it meanwhile. It reads no more at once than its window for reading ahead, 128 KiB by default on Linux."""
+        if not self.nbytes:
+            return
         first, end = self.start - self.start % mmap.PAGESIZE, self.start + self.nbytes
-        for begin in range(first, end, _WINDOW) if self.nbytes else ():
+        for begin in range(first, end, _WINDOW):
             self.mapped.madvise(mmap.MADV_WILLNEED, begin, min(_WINDOW, end - begin))
 
     def forget(self, *, cached: bool) -> None:

@@ -170,10 +170,12 @@ class Launcher:
         idle_limit = max(least, min(IDLE_SECONDS, task.budget / 2))
         limit = idle_limit if self._forks and self._forks_may_wait else math.inf
         begun = self.side_by_side.outcome(task, limit) if self.isolation == "fork" else None
-        if begun is None and isinstance(task, RunTask) and task.measured:  # others would disturb its time
+        if begun is not None:
+            return begun
+        if isinstance(task, RunTask) and task.measured:  # others would disturb its time
             self.side_by_side.close()
         threads = self.side_by_side.threads_beside
-        return begun or execute(task, self.source, self.isolation, idle_limit=limit, threads=threads)
+        return execute(task, self.source, self.isolation, idle_limit=limit, threads=threads)
 
     def _can_be_sent(self) -> bool:
         """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it may wait for a thread."""

@@ -220,10 +220,11 @@ class TargetRuns:
     # -- other runs
 
     def in_order(self, keys: Sequence[RunKey]) -> list[RunKey]:
-        """The runs to come, the slow ones last: these may be done side by side."""
+        """``keys`` in the order to run them: slow ones last, which may run side by side."""
         slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
-        others = self.options.steps > 0 or self.options.batches > 1  # that use all cores
-        if self.options.device == "cpu" and not others and self._stream is None and not self._launcher.hidden_state:
+        options, one_by_one = self.options, self._stream is not None or self._launcher.hidden_state
+        one_by_one |= options.device != "cpu" or options.steps > 0 or options.batches > 1
+        if not one_by_one:
             possible = [key for key in slow if self._why_skipped(key) is None]
             self._launcher.side_by_side.expect(map(self._usual_task, possible))
         return sorted(keys, key=lambda key: self.is_slow(key.precision))

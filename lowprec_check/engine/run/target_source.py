@@ -237,10 +237,14 @@ def cuda_asked_in_a_fork() -> Iterator[None]:
     def current() -> int:
         return 0 if asks and not cuda.is_initialized() and cuda.device_count() else current_device()
 
+    @functools.cache
+    def found_in_a_fork(device: Any) -> dict[str, Any]:
+        return isolated(lambda: _plain_values(get_device_properties(device)), "fork", dict)
+
     def properties(device: Any = None) -> Any:
-        if not cuda.is_initialized() and asks:
+        if asks and not cuda.is_initialized():
             with contextlib.suppress(WorkerError):  # else the error is raised here
-                return SimpleNamespace(**isolated(lambda: _plain_values(get_device_properties(device)), "fork", dict))
+                return SimpleNamespace(**found_in_a_fork(device))
         return get_device_properties(device)
 
     cuda.current_device, cuda.get_device_properties = current, properties

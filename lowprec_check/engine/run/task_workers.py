@@ -1,4 +1,4 @@
-"""A worker does a task: it is started, its messages are taken, and its limits are set; slow tasks may be done side by side."""
+"""Runs a task in a worker: starts it, takes its messages and sets its limits; slow tasks may run side by side."""
 
 from __future__ import annotations
 
@@ -49,6 +49,8 @@ BUSY = 0.9
 
 TaskWorker = FunctionWorker[TaskMessage]
 
+Event = MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker]
+
 
 def execute(
     task: ModelTask, source: TargetSource, isolation: Isolation, *, idle_limit: float = math.inf, threads: int = 0
@@ -77,9 +79,8 @@ def execute(
     with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
         for event in supervisor.events():
             _take(event, outcome, task)
-            if isinstance(event, StateEvent):
-                _report(event, outcome, task, source)
-            elif isinstance(event.message, Ended):
+            _report(event, outcome, task, source)
+            if isinstance(event, MessageEvent) and isinstance(event.message, Ended):
                 if isolation == "shared":
                     supervisor.release(worker)
                     source.kept.keep(worker, _owner(task, source))
@@ -147,9 +148,7 @@ def _set_limits(worker: TaskWorker, message: TaskMessage, task: ModelTask) -> No
         worker.op_limit = task.op_limit
 
 
-def _take(
-    event: MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker], outcome: Outcome, task: ModelTask
-) -> None:
+def _take(event: Event, outcome: Outcome, task: ModelTask) -> None:
     """Add what a worker sent, or how it is, to the ``outcome`` of its ``task``, and set its limits."""
     if isinstance(event, MessageEvent):
         outcome.add(event.message)
@@ -172,9 +171,9 @@ def _take(
         outcome.reason = f"{describe_exit(event.exit_code)}{hint}{f' at {line}' if line else ''}"
 
 
-def _report(event: StateEvent[TaskWorker], outcome: Outcome, task: ModelTask, source: TargetSource) -> None:
-    """Show as progress where the worker of ``task`` is, if it runs."""
-    if event.state != "running":
+def _report(event: Event, outcome: Outcome, task: ModelTask, source: TargetSource) -> None:
+    """Show as progress where the worker of ``task`` is, if the event says that it runs."""
+    if isinstance(event, MessageEvent) or event.state != "running":
         return
     (name, doing), read = task.progress, outcome.weight_read
     doing = f"{doing} in {read.module}" if read is not None else doing
@@ -187,11 +186,14 @@ def _report(event: StateEvent[TaskWorker], outcome: Outcome, task: ModelTask, so
 
 @dataclasses.dataclass(kw_only=True)
 class _Begun:
-    """A task that a worker does."""
+    """A task that runs in a worker."""
 
+    worker: TaskWorker
     task: RunTask
     own: RunTask
     """The same with files of its own."""
+    files: contextlib.ExitStack
+    """Closes these files."""
     outcome: Outcome = dataclasses.field(default_factory=Outcome)
     ended: bool = False
     called: tuple[float, float] | None = None
@@ -201,15 +203,13 @@ class _Begun:
 
     def end(self) -> None:
         """Close its files."""
-        if not self.ended:
-            self.ended = True
-            os.close(self.own.files.breadcrumb)
-            os.close(self.own.files.log)
+        self.ended = True
+        self.files.close()
 
 
 class SideBySide:
-    """Does the first attempts at slow tasks in forks, several at once where the first one leaves cores idle: kernels that are not made for a
-    format often use one core. A call beside others that uses several is ended: its time would be false. That task is not done here.
+    """Runs the first attempts at slow tasks in forks, several at once if the first one leaves cores idle: kernels that are not made for a
+    format often use one core. A call beside others that uses several cores is ended, since its time would be wrong; its task must run alone.
     """
 
     def __init__(self, source: TargetSource) -> None:
@@ -225,12 +225,12 @@ class SideBySide:
         self._expected = list(tasks)
 
     def outcome(self, task: ModelTask, idle_limit: float) -> Outcome | None:
-        """That of ``task``, the first time, if it was expected and can be done here. Others may be begun meanwhile."""
+        """That of the first attempt at ``task``; ``None`` if it must run alone. Waits for it, and may begin others meanwhile."""
         if isinstance(task, RunTask) and task in self._expected:
             self._begin(task, idle_limit)
-        while mine := next(((worker, its) for worker, its in self._begun.items() if its.task == task), None):
-            if mine[1].ended:
-                return self._begun.pop(mine[0]).outcome
+        while mine := next((its for its in self._begun.values() if its.task == task), None):
+            if mine.ended:
+                return self._begun.pop(mine.worker).outcome
             event = next(self._events, None)
             if event is None:  # there was no worker
                 self._events = self._supervisor.events()
@@ -241,29 +241,29 @@ class SideBySide:
             try:
                 _take(event, its.outcome, its.own)
             except (UsageError, WorkerError):
-                if its is mine[1]:
+                if its is mine:
                     raise
                 self._discard(event.worker)  # it is raised when it is asked for
                 continue
-            if its is mine[1] and isinstance(event, StateEvent):
+            if its is mine:
                 _report(event, its.outcome, its.own, self._source)
             self._note(event, its)
             if self._expected and len(self._running) < self._at_once:
-                with contextlib.suppress(OSError, UsageError):  # it is done when it is asked for
+                with contextlib.suppress(OSError, UsageError):  # it runs when it is asked for
                     self._begin(self._expected[0], idle_limit)
         return None
 
     def _begin(self, task: RunTask, idle_limit: float) -> None:
         self._expected.remove(task)
-        files = task.files._replace(breadcrumb=shared_file(), log=shared_file())
-        its = _Begun(task=task, own=dataclasses.replace(task, files=files))
-        try:
-            worker = start_worker(its.own, self._source, "fork")
-        except BaseException:
-            its.end()
-            raise
+        with contextlib.ExitStack() as files:
+            own: dict[str, int] = {}
+            for name in ("breadcrumb", "log"):
+                own[name] = shared_file()
+                files.callback(os.close, own[name])
+            with_own = dataclasses.replace(task, files=task.files._replace(**own))
+            worker = start_worker(with_own, self._source, "fork")
+            self._begun[worker] = _Begun(worker=worker, task=task, own=with_own, files=files.pop_all())
         worker.idle_limit = idle_limit
-        self._begun[worker] = its
         self._supervisor.add(worker)
         for begun in self._running if len(self._running) > 1 else ():
             _limit_threads(begun, max(1, torch.get_num_threads() // len(self._running)))
@@ -283,7 +283,7 @@ class SideBySide:
         others = len(self._running)
         return max(1, torch.get_num_threads() // (others + 1)) if others else 0
 
-    def _note(self, event: MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker], its: _Begun) -> None:
+    def _note(self, event: Event, its: _Begun) -> None:
         """Note the start of the first call, how many cores it uses, and the end of a worker."""
         worker, now = event.worker, system.monotonic()
         if isinstance(event, MessageEvent) and isinstance(event.message, CallStarted) and its.called is None:
@@ -299,14 +299,14 @@ class SideBySide:
             if its.outcome.plain is None and now < started + WATCHED_SECONDS:
                 return
             its.watched = True
-            self._learn(worker, its, (worker.processor_seconds() - before) / max(now - started, 1e-3))
+            self._learn(its, (worker.processor_seconds() - before) / max(now - started, 1e-3))
 
-    def _learn(self, worker: TaskWorker, its: _Begun, used: float) -> None:
+    def _learn(self, its: _Begun, used: float) -> None:
         """Learn from the cores that a call has ``used`` whether others may run beside it."""
         if len(self._running) > 1:
             if round(used) > 1:
                 self._at_once = 1
-                self._discard(worker)
+                self._discard(its.worker)
         elif its.outcome.plain is None and used > BUSY:  # else it is quick, or other programs use the cores
             most = most_at_once(its.task, self._source.target.model)
             self._at_once = min(torch.get_num_threads() // round(used), most)

@@ -280,11 +280,8 @@ def _size(gradients: Tensor, errors: Tensor) -> Tensor:
         gradients = torch.view_as_real(gradients.resolve_conj())
     if gradients.device.type != "cpu" or errors.numel() <= CHUNK:
         return _norms((gradients * errors).reshape(len(gradients), -1), 1)
-    flat, values = (
-        gradients.reshape(len(gradients), -1),
-        errors.reshape(-1),
-    )  # in parts, so that the product stays in caches
-    starts = range(0, len(values), CHUNK)
+    flat, values = gradients.reshape(len(gradients), -1), errors.reshape(-1)
+    starts = range(0, len(values), CHUNK)  # in chunks, so that the product stays in the caches
     return _norms(torch.stack([_norms(flat[:, at : at + CHUNK] * values[at : at + CHUNK], 1) for at in starts]), 0)
 
 

@@ -102,8 +102,8 @@ class OpErrors:
             return None
         seconds, call.wide_seconds = call.wide_seconds, None
         self._figures.then(functools.partial(_add_inputs, row, call.input_errors))
-        own = _widened_outputs(call, widened, outputs, self._twins.wide) if self._local else None
-        call.widened_outputs = own
+        wide = self._twins.wide
+        call.widened_outputs = _widened_outputs(call, widened, outputs, wide) if self._local else None
         if call.traits.moves:
             row.local_error = 0.0
         several = len(outputs) > 1 and sum(map(is_float, outputs)) > 1
