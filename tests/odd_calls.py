@@ -426,7 +426,7 @@ SETTINGS = [
     OddCall("explain LP101", 2, "a key has more than 1,000 parts", settings(f"[[{'a . ' * 100_000}a]]")),
     OddCall("explain LP101", 2, "Exceeds the limit", settings(f"seed = {'9' * 5000}")),
     OddCall("scan model.py", 2, "embedded null byte", settings('json = "a\\u0000b"')),
-    OddCall("scan model.py -q", 0, "Use", settings("precision = []\nplan = false\njson = 'scan.json'")),
+    OddCall("scan model.py -q --times off", 0, "Use", settings("precision = []\nplan = false\njson = 'scan.json'")),
     OddCall("scan model.py", 2, "Unknown precision 'fp99'", settings("precision = ['half', 'fp99']")),
     OddCall("plan model.py -q", 0, "half", settings("precision = ['half']\nbase = 'cast'")),
 ]
