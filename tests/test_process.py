@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import getpass
 import multiprocessing.shared_memory
 import os
@@ -22,7 +23,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-from lowprec_check.process.breadcrumb import Breadcrumb, shared_file
+from lowprec_check.process.breadcrumb import Breadcrumb, open_shared, read_shared, shared_file
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
 from lowprec_check.process.function_worker import _PLACE_SIGNAL, FunctionWorker, Method, SendBytes
 from lowprec_check.process.process_group import PRIVATE, UNKNOWN_EXIT, start_command
@@ -194,6 +195,28 @@ def test_a_crash_while_the_place_is_logged_does_not_hide_that_a_limit_was_exceed
     os.close(log)
     assert (messages, end.state, end.exit_code) == ([1], "timeout", None)
     assert worker.exit_code == -signal.SIGSEGV
+
+
+def test_readers_of_a_shared_file_do_not_move_each_other() -> None:
+    """Workers that run side by side load the output of fp32 at once, and their descriptors share one position."""
+    file = shared_file()
+    os.write(file, b"abcdef")
+    with open_shared(file) as one, open_shared(os.dup(file)) as other:
+        assert (one.read(2), other.read(4), one.read(1)) == (b"ab", b"abcd", b"c")
+        one.seek(-2, os.SEEK_END)
+        assert (one.tell(), one.read(), other.read()) == (4, b"ef", b"ef")
+    os.write(file, b"gh")  # one that writes goes on at the end
+    assert read_shared(file) == b"abcdefgh"
+    os.close(file)
+
+
+def freezes(send: SendBytes) -> None:
+    send(b"%d" % (gc.get_freeze_count() > 0))
+
+
+def test_collections_of_a_fork_do_not_visit_what_it_copied() -> None:
+    assert watch(forked(freezes))[0] == [1]
+    assert not gc.get_freeze_count()
 
 
 def test_a_worker_that_floods_is_killed_at_its_deadline() -> None:

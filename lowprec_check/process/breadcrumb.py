@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import mmap
 import os
 import struct
 import tempfile
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowprec_check.errors import UsageError
 from lowprec_check.process import system
@@ -39,11 +40,36 @@ def clear_shared(descriptor: int) -> None:
     os.lseek(descriptor, 0, os.SEEK_SET)
 
 
+class _Shared(io.RawIOBase):
+    """Reads a shared file at a position of its own: that of a descriptor is shared by all processes that have it."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._position = descriptor, 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._position = offset + (0, self._position, os.fstat(self._descriptor).st_size)[whence]
+        return self._position
+
+    def readinto(self, buffer: Any) -> int:
+        count = os.preadv(self._descriptor, [buffer], self._position)
+        self._position += count
+        return count
+
+
+def open_shared(descriptor: int) -> io.BufferedReader:
+    """A shared file, from its start; several processes may read it at once."""
+    return io.BufferedReader(_Shared(descriptor))
+
+
 def read_shared(descriptor: int) -> bytes:
     """The content of a shared file."""
-    with os.fdopen(os.dup(descriptor), "rb") as file:
-        file.seek(0)
-        return file.read()
+    return open_shared(descriptor).read()
 
 
 # -- A breadcrumb: a small file that records which op a worker is running, and since when. It survives a crash

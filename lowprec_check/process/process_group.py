@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import gc
 import itertools
 import os
 import shutil
@@ -282,6 +283,7 @@ def _fork(run: Callable[[], object], lifeline: int, mark: int) -> int:
                 os.dup2(null, descriptor)
             os.close(null)
             PRIVATE.clear()
+            gc.freeze()  # what was copied stays: collections need not visit it, which takes up to a second and copies its memory
             sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
             util._run_after_forkers()  # type: ignore[attr-defined]
             run()

@@ -66,6 +66,7 @@ class ProcessMemory:
         return max(0, ready + files + more - self._without_model)
 
     def _free_originals(self, prepared: object) -> None:
+        gc.unfreeze()  # what a fork copied is found again
         for found in gc.get_objects():
             if type(found) is Snapshot:
                 vars(found).clear()

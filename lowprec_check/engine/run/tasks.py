@@ -13,7 +13,7 @@ import torch
 
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
-from lowprec_check.process.breadcrumb import clear_shared, shared_file
+from lowprec_check.process.breadcrumb import clear_shared, open_shared, shared_file
 from lowprec_check.schema.measures import Errors, PredictedDevice
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
@@ -60,8 +60,7 @@ class TaskFiles(NamedTuple):
     def kept(self, *, further: bool = False) -> dict[str, Any]:
         """What the fp32 run kept; raises :class:`UsageError` if the model has overwritten it."""
         try:
-            with os.fdopen(os.dup(self.further if further else self.reference), "rb") as file:
-                file.seek(0)
+            with open_shared(self.further if further else self.reference) as file:
                 content: dict[str, Any] = torch.load(file, weights_only=True)
         except Exception:
             raise UsageError(
