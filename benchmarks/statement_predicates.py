@@ -458,7 +458,7 @@ _SHARES: dict[str, Claim] = {
     "{share} choices that differ from fp32": lambda c, share: same(share, c.budget["decisions"]),
     "{share} not explained": lambda c, share: same(share, c.budget["unexplained"] - c.budget["decisions"]),
     "first order predicts {share} too much": lambda c, share: same(-share, c.budget["unexplained"] - c.budget["decisions"]),
-    "spread over {modules}": lambda c, modules: modules == sum(share > 0 for _, share, _ in c.shares()),
+    "spread over {modules}": lambda c, modules: modules == sum(share > 0 for _, share, _ in c.shares()) > 1,
     "the largest is {share} {module}": lambda c, share, module: any(name == module and same(share, own) for name, own, _ in c.shares()[:1]),
     "shares of the error {where}": lambda c, where: where == ("in eager mode" if c.run["backend"] != "eager" or c.run["compiled"] else "in the first call" if c.run["failed_call"] else "op by op") and not c.is_over,
     "which is only {error}": lambda c, error: same(error, c.budget["measured"] or 0.0),
@@ -709,9 +709,15 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     "failed-while-timed": {"{text}": lambda c, text: text in c.run["notes"]},
     "shares": _SHARES,
     "unknown-cause": {
-        "first order explains only {share} of the error": lambda c, share: same(share, max(0.0, 1 - c.budget["unexplained"])) and share < 0.5,
+        **{
+            f"first order explains only {{share}} of the error of {of}": lambda c, share, of=of: same(share, max(0.0, 1 - c.budget["unexplained"])) and share < 0.5 and bool(c.run["failed_call"]) == (of != "the run")
+            for of in ("the run", "the first call")
+        },
         "{share} choices that differ from fp32": lambda c, share: same(share, c.budget["decisions"]),
-        "first order predicts {ratio} the error of the run": lambda c, ratio: same(ratio, c.budget["predicted"] / c.budget["measured"]) and ratio > 1,
+        **{
+            f"first order predicts {{ratio}} the error of {of}": lambda c, ratio, of=of: same(ratio, c.budget["predicted"] / c.budget["measured"]) and ratio > 1 and bool(c.run["failed_call"]) == (of != "the run")
+            for of in ("the run", "the first call")
+        },
         "where the error comes from is not known: {reason}": lambda c, reason: c.budget["predicted"] is None and reason in (c.budget["reason"], "it was not computed"),
     },
     "ablation": {
@@ -726,14 +732,14 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     },
     "way-out": {
         "passes with {kept} in fp32, error {after}": lambda c, **m: c.result["recommendation"] is None and _kept(c, **m, before=c.rel_l2, ends=("ok",)),
-        "lowprec-check plan verifies it and prints the code": lambda c: True,
+        **{f"lowprec-check {command} searches for the fewest modules": lambda c: c.result["plan"] is None for command in ("plan", "scan --plan")},
     },
     "patch": {
         "no plan was found": lambda c: c.result["plan"] is None,
         "the plan keeps {kept} in fp32": lambda c, kept: kept == len(c.result["plan"]["keep_fp32"]),
         **{
             f"a patch of your code at {where} was not tried: lowprec-check fix TARGET{more} searches for one": lambda c, line, lines=1, plan=bool(more): _own_lines(c, line, lines) and plan == (c.result["plan"] is not None)
-            for where in ("{line}", "{lines}, first {line}")
+            for where in ("{line}", "{lines}, first {line},")
             for more in ("", " --plan")
         },
         "and shows which is smaller": lambda c: c.result["plan"] is not None,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -14,10 +15,12 @@ from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import verdict
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.report.registry import render
 from lowprec_check.schema.backend_checks import CompilerCheck
 from lowprec_check.schema.findings import Recommendation
+from lowprec_check.schema.measures import Ablation, BatchRanges, InputsTried
 from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, Run, ScanResult
 from lowprec_check.schema.statements import out_of
@@ -170,15 +173,44 @@ def test_the_advice_about_a_slow_op_fits_the_head(
     assert helps(result, "LP106") == [advice]
 
 
+def test_a_product_in_fp32_needs_autocast_to_be_off() -> None:
+    for precision, op, advice in (
+        ("half", "aten.mm.default", "compute it in fp32 and cast back"),
+        ("autocast-fp16", "aten.dot.default", "compute it in fp32 and cast back"),
+        ("autocast-fp16", "aten.mm.default", "compute it in fp32, without autocast, and cast back"),
+    ):
+        [found] = helps(a_result(a_run(precision, "error", gaps=[a_gap(op)])), "LP101", precision)
+        assert (found or "").startswith(advice)
+
+
+def test_a_way_out_names_a_search_only_where_there_was_none() -> None:
+    tried = Ablation(keep_fp32=["fc"], blamed_for="shares", status="ok", rel_l2=1e-3)
+    failing = a_result(a_run("half", "inaccurate", ablation=tried))
+    for plan, complete, more in ((False, True, True), (None, True, False), (True, True, False), (True, False, True)):
+        result = msgspec.structs.replace(failing, options={"plan": plan}, complete=complete)
+        [said] = [its.text for its in statements(result) if its.kind == "way-out"]
+        search = "; lowprec-check plan searches for the fewest modules" if more else ""
+        assert said == f"passes with fc in fp32, error 1.0e-03{search}"
+
+
+def test_the_inputs_of_a_run_are_its_batches_and_further_ones() -> None:
+    further = InputsTried(kind="batches", tried=11, failed=0, worst=1e-3, low=0.0, high=0.3)
+    each = BatchRanges(statuses=["ok"] * 4, output_errors=[1e-3] * 4)
+    error = ErrorStats(rel_l2=1e-3, max_abs=1e-3, cosine=1.0, sqnr_db=None)
+    one = a_run("half", further_inputs=further, batches=each, output_error=error, tolerance=1e-2)
+    [said] = [its.text for its in statements(a_result(one)) if its.kind == "margin"]
+    assert said.endswith("of tolerance, 15 inputs")
+
+
 @pytest.mark.parametrize(
     ("runs", "advice"),
     [
-        ([], "try this op in fp32, or try bf16, which has a larger range"),
+        ([], "try this op and those that compute its inputs in fp32, or try bf16, which has a larger range"),
         (
             [a_run("bfloat16", "error"), a_run("autocast-bf16")],
-            "try this op in fp32, or use autocast-bf16, which passes",
+            "try this op and those that compute its inputs in fp32, or use autocast-bf16, which passes",
         ),
-        ([a_run("bfloat16", "error")], "try this op in fp32"),
+        ([a_run("bfloat16", "error")], "try this op and those that compute its inputs in fp32"),
     ],
 )
 def test_more_range_is_advised_only_where_it_passes(runs: list[Run], advice: str) -> None:
@@ -186,7 +218,7 @@ def test_more_range_is_advised_only_where_it_passes(runs: list[Run], advice: str
     result = a_result(a_run("half", "nonfinite", op_calls=overflows), *runs)
     assert helps(result, "LP201") == [advice]
     narrow = a_result(a_run("bfloat16", "nonfinite", op_calls=overflows))
-    assert helps(narrow, "LP201", "bfloat16") == ["try this op in fp32"]
+    assert helps(narrow, "LP201", "bfloat16") == ["try this op and those that compute its inputs in fp32"]
 
 
 @pytest.mark.parametrize(

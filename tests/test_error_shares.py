@@ -314,8 +314,22 @@ def test_choices_count_where_the_first_order_fails() -> None:
     assert [d.severity for d in found(result, "LP304")] == ["warning"]
     assert "80 % from choices that differ" in explain_status(result.runs[1])
     assert budget_lines(result) == [
-        "half: first order explains only 10 % of the error; 80 % choices that differ from fp32"
+        "half: first order explains only 10 % of the error of the run; 80 % choices that differ from fp32"
     ]
+
+
+def test_the_error_that_is_explained_is_that_of_the_call_that_was_analyzed() -> None:
+    for failed, of in ((None, "the run"), (3, "the first call")):
+        for unexplained, told in ((-0.6, "predicts 1.6 times the error"), (0.9, "explains only 10 % of the error")):
+            budget = a_budget(unexplained, predicted=0.8, measured=0.5)
+            result = a_result(a_run(status="nonfinite", budget=budget, failed_call=failed))
+            assert budget_lines(result) == [f"half: first order {told} of {of}"]
+
+
+def test_an_error_of_one_module_is_not_spread() -> None:
+    row = OpCall("aten.mm.default", "", "net.py:1", share=1.0)
+    [line] = budget_lines(a_result(a_run(row, budget=a_budget(0.0, spread=1.0))))
+    assert line == "half: shares of the error, estimated to within 200 %: 100 % the model itself"
 
 
 # -- what a run is said to fail for
@@ -374,7 +388,7 @@ def tried(run: Run, spread: float = 0.0, **measured: float | None) -> Run:
 def test_what_plain_runs_showed_counts_before_what_is_derived() -> None:
     one = with_shares("half", "inaccurate", a=0.5, b=0.3, c=0.15)
     both = budget_lines(a_result(tried(one, a=0.02, b=0.35, c=0.1)))
-    assert both == ["half: shares of the error, measured: 35 % b (addmm, model.py:41), 10 % c, 5 % not explained"]
+    assert both == ["half: shares of the error, measured: 35 % b (addmm, model.py:41), 10 % c"]
     assert explain_status(tried(one, a=0.02, b=0.35, c=0.1)).endswith("; 35 % from b, 10 % from c")
     mixed = budget_lines(a_result(tried(one, a=None, b=0.35, c=0.1)))[0]
     assert mixed.startswith("half: shares of the error, estimated: 50 % a (addmm, model.py:41), 35 % b, measured, 10 %")

@@ -203,7 +203,9 @@ def test_the_advice_is_what_was_measured() -> None:
     [tried] = of(a_result(msgspec.structs.replace(run, ablation=kept)), "LP201")
     assert (tried.help or "").startswith("keep body in fp32, with which the error is 3.0e-04 (measured)")
     [untried] = of(a_result(a_run("half", "nonfinite", an_overflow(), error=None)), "LP201")
-    assert (untried.help or "").startswith("try this op in fp32"), "its module is the whole model"
+    assert (untried.help or "").startswith("try this op and those that compute its inputs in fp32"), (
+        "its module is the whole model"
+    )
 
 
 def test_advice_never_names_the_run_itself() -> None:

@@ -377,6 +377,17 @@ def test_rotary_frequencies_stay_in_fp32(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+@pytest.mark.parametrize("layout", ["to_sparse()", "to_sparse_csr()"])
+def test_a_sparse_buffer_is_no_obstacle(call: Call, tmp_path: Path, layout: str) -> None:
+    buffer = f'self.fc = nn.Linear(8, 8)\n        self.register_buffer("graph", torch.eye(4).{layout})'
+    body = "y = self.graph @ self.fc(x)\nreturn torch.linalg.inv(torch.eye(4, dtype=y.dtype) + 0.1 * y[:, :4])"
+    found = fixed(call, write(tmp_path, body, head=HEAD.replace("self.fc = nn.Linear(8, 8)", buffer)), "-p", "bfloat16")
+    assert found.passes
+    assert found.changes
+
+
+@pytest.mark.slow
 def test_a_function_of_its_own_gradient_computes_in_fp32_under_autocast(call: Call, tmp_path: Path) -> None:
     function = """class Rms(torch.autograd.Function):
     @staticmethod

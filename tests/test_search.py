@@ -7,16 +7,17 @@ import math
 import random
 from collections.abc import Mapping
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lowprec_check.analysis.minimize import SearchResult, Trials, Verdict, search
 from lowprec_check.analysis.predicted_error import Causes, Keep, ModuleTree, PredictedError
-from lowprec_check.analysis.suspects import Suspects, causes_of
+from lowprec_check.analysis.suspects import Suspects, blame, causes_of
 from lowprec_check.schema.measures import ErrorBudget, Share
 from lowprec_check.schema.module_paths import module_around
-from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.scan_result import Gap, Run
 from lowprec_check.schema.verdict import ErrorStats
 
 NOTHING = Suspects([], [], False)
@@ -322,4 +323,22 @@ def test_a_budget_that_explains_little_gives_no_causes() -> None:
     assert causes is not None
     assert causes.shares == pytest.approx({"a": 0.5, "b": 0.1, "": 0.4})
     assert causes_of(run(unexplained=0.6)) is None
+    assert [its.why for its in blame([run(unexplained=0.6)], ["a"])] == ["needed to pass, found by trial"]
+    assert [its.why for its in blame([run(unexplained=0.2)], ["a"])] == ["has 50 % of the error"]
+    left = blame([run(unexplained=0.6), run(unexplained=0.2)], ["a"])
+    assert [its.why for its in left] == ["has 50 % of the error that is left by the others"]
     assert causes_of(run(unexplained=None)) is None
+
+
+def test_a_small_share_is_no_reason_beside_a_gap() -> None:
+    """The module may be needed since its output then reaches the op without a kernel in fp32."""
+    shares = [Share(module="a", op="aten.mm.default", share=0.01), Share(module="b", op="aten.mm.default", share=0.99)]
+    budget = ErrorBudget(shares=shares, predicted=0.1, measured=0.1, unexplained=0.0)
+    gap = Gap(
+        op="aten.dot.default", layer="dispatch", kind="missing-kernel", module="", source=None, dtypes=[], message="m"
+    )
+    one = Run(precision="half", device="cpu", status="inaccurate", budget=budget)
+    assert [its.why for its in blame([one], ["a"])] == ["has 1 % of the error"]
+    failing = msgspec.structs.replace(one, gaps=[gap])
+    whys = [its.why for its in blame([failing], ["a", "b"])]
+    assert whys == ["needed to pass, found by trial", "has 99 % of the error"]

@@ -405,6 +405,15 @@ def test_a_sparse_product_is_not_looked_up_as_a_dense_one() -> None:
     assert not any("mm.default" in op and "addmm" not in op for op in run.known_ops)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_a_kernel_for_sparse_matrices_that_only_a_cpu_lacks_is_assumed_to_run() -> None:
+    """Some CPUs' libraries have none for CSR in 16 bits; CUDA's has (SparseBlasImpl dispatches on half and bfloat16)."""
+    sparse = torch.eye(8).to_sparse_csr()
+    found = predicted(Calls(lambda x: sparse.to(x.dtype) @ x), X, precisions="half").run("half")
+    assert (found.status, found.gaps) == ("ok", [])
+    assert any("mm" in op for op in found.assumed_ops)
+
+
 def test_a_compiled_part_runs_in_eager_mode() -> None:
     class Compiled(nn.Module):
         def __init__(self) -> None:

@@ -166,12 +166,15 @@ def _by_module(found: Iterable[Located], kept: Collection[str]) -> defaultdict[s
 
 
 def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
-    """The largest share inside ``module``, from the first budget in which it matters, else from that in which it is largest."""
-    shares = [[share for share in run.budget.shares if is_inside(share.module, module)] for run in runs if run.budget]
+    """The largest share inside ``module``, from the first budget in which it matters, else from that in which it is largest; a small one may
+    not be why it is needed if the model fails otherwise too.
+    """
+    budgets = [trusted_budget(run) for run in runs]
+    shares = [[share for share in its.shares if is_inside(share.module, module)] if its else [] for its in budgets]
     sums = [sum(share.share for share in its) for its in shares]
     largest = max(range(len(sums)), key=sums.__getitem__, default=None)
     index = next((index for index, total in enumerate(sums) if total >= MATTERS), largest)
-    if index is None or sums[index] < LEAST_CAUSE:
+    if index is None or sums[index] < (MATTERS if any(run.gaps for run in runs) else LEAST_CAUSE):
         return None
     cause = max(shares[index], key=lambda share: share.share)
     why = f"has {percent(sums[index])} of the error{' that is left by the others' if index else ''}"

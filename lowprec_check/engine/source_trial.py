@@ -24,6 +24,7 @@ from lowprec_check.engine.core.source_location import is_own_file
 from lowprec_check.engine.model.plain_run import digest_of, judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.script_steps import made_steps
+from lowprec_check.engine.model.streamed_weights import is_in_memory
 from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.model.value_probe import probed, start_probing
@@ -209,7 +210,7 @@ def _rounded_buffers(
                 code = getattr(type(module).__init__, "__code__", None)
                 names = found.setdefault(f"{getattr(code, 'co_filename', '')}:{type(module).__name__}", [])
                 for name, buffer in module.named_buffers(recurse=False):
-                    if buffer.dtype == torch.float32:
+                    if buffer.dtype == torch.float32 and is_in_memory(buffer):
                         rounded = buffer.to(torch_dtype(precision.format)).float()
                         names += [] if torch.equal(rounded, buffer) or name in names else [name]
                         module.register_buffer(name, rounded, persistent=name not in module._non_persistent_buffers_set)

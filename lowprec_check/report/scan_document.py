@@ -254,8 +254,8 @@ def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
         yield Say(f"{its.text[:1].upper()}{its.text[1:]}.", its.tone)
     for its in against[:_SHOWN_OTHERS]:
         yield Say(its.text, role="item", lead=f"{'Not ' if best is not None else ''}{', '.join(its.runs)}")
-    if len(against) > _SHOWN_OTHERS:
-        yield Say("The table of runs says why the others fail.", role="item")
+    if more := sum(len(its.runs) for its in against[_SHOWN_OTHERS:]):
+        yield Say(f"The table of runs says why the {'other fails' if more == 1 else 'others fail'}.", role="item")
     for its in of_kind.get("also-faster", ()):
         yield Say(its.text, role="item", lead=", ".join(its.runs))
     if best is None:

@@ -100,8 +100,7 @@ class Run(Struct, frozen=True, kw_only=True):
     failed_call: int | None = None
     """The call, counted from 1, in which it failed; ``None`` if it did not fail, or in the first."""
     failed_batch: int | None = None
-    """The batch on which it failed, and which everything but time and memory is about: 1 for the second, ``inputs(1)``; ``None``
-    if it did not fail, or on the first."""
+    """The batch on which it failed, if not the first: 1 for the second, ``inputs(1)``. All but time and memory is about it."""
     batches: BatchRanges | None = None
     """The status and the range of each op on every batch, if the scan was asked for more than one and the first passed."""
     further_inputs: InputsTried | None = None
@@ -229,6 +228,11 @@ class Run(Struct, frozen=True, kw_only=True):
     def is_quantized(self) -> bool:
         """Whether its backend computes in fewer bits than its precision, ``int8``."""
         return lowers_precision(self.backend) if self.quantized is None else self.quantized
+
+    @property
+    def batch_count(self) -> int:
+        """Batches of inputs that it was run on, further inputs aside."""
+        return len(self.batches.statuses) if self.batches else 1
 
     @property
     def is_eager(self) -> bool:

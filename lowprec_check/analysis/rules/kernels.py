@@ -11,7 +11,7 @@ from lowprec_check.analysis.rules.relevance import faster, from_gaps, or_autocas
 from lowprec_check.analysis.run_summary import is_cast, on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.axes import DEVICES, device_type
-from lowprec_check.schema.op_calls import fallback_of, seconds_killed
+from lowprec_check.schema.op_calls import PRODUCTS, fallback_of, seconds_killed
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
@@ -32,15 +32,14 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
     Observed: the op failed on its low-precision inputs and succeeded on the same inputs converted to fp32. The scan
     continued with the fp32 result, rounded to the dtype, so one scan finds all such ops. `onnxruntime` does so itself.
 
-    Predicted, for a device that is not here: the catalog says that the device has no kernel for this dtype. For CUDA that
-    was seen on a GPU; for XPU it is declared in the sources of its kernels, or reported in a known issue for releases
-    before those. `-v` and the saved JSON (`rests_on`) name the row of the catalog.
+    Predicted, for a device that is not here: the catalog says so. For CUDA it was seen on a GPU; for XPU it is declared
+    in the sources of its kernels, or reported in a known issue for releases before. `-v` and `rests_on` name the row.
 
-    Usual causes: ops whose kernels exist only for fp32 and fp64, such as matrix decompositions and `torch.cdist` on
-    the CPU.
+    Usual causes: kernels for fp32 and fp64 only, as of matrix decompositions and of `torch.cdist` on the CPU.
 
     What to do: use autocast if it passes in the same scan. If the code is not yours, keep the module that contains the
-    op in fp32: `lowprec-check plan` prints the code. Otherwise compute this op in fp32 and cast the result back:
+    op in fp32: `lowprec-check plan` prints the code. Otherwise compute this op in fp32 and cast the result back, under
+    autocast in a block `with torch.autocast(x.device.type, enabled=False):`
 
         # before
         y = torch.linalg.cholesky(x)
@@ -49,7 +48,8 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
     """
 
     def advice(gap: Gap, run: Run) -> str:
-        return f"compute it in fp32 and cast back{or_autocast(gap, run, result)}"
+        outside = ", without autocast," if run.is_autocast and PRODUCTS.search(gap.op) else ""
+        return f"compute it in fp32{outside} and cast back{or_autocast(gap, run, result)}"
 
     yield from from_gaps(result, "missing-kernel", advice)
 

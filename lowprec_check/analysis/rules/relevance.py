@@ -311,7 +311,12 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
     if ablation is not None and is_confirmed(run) and any(is_inside(module, path) for path in ablation.keep_fp32):
         kept = f"keep {{modules:modules}} in fp32, with which the error is {{error:error}} ({run.evidence})"
         return say(kept, modules=ablation.keep_fp32, error=ablation.rel_l2)
-    return None if _disproof(run, module) else say("try this module in fp32" if module else "try this op in fp32")
+    if _disproof(run, module):
+        return None
+    if module:
+        return say("try this module in fp32")
+    outside = ", without autocast" if run.is_autocast else ""
+    return say("try this op and those that compute its inputs in fp32{outside:text}", outside=outside)
 
 
 def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:

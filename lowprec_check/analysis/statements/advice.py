@@ -98,23 +98,29 @@ def _passes_ablated(run: Run) -> bool:
     return run.ablation is not None and run.ablation.status == "ok"
 
 
+def _searched(result: ScanResult) -> bool:
+    """Whether the scan has searched for a plan."""
+    return result.complete and bool(plan_starts(result.runs, wanted=result.options.get("plan", False)))
+
+
 @per_run("way-out", "advice", disproof="the same plain run with these modules in fp32")
 def way_out(run: Run, result: ScanResult) -> Made:
     """Modules with which in fp32 a run passes, where nothing passes as it is."""
     found = run.ablation
     if result.recommendation is not None or found is None or not _passes_ablated(run):
         return None
-    with_them = "passes with {kept:modules} in fp32, error {after:error}"
-    words = f"{with_them}; lowprec-check plan verifies it and prints the code"
+    words = "passes with {kept:modules} in fp32, error {after:error}"
+    if not _searched(result):
+        command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
+        words += f"; lowprec-check {command} searches for the fewest modules"
     return Said(say(words, kept=found.keep_fp32, after=found.rel_l2), "warn")
 
 
 @per_scan("patch", "advice", evidence="derived", disproof="lowprec-check fix, which tries a patch")
 def _patch(result: ScanResult) -> Iterator[Made]:
     """Where the user's own code fails, after a search for a plan: a patch of these lines may be smaller. None was tried."""
-    searched = result.complete and plan_starts(result.runs, wanted=result.options.get("plan", False))
     elsewhere = result.fixing or result.training or result.prediction or ".py" not in result.target
-    if elsewhere or not searched:
+    if elsewhere or not _searched(result):
         return
     rows = [culprit.row for run in result.runs if fails(run) for culprit in culprits(run)]
     lines = list(dict.fromkeys(row.source for row in rows if row.source and row.caller is None))
@@ -123,7 +129,7 @@ def _patch(result: ScanResult) -> Iterator[Made]:
     figures: dict[str, Figure] = {"line": lines[0]}
     where, found, more, shows = "{line:text}", "no plan was found", "", ""
     if len(lines) > 1:
-        where, figures["lines"] = "{lines:count place}, first {line:text}", len(lines)
+        where, figures["lines"] = "{lines:count place}, first {line:text},", len(lines)
     if result.plan is not None:
         found, figures["kept"] = "the plan keeps {kept:count module} in fp32", len(result.plan.keep_fp32)
         more, shows = " --plan", ", and shows which is smaller"
@@ -154,7 +160,7 @@ def judged(run: Run, result: ScanResult) -> Made:
     if run.distance is None or not run.tolerance:
         return plain(passes_)
     what = f" of the output of {run.compared_module}" if run.compared_module else ""
-    batches = len(run.batches.statuses) if run.batches else 1
+    batches = run.batch_count
     further = on_further(run)
     on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
     if run.rel_l2 is None and not run.distance:

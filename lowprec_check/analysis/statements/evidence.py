@@ -65,7 +65,7 @@ def shares(run: Run, result: ScanResult) -> Made:
         parts.append(say("the error of {module:module} cancels part of it", module=cancels))
     if budget.decisions >= MATTERS:
         parts.append(say("{share:share} choices that differ from fp32", share=budget.decisions))
-    rest = (budget.unexplained or 0.0) - budget.decisions
+    rest = 0.0 if any(part.is_measured for part in causes) else (budget.unexplained or 0.0) - budget.decisions
     if rest >= MATTERS:
         parts.append(say("{share:share} not explained", share=rest))
     elif rest <= -MATTERS:
@@ -99,14 +99,13 @@ def _largest(run: Run) -> Iterator[Sentence]:
             named = say("{share:share} {module:module}", share=part.share, module=part.name)
             known = plain(", measured") if mixed and part.is_measured else None
             yield chained(named, op if not index else None, known, between="")
-    if causes:
-        return
     parts = [part for part in modules if part.share > 0]
-    if not parts:
+    if not (causes or parts):
         yield plain("no module stands out")
-        return
-    spread = "spread over {modules:count module}, the largest is {share:share} {module:module}"
-    yield say(spread, modules=len(parts), share=parts[0].share, module=parts[0].name)
+    elif not causes:
+        largest = say("{share:share} {module:module}", share=parts[0].share, module=parts[0].name)
+        spread = say("spread over {modules:count module}, the largest is ", modules=len(parts))
+        yield largest if len(parts) == 1 else chained(spread, largest, between="")
 
 
 @per_run("unknown-cause", "error", evidence="derived")
@@ -120,14 +119,14 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     if not budget.known:
         reason = budget.reason or "it was not computed"
         return say("where the error comes from is not known: {reason:text}", reason=reason)
-    unexplained, decisions = budget.unexplained or 0.0, None
+    unexplained, decisions, of = budget.unexplained or 0.0, None, "the first call" if run.failed_call else "the run"
     if budget.decisions >= MATTERS:
         decisions = say("{share:share} choices that differ from fp32", share=budget.decisions)
     if unexplained > 0:
-        told = say("first order explains only {share:share} of the error", share=max(0.0, 1 - unexplained))
+        told = say("first order explains only {share:share} of the error of " + of, share=max(0.0, 1 - unexplained))
     else:
         ratio = (budget.predicted or 0.0) / (budget.measured or 1.0)
-        told = say("first order predicts {ratio:times} the error of the run", ratio=ratio)
+        told = say("first order predicts {ratio:times} the error of " + of, ratio=ratio)
     return chained(told, decisions, between="; ")
 
 
@@ -232,7 +231,7 @@ def seeds(result: ScanResult) -> Iterator[Made]:
 def inputs(result: ScanResult) -> Iterator[Made]:
     """On how many inputs the statuses rest."""
     passing = [run for run in candidates(result.runs) if run.status == "ok"]
-    batches = min((len(run.batches.statuses) if run.batches else 1 for run in passing), default=1)
+    batches = min((run.batch_count for run in passing), default=1)
     if result.training is None:
         further = further_in(passing)
         yield chained(say("{batches:count batch} of inputs", batches=batches), further, between=", and ")

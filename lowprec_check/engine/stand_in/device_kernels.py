@@ -67,9 +67,10 @@ class StandInKernels(DispatchMode):
         floating = [tensor for tensor in tensors if is_float(tensor)]
         narrow = [tensor for tensor in floating if tensor.dtype in DTYPES]
         wide = [tensor for tensor in floating if tensor.dtype not in DTYPES]
-        if any(map(is_narrow, wide)) or any(t.layout != torch.strided or t.is_nested for t in tensors):
+        foreign = any(map(is_narrow, wide))
+        if foreign or any(t.layout != torch.strided or t.is_nested for t in tensors):
             self._support.assumed.add(str(func))  # the catalog is about dense tensors of its dtypes
-            return call.run()
+            return call.run() if foreign else _as_given(call, narrow)
         refusal = self._support.why_refused(call, narrow, wide)
         if refusal is not None:
             raise refusal.error()
