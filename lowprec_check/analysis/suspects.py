@@ -177,7 +177,8 @@ def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
     if index is None or sums[index] < (MATTERS if any(run.gaps for run in runs) else LEAST_CAUSE):
         return None
     cause = max(shares[index], key=lambda share: share.share)
-    why = f"has {percent(sums[index])} of the error{' that is left by the others' if index else ''}"
+    share = percent(sums[index]) if sums[index] < 1 else "all"  # more where others cancel a part
+    why = f"has {share} of the error{' that is left by the others' if index else ''}"
     return Blame(module=module, why=why, op=cause.op, source=cause.source)
 
 
