@@ -210,6 +210,28 @@ def test_readers_of_a_shared_file_do_not_move_each_other() -> None:
     os.close(file)
 
 
+def test_the_time_in_which_nobody_read_does_not_count() -> None:
+    """A worker beside others may have waited to send meanwhile."""
+    worker = forked(hangs)
+    worker.set_timeout(0.3)
+    worker.idle_limit = 2.0
+    assert worker.idle_seconds() == 0
+    time.sleep(0.6)
+    worker.resume(60.0)
+    assert worker.idle_seconds() == 0
+    assert watch(worker)[1].state == "idle"
+
+
+def test_a_worker_that_is_not_watched_any_more_can_be_released() -> None:
+    """An interrupt may come after its end was seen and before that was reported."""
+    worker = forked(counts)
+    supervisor: Supervisor[FunctionWorker[int], int] = Supervisor([worker])
+    supervisor.release(worker)
+    supervisor.release(worker)
+    assert list(supervisor.events()) == []
+    worker.end()
+
+
 def freezes(send: SendBytes) -> None:
     send(b"%d" % (gc.get_freeze_count() > 0))
 

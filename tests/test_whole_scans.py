@@ -23,9 +23,11 @@ from lowprec_check import scan
 from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.engine import machine
 from lowprec_check.engine.core.compiled import forget_compiled
-from lowprec_check.engine.run import tasks
+from lowprec_check.engine.run import target_runs, tasks
 from lowprec_check.engine.run.target_source import load_here
 from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.run.task_workers import SideBySide
+from lowprec_check.engine.run.timed_runs import NotTimedError
 from lowprec_check.engine.scan import scan_target
 from lowprec_check.process.function_worker import FunctionWorker
 from lowprec_check.schema.options import ScanOptions
@@ -208,13 +210,56 @@ def test_slow_runs_that_use_one_core_are_done_side_by_side(two_cores: Callable[[
 
 @pytest.mark.parametrize("used", [pytest.param(2.0, id="they use all cores"), pytest.param(0.5, id="others do")])
 def test_slow_runs_are_done_one_by_one_where_no_core_is_idle(
-    two_cores: Callable[[float], None], tmp_path: Path, used: float
+    two_cores: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used: float
 ) -> None:
     two_cores(used)
+    asked, begun = list[Any](), list[Any]()
+    outcome, begin = SideBySide.outcome, SideBySide._begin
+
+    def asking(self: SideBySide, task: Any, limit: float) -> Any:
+        asked.append(task)
+        return outcome(self, task, limit)
+
+    def beginning(self: SideBySide, task: Any, limit: float) -> None:
+        begun.append(task)
+        assert task is asked[-1]  # not as the one before ends, since this process may then do something else
+        begin(self, task, limit)
+
+    monkeypatch.setattr(SideBySide, "outcome", asking)
+    monkeypatch.setattr(SideBySide, "_begin", beginning)
     scan(OnOneCore(tmp_path / "log").eval(), torch.randn(4, 8), **SLOW_RUNS)
+    assert len(begun) == 3
     calls = calls_of(tmp_path / "log")
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls))
     assert {threads for *_, threads in calls} == {2}
+
+
+def test_runs_that_are_timed_in_a_scenario_are_done_one_by_one(
+    two_cores: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def untimed(*_: Any) -> Any:
+        raise NotTimedError("this is about what happens beside it")
+
+    two_cores(1.0)
+    monkeypatch.setattr(target_runs, "time_in_scenario", untimed)
+    scan(OnOneCore(tmp_path / "log").eval(), torch.randn(4, 8), **SLOW_RUNS | {"times": "on"}, scenario="offline")
+    assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls_of(tmp_path / "log")))
+
+
+class AddsUp(OnOneCore):
+    """Its sum in fp32 depends on the number of threads in the last bits."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x[:8]).float().sum() + x.float().sum()
+
+
+def test_instruments_with_fewer_threads_are_not_said_to_change_the_output(
+    two_cores: Callable[[float], None], tmp_path: Path
+) -> None:
+    two_cores(1.0)
+    x = torch.rand(1 << 17, 8, generator=torch.Generator().manual_seed(0))
+    result = scan(AddsUp(tmp_path / "log").eval(), x, **SLOW_RUNS | {"precisions": ["autocast-bf16", "autocast-fp16"]})
+    assert "LP904" not in {found.code for found in result.diagnostics}
 
 
 def test_a_run_that_uses_more_cores_than_the_first_is_done_alone(

@@ -180,6 +180,11 @@ class FunctionWorker(Worker[Message]):
         self.deadline = self.op_limit = self.idle_limit = math.inf
         self._activity = Activity(self._group.pid)
 
+    def resume(self, away: float) -> None:
+        """Go on watching it after ``away`` seconds, in which it may have waited to send."""
+        self.deadline += away
+        self._activity = Activity(self._group.pid)
+
     def waitables(self) -> list[int | Connection]:
         """Return the pipe, while it is open, and a descriptor that becomes ready when the process ends."""
         pipe = [] if self._at_end else [self._connection]

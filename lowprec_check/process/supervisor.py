@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -164,8 +165,9 @@ class Supervisor(Generic[AnyWorker, Message]):
         self._workers.append(worker)
 
     def release(self, worker: AnyWorker) -> None:
-        """Watch ``worker`` no longer, and let it run."""
-        self._workers.remove(worker)
+        """Watch ``worker`` no longer, if it still was, and let it run."""
+        with contextlib.suppress(ValueError):  # it has ended, and an interrupt came before that was reported
+            self._workers.remove(worker)
 
     def events(self) -> Iterator[MessageEvent[AnyWorker, Message] | StateEvent[AnyWorker]]:
         """Yield events until no worker is left.

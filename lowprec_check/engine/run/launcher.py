@@ -64,6 +64,7 @@ class Launcher:
         if not self._can_be_sent():
             self._forks_may_wait = False
             return self.execute(task)
+        self.side_by_side.close()  # others would disturb its time
         outcome = execute(task, self.source, "spawn")
         if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
             self._forks_may_wait = False
@@ -172,7 +173,7 @@ class Launcher:
         begun = self.side_by_side.outcome(task, limit) if self.isolation == "fork" else None
         if begun is not None:
             return begun
-        if isinstance(task, RunTask) and task.measured:  # others would disturb its time
+        if isinstance(task, RunTask):  # neither may disturb the times of the other
             self.side_by_side.close()
         threads = self.side_by_side.threads_beside
         return execute(task, self.source, self.isolation, idle_limit=limit, threads=threads)

@@ -223,7 +223,9 @@ class TargetRuns:
         """``keys`` in the order to run them: slow ones last, which may run side by side."""
         slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
         options, one_by_one = self.options, self._stream is not None or self._launcher.hidden_state
-        one_by_one |= options.device != "cpu" or options.steps > 0 or options.batches > 1
+        one_by_one |= (
+            options.device != "cpu" or options.steps > 0 or options.batches > 1 or options.scenario is not None
+        )
         if not one_by_one:
             possible = [key for key in slow if self._why_skipped(key) is None]
             self._launcher.side_by_side.expect(map(self._usual_task, possible))

@@ -34,7 +34,7 @@ from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import Isolation, system
 from lowprec_check.process.breadcrumb import Breadcrumb, clear_shared, read_shared, shared_file
 from lowprec_check.process.function_worker import Ended, FunctionWorker, Loaded, Method
-from lowprec_check.process.process_group import WHOLE_PROCESS
+from lowprec_check.process.process_group import PRIVATE, WHOLE_PROCESS
 from lowprec_check.process.supervisor import MessageEvent, StateEvent, Supervisor, describe_exit, signal_name
 from lowprec_check.schema.statements import percent
 
@@ -219,6 +219,8 @@ class SideBySide:
         self._expected: list[RunTask] = []
         self._begun: dict[TaskWorker, _Begun] = {}
         self._at_once = 1
+        self._left = 0.0
+        """When this process stopped to read what the workers send."""
 
     def expect(self, tasks: Iterable[RunTask]) -> None:
         """Note the ``tasks`` to come."""
@@ -226,6 +228,14 @@ class SideBySide:
 
     def outcome(self, task: ModelTask, idle_limit: float) -> Outcome | None:
         """That of the first attempt at ``task``; ``None`` if it must run alone. Waits for it, and may begin others meanwhile."""
+        for worker in self._running:
+            worker.resume(system.monotonic() - self._left)
+        try:
+            return self._outcome(task, idle_limit)
+        finally:
+            self._left = system.monotonic()
+
+    def _outcome(self, task: ModelTask, idle_limit: float) -> Outcome | None:
         if isinstance(task, RunTask) and task in self._expected:
             self._begin(task, idle_limit)
         while mine := next((its for its in self._begun.values() if its.task == task), None):
@@ -248,7 +258,7 @@ class SideBySide:
             if its is mine:
                 _report(event, its.outcome, its.own, self._source)
             self._note(event, its)
-            if self._expected and len(self._running) < self._at_once:
+            if self._expected and not mine.ended and len(self._running) < self._at_once:
                 with contextlib.suppress(OSError, UsageError):  # it runs when it is asked for
                     self._begin(self._expected[0], idle_limit)
         return None
@@ -262,16 +272,19 @@ class SideBySide:
                 files.callback(os.close, own[name])
             with_own = dataclasses.replace(task, files=task.files._replace(**own))
             worker = start_worker(with_own, self._source, "fork")
+            worker.idle_limit = idle_limit
+            self._supervisor.add(worker)
+            for descriptor in own.values():  # not for those that begin beside it
+                PRIVATE.add(descriptor)
+                files.callback(PRIVATE.discard, descriptor)
             self._begun[worker] = _Begun(worker=worker, task=task, own=with_own, files=files.pop_all())
-        worker.idle_limit = idle_limit
-        self._supervisor.add(worker)
         for begun in self._running if len(self._running) > 1 else ():
             _limit_threads(begun, max(1, torch.get_num_threads() // len(self._running)))
 
     def _discard(self, worker: TaskWorker) -> None:
+        self._begun.pop(worker).end()
         self._supervisor.release(worker)
         worker.end()
-        self._begun.pop(worker).end()
 
     @property
     def _running(self) -> list[TaskWorker]:

@@ -175,10 +175,7 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
             with _report_faults(what, send):
                 measure()
     if part.draws:
-        with (
-            _report_faults("comparing with the same random numbers", send),
-            prepared_for(in_fp32(task), target) as ready,
-        ):
+        with _report_faults("comparing with the same draws", send), prepared_for(in_fp32(task), target) as ready:
             judge_with_same_draws(in_eager_mode(ready, target), part, send)
     return part.called()
 
@@ -239,8 +236,9 @@ def _instrument(
 ) -> Instrumented:
     """The instrumented part, in eager mode; ``outputs`` it must give if nothing is rescued; ``way`` is of training; ``keep`` gets the output."""
     allowed, breadcrumb = allowance(task, target.model), Breadcrumb(task.files.breadcrumb)
-    if breadcrumb.threads:  # others run beside this process
+    if breadcrumb.threads not in (0, torch.get_num_threads()):  # others run beside this process
         torch.set_num_threads(breadcrumb.threads)
+        outputs = None  # sums may be added in another order
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")
     budget = task.budget_error and allowed.errors == "both"
