@@ -6,6 +6,7 @@ import ast
 import html
 import io
 import json
+import runpy
 import subprocess
 from pathlib import Path
 from textwrap import dedent
@@ -374,6 +375,11 @@ def test_rotary_frequencies_stay_in_fp32(call: Call, tmp_path: Path) -> None:
     found = fixed(call, file, "-p", "bfloat16")
     assert found.passes
     assert [change.kind for change in found.changes] == ["buffer"]
+    assert call("fix", file, "-q", "-p", "bfloat16", "--apply", folder=tmp_path).returncode == 0
+    made = runpy.run_path(str(file))["model"]
+    assert made().half().freq.dtype == torch.float32
+    empty = made().to("meta").to_empty(device="cpu").freq  # as sharded and streamed models are made
+    assert (empty.dtype, empty.device.type, empty.shape) == (torch.float32, "cpu", (4,))
 
 
 @pytest.mark.slow

@@ -98,6 +98,16 @@ def test_an_overflow_beside_an_earlier_one_is_found() -> None:
     assert [row.op for row in nonfinite(masked) if row.reaches_output] == ["aten.mul.Tensor"]
 
 
+def test_what_a_sum_gets_reaches_the_output_though_the_sum_overflows_without_it() -> None:
+    def squares(v: Tensor) -> Tensor:
+        return torch.linspace(100, 400, v.numel()).to(v.dtype).square().sum()  # the last ones are beyond 65504
+
+    assert {row.op: row.reaches_output for row in nonfinite(squares)} == {
+        "aten.pow.Tensor_Scalar": True,
+        "aten.sum.default": True,
+    }
+
+
 def test_ops_that_write_in_place_keep_the_origin() -> None:
     def in_place(v: Tensor) -> Tensor:
         kept = v.clone().mul_(1e6)

@@ -246,6 +246,9 @@ def test_unscaling_fp16_gradients_is_explained() -> None:
     first = a_trained("half", scaler)
     assert one("LP505", first).severity == "error"
     assert not found("LP108", first)
+    later = msgspec.structs.replace(a_trained("half", a_way()), status="error", exception=UNSCALE, failed_call=2)
+    words = "look at the weights that the steps before left, and what the model keeps between calls"
+    assert one("LP108", later).help == words  # the weights may have become NaN
     other = msgspec.structs.replace(scaler, exception=msgspec.structs.replace(UNSCALE, message="no"))
     assert not found("LP505", a_trained("half", other))
 

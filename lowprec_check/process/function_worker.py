@@ -110,7 +110,8 @@ class Channel:
     def __call__(self, message: bytes) -> None:
         """Send a message."""
         system.restore_builtins()
-        _end_copies()
+        if not in_worker():  # a process that the model forked, and that was to end in the call
+            os._exit(1)
         left = memoryview(_HEAD.pack(_MARK, len(message)) + message)
         while left:
             left = left[system.write(self._connection.fileno(), left) :]
@@ -118,7 +119,8 @@ class Channel:
     def receive(self) -> bytes | None:
         """Wait for what :meth:`FunctionWorker.send` sends; ``None`` if nothing more will come."""
         system.restore_builtins()
-        _end_copies()
+        if not in_worker():  # a process that the model forked, and that was to end in the call
+            os._exit(1)
         try:
             return self._connection.recv_bytes()
         except (EOFError, OSError):
@@ -356,12 +358,6 @@ def _use_folder(folder: str) -> None:
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     GUARDIAN.use_folder(folder)
-
-
-def _end_copies() -> None:
-    """End a process that the model forked, and that was to end in the call."""
-    if not in_worker():
-        os._exit(1)
 
 
 def _flush() -> None:

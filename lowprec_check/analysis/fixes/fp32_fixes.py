@@ -297,10 +297,10 @@ def kept_buffers(source: SourceText, owner: str, names: Sequence[str]) -> Source
     ]
     lines += [f"{more}kept = {kept}"] if len(names) == 1 else [f"{more}kept = ({kept})"]
     lines += [f"{more}super()._apply(fn, recurse)"]
-    if len(names) == 1:
-        lines += [f"{more}self.{names[0]} = kept.to(self.{names[0]}.device)"]
-    else:
-        lines += [f"{more}self.{name} = kept[{i}].to(self.{name}.device)" for i, name in enumerate(names)]
+    for index, name in enumerate(names):
+        old, its = "kept" if len(names) == 1 else f"kept[{index}]", f"self.{name}"
+        with_values = f"{old}.to({its}.device)"  # one on the device meta has none, as before to_empty()
+        lines += [f"{more}{its} = {its}.to({old}.dtype) if {old}.is_meta else {with_values}"]
     lines += [f"{more}return self"]
     why = f"the values of {', '.join(names)} stay in fp32 when the model is cast"
     return SourceFix("buffer", why, first, edits=(source.lines_behind(first, lines),))

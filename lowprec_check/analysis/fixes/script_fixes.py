@@ -173,7 +173,8 @@ def _unscaled(place: ScriptPlace, facts: ScriptFacts, locate: Locate) -> tuple[S
         return clip
     step = _step_after(clip, [each for each in steps if isinstance(each, _Call) and each.call.args])
     if step is None:
-        return "no step of a GradScaler follows in the function that clips gradients"
+        none = "no step of a GradScaler follows in the function that clips gradients"
+        return next((each for each in steps if isinstance(each, str)), none)
     optimizer = clip.source.segment(step.call.args[0])
     line = clip.source.line_before(clip.statement, f"{clip.source.segment(step.of)}.unscale_({optimizer})")
     why = "gradients are clipped while they are scaled: unscale them first"

@@ -297,11 +297,11 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         error, ways = run.exception, run.training.ways[:1] if run.training is not None else []
         if run.status == "error" and run.complete and not run.gaps and error and not any(map(unscales_fp16, ways)):
-            where = (run, error.module, None, error.source or result.model.source)
             message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
-            advice = "fix what the model keeps between calls" if run.failed_call else advice
-            yield Finding(message, *where, help=advice)
+            left = "the weights that the steps before left, and " if run.training is not None else ""
+            advice = f"look at {left}what the model keeps between calls" if run.failed_call else advice
+            yield Finding(message, run, error.module, None, error.source or result.model.source, help=advice)
 
 
 @rule("LP107", "crash", "error")

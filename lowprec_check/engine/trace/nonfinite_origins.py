@@ -61,7 +61,7 @@ class NonfiniteOrigins:
             return
         own = dict(wrong) if not call.held else self._own(call, outputs, wrong)
         for index, where in wrong.items():
-            origins = self._passed_on(call, outputs, index, where & ~own[index]) if call.held else None
+            origins = self._passed_on(call, outputs, index, where, own[index]) if call.held else None
             mine = own[index].int() * self._bit_of(row) if bool(own[index].any()) else torch.zeros_like(where).int()
             self._write(outputs[index], mine if origins is None else mine | origins)
             if call.held and index == min(wrong):
@@ -135,19 +135,24 @@ class NonfiniteOrigins:
             found[index] = where & same[0] & same[1] if len(same) == len(trials) else torch.zeros_like(where)
         return found
 
-    def _passed_on(self, call: DispatchedCall, outputs: list[Tensor], index: int, where: Tensor) -> Tensor:
-        """The origins of the Inf and NaN ``where`` the op did not give them itself: those that give them alone, else all."""
+    def _passed_on(self, call: DispatchedCall, outputs: list[Tensor], index: int, where: Tensor, own: Tensor) -> Tensor:
+        """The origins of the Inf and NaN ``where`` they are: those that give them alone, else all. Where the op gives its ``own``, those that
+        would give them in fp32 too.
+        """
         held = list(call.held.values())
         union = _union(*(its.origins for its in held))
         found = torch.zeros_like(where, dtype=torch.int32)
         bits = [bit for bit in sorted(set(self._bits.values())) if bit & union]
-        for bit in bits if len(bits) > 1 and bool(where.any()) else ():
-            alone = self._trial(call, outputs, functools.partial(self._kept, call, bit, _clamped)).get(index)
-            if alone is not None:
-                found |= (self._wrong_in(alone, outputs[index]) & where).int() * bit
+        out, needed = outputs[index], len(bits) > 1 or bool(own.any())
+        for bit in bits if needed and bool(where.any()) else ():
+            kept = functools.partial(self._kept, call, bit, _clamped)
+            wide = self._trial(call, outputs, kept, rounded=False).get(index)
+            if wide is not None:
+                rounded = self._wrong_in(wide.to(out.dtype), out)
+                found |= (torch.where(own, self._wrong_in(wide, out), rounded) & where).int() * bit
         same = [its.origins for its in held if its.origins.shape == where.shape and bool(its.origins.any())]
         rest = torch.full_like(found, union) if len(same) != 1 else torch.where(same[0] != 0, same[0], union)
-        return torch.where(where & (found == 0), rest, found)
+        return torch.where(where & ~own & (found == 0), rest, found)
 
     def _kept(self, call: DispatchedCall, keep: int, fill: Fill, tensor: Tensor) -> Tensor:
         """An input, widened, with ``fill`` in place of Inf and NaN but those with an origin in ``keep``."""
@@ -159,9 +164,11 @@ class NonfiniteOrigins:
         return torch.where(others, fill(held.reference, tensor.dtype).to(wide.dtype), wide)
 
     def _trial(
-        self, call: DispatchedCall, outputs: list[Tensor], argument: Callable[[Tensor], Tensor]
+        self, call: DispatchedCall, outputs: list[Tensor], argument: Callable[[Tensor], Tensor], *, rounded: bool = True
     ) -> dict[int, Tensor]:
-        """What replaces each of ``outputs``, by number, if the op runs on ``argument`` of its inputs; empty if it fails on them."""
+        """What replaces each of ``outputs``, by number, if the op runs on ``argument`` of its inputs; empty if it fails on them. In fp32 unless
+        it is ``rounded`` to their dtype.
+        """
         writes = bool(call.before) or (call.traits.mutable and any(id(t) not in call.held for t in call.written()))
         if writes or call.draws:  # to what has changed since, or it draws other numbers
             return {}
@@ -174,7 +181,8 @@ class NonfiniteOrigins:
         with contextlib.suppress(Exception):
             results = run_wide(call, *map_args(call.args, call.kwargs, given))
             pairs = enumerate(zip(outputs, results, strict=False))
-            return {index: its.to(out.dtype) for index, (out, its) in pairs if is_float(out) and out.shape == its.shape}
+            found = {index: (out, its) for index, (out, its) in pairs if is_float(out) and out.shape == its.shape}
+            return {index: its.to(out.dtype) if rounded else its for index, (out, its) in found.items()}
         return {}
 
     def _wrong_in(self, result: Tensor, out: Tensor) -> Tensor:
