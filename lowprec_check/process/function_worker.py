@@ -94,7 +94,6 @@ SendBytes = Callable[[bytes], None]
 Method = Literal["fork", "spawn"]
 """``spawn`` starts a fresh interpreter."""
 
-
 _MARK = os.urandom(8)
 _HEAD = struct.Struct("!8sQ")
 """What is in front of each message of a worker: the mark, which foreign bytes do not have, and the length."""
@@ -109,22 +108,17 @@ class Channel:
 
     def __call__(self, message: bytes) -> None:
         """Send a message."""
-        system.restore_builtins()
-        if not in_worker():  # a process that the model forked, and that was to end in the call
-            os._exit(1)
+        _before_use()
         left = memoryview(_HEAD.pack(_MARK, len(message)) + message)
         while left:
             left = left[system.write(self._connection.fileno(), left) :]
 
     def receive(self) -> bytes | None:
         """Wait for what :meth:`FunctionWorker.send` sends; ``None`` if nothing more will come."""
-        system.restore_builtins()
-        if not in_worker():  # a process that the model forked, and that was to end in the call
-            os._exit(1)
-        try:
+        _before_use()
+        with contextlib.suppress(EOFError, OSError):
             return self._connection.recv_bytes()
-        except (EOFError, OSError):
-            return None
+        return None
 
 
 Task = Callable[[Channel], None]
@@ -352,12 +346,18 @@ def _use_folder(folder: str) -> None:
     with contextlib.suppress(Exception):  # no name is known for the number of the user
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
-    os.environ.setdefault(
-        "TORCHINDUCTOR_CACHE_DIR", cache if os.path.isdir(cache) else os.path.join(os.path.dirname(folder), "inductor")
-    )
+    cache = cache if os.path.isdir(cache) else os.path.join(os.path.dirname(folder), "inductor")
+    os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
     GUARDIAN.use_folder(folder)
+
+
+def _before_use() -> None:
+    """Before a pipe is used: undo what the model did to builtins; end a process that it forked, and that was to end in the call."""
+    system.restore_builtins()
+    if not in_worker():
+        os._exit(1)
 
 
 def _flush() -> None:

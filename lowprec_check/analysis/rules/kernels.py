@@ -35,7 +35,7 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
     Predicted, for a device that is not here: the catalog says so. For CUDA it was seen on a GPU; for XPU it is declared
     in the sources of its kernels, or reported in a known issue for releases before. `-v` and `rests_on` name the row.
 
-    Usual causes: kernels for fp32 and fp64 only, as of matrix decompositions and of `torch.cdist` on the CPU.
+    Usual causes: ops with kernels for fp32 and fp64 only, such as matrix decompositions and `torch.cdist` on the CPU.
 
     What to do: use autocast if it passes in the same scan. If the code is not yours, keep the module that contains the
     op in fp32: `lowprec-check plan` prints the code. Otherwise compute this op in fp32 and cast the result back, under

@@ -136,8 +136,8 @@ class NonfiniteOrigins:
         return found
 
     def _passed_on(self, call: DispatchedCall, outputs: list[Tensor], index: int, where: Tensor, own: Tensor) -> Tensor:
-        """The origins of the Inf and NaN ``where`` they are: those that give them alone, else all. Where the op gives its ``own``, those that
-        would give them in fp32 too.
+        """The origins of the Inf and NaN in the elements ``where``: those that cause them alone, else all. In the op's ``own`` elements, those
+        that cause them even if the result is not rounded.
         """
         held = list(call.held.values())
         union = _union(*(its.origins for its in held))
