@@ -804,6 +804,8 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     },
     "one-call": {
         "judged by one call, which took over 20 times as long as fp32's: {format} is not accelerated here (--thorough calls it again)": lambda c, format: c.run["judged_by_one_call"] and c.result["environment"][f"{format}_accelerated"] is False and not c.result["options"]["thorough"],
+        "its speed is that of {calls}, not of rounds: it is too slow to call it often": lambda c, calls: calls == c.run["calls"] == c.run["latency"]["samples"] and not c.run["latency"]["speedup"]["rounds"],
+        "its speed is that of the fastest of {calls}, not of rounds: it is too slow to call it often": lambda c, calls: calls == c.run["calls"] > c.run["latency"]["samples"] and not c.run["latency"]["speedup"]["rounds"],
     },
     "emulated": {"computed in fp32 and rounded in the analysis, as the kernels are too slow or crash: {ops}": lambda c, ops: ops == sorted(c.run["emulated"])},
     "not-called": {"{count} whose parameters no op read: {names}": lambda c, count, names: count == len(names) and any(names == run["uncalled_modules"] for run in c.low)},

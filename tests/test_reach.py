@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,8 +13,11 @@ from helpers import run
 from torch import Tensor, nn
 
 from lowprec_check import scan
+from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.trace.instrument import Options
+from lowprec_check.engine.trace.range_trials import OutOfRange, try_places
 from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 
 Function = Callable[..., Tensor]
@@ -202,6 +206,25 @@ def test_a_trial_is_that_of_plain_torch() -> None:
     assert trial.values == int((flushed != small).sum()) > 0
     assert trial.rel_l2 == pytest.approx(float((flushed - small).norm() / small.norm()), rel=1e-4)
     assert trial.status == "inaccurate"
+
+
+def test_ops_that_fp32_does_not_call_are_not_tried(tmp_path: Path) -> None:
+    """Such as casts under autocast; the first trial tells which it calls."""
+
+    def logged(v: Tensor) -> Tensor:
+        with (tmp_path / "calls").open("a") as file:
+            file.write("1")
+        return v * 1e-9
+
+    model = Fn(logged)
+    cast = OutOfRange("zero", 1.0, ("layer", "aten._to_copy.default", None, 0))
+    product = OutOfRange("zero", 0.5, ("", "aten.mul.Tensor", None, 0))
+    output = x() * 1e-9
+    with prepared(model, PRECISIONS.get("fp32"), torch.device("cpu")) as ready:
+        try_places(
+            ready, (x(),), {}, [cast, cast, cast, product], torch.half, [output], tolerance=0.1, seed=0, seconds=60
+        )
+    assert (tmp_path / "calls").read_text() == "11"
 
 
 def test_the_model_is_left_as_it_was() -> None:

@@ -136,7 +136,7 @@ def test_a_run_that_is_much_slower_is_not_called_again(tmp_path: Path, monkeypat
     half = found.runs[1]
     assert (tmp_path / "calls").read_text(encoding="ascii").split().count("float16") == half.calls + 1  # for memory
     assert half.latency is not None
-    assert half.latency.samples == half.calls
+    assert half.latency.samples == 1  # the fastest
     assert half.latency.speedup is not None
     assert half.latency.speedup.rounds == 0
     assert half.latency_ms == runs[0].latency_ms
@@ -211,6 +211,21 @@ def test_the_command_saves_times_and_op_calls(call: Any, tmp_path: Path) -> None
         assert run.latency is not None
         assert run.latency_ms == run.latency.median_ms
         assert run.op_calls
+
+
+def test_long_calls_of_fp32_with_nothing_beside_them_are_not_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(timed_runs, "LONG_SECONDS", 0.0)
+    model = Counts(tmp_path / "calls")
+    _, found = timed(model, torch.randn(4, 8))
+    [fp32] = found.runs
+    assert (tmp_path / "calls").read_text(encoding="ascii").split().count(
+        "float32"
+    ) == fp32.calls + 2  # for memory, and op by op
+    assert found.conditions is None
+    assert fp32.latency is not None
+    assert (fp32.latency.median_ms, fp32.latency.samples) == (fp32.latency_ms, 1)
 
 
 def test_a_scan_without_times_has_none(call: Any, tmp_path: Path) -> None:

@@ -114,7 +114,7 @@ def test_a_slow_run_that_is_not_accelerated_is_not_timed_in_rounds(
     assert half.latency.speedup is not None
     assert half.latency.speedup.rounds == 0
     assert half.latency.speedup.high < 1
-    assert "its speed is that of 3 calls" in said(result, "one-call")
+    assert "its speed is that of the fastest of 3 calls" in said(result, "one-call")
     assert "It is about" in result.recommendation.reason
 
 
@@ -232,6 +232,38 @@ def test_slow_runs_are_done_one_by_one_where_no_core_is_idle(
     calls = calls_of(tmp_path / "log")
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls))
     assert {threads for *_, threads in calls} == {2}
+
+
+def work(seconds: float) -> None:
+    """Use a core."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        pass
+
+
+class NeverEnds(OnOneCore):
+    """In 16 bits; it notes the time if the weights are in fp32, as under autocast."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        for _ in range(300) if y.dtype != torch.float32 else ():
+            work(0.1)
+            if self.linear.weight.dtype == torch.float32:
+                with self.log.open("a") as file:
+                    file.write(f"{os.getpid()} {time.monotonic()}\n")
+        return y
+
+
+def test_a_run_past_its_budget_ends_while_another_is_explained(
+    two_cores: Callable[[float], None], tmp_path: Path
+) -> None:
+    two_cores(1.0)
+    options = SLOW_RUNS | {"precisions": ["bf16", "autocast-bf16"], "budget": 4.0}
+    result = scan(NeverEnds(tmp_path / "log").eval(), torch.randn(4, 8), **options)
+    assert [run.status for run in result.runs] == ["ok", "timeout", "timeout"]
+    noted = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
+    plain = [float(seconds) for process, seconds in noted if process == noted[0][0]]
+    assert 3.0 < plain[-1] - plain[0] < 6.0  # it began beside the first, whose explanation took 4 s more
 
 
 def test_runs_that_are_timed_in_a_scenario_are_done_one_by_one(

@@ -244,11 +244,11 @@ def speedup_in_rounds(mine: Rounds, fp32: Rounds, *, on_one_core: bool = False) 
     return speedup_of([statistics.median(guessed)]) if guessed else None
 
 
-def latency_outside_rounds(seconds: float, fp32: Latency | None, samples: int = 1) -> Latency:
-    """The time of a run that is too slow to be called again, beside that of fp32."""
+def latency_outside_rounds(seconds: float, fp32: Latency | None) -> Latency:
+    """The time of a run that is not called again, that of its fastest call, beside that of fp32."""
     found = speedup_of([fp32.median_ms / 1e3 / seconds]) if fp32 is not None and seconds else None
     ms, speedup = seconds * 1e3, found and msgspec.structs.replace(found, rounds=0)
-    return Latency(median_ms=ms, quartiles_ms=(ms, ms), samples=samples, speedup=speedup)
+    return Latency(median_ms=ms, quartiles_ms=(ms, ms), samples=1, speedup=speedup)
 
 
 def quartiles(values: Sequence[float]) -> tuple[float, float, float]:

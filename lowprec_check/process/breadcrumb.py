@@ -7,6 +7,7 @@ import mmap
 import os
 import struct
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -112,6 +113,8 @@ class Breadcrumb:
     def __init__(self, descriptor: int) -> None:
         self._map = mmap.mmap(descriptor, _SIZE)
         self._ops = 0
+        self.watch_threads: Callable[[int], None] | None = None
+        """Before each op, it is told :attr:`threads`."""
 
     @classmethod
     def clear(cls, descriptor: int) -> Breadcrumb:
@@ -138,6 +141,8 @@ class Breadcrumb:
         self._ops += 1
         head = _HEAD.pack(IN_OP, system.now(), self._ops, len(text))
         self._map[: _HEAD.size + len(text)] = head + text
+        if self.watch_threads is not None:
+            self.watch_threads(self.threads)
 
     def leave(self) -> None:
         """Record that the op has ended."""
@@ -159,5 +164,5 @@ class Breadcrumb:
         return found
 
     def limit_threads(self, number: int) -> None:
-        """Limit the threads of the instruments, unless they have started; 0 removes the limit."""
+        """Limit the threads of the instruments; 0 removes the limit."""
         _THREADS.pack_into(self._map, _SIZE - _THREADS.size, number)

@@ -349,12 +349,12 @@ def one_core(run: Run, result: ScanResult) -> Made:
 
 @per_run("one-call", "times", disproof="lowprec-check scan --thorough")
 def one_call(run: Run, result: ScanResult) -> Made:
-    """A run whose speed is that of one call, or of few, and not of rounds, as these showed that it is far slower than fp32."""
+    """A run whose speed is that of one call, or of the fastest of few, and not of rounds, as these showed that it is far slower than fp32."""
     found = run.latency.speedup if run.latency is not None and run.timing is None else None
     if run.judged_by_one_call and run.format is not None:
         words = "judged by one call, which took over 20 times as long as fp32's: {format:text} is not accelerated here (--thorough calls it again)"
         return Said(say(words, format=run.format.short), "warn")
-    words = "its speed is that of {calls:count call}, not of rounds: it is too slow to call it often"
+    words = f"its speed is that of {'the fastest of ' if run.calls > 1 else ''}{{calls:count call}}, not of rounds: it is too slow to call it often"
     return Said(say(words, calls=run.calls), "warn") if found is not None and not found.rounds else None
 
 

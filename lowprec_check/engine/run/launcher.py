@@ -175,8 +175,7 @@ class Launcher:
             return begun
         if isinstance(task, RunTask):  # neither may disturb the times of the other
             self.side_by_side.close()
-        threads = self.side_by_side.threads_beside
-        return execute(task, self.source, self.isolation, idle_limit=limit, threads=threads)
+        return execute(task, self.source, self.isolation, idle_limit=limit)
 
     def _can_be_sent(self) -> bool:
         """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it may wait for a thread."""

@@ -52,11 +52,8 @@ TaskWorker = FunctionWorker[TaskMessage]
 Event = MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker]
 
 
-def execute(
-    task: ModelTask, source: TargetSource, isolation: Isolation, *, idle_limit: float = math.inf, threads: int = 0
-) -> Outcome:
-    """Do ``task``. A worker that does not use the processor for ``idle_limit`` seconds is killed; its instruments use so many ``threads``, by
-    default as many as they like.
+def execute(task: ModelTask, source: TargetSource, isolation: Isolation, *, idle_limit: float = math.inf) -> Outcome:
+    """Do ``task``. A worker that does not use the processor for ``idle_limit`` seconds is killed.
 
     Raises :class:`WorkerError` if the tool itself fails, and :class:`UsageError` if the worker cannot load the target or save
     the fp32 output.
@@ -75,7 +72,6 @@ def execute(
         worker = start_worker(task, source, isolation)
     worker.set_timeout(LOAD_SECONDS)
     worker.idle_limit = idle_limit
-    _limit_threads(worker, threads)
     with Supervisor[TaskWorker, TaskMessage]([worker]) as supervisor:
         for event in supervisor.events():
             _take(event, outcome, task)
@@ -86,12 +82,6 @@ def execute(
                     source.kept.keep(worker, _owner(task, source))
                 break
     return outcome
-
-
-def _limit_threads(worker: TaskWorker, number: int) -> None:
-    """Threads that spin while they wait for others cost a worker beside them several times their share of the cores."""
-    assert worker.breadcrumb is not None
-    worker.breadcrumb.limit_threads(number)
 
 
 def start_worker(task: ModelTask, source: TargetSource, method: Method, *, shared: bool = False) -> TaskWorker:
@@ -189,8 +179,8 @@ class _Begun:
     """A task that runs in a worker."""
 
     worker: TaskWorker
-    task: RunTask
-    own: RunTask
+    task: RunTask | ExplainTask
+    own: RunTask | ExplainTask
     """The same with files of its own."""
     files: contextlib.ExitStack
     """Closes these files."""
@@ -200,6 +190,8 @@ class _Begun:
     """The time, and the processor time of the worker, at the start of the first call."""
     watched: bool = False
     """Whether it is known how many cores its call uses."""
+    threads: int = 0
+    """How many threads its instruments may use; 0: as many as they like."""
 
     def end(self) -> None:
         """Close its files."""
@@ -210,6 +202,7 @@ class _Begun:
 class SideBySide:
     """Runs the first attempts at slow tasks in forks, several at once if the first one leaves cores idle: kernels that are not made for a
     format often use one core. A call beside others that uses several cores is ended, since its time would be wrong; its task must run alone.
+    What explains a run that failed goes on beside the calls of others.
     """
 
     def __init__(self, source: TargetSource) -> None:
@@ -236,7 +229,10 @@ class SideBySide:
             self._left = system.monotonic()
 
     def _outcome(self, task: ModelTask, idle_limit: float) -> Outcome | None:
-        if isinstance(task, RunTask) and task in self._expected:
+        if task in self._expected:
+            self._expected.remove(task)
+            self._begin(task, idle_limit)
+        elif isinstance(task, ExplainTask):
             self._begin(task, idle_limit)
         while mine := next((its for its in self._begun.values() if its.task == task), None):
             if mine.ended:
@@ -258,13 +254,13 @@ class SideBySide:
             if its is mine:
                 _report(event, its.outcome, its.own, self._source)
             self._note(event, its)
-            if self._expected and not mine.ended and len(self._running) < self._at_once:
+            leaves_cores = isinstance(mine.task, RunTask) or mine.threads
+            if self._expected and leaves_cores and not mine.ended and len(self._running) < self._at_once:
                 with contextlib.suppress(OSError, UsageError):  # it runs when it is asked for
-                    self._begin(self._expected[0], idle_limit)
+                    self._begin(self._expected.pop(0), idle_limit)
         return None
 
-    def _begin(self, task: RunTask, idle_limit: float) -> None:
-        self._expected.remove(task)
+    def _begin(self, task: RunTask | ExplainTask, idle_limit: float) -> None:
         with contextlib.ExitStack() as files:
             own: dict[str, int] = {}
             for name in ("breadcrumb", "log"):
@@ -278,8 +274,17 @@ class SideBySide:
                 PRIVATE.add(descriptor)
                 files.callback(PRIVATE.discard, descriptor)
             self._begun[worker] = _Begun(worker=worker, task=task, own=with_own, files=files.pop_all())
-        for begun in self._running if len(self._running) > 1 else ():
-            _limit_threads(begun, max(1, torch.get_num_threads() // len(self._running)))
+        self._share_threads()
+
+    def _share_threads(self) -> None:
+        """Threads that spin while they wait for others cost a worker beside them several times their share of the cores."""
+        running = self._running
+        if len(running) <= 1 and self._expected:  # another one may begin beside it
+            return
+        for worker in running:
+            self._begun[worker].threads = max(1, torch.get_num_threads() // len(running)) if len(running) > 1 else 0
+            assert worker.breadcrumb is not None
+            worker.breadcrumb.limit_threads(self._begun[worker].threads)
 
     def _discard(self, worker: TaskWorker) -> None:
         self._begun.pop(worker).end()
@@ -290,12 +295,6 @@ class SideBySide:
     def _running(self) -> list[TaskWorker]:
         return [worker for worker, its in self._begun.items() if not its.ended and worker.exit_code is None]
 
-    @property
-    def threads_beside(self) -> int:
-        """How many threads the instruments of a worker may use that starts now; 0: as many as they like."""
-        others = len(self._running)
-        return max(1, torch.get_num_threads() // (others + 1)) if others else 0
-
     def _note(self, event: Event, its: _Begun) -> None:
         """Note the start of the first call, how many cores it uses, and the end of a worker."""
         worker, now = event.worker, system.monotonic()
@@ -305,9 +304,11 @@ class SideBySide:
             self._supervisor.release(worker)
             worker.end()
             its.end()
+            self._share_threads()
         elif isinstance(event, StateEvent) and event.state != "running":
             its.end()
-        elif its.called is not None and not its.watched:
+            self._share_threads()
+        elif its.called is not None and not its.watched and isinstance(its.task, RunTask):
             started, before = its.called
             if its.outcome.plain is None and now < started + WATCHED_SECONDS:
                 return

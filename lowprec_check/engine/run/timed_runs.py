@@ -57,7 +57,9 @@ class TimedRuns(NamedTuple):
 
 
 def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher) -> TimedRuns:
-    """``fp32`` and ``runs`` with the times of calls in rounds; the others of ``runs`` have those of their plain part."""
+    """``fp32`` and ``runs`` with the times of calls in rounds; the others have those of their plain part, as fp32 has if its calls are long
+    and no run is timed beside it.
+    """
     timed = [run for run in runs if _is_timed(run, fp32, accelerated=task_of(run).accelerated)]
     latencies: dict[RunKey, Latency] = {}
     failures: dict[RunKey, str] = {}
@@ -78,16 +80,17 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
             if row in schedule.failures:
                 failures.setdefault(run.key, schedule.failures[row])
 
-    for start in range(0, max(1, len(timed)), AT_ONCE):
-        take([fp32, *timed[start : start + AT_ONCE]])
+    if timed or fp32.latency_ms is None or fp32.latency_ms < LONG_SECONDS * 1e3:
+        for start in range(0, max(1, len(timed)), AT_ONCE):
+            take([fp32, *timed[start : start + AT_ONCE]])
     rivals = _rivals(timed, latencies) if rounds.ROUNDS_SECONDS else []
     if rivals:
         take([fp32, *rivals], final=True)
     failed = {run.key for run in timed}.difference(latencies)
-    for run in runs:
+    for run in runs if conditions else (fp32, *runs):
         if run.latency_ms is not None and run.key not in latencies:
             reference = None if run.key in failed else latencies.get(fp32.key)
-            latencies[run.key] = latency_outside_rounds(run.latency_ms / 1e3, reference, run.calls)
+            latencies[run.key] = latency_outside_rounds(run.latency_ms / 1e3, reference)
     answers = []
     for run in (fp32, *runs):
         changes: dict[str, Any] = {}
@@ -100,7 +103,7 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
         waited=max((known.waited for known in conditions if known.waited is not None), default=None),
         speed_change=max((known.speed_change for known in conditions if known.speed_change is not None), default=None),
     )
-    return TimedRuns(answers, worst)
+    return TimedRuns(answers, worst if conditions else None)
 
 
 def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[Run]:

@@ -235,10 +235,7 @@ def _instrument(
     keep: Callable[[Any], None] = lambda _output: None,
 ) -> Instrumented:
     """The instrumented part, in eager mode; ``outputs`` it must give if nothing is rescued; ``way`` is of training; ``keep`` gets the output."""
-    allowed, breadcrumb = allowance(task, target.model), Breadcrumb(task.files.breadcrumb)
-    if breadcrumb.threads not in (0, torch.get_num_threads()):  # others run beside this process
-        torch.set_num_threads(breadcrumb.threads)
-        outputs = None  # sums may be added in another order
+    allowed = allowance(task, target.model)
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")
     budget = task.budget_error and allowed.errors == "both"
@@ -247,7 +244,7 @@ def _instrument(
         errors=allowed.errors,
         wide=torch.float64 if task.reference == "fp64" else torch.float32,
         emulation=emulation,
-        breadcrumb=breadcrumb,
+        breadcrumb=Breadcrumb(task.files.breadcrumb),
         on_gap=lambda gap: send(GapFound(gap)),
         on_op_calls=lambda op_calls: send(OpCallsFound(op_calls)),
         on_output=keep,

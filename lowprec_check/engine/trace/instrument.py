@@ -100,6 +100,7 @@ def run_instrumented(
     A derivative that fails above dispatch takes one more run for each function.
     """
     run = functools.partial(_pass, ready, args, kwargs, fp32, options)
+    share = _ShareOfCores(options.breadcrumb)
     snapshot = Snapshot(ready.model, (args, kwargs), parameters=options.changes_parameters)
     with reads_forgotten(ready.model), contextlib.ExitStack() as at_end:
         at_end.callback(snapshot.restore)
@@ -116,7 +117,26 @@ def run_instrumented(
                 ready, args, kwargs, fp32, options, plain_outputs, failures if found.function_mode else None
             )
         proven = [gap for gap in found.gaps if gap.phase != "backward" or gap.op != failures.unproven]
-        return found if len(proven) == len(found.gaps) else msgspec.structs.replace(found, gaps=proven)
+        perturbed = None if share.varied else found.perturbed  # sums may be added in another order
+        return msgspec.structs.replace(found, gaps=proven, perturbed=perturbed)
+
+
+class _ShareOfCores:
+    """Uses as many threads as the supervisor says in the ``breadcrumb``, as other processes run beside this one or end."""
+
+    def __init__(self, breadcrumb: Breadcrumb | None) -> None:
+        self._most = torch.get_num_threads()
+        self.varied = False
+        """Whether the number of threads was not always that of the process."""
+        if breadcrumb is not None:
+            self._use(breadcrumb.threads)
+            breadcrumb.watch_threads = self._use
+
+    def _use(self, limit: int) -> None:
+        wanted = min(limit or self._most, self._most)
+        if wanted != torch.get_num_threads():
+            torch.set_num_threads(wanted)
+            self.varied = True
 
 
 def _is_deferred(ready: Prepared, options: Options) -> bool:
