@@ -177,7 +177,7 @@ PARTS = {
             "scaled-weights.md", "Which errors have initial weights, and those of `--scale-weights`?", "scaled_weights"
         ),
         Report(
-            "whole-scans.md whole-scans-amx.md whole-scans-cuda.md",
+            "whole-scans.md whole-scans-bf16.md whole-scans-amx.md whole-scans-cuda.md",
             "How long does one wait for the first row of a scan and for its end, and where does the time go?",
             "whole_scans",
         ),
