@@ -362,7 +362,8 @@ def _verdict(c: Case, name: str, kept: str = "", predicted: str = "", prefer: st
     shown = " · ".join([best["precision"], *[its for its, usual in ((best["backend"], "eager"), (best["memory_format"], "contiguous")) if its != usual]])
     total = max(0, c.result["model"]["modules"] - 1)
     count = re.fullmatch(r" with (\d+)(?: of ([\d,]+))? modules? in fp32", kept)
-    right_kept = (count is not None and int(count[1]) == len(best["keep_fp32"]) and count[2] in (None, f"{total:,}")) if kept else not best["keep_fp32"]
+    inside = [path for path in (c.result["plan"] or {"modules": best["keep_fp32"]})["modules"] if any(path == each or path.startswith(f"{each}.") for each in best["keep_fp32"])]
+    right_kept = (count is not None and int(count[1]) == len({*inside, *best["keep_fp32"]}) and count[2] in (None, f"{total:,}")) if kept else not best["keep_fp32"]
     if run is None or precision != shown or not right_kept:
         return False
     its = c.of(run)

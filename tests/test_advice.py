@@ -8,13 +8,14 @@ from typing import Any
 import msgspec
 import pytest
 import torch
+from shared_result import shared_result
 from torch import Tensor, nn
 
 from lowprec_check import scan
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
-from lowprec_check.analysis.statements.advice import verdict
+from lowprec_check.analysis.statements.advice import in_fp32, verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.report.registry import render
@@ -191,6 +192,13 @@ def test_a_way_out_names_a_search_only_where_there_was_none() -> None:
         [said] = [its.text for its in statements(result) if its.kind == "way-out"]
         search = "; lowprec-check plan searches for the fewest modules" if more else ""
         assert said == f"passes with fc in fp32, error 1.0e-03{search}"
+
+
+def test_modules_inside_those_that_a_plan_keeps_are_in_fp32_too() -> None:
+    paths = ["layers", "layers.0", "layers.1", "layers.1.norm", "layers10", "head"]
+    plan = msgspec.structs.replace(shared_result("").plan, modules=dict.fromkeys(["", *paths], "Linear"))
+    assert in_fp32(["layers"], 7, plan) == "4 of 6 modules in fp32"
+    assert in_fp32(["layers", "head"], 7, None) == "2 of 6 modules in fp32"
 
 
 def test_the_inputs_of_a_run_are_its_batches_and_further_ones() -> None:

@@ -298,7 +298,7 @@ def _recommended(result: ScanResult) -> str | None:
     advice = result.recommendation
     if advice is None:
         return None
-    kept = f" with {in_fp32(advice.keep_fp32, result.model.modules)}" if advice.keep_fp32 else ""
+    kept = f" with {in_fp32(advice.keep_fp32, result.model.modules, result.plan)}" if advice.keep_fp32 else ""
     return advice.label + way_text(advice.way) + kept
 
 

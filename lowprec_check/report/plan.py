@@ -54,7 +54,7 @@ def plan_document(planning: Planning) -> Document:
         )
         blocks.append(Say(said.text, "warn", "note"))
     if plan is not None:
-        kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules))}" if plan.keep_fp32 else "as it is"
+        kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules), plan)}" if plan.keep_fp32 else "as it is"
         proof = chained(*_proof(plan)).text
         blocks += [
             Say(f"Use {qualified(plan.base, plan.backend, plan.memory_format)} {kept}", "good", "verdict"),

@@ -25,6 +25,7 @@ from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_sca
 from lowprec_check.analysis.statements.status import NEAR, on_further, passes_but, why
 from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
 from lowprec_check.analysis.training_status import first_way, remedies, way_text
+from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import low_precisions
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.run_key import PLAN
@@ -47,7 +48,7 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     if best is None:
         yield Said(_no_pass(result), "warn" if any(map(_passes_ablated, result.runs)) else "bad")
         return
-    kept = f" with {in_fp32(best.keep_fp32, result.model.modules)}" if best.keep_fp32 else ""
+    kept = f" with {in_fp32(best.keep_fp32, result.model.modules, result.plan)}" if best.keep_fp32 else ""
     named: dict[str, Figure] = {"name": f"{best.label}{way_text(best.way)}", "kept": kept}
     if not passes(result):
         yield Said(say("{name:text}{kept:text} could not be judged", **named), "none")
@@ -137,10 +138,12 @@ def _patch(result: ScanResult) -> Iterator[Made]:
     yield say(f"{found}; a patch of your code at {where} was not tried: {search}", **figures)
 
 
-def in_fp32(kept: list[str], modules: int) -> str:
-    """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included."""
-    total = counted(max(0, modules - 1), "module")
-    return f"{len(kept)} of {total} in fp32" if len(kept) < modules else f"{counted(len(kept), 'module')} in fp32"
+def in_fp32(kept: list[str], modules: int, plan: Plan | None) -> str:
+    """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included; those inside the ``kept`` ones count, if a ``plan`` names them."""
+    named = plan.modules if plan is not None else ()
+    inside = sum(any(f"{name}.".startswith(f"{its}.") for its in kept) for name in named)
+    count, total = max(len(kept), inside), counted(max(0, modules - 1), "module")
+    return f"{count} of {total} in fp32" if count < modules else f"{counted(count, 'module')} in fp32"
 
 
 # -- what the verdict rests on
