@@ -113,6 +113,11 @@ def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     return list(output) if isinstance(output, Iterator) else output
 
 
+def call_recorded(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], line: str | None) -> Any:  # noqa: ARG001
+    """Call again what the user's code called at ``line``; ``source_lines`` stops at this frame, and takes that line for it."""
+    return call(*args, **kwargs)
+
+
 def source_lines(frame: FrameType | None = None) -> SourceLines:
     """Where the op that ``frame`` calls comes from, as far as :func:`call_model`."""
     at: FrameType | None = frame or sys._getframe(1)
@@ -125,6 +130,9 @@ def source_lines(frame: FrameType | None = None) -> SourceLines:
             return SourceLines(source or line, line if source else None, _span(code, at.f_lasti))
         if kind == _FOREIGN:
             source = source or show_line(code.co_filename, at.f_lineno)
+        elif kind == _OURS and code.co_name == "call_recorded":
+            line = at.f_locals["line"]
+            return SourceLines(source or line, (line or "") if source else None)
         elif kind == _OURS and code.co_name == "call_model":
             break
         at = at.f_back

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.pytree import leaves, map_tensors
+from lowprec_check.engine.core.source_location import call_recorded
 from lowprec_check.engine.model.call_recorder import NUMBERS, Node, UnrepeatableError, autocasts_now, version_of
 from lowprec_check.errors import UsageError
 
@@ -241,7 +242,7 @@ class Program:
                 else:
                     call = step.node.call if step.model is None else root.get_submodule(step.model)
                     args, kwargs = map_tensors((step.args, step.kwargs), value_of)
-                    result = call(*args, **kwargs)
+                    result = call_recorded(call, args, kwargs, step.node.line)
             found = [tensor for _, tensor in leaves(result)]
             if len(found) != len(step.results):
                 raise UsageError(
