@@ -69,6 +69,7 @@ def test_a_hopelessly_slow_run_is_called_once_and_explained(
     assert log.read_text() == "hh"  # the plain part, and the instrumented part
     assert half.status == "ok"
     assert half.judged_by_one_call
+    assert half.peak_memory_bytes is None
     assert half.complete
     assert half.perturbed is False
     assert len(half.op_calls)
@@ -255,15 +256,29 @@ class NeverEnds(OnOneCore):
 
 
 def test_a_run_past_its_budget_ends_while_another_is_explained(
-    two_cores: Callable[[float], None], tmp_path: Path
+    two_cores: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     two_cores(1.0)
+    monkeypatch.setattr(FunctionWorker, "waited_seconds", lambda _: 0.0)  # for other tests
     options = SLOW_RUNS | {"precisions": ["bf16", "autocast-bf16"], "budget": 4.0}
     result = scan(NeverEnds(tmp_path / "log").eval(), torch.randn(4, 8), **options)
     assert [run.status for run in result.runs] == ["ok", "timeout", "timeout"]
     noted = [line.split() for line in (tmp_path / "log").read_text().splitlines()]
     plain = [float(seconds) for process, seconds in noted if process == noted[0][0]]
-    assert 3.0 < plain[-1] - plain[0] < 6.0  # it began beside the first, whose explanation took 4 s more
+    assert 2.0 < plain[-1] - plain[0] < 6.0  # it began beside the first, whose explanation took 4 s more
+
+
+@pytest.mark.parametrize(("waited", "attempts"), [(0.02, 1), (0.5, 2)])
+def test_a_run_past_its_budget_that_waited_for_cores_is_done_alone(
+    two_cores: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, waited: float, attempts: int
+) -> None:
+    two_cores(1.0)
+    monkeypatch.setattr(FunctionWorker, "waited_seconds", lambda _: waited * time.monotonic())
+    options = SLOW_RUNS | {"precisions": ["bf16", "autocast-bf16"], "budget": 3.0}
+    result = scan(NeverEnds(tmp_path / "log").eval(), torch.randn(4, 8), **options)
+    assert [run.status for run in result.runs] == ["ok", "timeout", "timeout"]
+    processes = {line.split()[0] for line in (tmp_path / "log").read_text().splitlines()}
+    assert len(processes) == attempts + 1  # the last one explains it
 
 
 def test_runs_that_are_timed_in_a_scenario_are_done_one_by_one(

@@ -72,13 +72,15 @@ def sleep(seconds: float) -> None:
 # Linux counts the time between when a thread could run and when it ran: other threads use the cores meanwhile.
 
 
-def longest_wait() -> float | None:
-    """Seconds that the threads of this process have waited for a core, the largest of them; ``None`` if the system does not tell."""
+def longest_wait(process: int | str = "self") -> float | None:
+    """Seconds that the threads of a process, by default this one, have waited for a core, the largest of them; ``None`` if the system does
+    not tell.
+    """
     waited = []
     with contextlib.suppress(OSError):
-        for thread in os.listdir("/proc/self/task"):
+        for thread in os.listdir(f"/proc/{process}/task"):
             with contextlib.suppress(OSError, ValueError, IndexError):  # it has ended
-                waited.append(_waited(f"/proc/self/task/{thread}/schedstat"))
+                waited.append(_waited(f"/proc/{process}/task/{thread}/schedstat"))
     return max(waited, default=None)
 
 

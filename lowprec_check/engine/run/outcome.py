@@ -214,13 +214,11 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         **_saved_fields(outcome.stand_in_ops),
     }
     status, fields["reason"] = _status(task, outcome)
-    memory = [part.peak_memory_bytes for part in (measures, explained) if part is not None]
     fields |= {
         "status": status,
         "tolerance": task.tolerance,
         "op_calls": calls,
-        # Of a run too slow to repeat, the peak of its tensors during the instrumented part.
-        "peak_memory_bytes": next((peak for peak in memory if peak is not None and status != "error"), None),
+        "peak_memory_bytes": measures.peak_memory_bytes if measures is not None and status != "error" else None,
         "setup_seconds": _setup_seconds(task, outcome),
         "further_inputs": _further_inputs(outcome),
         "failed_input": outcome.failed_input or fields.get("failed_input"),

@@ -47,6 +47,9 @@ WATCHED_SECONDS = 1.0
 BUSY = 0.9
 """A call that uses fewer cores waits for other programs."""
 
+WAITED = 0.1
+"""The part of its time that a call beside others may have waited for a core if it is to be too slow for its budget."""
+
 TaskWorker = FunctionWorker[TaskMessage]
 
 Event = MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker]
@@ -188,6 +191,10 @@ class _Begun:
     ended: bool = False
     called: tuple[float, float] | None = None
     """The time, and the processor time of the worker, at the start of the first call."""
+    beside: bool = False
+    """Whether others ran at the same time."""
+    waited: list[float] = dataclasses.field(default_factory=list)
+    """How long its threads had waited for a core: at the start of the call, and now."""
     watched: bool = False
     """Whether it is known how many cores its call uses."""
     threads: int = 0
@@ -201,7 +208,8 @@ class _Begun:
 
 class SideBySide:
     """Runs the first attempts at slow tasks in forks, several at once if the first one leaves cores idle: kernels that are not made for a
-    format often use one core. A call beside others that uses several cores is ended, since its time would be wrong; its task must run alone.
+    format often use one core. A call beside others that uses several cores is ended, since its time would be wrong, and one that takes longer
+    than its budget, but waited for a core, counts for nothing: its task must run alone.
     What explains a run that failed goes on beside the calls of others.
     """
 
@@ -279,6 +287,8 @@ class SideBySide:
     def _share_threads(self) -> None:
         """Threads that spin while they wait for others cost a worker beside them several times their share of the cores."""
         running = self._running
+        for worker in running if len(running) > 1 else ():
+            self._begun[worker].beside = True
         if len(running) <= 1 and self._expected:  # another one may begin beside it
             return
         for worker in running:
@@ -298,8 +308,9 @@ class SideBySide:
     def _note(self, event: Event, its: _Begun) -> None:
         """Note the start of the first call, how many cores it uses, and the end of a worker."""
         worker, now = event.worker, system.monotonic()
-        if isinstance(event, MessageEvent) and isinstance(event.message, CallStarted) and its.called is None:
-            its.called = now, worker.processor_seconds()
+        if isinstance(event, MessageEvent) and isinstance(event.message, CallStarted):
+            its.called = its.called or (now, worker.processor_seconds())
+            its.waited = [worker.waited_seconds()]
         elif isinstance(event, MessageEvent) and isinstance(event.message, Ended):
             self._supervisor.release(worker)
             worker.end()
@@ -308,8 +319,15 @@ class SideBySide:
         elif isinstance(event, StateEvent) and event.state != "running":
             its.end()
             self._share_threads()
-        elif its.called is not None and not its.watched and isinstance(its.task, RunTask):
+            waited = its.waited[-1] - its.waited[0] if its.waited else 0.0
+            if event.state == "timeout" and its.beside and waited > WAITED * its.task.call_budget:
+                self._at_once = 1
+                self._begun.pop(worker)
+        elif its.called is not None and isinstance(its.task, RunTask):
+            its.waited[1:] = [worker.waited_seconds()]
             started, before = its.called
+            if its.watched:
+                return
             if its.outcome.plain is None and now < started + WATCHED_SECONDS:
                 return
             its.watched = True

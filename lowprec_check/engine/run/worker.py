@@ -249,7 +249,6 @@ def _instrument(
         on_op_calls=lambda op_calls: send(OpCallsFound(op_calls)),
         on_output=keep,
         seed=task.seed,
-        count_memory=emulation.measure_once,
         changes_parameters=task.changes_parameters,
         budget=budget,
         budget_limit=allowed.tape,

@@ -19,7 +19,6 @@ from lowprec_check.engine.core.dispatch_mode import DispatchMode, observing
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
-from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.model.plain_run import (
     ModuleOutput,
     describe_error,
@@ -62,7 +61,6 @@ class Options(NamedTuple):
     on_output: Callable[[Any], None] = lambda _output: None
     """Called with what the model returns, right after each pass that reached its end."""
     seed: int = 0
-    count_memory: bool = False
     changes_parameters: bool = False
     """Whether calls write to parameters."""
     budget: bool = False
@@ -173,7 +171,6 @@ def _pass(
     inputs, named = ready.inputs(args, kwargs)
     seed_state(lockstep, ready.model, fp32, journal.rows)
     journal.rows += seed_inputs(lockstep, (inputs, named), (args, kwargs), ready.device)
-    counter = StorageCounter(ready, inputs, named) if options.count_memory else None
     with ModuleStack(ready.model) as stack:
         places = Places(stack, None if step is None else lambda: step.phase)
         places.own(ready.model)
@@ -185,7 +182,6 @@ def _pass(
             errors=options.errors,
             emulation=options.emulation,
             breadcrumb=options.breadcrumb,
-            counter=counter,
             timed=ready.device.type == "cpu",
         )
         recorder.flow.add_inputs(tensor for _, tensor in leaves((inputs, named)) if tensor.layout == torch.strided)
@@ -206,7 +202,6 @@ def _pass(
         function_mode=failures is not None,
         complete=error is None,
         emulated=options.emulation.reasons(),
-        peak_memory_bytes=counter.peak if counter is not None and error is None else None,
         faults=tuple(recorder.faults),
         notes=tuple(itertools.starmap(_UNKNOWN.format, lockstep.failures.items())),
     )

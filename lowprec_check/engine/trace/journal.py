@@ -35,8 +35,6 @@ class Instrumented(Struct, frozen=True, kw_only=True, tag="explained"):
     lockstep_error: ErrorStats | None = None
     """Error of the output against the lockstep reference, which uses the random values and decisions of the run."""
     emulated: dict[str, str] = {}
-    peak_memory_bytes: int | None = None
-    """Peak of the run's own tensors, if requested."""
     faults: tuple[str, ...] = ()
     """Failures of the instruments themselves."""
     notes: tuple[str, ...] = ()

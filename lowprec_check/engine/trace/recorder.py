@@ -20,14 +20,13 @@ from torch._ops import OpOverload
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, observing
 from lowprec_check.engine.core.floating_dtypes import NARROW, is_float, is_narrow, underflows
 from lowprec_check.engine.core.source_location import instruction_of
-from lowprec_check.engine.model.memory import StorageCounter
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall, run_wide
 from lowprec_check.engine.trace.execution import Emulation, Execution
 from lowprec_check.engine.trace.journal import Journal
 from lowprec_check.engine.trace.lockstep import GeneratorState, Lockstep, has_drawn, state_before
 from lowprec_check.engine.trace.magnitude_samples import MagnitudeSamples
 from lowprec_check.engine.trace.op_errors import OpErrors, added_errors, has_local_error, widened_arguments
-from lowprec_check.engine.trace.ops import Args, Kwargs, has_narrow_dtype, outputs_of, tensors_in
+from lowprec_check.engine.trace.ops import Args, Kwargs, has_narrow_dtype, tensors_in
 from lowprec_check.engine.trace.places import CallSite, Places
 from lowprec_check.engine.trace.twins import storage_key
 from lowprec_check.errors import first_line, message_of
@@ -55,14 +54,12 @@ class Recorder(DispatchMode):
         errors: Errors = "both",
         emulation: Emulation | None = None,
         breadcrumb: Breadcrumb | None = None,
-        counter: StorageCounter | None = None,
         timed: bool = True,
     ) -> None:
         super().__init__()
         self.lockstep, self.places, self.journal = lockstep, places, journal
         journal.before_report = self._settle
         self.emulation = emulation or Emulation()
-        self.counter = counter
         self.input_storages: set[int] = set()
         """Storages that were an input of at least one op."""
         self.faults: dict[str, None] = {}
@@ -99,9 +96,6 @@ class Recorder(DispatchMode):
         out = self.execution.run(call)
         if self.execution.pending.any:
             out = self.execution.pending.resolve(call, out)
-        if self.counter is not None:
-            for tensor in outputs_of(out):
-                self.counter.count(tensor)
         self._guarded(call, self._record, call, out, widened, state)
         return out
 
