@@ -109,8 +109,14 @@ def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
         return "faster and smaller" if smaller else "faster"
     if smaller:
         return "smaller"
-    known = told == "slower" or (told == "same" and memory_ratio(run, runs) is not None)
+    known = told == "slower" or (told == "same" and memory_ratio(run, runs) is not None) or _changes_nothing(run)
     return "nothing" if known else "unknown"
+
+
+def _changes_nothing(run: Run) -> bool:
+    """Whether autocast is seen to compute no op in 16 bits."""
+    ops = run.op_calls.dtypes if run.is_autocast and run.complete and run.format is not None else []
+    return bool(ops) and not any(run.format.mark in dtypes for dtypes in ops)  # type: ignore[union-attr]
 
 
 def best_of(

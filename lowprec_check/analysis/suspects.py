@@ -144,10 +144,14 @@ def blame(runs: Sequence[Run], keep: Sequence[str]) -> list[Blame]:
     gaps = [_by_module(run.gaps, kept) for run in runs]
     rows = [_by_module(run.op_calls.rows(), kept) for run in runs]
 
+    fails_elsewhere = any(module_around(gap.module, kept) is None for run in runs for gap in run.gaps)
+
     def found(module: str) -> Blame:
         inside = zip(runs, gaps, rows, strict=True)
         faults = (_first_fault(run, module, its[module], calls[module]) for run, its, calls in inside)
-        fault = next((fault for fault in faults if fault is not None), None) or _largest_cause(module, runs)
+        fault = next((fault for fault in faults if fault is not None), None)
+        if fault is None and not fails_elsewhere:  # else it may be what this module gives to that op
+            fault = _largest_cause(module, runs)
         return fault or Blame(module=module, why="needed to pass, found by trial")
 
     return [found(module) for module in keep]

@@ -301,7 +301,7 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
             left = "the weights that the steps before left, and " if run.training is not None else ""
             advice = f"look at {left}what the model keeps between calls" if run.failed_call else advice
-            yield Finding(message, run, error.module, None, error.source or result.model.source, help=advice)
+            yield Finding(message, run, error.module, None, error.source, help=advice)
 
 
 @rule("LP107", "crash", "error")

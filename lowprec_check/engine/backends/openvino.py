@@ -35,7 +35,7 @@ class OpenVINO(GraphBackend):
     project = "openvinotoolkit/openvino"
     packages = ("openvino",)
     computes_in = {"fp32": "f32", "autocast-bf16": "bf16", "autocast-fp16": "f16"}
-    instead = "OpenVINO lowers the precision of an fp32 model itself: use autocast-bf16 or autocast-fp16"
+    instead = "OpenVINO lowers the precision of an fp32 model itself, as autocast-bf16 and autocast-fp16 do"
     functions = (in_openvino,)
     loading = 'in_openvino(program, "{precision}")'
 

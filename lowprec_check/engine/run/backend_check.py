@@ -58,6 +58,7 @@ class BackendChecker:
         if self._plain.status != "ok":
             self._add(remarks=_counted([*_warnings(given, None), *breaks]))
             return
+        self._add(remarks=_counted(breaks))  # eager mode may fail where the backend does not
         inputs = self._target.inputs
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")

@@ -179,7 +179,7 @@ class Outcome:
         """Why the instrumented part did not reach the end of the model, and where it was; ``None`` if its worker did not end."""
         if self.ended == "done" or self.explained is not None:
             return None
-        what = self.reason if self.ended == "crashed" else f"the budget of {budget:.0f} s ended"
+        what = self.reason if self.ended == "crashed" else f"the budget of {budget:g} s ended"
         return f"{what}, at {describe_position(self.position)}" if self.position is not None else what
 
     def op_calls(self) -> OpCalls:
