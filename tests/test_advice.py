@@ -184,6 +184,23 @@ def test_a_product_in_fp32_needs_autocast_to_be_off() -> None:
         assert (found or "").startswith(advice)
 
 
+class Spectrum(nn.Module):
+    """Gives complex numbers, which become real again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        rotated = torch.view_as_complex(x.unflatten(-1, (-1, 2))) * 1j
+        return torch.view_as_real(rotated).flatten(-2) + torch.fft.fft(x).abs().to(x.dtype)
+
+
+def test_what_is_complex_is_not_cast_back() -> None:
+    result = scan(Spectrum(), torch.randn(3, 8), precisions=["bfloat16"], plan=False, times="off")
+    gaps = {gap.op: gap.gives_complex for gap in result.run("bfloat16").gaps}
+    assert gaps == {"aten.view_as_complex.default": True, "torch.fft.fft": True}
+    for code in ("LP101", "LP102"):
+        [advice] = helps(result, code, "bfloat16")
+        assert "cast back what becomes real again" in (advice or "")
+
+
 def test_a_way_out_names_a_search_only_where_there_was_none() -> None:
     tried = Ablation(keep_fp32=["fc"], blamed_for="shares", status="ok", rel_l2=1e-3)
     failing = a_result(a_run("half", "inaccurate", ablation=tried))

@@ -367,6 +367,32 @@ def test_weights_are_loaded_also_by_the_printed_code(
     assert names["model"].linear.weight.unique().tolist() == [0.5]
 
 
+@pytest.mark.parametrize("prefix", ["", "module."])
+@pytest.mark.parametrize("name", ["w.pt", "w.safetensors"])
+def test_a_tied_weight_may_be_saved_once(here: Path, write: Write, name: str, prefix: str) -> None:
+    """As ``safetensors.torch.save_model`` does."""
+    text = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(5, 3), nn.Linear(3, 5, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        return self.head(self.embed(ids))
+
+model, inputs = Tied().eval(), torch.tensor([[1, 2]])
+"""
+    target = load_target(str(write(text)), weights=saved({f"{prefix}embed.weight": torch.full((5, 3), 0.5)}, name))
+    assert target.model.head.weight.unique().tolist() == [0.5]  # type: ignore[operator, union-attr]
+    names = run_code(text, "\n".join(target.setup))
+    assert names["model"].head.weight is names["model"].embed.weight
+    assert names["model"].head.weight.unique().tolist() == [0.5]
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -227,10 +227,6 @@ class FunctionWorker(Worker[Message]):
             return _used(psutil.Process(self._group.pid))
         return 0.0
 
-    def waited_seconds(self) -> float:
-        """Seconds that its threads have waited for a core, the largest of them; 0 if that is not known."""
-        return system.longest_wait(self._group.pid) or 0.0
-
     def log_place(self) -> bool:
         """Have the main thread log its traceback, and wait until it has."""
         if self._log is None:

@@ -102,6 +102,10 @@ class Worker(Generic[Message]):
         """Exit code of the process; ``None`` while it runs."""
         return self._group.exit_code
 
+    def waited_seconds(self) -> float:
+        """Seconds that its threads have waited for a core, the largest of them; 0 if that is not known."""
+        return system.longest_wait(self._group.pid) or 0.0
+
     def end(self) -> None:
         """Kill the process if it still runs, with all that it started, wait until it has ended, and close its pipes.
 

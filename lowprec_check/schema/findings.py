@@ -52,6 +52,8 @@ class Gap(Struct, frozen=True, kw_only=True):
     """How many calls failed there."""
     rescued: bool = True
     """False for a ``backend``; else true: a failure that is not rescued ends the run and is saved as its ``stopped_by``."""
+    gives_complex: bool = False
+    """Whether a result is complex in fp32: there is no complex bf16, and few kernels of complex fp16."""
     predicted_by: str | None = None
     """Of a predicted run: the row of the catalog that says so, in words."""
     custom_function: str | None = None

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.divergence import unscales_fp16
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.rules.relevance import faster, from_gaps, or_autocast
+from lowprec_check.analysis.rules.relevance import back, faster, from_gaps, or_autocast
 from lowprec_check.analysis.run_summary import is_cast, on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.axes import DEVICES, device_type
@@ -49,7 +49,7 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
 
     def advice(gap: Gap, run: Run) -> str:
         outside = ", without autocast," if run.is_autocast and PRODUCTS.search(gap.op) else ""
-        return f"compute it in fp32{outside} and cast back{or_autocast(gap, run, result)}"
+        return f"compute it in fp32{outside} and cast {back(gap, 'back')}{or_autocast(gap, run, result)}"
 
     yield from from_gaps(result, "missing-kernel", advice)
 
@@ -64,14 +64,14 @@ def unsupported_dtype(result: ScanResult) -> Iterator[Finding]:
 
     Usual causes: a dtype check in the function, as in `torch.fft.*`, `torch.quantile` and `torch.linalg.lstsq`.
 
-    What to do: call the function on fp32 inputs and cast the result back:
+    What to do: call the function on fp32 inputs and cast the result back; of a complex one, what becomes real again:
 
         # before
         y = torch.quantile(x, 0.9)
         # after
         y = torch.quantile(x.float(), 0.9).to(x.dtype)
     """
-    yield from from_gaps(result, "unsupported-dtype", "call it on x.float() and cast the result back")
+    yield from from_gaps(result, "unsupported-dtype", lambda gap, _: f"call it on x.float() and cast {back(gap)}")
 
 
 @rule("LP103", "dtype-mismatch", "error")

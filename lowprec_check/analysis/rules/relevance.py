@@ -326,6 +326,11 @@ def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
     return say("use {run:text}, which passes", run=best.key.label) if best is not None else None
 
 
+def back(gap: Gap, result: str = "the result back") -> str:
+    """What is to be cast back after an op in fp32: a complex result has no 16 bits to go back to."""
+    return "back what becomes real again" if gap.gives_complex else result
+
+
 def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
     """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of the one named; empty if the op fails there too."""
 

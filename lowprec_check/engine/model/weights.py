@@ -47,19 +47,28 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
         raise UsageError(
             f"{path} holds no state dict: names with tensors.", "Save one: torch.save(model.state_dict(), FILE)."
         )
-    expected, load = model.state_dict(), "model.load_state_dict(state)"
+    expected, load = model.state_dict(keep_vars=True), "model.load_state_dict(state)"
     for prefix in _PREFIXES:
         if expected.keys().isdisjoint(found) and all(name.startswith(prefix) for name in found):
             found = {name.removeprefix(prefix): value for name, value in found.items()}
             load = f'model.load_state_dict({{name.removeprefix("{prefix}"): value for name, value in state.items()}})'
-    _check_names(path, expected, {name: tensor.shape for name, tensor in found.items()})
-    model.load_state_dict(found)
-    return [*code, load]
+    tied = _check_names(path, expected, {name: tensor.shape for name, tensor in found.items()})
+    model.load_state_dict(found, strict=not tied)
+    return [*code, _without_tied(load) if tied else load]
 
 
-def _check_names(path: str, expected: Mapping[str, Tensor], found: Mapping[str, Sequence[int]]) -> None:
-    """Raise :class:`UsageError` if ``found``, names and shapes, are not those of the model."""
-    missing = [name for name in expected if name not in found]
+def _without_tied(load: str) -> str:
+    return f"{load[:-1]}, strict=False)"
+
+
+def _check_names(path: str, expected: Mapping[str, Tensor], found: Mapping[str, Sequence[int]]) -> list[str]:
+    """Raise :class:`UsageError` if ``found``, names and shapes, are not those of the model. Returns names of tied tensors that the file
+    has under another name, as ``safetensors.torch.save_model`` writes them.
+    """
+    saved = {id(tensor) for name, tensor in expected.items() if name in found}
+    lacking = [name for name in expected if name not in found]
+    tied = [name for name in lacking if id(expected[name]) in saved]
+    missing = [name for name in lacking if name not in tied]
     unknown = [name for name in found if name not in expected]
     other = [
         f"{name}: {tuple(found[name])} instead of {tuple(tensor.shape)}"
@@ -79,14 +88,15 @@ def _check_names(path: str, expected: Mapping[str, Tensor], found: Mapping[str, 
         raise UsageError(
             f"{path} does not fit the model: {'; '.join(problems)}.", "Make the model as it was when it was saved."
         )
+    return tied
 
 
 def stream_file(model: nn.Module, path: str) -> list[str]:
     """Let ``model`` read its weights from the ``.safetensors`` file at ``path`` when it uses them; returns code that loads them."""
     found = {name: saved.shape for name, saved in saved_tensors(Path(path)).items()}
-    _check_names(path, model.state_dict(), found)
+    tied, load = _check_names(path, model.state_dict(keep_vars=True), found), "model.load_state_dict(state)"
     stream_weights(model, [Path(path)])
-    return [*_safetensors_code(path), "model.load_state_dict(state)"]
+    return [*_safetensors_code(path), _without_tied(load) if tied else load]
 
 
 def _safetensors_code(path: str) -> list[str]:

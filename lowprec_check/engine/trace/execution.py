@@ -146,8 +146,8 @@ class Execution:
             self.raised = error
             raise error
         call.outcome = "rescued"
-        _add_gap(self.journal, call, found.kind, message_of(error), predicted_by=predicted_by(error))
-        self.pending.add(found.result)
+        more = {"gives_complex": self.pending.add(found.result), "predicted_by": predicted_by(error)}
+        _add_gap(self.journal, call, found.kind, message_of(error), **more)
         return found.result
 
     def _retry(self, call: DispatchedCall) -> Retry:
@@ -179,9 +179,7 @@ class Execution:
             return None
 
 
-def _add_gap(
-    journal: Journal, call: DispatchedCall, kind: GapKind, message: str, *, predicted_by: str | None = None
-) -> None:
+def _add_gap(journal: Journal, call: DispatchedCall, kind: GapKind, message: str, **more: Any) -> None:
     gap = Gap(
         op=call.traits.name,
         layer="dispatch",
@@ -192,9 +190,9 @@ def _add_gap(
         caller=call.lines.caller,
         dtypes=dtype_names(call.inputs),
         message=message,
-        predicted_by=predicted_by,
         custom_function=custom_function() if call.phase == "backward" else None,
         constant=call.largest_number() if kind == "scalar-overflow" else None,
+        **more,
     )
     journal.add_gap(gap)
 
@@ -336,12 +334,13 @@ class PendingComplex:
         self.any = False
         """Whether any result has been pending."""
 
-    def add(self, out: Any) -> None:
-        """Mark the complex tensors in the result of a rescue as pending."""
-        for tensor in outputs_of(out):
-            if tensor.is_complex():
-                self.any = True
-                self._twins.find_or_add(tensor).pending_complex = True
+    def add(self, out: Any) -> bool:
+        """Mark the complex tensors in the result of a rescue as pending; whether there are any."""
+        found = [tensor for tensor in outputs_of(out) if tensor.is_complex()]
+        for tensor in found:
+            self._twins.find_or_add(tensor).pending_complex = True
+        self.any = self.any or bool(found)
+        return bool(found)
 
     def resolve(self, call: DispatchedCall, out: Any) -> Any:
         """``out``; if an input is pending, its real tensors are cast to the low dtype and its complex ones become pending."""

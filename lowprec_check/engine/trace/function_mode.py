@@ -86,9 +86,10 @@ class FunctionRescue(TorchFunctionMode):
         if found is None:
             self._execution.raised = error
             raise error
+        is_complex = self._execution.pending.add(found.result)
         if len(self._journal.gaps) == gaps_before or found.kind == "dtype-mismatch":
-            self._add_gap(name, retry, found.kind, error, self._places.phase or "forward", sys._getframe(2))
-        self._execution.pending.add(found.result)
+            phase = self._places.phase or "forward"
+            self._add_gap(name, retry, found.kind, error, phase, sys._getframe(2), gives_complex=is_complex)
         return found.result
 
     def _retry(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Retry:
@@ -98,7 +99,15 @@ class FunctionRescue(TorchFunctionMode):
         return Retry(func, args, kwargs, self._execution.low, written)
 
     def _add_gap(
-        self, name: str, retry: Retry, kind: GapKind, error: Exception, phase: Phase, frame: FrameType
+        self,
+        name: str,
+        retry: Retry,
+        kind: GapKind,
+        error: Exception,
+        phase: Phase,
+        frame: FrameType,
+        *,
+        gives_complex: bool = False,
     ) -> None:
         module, lines = self._places.of(frame)
         gap = Gap(
@@ -111,6 +120,7 @@ class FunctionRescue(TorchFunctionMode):
             caller=lines.caller,
             dtypes=dtype_names(retry.floating),
             message=message_of(error),
+            gives_complex=gives_complex,
             predicted_by=predicted_by(error),
         )
         self._journal.add_gap(gap)
