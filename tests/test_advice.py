@@ -259,6 +259,18 @@ def test_a_fallback_variable_is_named_where_there_is_one(device: str, advice: st
     assert (helps(a_result(run), "LP104")[0] or "").split(";")[0] == advice
 
 
+def test_an_exception_without_a_line_is_at_none() -> None:
+    failed = a_run("half", "error", exception=ExceptionInfo(type="UsageError", message="m"), op_calls=to_columns([]))
+    result = msgspec.structs.replace(a_result(failed), model=msgspec.structs.replace(INFO, source="net.py:90"))
+    [finding] = diagnose(result, select=["LP108"])
+    assert finding.source is None
+
+
+def test_autocast_that_changes_nothing_is_no_advice() -> None:
+    result = scan(nn.ReLU(), torch.randn(3, 8), precisions=["autocast-bf16"], plan=False, times="off")
+    assert verdict(result).startswith("Stay in fp32")
+
+
 def test_a_wrong_output_is_answered_with_the_recommendation() -> None:
     wrong = a_run("half", "inaccurate", tolerance=1e-2, output_error=stats(0.5))
     search = "find the modules to keep in fp32: lowprec-check plan"

@@ -27,7 +27,7 @@ from lowprec_check.engine.core.devices import rounds_to_tf32
 from lowprec_check.engine.model.input_draws import changed_inputs
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.run import target_runs
+from lowprec_check.engine.run import backend_check, target_runs
 from lowprec_check.engine.run.target_runs import RunOptions, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.report.registry import render
@@ -391,6 +391,21 @@ def test_graph_breaks_have_their_line_and_reason() -> None:
     assert line is not None
     assert "test_backend_check.py" in line
     assert graph_breaks() == []
+
+
+def test_graph_breaks_are_said_where_eager_mode_fails(register: Register, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Inverse(Net):
+        def between(self, y: Tensor) -> Tensor:
+            return torch.linalg.inv(y[:8, :8]).new_zeros(8, 16)
+
+    monkeypatch.setattr(backend_check, "graph_breaks", lambda: [("control flow", "a.py:3")])
+    register(Planted(lambda model, x: model.float()(x.float()).half()))
+    result = scanned(Inverse(), "eager,planted", precisions="half")
+    assert result.run("half").status == "error"
+    run = result.run("half", "planted")
+    assert run.status == "ok"
+    assert run.backend_check is not None
+    assert [remark.text for remark in run.backend_check.remarks] == ["control flow"]
 
 
 def test_graph_breaks_are_counted_in_the_table() -> None:

@@ -381,6 +381,25 @@ def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, 
     assert result.training.losses[:2] == pytest.approx(losses[:2], rel=1e-6)
 
 
+def test_ops_of_a_loss_are_at_their_lines(here: Path, write: Write, call: Call) -> None:
+    body = "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor x, y in batches():\n    out = model(x)\n"
+    body += "    scaled = out * 2\n    loss = scaled.square().mean()\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"
+    path = write(HEAD + body, "train.py")
+    options = ["--train", "--steps", "1", "-p", "autocast-bf16", "--times", "off", "--json", "-"]
+    done = call("scan", str(path), *options, folder=here)
+    rows = list(ScanResult.from_json(done.stdout.encode()).run("autocast-bf16").op_calls.rows())
+    lines = path.read_text().splitlines()
+    product, square = (f"train.py:{lines.index(line) + 1}" for line in lines if "scaled" in line)
+    of_loss = [row for row in rows if row.phase in (None, "forward") and row.source in (product, square)]
+    assert [(row.op, row.source) for row in of_loss] == [
+        ("aten.mul.Tensor", product),
+        ("aten.pow.Tensor_Scalar", square),
+        ("aten.mean.default", square),
+    ]
+    backward = {row.source for row in rows if row.phase == "backward" and row.op == "aten.mul.Tensor"}
+    assert {product, square} <= backward
+
+
 @pytest.mark.parametrize("note", NOTED)
 def test_what_a_scan_does_otherwise_is_said(here: Path, write: Write, note: str) -> None:
     write(HEAD + MODEL + NOTED[note], "train.py")

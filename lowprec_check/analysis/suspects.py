@@ -144,14 +144,10 @@ def blame(runs: Sequence[Run], keep: Sequence[str]) -> list[Blame]:
     gaps = [_by_module(run.gaps, kept) for run in runs]
     rows = [_by_module(run.op_calls.rows(), kept) for run in runs]
 
-    fails_elsewhere = any(module_around(gap.module, kept) is None for run in runs for gap in run.gaps)
-
     def found(module: str) -> Blame:
         inside = zip(runs, gaps, rows, strict=True)
         faults = (_first_fault(run, module, its[module], calls[module]) for run, its, calls in inside)
-        fault = next((fault for fault in faults if fault is not None), None)
-        if fault is None and not fails_elsewhere:  # else it may be what this module gives to that op
-            fault = _largest_cause(module, runs)
+        fault = next((fault for fault in faults if fault is not None), None) or _largest_cause(module, runs)
         return fault or Blame(module=module, why="needed to pass, found by trial")
 
     return [found(module) for module in keep]
@@ -170,10 +166,10 @@ def _by_module(found: Iterable[Located], kept: Collection[str]) -> defaultdict[s
 
 
 def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
-    """The largest share inside ``module``, from the first budget in which it matters, else from that in which it is largest; a small one may
-    not be why it is needed if the model fails otherwise too.
+    """The largest share inside ``module``, from the first budget in which it matters, else from that in which it is largest; a small one, or
+    one of an error that is tolerated, may not be why it is needed if the model fails otherwise too.
     """
-    budgets = [trusted_budget(run) for run in runs]
+    budgets = [None if run.gaps and _is_accurate(run) else trusted_budget(run) for run in runs]
     shares = [[share for share in its.shares if is_inside(share.module, module)] if its else [] for its in budgets]
     sums = [sum(share.share for share in its) for its in shares]
     largest = max(range(len(sums)), key=sums.__getitem__, default=None)
@@ -184,6 +180,11 @@ def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
     share = percent(sums[index]) if sums[index] < 1 else "all"  # more where others cancel a part
     why = f"has {share} of the error{' that is left by the others' if index else ''}"
     return Blame(module=module, why=why, op=cause.op, source=cause.source)
+
+
+def _is_accurate(run: Run) -> bool:
+    error = run.budget.measured if run.budget is not None else None
+    return error is not None and run.tolerance is not None and error <= run.tolerance
 
 
 def at_fault(run: Run, module: str) -> Blame | None:
