@@ -425,6 +425,7 @@ _GAIN: dict[str, Claim] = {
     "it is {ratio} as fast as fp32": _rounds,
     "it is {ratio} slower than fp32 on this machine": lambda c, ratio: c.speed()[0] == "slower" and same(ratio, 1 / (c.speed()[1] or 1)),
     "it saves {share} of the peak memory": lambda c, share: same(share, 1 - (c.memory() or 0)) and share > 0,
+    "it takes at least {share} more memory": lambda c, share: c.reference["process_memory_bytes"] < 4 << 20 and same(share, c.run["process_memory_bytes"] / (4 << 20) - 1),
     "it takes {share} more memory": lambda c, share: same(share, (c.memory() or 0) - 1) and share > 0,
     "this device does not accelerate {format}": lambda c, format: c.format is not None and c.format.short == format and c.result["environment"].get(f"{format}_accelerated") is False,
     "{text}": lambda c, text: _says(

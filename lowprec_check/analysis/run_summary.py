@@ -56,6 +56,11 @@ LEAST_MEMORY = 4 << 20
 """Bytes below which the memory of processes is not compared: allocators and libraries keep a few megabytes, more or less."""
 
 
+def is_too_small(memory: int | None) -> bool:
+    """Whether the ``memory`` of a process counts as :data:`LEAST_MEMORY`."""
+    return memory is not None and 0 < memory < LEAST_MEMORY
+
+
 def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
     """This run's peak memory over fp32's, of processes if fp32's was measured, else of tensors; ``None`` if it lacks that figure."""
     reference = reference_of(runs)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from lowprec_check.analysis.recommend import tag
-from lowprec_check.analysis.run_summary import degenerate_output, label, memory_ratio
+from lowprec_check.analysis.run_summary import LEAST_MEMORY, degenerate_output, is_too_small, label, memory_ratio
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_status import first_way
@@ -115,7 +115,8 @@ def _loss(run: Run, way: TrainingWay | None, setup: TrainingSetup) -> str | None
 def _why_reference(run: Run) -> str:
     parts = [milliseconds(run.latency_ms)] if run.latency_ms is not None else []
     held = run.process_memory_bytes or run.peak_memory_bytes
-    parts += [bytes_figure(held)] if held else []
+    small = f"under {bytes_figure(LEAST_MEMORY)}" if is_too_small(run.process_memory_bytes) else None
+    parts += [small or bytes_figure(held)] if held else []
     timing = run.timing
     if timing is not None:
         batch = f", batch {timing.batch}" if timing.batch else ""

@@ -13,12 +13,14 @@ from lowprec_check.analysis.run_summary import (
     degenerate_output,
     fails_elsewhere,
     is_cast,
+    is_too_small,
     label,
     memory_ratio,
     missing_kernels,
     part_of_tolerance,
     passes_all,
     plan_starts,
+    reference_of,
 )
 from lowprec_check.analysis.speed import Speed, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said
@@ -190,7 +192,7 @@ def gain(run: Run, result: ScanResult) -> Made:
     slow, short = None, run.format.short if run.format else ""
     if found.told != "faster" and result.environment.get(f"{short}_accelerated") is False:
         slow = say("this device does not accelerate {format:text}", format=short)
-    return chained(_speed(found, run), _memory(memory_ratio(run, result.runs)), slow, between="; ")
+    return chained(_speed(found, run), _memory(run, result), slow, between="; ")
 
 
 @per_run("setup", "advice")
@@ -244,13 +246,15 @@ def _speed(found: Speed, run: Run) -> Sentence:
     return plain("it was not timed")
 
 
-def _memory(ratio: float | None) -> Sentence | None:
+def _memory(run: Run, result: ScanResult) -> Sentence | None:
+    ratio, fp32 = memory_ratio(run, result.runs), reference_of(result.runs)
     if ratio is None:
         return None
     if ratio <= 1 / SAME_MEMORY:
         return say("it saves {share:share} of the peak memory", share=1 - ratio)
     if ratio >= SAME_MEMORY:
-        return say("it takes {share:share} more memory", share=ratio - 1)
+        least = fp32 is not None and is_too_small(fp32.process_memory_bytes)
+        return say(f"it takes {'at least ' if least else ''}{{share:share}} more memory", share=ratio - 1)
     return plain("it takes about as much memory")
 
 
