@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -173,6 +174,6 @@ def test_what_was_recorded_before_the_budget_ended_is_kept() -> None:
     assert ops[0] == "aten.addmm.default"
     assert 1000 < len(ops) < 60_000
     [found] = [found for found in result.diagnostics if found.code == "LP905" and found.precision == "half"]
-    assert "the budget of 6 s ended, at op" in found.message
+    assert re.search("the budget of 6 s ended, (at|after) op", found.message)
     assert "aten.mul.Tensor" in found.message
     assert "test_deaths.py" in found.message

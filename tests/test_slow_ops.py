@@ -19,7 +19,7 @@ from lowprec_check.engine.run.outcome import Outcome
 from lowprec_check.engine.run.tasks import ExplainTask
 from lowprec_check.engine.trace import lockstep
 from lowprec_check.process import system
-from lowprec_check.process.breadcrumb import IN_OP, Position
+from lowprec_check.process.breadcrumb import AFTER_OP, IN_OP, Position
 from lowprec_check.schema.measures import TimingConditions
 from lowprec_check.schema.op_calls import OpCall, killed_reason, seconds_killed, to_columns
 from lowprec_check.schema.scan_result import Run
@@ -53,6 +53,13 @@ def test_an_op_in_which_a_budget_ended_once_is_tried_again() -> None:
     assert not attempts.task.slow
     assert not attempts.learn(Outcome(ended="done"))
     assert not attempts.task.slow
+
+
+@pytest.mark.parametrize(("state", "words"), [(IN_OP, "at op 3"), (AFTER_OP, "after op 3")])
+def test_what_ended_after_an_op_is_not_said_to_be_at_it(state: int, words: str) -> None:
+    position = Position(state=state, started=0.0, ops=3, op=SLOW, module="", source="net.py:7")
+    found = Outcome(ended="timeout", position=position).why_incomplete(0.5)
+    assert found == f"the budget of 0.5 s ended, {words}: {SLOW} (net.py:7)"
 
 
 def test_an_op_that_takes_too_long_twice_is_emulated() -> None:

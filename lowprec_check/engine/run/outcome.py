@@ -180,7 +180,9 @@ class Outcome:
         if self.ended == "done" or self.explained is not None:
             return None
         what = self.reason if self.ended == "crashed" else f"the budget of {budget:g} s ended"
-        return f"{what}, at {describe_position(self.position)}" if self.position is not None else what
+        if self.position is None:
+            return what
+        return f"{what}, {'at' if self.position.in_op else 'after'} {describe_position(self.position)}"
 
     def op_calls(self) -> OpCalls:
         """The op calls found, whether or not the instrumented part finished."""
