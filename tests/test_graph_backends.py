@@ -217,7 +217,7 @@ def test_precisions_that_a_library_lacks_are_skipped_with_a_reason(monkeypatch: 
     def reason(backend: str, precision: str, device: str = "cpu") -> str | None:
         return BACKENDS.get(backend).skip_reason(PRECISIONS.get(precision), device, "contiguous")
 
-    assert "use autocast-bf16" in (reason("openvino", "bfloat16") or "")
+    assert "as autocast-bf16" in (reason("openvino", "bfloat16") or "")
     assert "use fp32 or half" in (reason("onnxruntime", "autocast-bf16") or "")
     assert "use fp32 or bfloat16" in (reason("int8-dynamic", "half") or "")
     assert "use the backend inductor on cuda" in (reason("openvino", "fp32", "cuda") or "")

@@ -61,7 +61,6 @@ FOUND = Instrumented(
     perturbed=False,
     lockstep_error=ERROR,
     emulated={"aten.mm.default": "slow"},
-    peak_memory_bytes=1 << 40,
     faults=("one", "two"),
 )
 PLAIN = PlainResult(
