@@ -293,6 +293,27 @@ def test_runs_that_are_timed_in_a_scenario_are_done_one_by_one(
     assert all(one[1] <= other[0] for one, other in itertools.pairwise(calls_of(tmp_path / "log")))
 
 
+class SetsThreads(nn.Module):
+    """Computes with one thread, as its user wants it."""
+
+    def __init__(self, log: Path) -> None:
+        super().__init__()
+        self.linear, self.log = nn.Linear(8, 8), log
+
+    def forward(self, x: Tensor) -> Tensor:
+        torch.set_num_threads(1)
+        y = self.linear(self.linear(x))
+        with self.log.open("a") as file:
+            file.write(f"{torch.get_num_threads()}\n")
+        return y
+
+
+def test_threads_that_a_model_sets_are_its_own(two_cores: Callable[[float], None], tmp_path: Path) -> None:
+    two_cores(1.0)
+    scan(SetsThreads(tmp_path / "log").eval(), torch.randn(4, 8), **SLOW_RUNS)
+    assert set((tmp_path / "log").read_text().split()) == {"1"}
+
+
 class AddsUp(OnOneCore):
     """Its sum in fp32 depends on the number of threads in the last bits."""
 

@@ -123,7 +123,7 @@ class _ShareOfCores:
     """Uses as many threads as the supervisor says in the ``breadcrumb``, as other processes run beside this one or end."""
 
     def __init__(self, breadcrumb: Breadcrumb | None) -> None:
-        self._most = torch.get_num_threads()
+        self._most, self._limit = torch.get_num_threads(), 0
         self.varied = False
         """Whether the number of threads was not always that of the process."""
         if breadcrumb is not None:
@@ -131,10 +131,10 @@ class _ShareOfCores:
             breadcrumb.watch_threads = self._use
 
     def _use(self, limit: int) -> None:
-        wanted = min(limit or self._most, self._most)
-        if wanted != torch.get_num_threads():
+        if limit != self._limit:  # the model may set another number
+            self._limit, wanted = limit, min(limit or self._most, self._most)
+            self.varied |= wanted != self._most
             torch.set_num_threads(wanted)
-            self.varied = True
 
 
 def _is_deferred(ready: Prepared, options: Options) -> bool:
