@@ -198,7 +198,7 @@ def test_what_is_complex_is_not_cast_back() -> None:
     assert gaps == {"aten.view_as_complex.default": True, "torch.fft.fft": True}
     for code in ("LP101", "LP102"):
         [advice] = helps(result, code, "bfloat16")
-        assert "cast back what becomes real again" in (advice or "")
+        assert "cast back the real values computed from its result" in (advice or "")
 
 
 def test_a_way_out_names_a_search_only_where_there_was_none() -> None:

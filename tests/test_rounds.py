@@ -220,9 +220,8 @@ def test_long_calls_of_fp32_with_nothing_beside_them_are_not_repeated(
     model = Counts(tmp_path / "calls")
     _, found = timed(model, torch.randn(4, 8))
     [fp32] = found.runs
-    assert (tmp_path / "calls").read_text(encoding="ascii").split().count(
-        "float32"
-    ) == fp32.calls + 2  # for memory, and op by op
+    calls = (tmp_path / "calls").read_text(encoding="ascii").split()
+    assert calls.count("float32") == fp32.calls + 2  # for memory, and op by op
     assert found.conditions is None
     assert fp32.latency is not None
     assert (fp32.latency.median_ms, fp32.latency.samples) == (fp32.latency_ms, 1)

@@ -115,9 +115,10 @@ def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
 
 def _changes_nothing(run: Run) -> bool:
     """Whether autocast is seen to compute no op in 16 bits."""
-    is_known = run.evidence == "measured" and run.is_autocast and run.complete and run.format is not None
-    ops = run.op_calls.dtypes if is_known else []
-    return bool(ops) and not any(run.format.mark in dtypes for dtypes in ops)  # type: ignore[union-attr]
+    if run.evidence != "measured" or not run.is_autocast or not run.complete or run.format is None:
+        return False
+    ops = run.op_calls.dtypes
+    return bool(ops) and not any(run.format.mark in dtypes for dtypes in ops)
 
 
 def best_of(

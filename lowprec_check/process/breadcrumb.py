@@ -114,7 +114,7 @@ class Breadcrumb:
         self._map = mmap.mmap(descriptor, _SIZE)
         self._ops = 0
         self.watch_threads: Callable[[int], None] | None = None
-        """Before each op, it is told :attr:`threads`."""
+        """Called with :attr:`threads` before each op."""
 
     @classmethod
     def clear(cls, descriptor: int) -> Breadcrumb:

@@ -64,7 +64,7 @@ def unsupported_dtype(result: ScanResult) -> Iterator[Finding]:
 
     Usual causes: a dtype check in the function, as in `torch.fft.*`, `torch.quantile` and `torch.linalg.lstsq`.
 
-    What to do: call the function on fp32 inputs and cast the result back; of a complex one, what becomes real again:
+    What to do: call the function on fp32 inputs and cast the result back; if it is complex, real values made of it:
 
         # before
         y = torch.quantile(x, 0.9)

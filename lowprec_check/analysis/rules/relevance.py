@@ -327,8 +327,8 @@ def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
 
 
 def back(gap: Gap, result: str = "the result back") -> str:
-    """What is to be cast back after an op in fp32: a complex result has no 16 bits to go back to."""
-    return "back what becomes real again" if gap.gives_complex else result
+    """What to cast back after an op in fp32: there are no 16-bit dtypes for most complex results."""
+    return "back the real values computed from its result" if gap.gives_complex else result
 
 
 def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:

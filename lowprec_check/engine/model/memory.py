@@ -38,7 +38,7 @@ def measure_memory(
 ) -> MeasuredCall:
     """Call the model once, with ``seed`` as always, and measure the memory that it takes, with that of the tensors ``kept`` beside it."""
     inputs, named = ready.inputs(args, kwargs)
-    counter, output, peak = StorageCounter(ready, inputs, named, kept), None, None
+    counter, output, peak = _StorageCounter(ready, inputs, named, kept), None, None
 
     def work() -> None:
         nonlocal output
@@ -55,15 +55,16 @@ def measure_memory(
     if peak is not None:
         return MeasuredCall(counter.resident + peak, output)
     output = None
-    with compiled_code_in_eager(), _Counting(counter):
+    with compiled_code_in_eager(), counter:
         work()
     return MeasuredCall(counter.peak, None)
 
 
-class StorageCounter:
-    """Counts the bytes of live storages, including those of the model, its inputs, and the tensors ``kept`` beside it."""
+class _StorageCounter(DispatchMode):
+    """Counts the bytes of live storages that ops return, including those of the model, its inputs, and the tensors ``kept`` beside it."""
 
-    def __init__(self, ready: Prepared, inputs: Any, named: Any, kept: Iterable[Tensor] = ()) -> None:
+    def __init__(self, ready: Prepared, inputs: Any, named: Any, kept: Iterable[Tensor]) -> None:
+        super().__init__()
         inside = [tensor for _, tensor in (*leaves(inputs), *leaves(named))]
         tensors = [*ready.model.parameters(), *ready.model.buffers(), *inside, *kept]
         storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
@@ -72,8 +73,14 @@ class StorageCounter:
         self._live: dict[int, weakref.ref[Any]] = {}
         self._now = self.resident = self.peak = sum(sizes.values())
 
-    def count(self, tensor: Tensor) -> None:
-        """Count the storage of ``tensor``, which an op returned, until it is freed."""
+    def handle(self, func: Any, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
+        """Return the result of the op, whose storages are counted until they are freed."""
+        out = run_op(func, args, kwargs, keys)
+        for _, tensor in leaves(out):
+            self._count(tensor)
+        return out
+
+    def _count(self, tensor: Tensor) -> None:
         if tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
@@ -89,18 +96,6 @@ class StorageCounter:
         self._live[key] = weakref.ref(storage, drop)
         self._now += size
         self.peak = max(self.peak, self._now)
-
-
-class _Counting(DispatchMode):
-    def __init__(self, counter: StorageCounter) -> None:
-        super().__init__()
-        self._counter = counter
-
-    def handle(self, func: Any, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
-        out = run_op(func, args, kwargs, keys)
-        for _, tensor in leaves(out):
-            self._counter.count(tensor)
-        return out
 
 
 # -- A model that is only described here, and runs in processes that load it again

@@ -47,18 +47,18 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
         raise UsageError(
             f"{path} holds no state dict: names with tensors.", "Save one: torch.save(model.state_dict(), FILE)."
         )
-    expected, load = model.state_dict(keep_vars=True), "model.load_state_dict(state)"
+    expected, state = model.state_dict(keep_vars=True), "state"
     for prefix in _PREFIXES:
         if expected.keys().isdisjoint(found) and all(name.startswith(prefix) for name in found):
             found = {name.removeprefix(prefix): value for name, value in found.items()}
-            load = f'model.load_state_dict({{name.removeprefix("{prefix}"): value for name, value in state.items()}})'
+            state = f'{{name.removeprefix("{prefix}"): value for name, value in state.items()}}'
     tied = _check_names(path, expected, {name: tensor.shape for name, tensor in found.items()})
     model.load_state_dict(found, strict=not tied)
-    return [*code, _without_tied(load) if tied else load]
+    return [*code, _loading_code(state, tied)]
 
 
-def _without_tied(load: str) -> str:
-    return f"{load[:-1]}, strict=False)"
+def _loading_code(state: str, tied: list[str]) -> str:
+    return f"model.load_state_dict({state}{', strict=False' if tied else ''})"
 
 
 def _check_names(path: str, expected: Mapping[str, Tensor], found: Mapping[str, Sequence[int]]) -> list[str]:
@@ -94,9 +94,9 @@ def _check_names(path: str, expected: Mapping[str, Tensor], found: Mapping[str, 
 def stream_file(model: nn.Module, path: str) -> list[str]:
     """Let ``model`` read its weights from the ``.safetensors`` file at ``path`` when it uses them; returns code that loads them."""
     found = {name: saved.shape for name, saved in saved_tensors(Path(path)).items()}
-    tied, load = _check_names(path, model.state_dict(keep_vars=True), found), "model.load_state_dict(state)"
+    tied = _check_names(path, model.state_dict(keep_vars=True), found)
     stream_weights(model, [Path(path)])
-    return [*_safetensors_code(path), _without_tied(load) if tied else load]
+    return [*_safetensors_code(path), _loading_code("state", tied)]
 
 
 def _safetensors_code(path: str) -> list[str]:

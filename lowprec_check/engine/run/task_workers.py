@@ -48,7 +48,7 @@ BUSY = 0.9
 """A call that uses fewer cores waits for other programs."""
 
 WAITED = 0.1
-"""The part of its time that a call beside others may have waited for a core if it is to be too slow for its budget."""
+"""A call beside others that exceeds its budget, and waited for a core for a larger part of it, is not judged by that."""
 
 TaskWorker = FunctionWorker[TaskMessage]
 
@@ -182,8 +182,8 @@ class _Begun:
     """A task that runs in a worker."""
 
     worker: TaskWorker
-    task: RunTask | ExplainTask
-    own: RunTask | ExplainTask
+    task: AnalysisTask
+    own: AnalysisTask
     """The same with files of its own."""
     files: contextlib.ExitStack
     """Closes these files."""
@@ -193,8 +193,10 @@ class _Begun:
     """The time, and the processor time of the worker, at the start of the first call."""
     beside: bool = False
     """Whether others ran at the same time."""
-    waited: list[float] = dataclasses.field(default_factory=list)
-    """How long its threads had waited for a core: at the start of the call, and now."""
+    waited_before: float = 0.0
+    """Seconds that its threads had waited for a core when the call started."""
+    waited: float = 0.0
+    """The same since then."""
     watched: bool = False
     """Whether it is known how many cores its call uses."""
     threads: int = 0
@@ -209,8 +211,8 @@ class _Begun:
 class SideBySide:
     """Runs the first attempts at slow tasks in forks, several at once if the first one leaves cores idle: kernels that are not made for a
     format often use one core. A call beside others that uses several cores is ended, since its time would be wrong, and one that takes longer
-    than its budget, but waited for a core, counts for nothing: its task must run alone.
-    What explains a run that failed goes on beside the calls of others.
+    than its budget, but waited for a core, is not judged: its task must run alone.
+    A failed run is explained beside the calls of others.
     """
 
     def __init__(self, source: TargetSource) -> None:
@@ -268,7 +270,7 @@ class SideBySide:
                     self._begin(self._expected.pop(0), idle_limit)
         return None
 
-    def _begin(self, task: RunTask | ExplainTask, idle_limit: float) -> None:
+    def _begin(self, task: AnalysisTask, idle_limit: float) -> None:
         with contextlib.ExitStack() as files:
             own: dict[str, int] = {}
             for name in ("breadcrumb", "log"):
@@ -285,7 +287,7 @@ class SideBySide:
         self._share_threads()
 
     def _share_threads(self) -> None:
-        """Threads that spin while they wait for others cost a worker beside them several times their share of the cores."""
+        """Limit the threads of the instruments: those that spin while they wait cost a worker beside them several times their share of the cores."""
         running = self._running
         for worker in running if len(running) > 1 else ():
             self._begun[worker].beside = True
@@ -310,7 +312,7 @@ class SideBySide:
         worker, now = event.worker, system.monotonic()
         if isinstance(event, MessageEvent) and isinstance(event.message, CallStarted):
             its.called = its.called or (now, worker.processor_seconds())
-            its.waited = [worker.waited_seconds()]
+            its.waited_before, its.waited = worker.waited_seconds(), 0.0
         elif isinstance(event, MessageEvent) and isinstance(event.message, Ended):
             self._supervisor.release(worker)
             worker.end()
@@ -319,12 +321,12 @@ class SideBySide:
         elif isinstance(event, StateEvent) and event.state != "running":
             its.end()
             self._share_threads()
-            waited = its.waited[-1] - its.waited[0] if its.waited else 0.0
-            if event.state == "timeout" and its.beside and waited > WAITED * its.task.call_budget:
+            if event.state == "timeout" and its.waited > WAITED * its.task.call_budget:
                 self._at_once = 1
                 self._begun.pop(worker)
         elif its.called is not None and isinstance(its.task, RunTask):
-            its.waited[1:] = [worker.waited_seconds()]
+            if its.beside:
+                its.waited = worker.waited_seconds() - its.waited_before
             started, before = its.called
             if its.watched:
                 return
