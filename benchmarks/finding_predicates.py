@@ -175,7 +175,7 @@ def _constant(c: Case, constant: float, dtype: str) -> bool:
     return bool(rows) and written is not None and written.short == dtype and abs(constant) <= written.smallest_subnormal / 2
 
 
-def _later(c: Case, op: str, what: str, at: str) -> bool:
+def _later(c: Case, op: str, what: str, at: str = "") -> bool:
     rows = [row for row in _all(c) if row["module"] == c.d["module"] and row["op"] == op]
     return any(row["introduced_nan" if what == "NaN" else "introduced_inf"] and at in ("", f" at {row['source']}") for row in rows)
 
@@ -248,7 +248,7 @@ def _elsewhere(c: Case, failed: int, tried: int, kind: str) -> bool:
     return c.run["status"] == "ok" and (failed, tried, _KINDS[kind]) == (bad, sum(found["statuses"].values()), found["kind"]) and failed > 0
 
 
-def _failing(c: Case, low: float, high: float) -> bool:
+def _failing(c: Case, high: float, low: float | None = None) -> bool:
     """Clopper and Pearson: as many failures or more have a probability of 2.5 % at the lower end, as many or fewer at the upper end; half of
     that where the first 16 decided whether to try more.
     """
@@ -259,10 +259,11 @@ def _failing(c: Case, low: float, high: float) -> bool:
     def chance(share: float, numbers: range) -> float:
         return sum(math.comb(count, k) * share**k * (1 - share) ** (count - k) for k in numbers)
 
-    ends = [(chance(low, range(failed, count + 1)), low > 0), (chance(high, range(failed + 1)), high < 1)]
+    ends = [(chance(high, range(failed + 1)), high < 1)]
+    ends += [(chance(low, range(failed, count + 1)), low > 0)] if low is not None else []
     tails = (0.025, 0.0125)[: 2 if count > 16 else 1]
     fits = any(all(math.isclose(end, tail, rel_tol=1e-3) for end, is_inside in ends if is_inside) for tail in tails)
-    return fits and (low > 0) == (failed > 0) and (high < 1) == (failed < count)
+    return fits and (low is None or (low > 0) == (failed > 0)) and (high < 1) == (failed < count)
 
 
 def _remark(kind: str) -> Claim:
@@ -280,9 +281,15 @@ _COMMON: dict[str, Claim] = {
     "the first op with Inf or NaN": _first_bad,
     "this {what} reaches the output": lambda c, what: any(row.get("reaches_output") for row in c.rows()),
     "this {what} does not reach the output": lambda c, what: any(row.get("reaches_output") is False for row in c.rows()),
-    "changing only these in fp32 gives NaN or Inf in the output": lambda c: _tried(c, "nonfinite"),
-    "changing only these in fp32 gives an output error of {error}": lambda c, error: _tried(c, "inaccurate", error),
-    "changing only these in fp32 gives an output that passes": lambda c: _tried(c, "ok"),
+    **{
+        f"fp32 with {becomes} in only these places gives {what}": claim
+        for becomes in ("Inf", "zeros")
+        for what, claim in {
+            "NaN or Inf in the output": lambda c: _tried(c, "nonfinite"),
+            "an output error of {error}": lambda c, error: _tried(c, "inaccurate", error),
+            "an output that passes": lambda c: _tried(c, "ok"),
+        }.items()
+    },
     "error {error}": lambda c, error: _tried(c, "ok", error),
     "its share of the output error is {share}": lambda c, share: _share(c, share) and share >= 0.03,
     "{share} of the output error is the rounding of its result": lambda c, share: _share(c, share, "leaving"),
@@ -321,7 +328,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "the share of non-zeros that become zero grows from {first} to {most} on batch {batch}": lambda c, first, most, batch: any(same([first, most], [its["flushed"][0], its["flushed"][batch]]) for its in _ranges(c)),
         **_COMMON,
     },
-    "LP206": {"the constant {constant} is 0 in {dtype}": _constant, "{op} in the same module gives {what}{at}": _later, **_COMMON},
+    "LP206": {"the constant {constant} is 0 in {dtype}": _constant, "{op} gives {what}": _later, "{op}, which reads its result, gives {what}{at}": _later, **_COMMON},
     "LP207": {"{op} of {pole} is infinite in {values}": lambda c, op, pole, values: op == c.d["op"] and c.at_place("introduced_inf", "compared_values", equal=values), "which are finite in fp32": lambda c: True, **_COMMON},
     "LP301": {
         "{when}": lambda c, when: when.startswith("on ") and str(c.run["failed_call"] or c.run["failed_batch"]) in when,
@@ -337,6 +344,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
     "LP302": {"this op adds a relative error of {error}, rounding alone at most {roundoff}": lambda c, error, roundoff: c.at_place("local_error", equal=error) and c.format is not None and same(roundoff, c.format.roundoff) and error > roundoff, **_COMMON},
     "LP303": {
         "this op magnifies the relative error of its inputs from {before} to {after}": lambda c, before, after: any(same([before, after], [row["input_error"] or 0.0, row["accumulated_error"] or 0.0]) for row in c.rows()) and after > before,
+        "this op magnifies the rounding of weights or buffers to a relative error of {after}": lambda c, after: any(not row["input_error"] and same(after, row["accumulated_error"] or 0.0) for row in c.rows()),
         "the share of all ops up to it in the output error is {share}": _up_to,
         **_COMMON,
     },
@@ -356,7 +364,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "{what} changes {compiled}{where} against {exact}; eager changes {eager}": lambda c, eager, **m: _compiled(c, **m) and _eager(c, eager),
         "the error of {what} against {exact} is {compiled}{where}, that of eager {eager}": lambda c, eager, **m: _compiled(c, **m) and _eager(c, eager),
     },
-    "LP307": {"passes here, fails on {failed} of {tried} ({kind})": _elsewhere, "at least {low} and at most {high} of such inputs fail (95 % confidence)": _failing},
+    "LP307": {"passes here, fails on {failed} of {tried} ({kind})": _elsewhere, "at least {low} and at most {high} of such inputs fail (95 % confidence)": _failing, "at most {high} of such inputs fail (95 % confidence)": _failing},
     "LP308": {
         "{values} {differ} after two calls than after two calls in eager mode": lambda c, values, differ: values == c.run["backend_check"]["changed"] and differ == ("has other values" if len(values) == 1 else "have other values"),
         "its output is {other}, that of eager mode {eager}": lambda c, other, eager: [eager, other] in c.run["backend_check"]["dtypes"],

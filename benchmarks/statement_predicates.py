@@ -316,6 +316,11 @@ def _on(c: Case, m: re.Match[str]) -> bool:
     return (m[1] and int(m[1])) == c.run["failed_batch"] and (m[2] is None or int(m[2]) == c.run["failed_call"])
 
 
+def _rescued(c: Case, *kinds: str) -> int:
+    """The calls that failed and were rescued, of all kinds or some."""
+    return sum(gap["calls"] for gap in c.run["gaps"] if not kinds or gap["kind"] in kinds)
+
+
 def _odd(c: Case, odd: str) -> bool:
     """Why an output cannot be judged."""
     rms = c.run["output_rms"] if c.run["output_rms"] is not None else c.budget.get("output_rms")
@@ -751,7 +756,10 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "error {error}": lambda c, error: c.plan is not None and same(error, c.of(c.plan).rel_l2),
     },
     "rescued": {
-        "{calls} failed and succeeded with inputs in fp32": lambda c, calls: calls == sum(gap["calls"] for gap in c.run["gaps"]),
+        "{calls} failed and succeeded with inputs in fp32": lambda c, calls: calls == _rescued(c) - _rescued(c, "dtype-mismatch", "no-backend-kernel", "numeric-failure"),
+        "{calls} failed and succeeded with inputs of one dtype": lambda c, calls: calls == _rescued(c, "dtype-mismatch"),
+        "{calls} failed and succeeded on the CPU in fp32": lambda c, calls: calls == _rescued(c, "no-backend-kernel"),
+        "{calls} failed and succeeded with the values that fp32 has there": lambda c, calls: calls == _rescued(c, "numeric-failure"),
         "the model then ran to its end": lambda c: c.run["complete"],
         "the model then ran on, but not to its end": lambda c: not c.run["complete"],
     },

@@ -199,3 +199,27 @@ def test_what_an_ablation_showed_is_told_whether_it_helped_or_not() -> None:
     assert ablation_text(run(None, "nonfinite", None)).endswith("the output has NaN or Inf")
     assert ablation_text(run(0.5, "crashed", None)) == "with a, b in fp32 the run ends as crashed"
     assert blamed_modules(run(0.5, "ok", 1e-3)) is None  # nothing is known of its ops
+
+
+class HiddenInf(nn.Module):
+    """A sum of squares that becomes Inf in fp16: its ``rsqrt`` is 0, so that no Inf reaches the output."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt((x * 300).square().mean(-1, keepdim=True) + 1e-6)
+
+
+def test_values_that_spoil_fp32_alone_are_blamed_before_the_first_op_over_the_tolerance() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32), CancellingNorm(), nn.Linear(32, 32), HiddenInf()).eval()
+    x = torch.randn(4, 32)
+    run = quick_scan(model, x, precisions=["half"]).run("half")
+    assert run.status == "inaccurate"
+    assert [trial.module for trial in run.range_trials if trial.status != "ok"] == ["3"]
+    assert run.ablation is not None
+    assert (run.ablation.keep_fp32, run.ablation.blamed_for) == (["3"], "range")
+    by_hand = copy.deepcopy(model).half()
+    by_hand[3] = in_fp32(copy.deepcopy(model[3]))
+    with torch.no_grad():
+        error = (by_hand(x.half()).float() - model(x)).norm() / model(x).norm()
+    assert run.ablation.rel_l2 == pytest.approx(float(error), rel=0.05)
+    assert is_confirmed(run)

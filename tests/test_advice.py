@@ -276,7 +276,7 @@ def test_a_wrong_output_is_answered_with_the_recommendation() -> None:
     search = "find the modules to keep in fp32: lowprec-check plan"
     assert helps(a_result(wrong), "LP301") == [search]
     runs = [wrong, a_run("autocast-fp16", output_error=stats(1e-3), tolerance=1e-2)]
-    assert helps(advised(a_result(*runs)), "LP301") == [f"use autocast-fp16, or {search}"]
+    assert helps(advised(a_result(*runs)), "LP301") == [f"use autocast-fp16, or {search} -p half --base cast"]
     plan = a_run("plan", base="half", keep_fp32=["head"], output_error=stats(1e-3), tolerance=1e-2)
     assert helps(advised(a_result(wrong, plan)), "LP301") == ["keep the modules in fp32 that the recommendation names"]
 
@@ -437,7 +437,7 @@ def found(result: ScanResult, code: str) -> list[Diagnostic]:
 def test_values_that_overflow_are_counted_against_all() -> None:
     result = scan(Overflows(8, 8), torch.randn(4, 8), precisions=["half"], plan=False)
     [overflow] = found(result, "LP201")
-    alone = "changing only these in fp32 gives NaN or Inf in the output"
+    alone = "fp32 with Inf in only these places gives NaN or Inf in the output"
     shown = f"16 of 32 values (50 %) overflowed to Inf where fp32 is finite; {alone}"
     assert overflow.message == shown
 
@@ -473,3 +473,54 @@ def test_ops_without_a_kernel_are_counted_against_all() -> None:
     run = result.run("half")
     assert why(run).text == f"1 of {len(set(run.op_calls.op))} ops has no kernel: sparse_softmax"
     assert why(a_run("half", "error", gaps=[a_gap()])).text == "1 op has no kernel: dot"
+
+
+def test_calls_are_said_to_succeed_as_they_did() -> None:
+    gaps = [a_gap(), a_gap(), a_gap(kind="dtype-mismatch"), a_gap("aten.linalg_cholesky_ex.default", "numeric-failure")]
+    told = [
+        s.text for s in statements(a_result(a_run("half", "error", gaps=gaps, complete=True))) if s.kind == "rescued"
+    ]
+    assert told == [
+        "2 calls failed and succeeded with inputs in fp32; 1 call failed and succeeded with inputs of one dtype; "
+        "1 call failed and succeeded with the values that fp32 has there; the model then ran to its end"
+    ]
+
+
+class Covariance(nn.Module):
+    """Positive definite only before its values are rounded to 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("matrix", torch.eye(16) * 1e-6 + 0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.linalg.cholesky(self.matrix) @ x
+
+
+def test_an_op_that_fails_on_rounded_values_needs_its_inputs_in_fp32() -> None:
+    model = Covariance()
+    for dtype in (torch.float16, torch.bfloat16):  # the advice for a missing kernel, followed
+        with pytest.raises(RuntimeError, match="not positive-definite"):
+            torch.linalg.cholesky(model.matrix.to(dtype).float())
+    result = scan(model, torch.randn(16, 4), precisions=["half"], plan=False, times="off")
+    [advice] = helps(result, "LP101")
+    assert (advice or "").startswith("compute it and its inputs in fp32, or try autocast")
+    assert helps(result, "LP305") == [
+        "compute this op and its inputs in fp32"
+    ]  # a dtype that a release adds does not help
+    [amplifier] = found(result, "LP303")
+    assert amplifier.message.startswith("this op magnifies the rounding of weights or buffers to a relative error of ")
+
+
+def test_an_op_that_mixes_dtypes_in_a_cast_model_is_not_said_to_lack_a_kernel() -> None:
+    class Mixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm = nn.LayerNorm(8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.norm(x.float())
+
+    result = scan(Mixed(), torch.randn(4, 8), precisions=["half", "autocast-fp16"], plan=False, times="off")
+    assert [d.code for d in found(result, "LP103")] == ["LP103"]
+    assert found(result, "LP402") == []

@@ -8,6 +8,7 @@ import pytest
 import torch
 from conftest import ROOT
 
+from lowprec_check import scan
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.prepared import autocast_problem
@@ -129,3 +130,17 @@ def test_what_runs_is_known_without_a_gpu_being_initialized(monkeypatch: pytest.
     names = [precision for precision in PRECISIONS if precision.kind == "autocast"]
     assert len(names) >= 2
     assert [autocast_problem(precision, "cuda") for precision in names] == [None] * len(names)
+
+
+def test_a_model_with_weights_in_half_that_fails_in_fp32_is_told_why() -> None:
+    class Mixed(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.encoder = torch.nn.Linear(2, 2).half()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.encoder(x.half()).float()
+
+    with pytest.raises(UsageError) as raised:
+        scan(Mixed(), torch.ones(1, 2), precisions=["half"], plan=False)
+    assert "Some of its weights are in 16 bits as given, as encoder.weight is" in str(raised.value.hint)

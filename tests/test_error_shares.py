@@ -578,3 +578,29 @@ def test_a_budget_changes_no_fingerprint_and_no_difference() -> None:
 def test_shares_and_causes_survive_saving() -> None:
     result = budgeted_result()
     assert ScanResult.from_json(result.to_json()) == result
+
+
+def test_shares_that_chance_may_explain_name_no_module() -> None:
+    rows = [OpCall("aten.mm.default", name, "net.py:1", share=share) for name, share in (("a", 0.9), ("b", 0.1))]
+    [line] = budget_lines(a_result(a_run(*rows, budget=a_budget(0.0, spread=1.0))))
+    assert line == "half: shares of the error, estimated to within 200 %: no module stands out"
+
+
+@pytest.mark.parametrize(("largest", "shown"), [(0.6, "100 % a (mm, net.py:1)"), (0.3, "100 % a")])
+def test_an_op_is_named_beside_the_share_of_its_module_only_if_it_has_most_of_it(largest: float, shown: str) -> None:
+    rest = (1.0 - largest) / 4
+    rows = [OpCall("aten.mm.default", "a", "net.py:1", share=largest)]
+    rows += [OpCall("aten.add.Tensor", "a", f"net.py:{line}", share=rest) for line in range(2, 6)]
+    [line] = budget_lines(a_result(a_run(*rows, budget=a_budget(0.0), called_modules={"a": 1})))
+    assert line == f"half: shares of the error, estimated: {shown}"
+
+
+def test_of_modules_that_each_avoid_all_of_the_error_the_one_that_makes_it_is_named() -> None:
+    """In fp32 the module before makes what follows it wide, which loses less then."""
+    rows = [OpCall("aten.convolution.default", "a", share=0.01), OpCall("aten.div.Tensor", "b", share=0.98)]
+    modules = [
+        ModuleShare(module=name, share=its, measured=all_of_it)
+        for name, its, all_of_it in (("a", 0.01, 0.999), ("b", 0.98, 0.998))
+    ]
+    shown = a_run(*rows, budget=a_budget(0.0, modules=modules), called_modules={"a": 1, "b": 1})
+    assert [part.name for part in main_causes(shown, 3)] == ["b"]

@@ -349,3 +349,16 @@ def test_a_small_share_is_no_reason_beside_a_gap() -> None:
         Share(module="b", op="aten.mm.default", share=1.02),
     ]
     assert [its.why for its in blame([one], ["b"])] == ["has all of the error"]  # a cancels a part of it
+
+
+def test_an_op_is_a_reason_only_if_the_share_is_its_own() -> None:
+    def why(*shares: float) -> list[tuple[str, str | None]]:
+        ops = [
+            Share(module="a", op=f"aten.op{n}.default", source=f"net.py:{n}", share=its) for n, its in enumerate(shares)
+        ]
+        budget = ErrorBudget(shares=ops, predicted=0.1, measured=0.1, unexplained=0.0)
+        one = Run(precision="half", device="cpu", status="inaccurate", budget=budget)
+        return [(its.why, its.op) for its in blame([one], ["a"])]
+
+    assert why(0.97, 0.02) == [("has 99 % of the error", "aten.op0.default")]
+    assert why(0.52, 0.46) == [("has 98 % of the error, 52 % from op0 at net.py:0", None)]

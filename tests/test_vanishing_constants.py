@@ -171,7 +171,7 @@ def test_models_with_such_a_constant(function: Callable[[Tensor], Tensor], const
     assert finding.precision == "half"
     assert f"the constant {constant} is 0 in fp16" in finding.message
     assert finding.severity == severity
-    assert ("div in the same module gives NaN" in finding.message) == (severity == "warning")
+    assert ("div, which reads its result, gives NaN" in finding.message) == (severity == "warning")
     assert "6e-05" in (finding.help or "")
 
 
@@ -186,3 +186,12 @@ def test_models_with_such_a_constant(function: Callable[[Tensor], Tensor], const
 )
 def test_models_without(function: Callable[[Tensor], Tensor]) -> None:
     assert not findings(function)
+
+
+def test_only_an_op_that_reads_the_result_is_named() -> None:
+    def both(x: Tensor) -> Tensor:
+        return (F.normalize(x + 4) * 0).add(1e-8).log()
+
+    found = {finding.op: finding for finding in findings(both)}
+    assert found["aten.clamp_min.default"].severity == "note"
+    assert "log, which reads its result, gives Inf" in found["aten.add.Tensor"].message

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -20,6 +21,8 @@ STATIC = {
     "types": ("mypy",),
 }
 TESTS = ("-n", "auto", "--dist", "worksteal", "--durations=15")
+
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the package: each would compile it
 
 
 def checked(name: str) -> tuple[str, float, subprocess.CompletedProcess[str]]:

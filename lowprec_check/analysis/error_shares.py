@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
-from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, ModuleShare, Share
+from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, ModuleShare, RangeTrial, Share
 from lowprec_check.schema.module_paths import is_inside, paths_above
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
@@ -195,7 +195,12 @@ def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare,
         has_others = any(other != part.name and is_inside(other, part.name) for other in parts)
         return min(part.share, its.measured) if has_others else its.measured
 
-    return sorted(((part, worth(part)) for part in parts.values()), key=lambda each: -each[1])
+    def order(each: tuple[PartShare, float]) -> tuple[float, float]:
+        """Of several that avoid all of it, each alone, the one whose own ops have the most."""
+        part, gain = each
+        return (-1.0 if gain > 1.0 - MATTERS else -gain, -part.share)
+
+    return sorted(((part, worth(part)) for part in parts.values()), key=order)
 
 
 def cancelling(run: Run) -> str | None:
@@ -318,10 +323,19 @@ def blamed_modules(run: Run) -> BlamedModules | None:
     known = tuple(path for path in faulty if path in run.called_modules)
     if known:
         return BlamedModules(known, "nonfinite", None)
+    harmful = _outermost(trial.module for trial in harmful_trials(run) if trial.module in run.called_modules)
+    if harmful:
+        return BlamedModules(harmful, "range", None)
     first = origin(run)
     if first is None or first.kind != "tolerance" or first.op_call.module not in run.called_modules:
         return None
     return BlamedModules((first.op_call.module,), "tolerance", None)
+
+
+def harmful_trials(run: Run) -> list[RangeTrial]:
+    """The places whose values out of range make the output of fp32 wrong, alone; the worst first."""
+    harmful = [trial for trial in run.range_trials if trial.status != "ok"]
+    return sorted(harmful, key=lambda trial: -(math.inf if trial.rel_l2 is None else trial.rel_l2))
 
 
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:

@@ -302,11 +302,15 @@ def _warnings(old: Coverage, new: Coverage) -> Iterator[str]:
             yield f"only the {which} one has {', '.join(alone)}"
 
 
+WITHOUT_KERNEL = "compute it in fp32 and cast real results back, or try autocast"
+"""What to do about an operator that does not run in a dtype, where no model was run: whether its results are complex is not known."""
+
+
 def fix_of(use: OpUse, key: str, found: Coverage) -> str:
     """What to do about a gap, and the release of torch that fixes it, if the catalog knows that."""
     precision = PRECISIONS.find(key)
     autocast = precision is not None and precision.kind == "autocast"
-    advice = "give it fp32 inputs" if autocast else "compute it in fp32 and cast back, or try autocast"
+    advice = "give it fp32 inputs" if autocast else WITHOUT_KERNEL
     op, phases = use.op, ["forward", "backward"]
     if use.phase == "backward":  # the formula fails, not an operator: the catalog has it by the function
         op, phases = f"torch.{next(iter(use.support[key].shown_by), use.op)}", ["backward"]

@@ -179,7 +179,10 @@ def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
     cause = max(shares[index], key=lambda share: share.share)
     share = percent(sums[index]) if sums[index] < 1 else "all"  # more where others cancel a part
     why = f"has {share} of the error{' that is left by the others' if index else ''}"
-    return Blame(module=module, why=why, op=cause.op, source=cause.source)
+    if cause.share > sums[index] - MATTERS:
+        return Blame(module=module, why=why, op=cause.op, source=cause.source)
+    at = f" at {cause.source}" if cause.source else ""
+    return Blame(module=module, why=f"{why}, {percent(cause.share)} from {short_op(cause.op)}{at}")
 
 
 def _is_accurate(run: Run) -> bool:

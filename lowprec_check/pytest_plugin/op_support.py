@@ -11,6 +11,7 @@ from rich.text import Text
 
 from lowprec_check.analysis.findings import groups
 from lowprec_check.analysis.run_summary import label, shorten
+from lowprec_check.analysis.suite_coverage import WITHOUT_KERNEL
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.measured import at_release, history, sweep_of
 from lowprec_check.catalog.names import find
@@ -146,7 +147,6 @@ def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, torch: str) 
 # -- Texts of failed assertions: all findings at once, in the format of a scan
 
 WIDTH = 110
-HELP = "compute it in fp32 and cast back, or try autocast"
 
 
 def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_fp32: bool = False) -> str:
@@ -206,4 +206,4 @@ def _details(state: OpState) -> Iterator[str]:
         at = f" in {failure.at}" if failure.at else ""
         yield f"{failure.kind}{at}: {shorten(failure.message)}{in_samples(failure.condition)}"
     if state.state in ("some", "none"):
-        yield f"→ {HELP}" + (f"; supported since torch {state.fixed_in}" if state.fixed_in else "")
+        yield f"→ {WITHOUT_KERNEL}" + (f"; supported since torch {state.fixed_in}" if state.fixed_in else "")

@@ -26,6 +26,13 @@ GapKind = Literal[
     "crash",
 ]
 
+RESCUES: dict[GapKind, str] = {
+    "dtype-mismatch": "with inputs of one dtype",
+    "no-backend-kernel": "on the CPU in fp32",
+    "numeric-failure": "with the values that fp32 has there",
+}
+"""How a call that fails succeeds, by the kind of its gap, if not with inputs in fp32."""
+
 
 class Gap(Struct, frozen=True, kw_only=True):
     """Calls of one op at one place that fail in low precision and succeed when their inputs are widened; or that a backend lacks."""

@@ -283,9 +283,10 @@ class ModuleMagnitudes(Struct, frozen=True, kw_only=True):
 
 # -- What became of a failing run when the modules blamed for its error were kept in fp32
 
-BlamedFor = Literal["share", "nonfinite", "tolerance"]
-"""``share``: the largest shares of the error; ``nonfinite``: their ops turn finite values into Inf or NaN; ``tolerance``: the
-output of one is the first to be over the tolerance, which need not be the cause.
+BlamedFor = Literal["share", "nonfinite", "range", "tolerance"]
+"""``share``: the largest shares of the error; ``nonfinite``: their ops turn finite values into Inf or NaN, which reach the output; ``range``:
+values that became Inf or zero there spoil the output of fp32 alone; ``tolerance``: the output of one is the first to be over
+the tolerance, which need not be the cause.
 """
 
 

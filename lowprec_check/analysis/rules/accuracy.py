@@ -117,9 +117,15 @@ def _instead(run: Run, result: ScanResult) -> str:
         return f"{calibrate}see the errors of its layers{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
-    command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
+    others_pass = best is not None and not best.keep_fp32
+    base = (
+        f" -p {run.precision} --base {'autocast' if run.is_autocast else 'cast'}"  # else those that pass end the search
+    )
+    command = (
+        f"plan{base if others_pass else ''}" if result.prediction is None else "scan --plan"
+    )  # plan needs the device
     search = f"find the modules to keep in fp32: lowprec-check {command}"
-    return f"use {best.label}, or {search}" if best is not None and not best.keep_fp32 else search
+    return f"use {best.label}, or {search}" if best is not None and others_pass else search
 
 
 @rule("LP302", "op-outlier", "warning")
@@ -201,6 +207,9 @@ def _amplifiers(run: Run, result: ScanResult, roundoff: float) -> Iterator[Findi
     for row, count in found:
         grows = "this op magnifies the relative error of its inputs from {before:error} to {after:error}"
         message = say(grows, before=row.input_error or 0.0, after=row.accumulated_error or 0.0)
+        if not row.input_error:  # only those of weights are not counted as errors of inputs
+            magnifies = "this op magnifies the rounding of weights or buffers to a relative error of {after:error}"
+            message = say(magnifies, after=row.accumulated_error or 0.0)
         advice = _INPUTS[row.phase or "forward"]
         finding = place_finding(result, run, row, count, message)._replace(help=advice)
         if relevance.known != "explained":

@@ -202,7 +202,8 @@ def input_dependent(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         found = fails_elsewhere(run)
         if found is not None:
-            share = "at least {low:share} and at most {high:share} of such inputs fail (95 % confidence)"
+            least = "at least {low:share} and " if found.low >= 0.01 else ""
+            share = f"{least}at most {{high:share}} of such inputs fail (95 % confidence)"
             message = chained(fails_on_further(found), say(share, low=found.low, high=found.high), between=": ")
             yield Finding(message, run=run, help=_advice(run, found, result))
 

@@ -238,10 +238,9 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
 def _slow_total(calls: list[tuple[float, float]], most: float, shortest: float) -> tuple[float, float] | None:
     """Milliseconds here and in fp32 if the op is slow, else ``None``.
 
-    The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. A total
-    over ``most`` ms (twice those of the plain run, if it ran these ops) is ignored: something else slowed it down. So is a
-    total that a few calls make, which had to wait for a processor: the typical call must be slow too. It has the median ratio of those
-    that make up 80 % of the op's time in fp32: by their time here, calls that had to wait would choose themselves.
+    The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. A total over ``most`` ms (twice
+    those of the plain run, if it ran these ops) is ignored: something else slowed it down. So is a total that a few calls make, which had to wait for a
+    processor: the typical call, of the median ratio among those that make up 80 % of the op's time in fp32, must be slow too.
     """
     counted = calls[1:] if len(calls) > 1 else [call for call in calls if call[0] > COLD_MS]
     here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
@@ -393,7 +392,7 @@ def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
         for cast in runs:
             if not is_cast(cast) or (cast.format, cast.backend) != (autocast.format, autocast.backend):
                 continue
-            gaps = {(gap.module, gap.op, gap.source) for gap in cast.gaps if gap.layer == "dispatch"}
+            gaps = {(gap.module, gap.op, gap.source) for gap in cast.gaps if gap.kind == "missing-kernel"}
             rows = [row for row in autocast.op_calls.rows() if row.place in gaps and row.dtypes.startswith("f32")]
             message = say("it runs here on fp32 inputs; in {other:text} it fails", other=cast.key.label)
             for place, count in Counter(row.place for row in rows if not row.accumulated_error).items():

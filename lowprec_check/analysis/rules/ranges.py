@@ -205,12 +205,17 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
             if row.gives_nonfinite:
                 broken.setdefault(row.module, []).append((index, row))
         for place, calls in found.items():
-            later = (row for index, row in broken.get(place[0], []) if index >= calls[0][0])
+            used = {index for index, _ in calls}
+            later = (
+                row
+                for index, row in broken.get(place[0], [])
+                if index in used or not used.isdisjoint(index - back for back in row.reads)
+            )
             yield _vanished(run, result, [row for _, row in calls], next(later, None))
 
 
 def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall | None) -> Finding:
-    """The finding about one constant at one line, and the op of its module that gives NaN or Inf ``after`` it.
+    """The finding about one constant at one line, and the op of its module that gives NaN or Inf ``after`` it, from its result.
 
     A bound that the backward pass compares with, at the same line, is not a finding of its own.
     """
@@ -221,7 +226,8 @@ def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall |
     if after is not None:
         what = "NaN" if after.introduced_nan else "Inf"
         at = f" at {after.source}" if after.source and after.source != first.source else ""
-        later = "{op:op} in the same module gives {what:text}{at:text}"
+        later = "{op:op}, which reads its result, gives {what:text}{at:text}"
+        later = "{op:op} gives {what:text}" if after is first else later
         message = chained(message, say(later, op=after.op, what=what, at=at))
     smallest = f"{written.smallest_normal:.0e}" if written else "torch.finfo(x.dtype).tiny"
     advice = f"use a constant of at least {smallest}, or compute this in fp32"

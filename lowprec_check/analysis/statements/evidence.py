@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import math
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.error_shares import (
@@ -11,6 +11,7 @@ from lowprec_check.analysis.error_shares import (
     PartShare,
     cancelling,
     fails_by_error,
+    harmful_trials,
     is_confirmed,
     is_disproved,
     is_over_tolerance,
@@ -30,7 +31,8 @@ from lowprec_check.analysis.speed import CHANGED, cores_were_used, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan
 from lowprec_check.analysis.statements.status import further_in
 from lowprec_check.catalog.versions import release_of
-from lowprec_check.schema.measures import MATTERS, ErrorBudget, Latency, RangeTrial
+from lowprec_check.schema.findings import RESCUES
+from lowprec_check.schema.measures import MATTERS, ErrorBudget, Latency
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 
@@ -82,30 +84,30 @@ def how_known(causes: Sequence[PartShare], budget: ErrorBudget) -> Sentence:
 
 
 def _largest(run: Run) -> Iterator[Sentence]:
-    """``46 % lm_head (linear, model.py:41)``, then others without op and line; of an error to which every module adds a little, its spread."""
+    """``46 % lm_head (linear, model.py:41)``, the op if it has most of it, then others without op; of an error to which every module adds a little, its spread."""
     causes, modules = main_causes(run, NAMED), module_shares(run)
     mixed = len({part.is_measured for part in causes}) > 1
     for index, part in enumerate(causes):
-        op = say(
-            " ({rounding:text}{op:op}{source:text})",
-            rounding="rounding of " if part.largest.rounding and part.name != BETWEEN else "",
-            op=part.largest.op,
-            source=f", {part.largest.source}" if part.largest.source else "",
-        )
+        rounding = "rounding of " if part.largest.rounding and part.name != BETWEEN else ""
+        source = f", {part.largest.source}" if part.largest.source else ""
+        op = say(" ({rounding:text}{op:op}{source:text})", rounding=rounding, op=part.largest.op, source=source)
+        is_of_op = part.largest.share >= part.share / 2  # else others in the module, or that read its results in fp32
         also = "another {share:share} {module:module} ({whole:share} by itself)"
         if part.by_itself is not None:
             yield say(also, share=part.share, module=part.name, whole=part.by_itself)
         else:
             named = say("{share:share} {module:module}", share=part.share, module=part.name)
             known = plain(", measured") if mixed and part.is_measured else None
-            yield chained(named, op if not index else None, known, between="")
+            yield chained(named, op if not index and is_of_op else None, known, between="")
     parts = [part for part in modules if part.share > 0]
-    if not (causes or parts):
+    if causes:
+        return
+    if not parts or (len(parts) > 1 and parts[0].share >= MATTERS):  # a share that chance does not explain is a cause
         yield plain("no module stands out")
-    elif not causes:
+    else:
         largest = say("{share:share} {module:module}", share=parts[0].share, module=parts[0].name)
         spread = say("spread over {modules:count module}, the largest is ", modules=len(parts))
-        yield largest if len(parts) == 1 else chained(spread, largest, between="")
+        yield chained(spread if len(parts) > 1 else None, largest, between="")
 
 
 @per_run("unknown-cause", "error", evidence="derived")
@@ -128,12 +130,6 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
         ratio = (budget.predicted or 0.0) / (budget.measured or 1.0)
         told = say("first order predicts {ratio:times} the error of " + of, ratio=ratio)
     return chained(told, decisions, between="; ")
-
-
-def harmful_trials(run: Run) -> list[RangeTrial]:
-    """The places whose values out of range make the output of fp32 wrong, alone; the worst first."""
-    harmful = [trial for trial in run.range_trials if trial.status != "ok"]
-    return sorted(harmful, key=lambda trial: -(math.inf if trial.rel_l2 is None else trial.rel_l2))
 
 
 @per_run("ablation", "error", disproof="the same plain run again")
@@ -171,12 +167,16 @@ def plan_passes(run: Run, result: ScanResult) -> Made:
 
 @per_run("rescued", "error", disproof="fixing the ops and running the model again")
 def rescued(run: Run, result: ScanResult) -> Made:
-    """How many calls fail in this precision and succeed with their inputs in fp32."""
-    calls = sum(gap.calls for gap in run.gaps if gap.rescued)
+    """How many calls fail in this precision, how they succeed, and how far the model went on with their results."""
+    calls = Counter[str]()
+    for gap in run.gaps:
+        if gap.rescued:
+            calls[RESCUES.get(gap.kind, "with inputs in fp32")] += gap.calls
     if not calls or run.status not in ("error", "crashed"):
         return None
-    end = "to its end" if run.complete else "on, but not to its end"
-    return say(f"{{calls:count call}} failed and succeeded with inputs in fp32; the model then ran {end}", calls=calls)
+    found = [say(f"{{calls:count call}} failed and succeeded {how}", calls=number) for how, number in calls.items()]
+    end = say(f"the model then ran {'to its end' if run.complete else 'on, but not to its end'}")
+    return chained(*found, end, between="; ")
 
 
 @per_run("tiny-output", "error")

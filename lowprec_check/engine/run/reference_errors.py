@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from lowprec_check.engine.core.devices import says_device_is_absent
+from lowprec_check.engine.core.floating_dtypes import NARROW
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.model.streamed_weights import NOT_READ
@@ -17,6 +18,7 @@ from lowprec_check.schema.axes import device_of
 
 _SMALLER = "use a smaller batch or shorter inputs, or free some memory"
 _CUSTOM_OP_WITHOUT_CPU = re.compile(r"Could not run '(?!aten::)([^']+)' with arguments from the '\w*CPU' backend")
+_OTHER_DTYPE = re.compile(r"dtype|scalar type|Input type .* and (weight|bias) type")
 _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't allocate memory|not enough memory")
 
 
@@ -86,6 +88,12 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
     fit = f"Check that the inputs fit the model. Their shapes: {shapes}."
     streamed = "Only attributes of modules are read (module.weight, not parameters()): scan it without --stream."
     other = streamed if NOT_READ in error.message else defaults if target.default_inputs else fit
+    narrow = next((name for name, its in target.model.named_parameters() if its.dtype in NARROW), None)
+    if narrow is not None and _OTHER_DTYPE.search(error.message):
+        other = (
+            f"Some of its weights are in 16 bits as given, as {narrow} is; the reference has all in fp32. "
+            "Cast activations to the dtype of the weights that they meet, x.to(layer.weight.dtype), so that it runs in both."
+        )
     return message, _HINTS.get(part, other)
 
 

@@ -151,7 +151,11 @@ class Recorder(DispatchMode):
             return None
 
     def _note_fault(self, what: str, error: Exception) -> None:
-        self.faults[f"lowprec-check failed to measure {what}: {first_line(message_of(error))}"] = None
+        reason = first_line(message_of(error))
+        words = f"lowprec-check failed to measure {what}: {reason}"
+        if "NestedTensor" in reason:  # torch calls it an internal error
+            words = f"{what} was not measured: it computes on nested tensors, which have no sizes"
+        self.faults[words] = None
 
     def _prepare(self, call: DispatchedCall, may_draw: bool) -> tuple[Args, Kwargs] | None:
         """Before the op runs: make twins for what it writes to, and widen its arguments for the reruns."""
