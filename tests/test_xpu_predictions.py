@@ -96,6 +96,8 @@ THREADS: list[tuple[str, Make, tuple[int, ...], str, str, str | None]] = [
     ("recurrent", functools.partial(nn.LSTM, 8, 8), (4, 2, 8), "2.13", "half", None),
     ("torch-xpu-ops#2615", RFFT, (8, 8), "2.11", "half", "LP102 torch.fft.rfft"),
     ("torch-xpu-ops#2615", RFFT, (8, 8), "2.12", "half", None),
+    ("rfft of bfloat16", RFFT, (8, 8), "2.13", "bfloat16", "LP102 torch.fft.rfft"),
+    ("rfft of bfloat16", RFFT, (8, 8), "2.15", "bfloat16", None),
     ("torch-xpu-ops#1887", INV, (8, 8), "2.8", "autocast-fp16", "LP105 aten.linalg_inv_ex.default"),
     ("cdist", CDIST, (8, 8), "2.13", "half", "LP101 aten._cdist_forward.default"),
     ("histc", functools.partial(Calling, histogram), (8, 8), "2.13", "bfloat16", None),

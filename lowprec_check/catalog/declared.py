@@ -251,8 +251,9 @@ class Release(TorchRelease):
 
     def _refused_everywhere(self, record: OpRecord, dtype: Dtype, mode: Mode) -> bool:
         """Whether Python code or a backward formula refuses the dtype, on the CPU and on every other device that was measured."""
-        if _own_name(record.op) in self.ops and not mode.endswith("backward"):
-            return False  # C++ code may check the device, as torch.fft does
+        forward: Mode = "autocast" if mode.startswith("autocast") else "forward"
+        if _own_name(record.op) in self.ops and (mode == forward or record.state(dtype, forward) == "none"):
+            return False  # C++ code may check the device, as torch.fft does, before any formula of the backward pass
         others = (measured.history(device)[-1:] for device in catalogued("measured") if device != "cpu")
         records = [record, *(new.records[record.op] for newest in others for new in newest if record.op in new.records)]
         failures = [each.failure(dtype, mode) for each in records if each.state(dtype, mode) == "none"]

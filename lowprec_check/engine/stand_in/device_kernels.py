@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -151,7 +151,7 @@ def _tensors_only(func: OpOverload) -> frozenset[int]:
     )
 
 
-# -- ``torch.fft`` in half
+# -- ``torch.fft`` in 16 bits
 
 _FUNCTIONS = tuple(
     f"fft_{inverse}{kind}fft{axes}" for inverse in ("", "i") for kind in "rh " for axes in ("", "2", "n")
@@ -160,37 +160,43 @@ _KEYS = ("AutogradCPU", "CPU")
 """The first is called by a model; under ``torch.inference_mode()`` it is not, and the second is."""
 _TRANSFORMS = {torch.ops.aten._fft_r2c.default, torch.ops.aten._fft_c2r.default, torch.ops.aten._fft_c2c.default}
 _HALF = {torch.float32: torch.float16, torch.complex64: torch.complex32}
-_WIDE = {narrow: wide for wide, narrow in _HALF.items()}
+_WIDE = {narrow: wide for wide, narrow in _HALF.items()} | {torch.bfloat16: torch.float32}
 _LIBRARIES: list[torch.library.Library] = []
 """Kernels exist as long as their library does."""
 
 
-def allow_fft_in_half() -> None:
-    """Let ``torch.fft`` take tensors in half, for the rest of this process: the transform itself is then dispatched in half.
+def allow_fft(dtypes: Collection[torch.dtype]) -> None:
+    """Let ``torch.fft`` take tensors of these narrow dtypes, for the rest of this process. The CPU refuses them before an op is dispatched.
 
-    The CPU refuses it before an op is dispatched, and some GPUs compute it.
+    Of half, the transform itself is then dispatched in half, and complex results are; of bfloat16, which has no complex dtype, all is
+    in fp32, as torch 2.15 does on the device `meta`.
     """
-    for key in _KEYS:
+    taken = {*dtypes, torch.complex32} if torch.float16 in dtypes else {*dtypes}
+    wide = {narrow: _WIDE[narrow] for narrow in taken}
+    for key in _KEYS if wide else ():
         library = torch.library.Library("aten", "IMPL", key)
         _LIBRARIES.append(library)
         for name in _FUNCTIONS:
             function = getattr(torch.ops.aten, name.replace(" ", ""), None)
             if function is not None:
-                library.impl(function.default.name().removeprefix("aten::"), _taking_half(function.default))
+                library.impl(function.default.name().removeprefix("aten::"), _taking(wide, function.default))
     forget_kernels()
 
 
-def _taking_half(func: OpOverload) -> Callable[..., Any]:
-    """The kernel of a function of ``torch.fft`` that takes half too."""
+def _taking(wide: Mapping[torch.dtype, torch.dtype], func: OpOverload) -> Callable[..., Any]:
+    """The kernel of a function of ``torch.fft`` that takes the dtypes in ``wide`` too, given what each is widened to."""
     composite = functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
     def widened(value: Any) -> Any:
-        return value.to(_WIDE[value.dtype]) if isinstance(value, Tensor) and value.dtype in _WIDE else value
+        return value.to(wide[value.dtype]) if isinstance(value, Tensor) and value.dtype in wide else value
 
     def transform(*args: Any, **kwargs: Any) -> Any:
-        if args[0].dtype not in _WIDE:
+        given = args[0].dtype
+        if given not in wide:
             return composite(*args, **kwargs)
         args, kwargs = map_args(args, kwargs, widened)
+        if given == torch.bfloat16:
+            return composite(*args, **kwargs)
         with _TransformsInHalf():
             return composite(*args, **kwargs)
 

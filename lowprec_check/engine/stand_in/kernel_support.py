@@ -112,12 +112,19 @@ class KernelSupport:
         instead = counterpart(name, self._device.name)
         return instead.dispatches[0] if instead else _ON_DEVICE.get(self._device.name, {}).get(name, name)
 
-    def computes_fft_in_half(self) -> bool:
-        """Whether the device has a Fourier transform in half, at least for some sizes."""
-        if not self._catalogs:
-            return False
-        found = [self._catalogs["float16"].of(name) for name in ("fft_rfft", *_FFT)]
-        return all(support.state != "none" for support in found) and not self.is_cpu
+    def takes_in_fft(self) -> list[torch.dtype]:
+        """The narrow dtypes that ``torch.fft`` takes on the device, at least for some sizes; a CPU refuses them."""
+        if not self._catalogs or self.is_cpu:
+            return []
+        ops = {
+            torch.float16: ("fft_rfft", *_FFT),
+            torch.bfloat16: ("fft_rfft", "_fft_r2c"),
+        }  # no tensor is complex bf16
+
+        def runs(dtype: torch.dtype, name: str) -> bool:
+            return self._catalogs[DTYPES[dtype]].of(name).state != "none"
+
+        return [dtype for dtype, names in ops.items() if all(runs(dtype, name) for name in names)]
 
     def registration(self, func: OpOverload) -> Registration | None:
         """How the op is registered on the device; ``None`` if that is not known."""

@@ -23,7 +23,7 @@ from lowprec_check.catalog.predictable import CastPolicy, installed_policies, po
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core.autocast_policies import aten_overload
 from lowprec_check.engine.core.op_kernels import replace_autocast_kernels
-from lowprec_check.engine.stand_in.device_kernels import StandInKernels, allow_fft_in_half
+from lowprec_check.engine.stand_in.device_kernels import StandInKernels, allow_fft
 from lowprec_check.engine.stand_in.kernel_support import KernelSupport
 from lowprec_check.engine.trace.ops import map_args, tensors_in
 from lowprec_check.schema.measures import PredictedDevice
@@ -58,8 +58,7 @@ def become_stand_in(device: PredictedDevice) -> None:
     _register_autocast(device.name, policies_for(device), DEFAULT_AUTOCAST)
     _answer_as(device.name)
     _choose_as_on_gpu()
-    if support.computes_fft_in_half():
-        allow_fft_in_half()
+    allow_fft(support.takes_in_fft())
 
 
 def check_process(device: PredictedDevice | None) -> None:
