@@ -496,3 +496,15 @@ def test_composite_ops_agree_with_the_dispatcher_of_the_installed_torch() -> Non
             assert has_kernel, op
         elif row.registration == "none" and row.via is None:
             assert not has_kernel, op
+
+
+def test_a_backward_pass_is_not_refused_for_a_check_that_the_device_passes() -> None:
+    """On a CPU ``torch.fft`` refuses bfloat16 before any formula of the backward pass runs."""
+    states = {
+        torch: [declared.load("xpu", torch).support("fft.rfft", "bfloat16", mode) for mode in ("forward", "backward")]
+        for torch in ("2.13", "2.15")
+    }
+    assert {torch: [found.state for found in its if found] for torch, its in states.items()} == {
+        "2.13": ["none", "none"],
+        "2.15": ["all", "all"],
+    }

@@ -197,7 +197,7 @@ def joined(sentences: Sequence[Sentence]) -> str:
     parts = []
     for text, name, kind, _ in string.Formatter().parse(first.template):
         figure = "" if name is None else _range([one.figures.get(name) for one in sentences], kind or "text")
-        parts.append(text + figure)
+        parts.append((text.removesuffix("about ") if figure.startswith(("<", ">")) else text) + figure)
     return "".join(parts)
 
 
