@@ -76,7 +76,9 @@ def change_of(site: Site, fix: SourceFix) -> SourceChange:
         after="".join(new[first[3] : last[4]]),
         why=fix.why,
         codes=tuple(sorted(site.codes)),
-        op=None if short_op(site.op) in ("", "to_copy") else short_op(site.op),  # a cast is not what is computed in fp32
+        op=None
+        if short_op(site.op) in ("", "to_copy")
+        else short_op(site.op),  # a cast is not what is computed in fp32
         precisions=tuple(sorted(site.precisions)),
     )
 
