@@ -175,7 +175,7 @@ def _constant(c: Case, constant: float, dtype: str) -> bool:
     return bool(rows) and written is not None and written.short == dtype and abs(constant) <= written.smallest_subnormal / 2
 
 
-def _later(c: Case, op: str, what: str, at: str = "") -> bool:
+def _later(c: Case, op: str, what: str, at: str) -> bool:
     rows = [row for row in _all(c) if row["module"] == c.d["module"] and row["op"] == op]
     return any(row["introduced_nan" if what == "NaN" else "introduced_inf"] and at in ("", f" at {row['source']}") for row in rows)
 
@@ -328,7 +328,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "the share of non-zeros that become zero grows from {first} to {most} on batch {batch}": lambda c, first, most, batch: any(same([first, most], [its["flushed"][0], its["flushed"][batch]]) for its in _ranges(c)),
         **_COMMON,
     },
-    "LP206": {"the constant {constant} is 0 in {dtype}": _constant, "{op} gives {what}": _later, "{op}, which reads its result, gives {what}{at}": _later, **_COMMON},
+    "LP206": {"the constant {constant} is 0 in {dtype}": _constant, "{op} gives {what}{at}": _later, "{op}, which reads its result, gives {what}{at}": _later, **_COMMON},
     "LP207": {"{op} of {pole} is infinite in {values}": lambda c, op, pole, values: op == c.d["op"] and c.at_place("introduced_inf", "compared_values", equal=values), "which are finite in fp32": lambda c: True, **_COMMON},
     "LP301": {
         "{when}": lambda c, when: when.startswith("on ") and str(c.run["failed_call"] or c.run["failed_batch"]) in when,

@@ -68,6 +68,11 @@ class Gap(Struct, frozen=True, kw_only=True):
     constant: float | None = None
     """The number in the code that exceeds the range of the dtype, for a ``scalar-overflow``."""
 
+    @property
+    def place(self) -> tuple[str, str, str | None]:
+        """Module, op and line."""
+        return self.module, self.op, self.source
+
 
 class Diagnostic(Struct, frozen=True, kw_only=True):
     """One finding, at one place."""

@@ -197,7 +197,8 @@ def joined(sentences: Sequence[Sentence]) -> str:
     parts = []
     for text, name, kind, _ in string.Formatter().parse(first.template):
         figure = "" if name is None else _range([one.figures.get(name) for one in sentences], kind or "text")
-        parts.append((text.removesuffix("about ") if figure.startswith(("<", ">")) else text) + figure)
+        is_bound = figure.startswith(("<", ">"))  # which is not about a number
+        parts.append((text.removesuffix("about ") if is_bound else text) + figure)
     return "".join(parts)
 
 

@@ -67,6 +67,7 @@ def change_of(site: Site, fix: SourceFix) -> SourceChange:
     )
     blocks = [b for b in difflib.SequenceMatcher(None, old, new, autojunk=False).get_opcodes() if b[0] != "equal"]
     first, last = (blocks[0], blocks[-1]) if blocks else (("", 0, 0, 0, 0),) * 2
+    op = short_op(site.op)
     return SourceChange(
         kind=fix.kind,
         file=shown_path(site.source.path),
@@ -76,9 +77,7 @@ def change_of(site: Site, fix: SourceFix) -> SourceChange:
         after="".join(new[first[3] : last[4]]),
         why=fix.why,
         codes=tuple(sorted(site.codes)),
-        op=None
-        if short_op(site.op) in ("", "to_copy")
-        else short_op(site.op),  # a cast is not what is computed in fp32
+        op=op if op not in ("", "to_copy") else None,  # a cast is not what is computed in fp32
         precisions=tuple(sorted(site.precisions)),
     )
 

@@ -165,8 +165,7 @@ def _failing(run: Run, rows: list[OpCall]) -> Iterator[Culprit]:
     for gap in run.gaps:
         if gap.phase != "forward":
             continue
-        place = gap.module, gap.op, gap.source
-        known = [row for row in rows if row.place == place and row.outcome != "ok"]
+        known = [row for row in rows if row.place == gap.place and row.outcome != "ok"]
         known = known or [OpCall(gap.op, gap.module, gap.source, caller=gap.caller)]
         yield from (Culprit(row, gap.kind == "dtype-mismatch", gap.constant) for row in known)
 

@@ -117,15 +117,14 @@ def _instead(run: Run, result: ScanResult) -> str:
         return f"{calibrate}see the errors of its layers{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
-    others_pass = best is not None and not best.keep_fp32
-    base = (
-        f" -p {run.precision} --base {'autocast' if run.is_autocast else 'cast'}"  # else those that pass end the search
-    )
-    command = (
-        f"plan{base if others_pass else ''}" if result.prediction is None else "scan --plan"
-    )  # plan needs the device
+    passing = best if best is not None and not best.keep_fp32 else None
+    command = "plan"
+    if result.prediction is not None:
+        command = "scan --plan"  # plan needs the device
+    elif passing is not None:  # which would end a search over all bases
+        command = f"plan -p {run.precision} --base {'autocast' if run.is_autocast else 'cast'}"
     search = f"find the modules to keep in fp32: lowprec-check {command}"
-    return f"use {best.label}, or {search}" if best is not None and others_pass else search
+    return f"use {passing.label}, or {search}" if passing is not None else search
 
 
 @rule("LP302", "op-outlier", "warning")

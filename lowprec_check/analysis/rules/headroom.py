@@ -202,7 +202,7 @@ def input_dependent(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         found = fails_elsewhere(run)
         if found is not None:
-            least = say("at least {low:share} and ", low=found.low) if found.low >= 0.01 else None
+            least = say("at least {low:share} and ", low=found.low) if found.low >= 0.01 else None  # else "< 1 %"
             most = say("at most {high:share} of such inputs fail (95 % confidence)", high=found.high)
             message = chained(fails_on_further(found), chained(least, most, between=""), between=": ")
             yield Finding(message, run=run, help=_advice(run, found, result))

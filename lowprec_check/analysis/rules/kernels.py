@@ -392,7 +392,7 @@ def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
         for cast in runs:
             if not is_cast(cast) or (cast.format, cast.backend) != (autocast.format, autocast.backend):
                 continue
-            gaps = {(gap.module, gap.op, gap.source) for gap in cast.gaps if gap.kind == "missing-kernel"}
+            gaps = {gap.place for gap in cast.gaps if gap.kind == "missing-kernel"}
             rows = [row for row in autocast.op_calls.rows() if row.place in gaps and row.dtypes.startswith("f32")]
             message = say("it runs here on fp32 inputs; in {other:text} it fails", other=cast.key.label)
             for place, count in Counter(row.place for row in rows if not row.accumulated_error).items():

@@ -226,9 +226,10 @@ def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall |
     if after is not None:
         what = "NaN" if after.introduced_nan else "Inf"
         at = f" at {after.source}" if after.source and after.source != first.source else ""
-        later = "{op:op}, which reads its result, gives {what:text}{at:text}"
-        later = "{op:op} gives {what:text}" if after is first else later
-        message = chained(message, say(later, op=after.op, what=what, at=at))
+        reads = "" if after is first else ", which reads its result,"
+        message = chained(
+            message, say(f"{{op:op}}{reads} gives {{what:text}}{{at:text}}", op=after.op, what=what, at=at)
+        )
     smallest = f"{written.smallest_normal:.0e}" if written else "torch.finfo(x.dtype).tiny"
     advice = f"use a constant of at least {smallest}, or compute this in fp32"
     finding = place_finding(result, run, first, sum(row.op == first.op for row in calls), message, advice)

@@ -54,17 +54,16 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
         continued = say("the model catches this exception and continues") if caught else None
         if caught and run.backend != EAGER:  # gaps are those of eager mode
             continued = say("only in eager mode, the {backend:text} backend runs it", backend=run.backend)
-        by_values = {(gap.module, gap.op, gap.source) for gap in run.gaps if gap.kind == "numeric-failure"}
+        by_values = {gap.place for gap in run.gaps if gap.kind == "numeric-failure"}
         for gap in run.gaps:
             if gap.kind != kind:
                 continue
-            advice = help if isinstance(help, str) else help(gap, run)
-            fix = None if kind == "numeric-failure" else catalog_fix(gap, run, result)  # which is about the dtype
+            advice, fix = help if isinstance(help, str) else help(gap, run), catalog_fix(gap, run, result)
             if gap.custom_function is not None and run.is_autocast:
                 advice, fix = _with_own_casts(gap.custom_function, run), None
             elif gap.phase in _ADVICE and gap.custom_function is None:
                 advice = _advice(gap.phase, run, advice) + or_autocast(gap, run, result)
-            elif kind != "numeric-failure" and (gap.module, gap.op, gap.source) in by_values:
+            elif kind != "numeric-failure" and gap.place in by_values:
                 advice = "compute it and its inputs in fp32" + or_autocast(gap, run, result)
             if gap.layer == "backend":
                 advice, fix, continued = f"use {'fp32' if caught else 'another backend'}, or other ops here", None, None

@@ -84,7 +84,7 @@ def how_known(causes: Sequence[PartShare], budget: ErrorBudget) -> Sentence:
 
 
 def _largest(run: Run) -> Iterator[Sentence]:
-    """``46 % lm_head (linear, model.py:41)``, the op if it has most of it, then others without op; of an error to which every module adds a little, its spread."""
+    """``46 % lm_head (linear, model.py:41)``, with the op if it has most of the share; then others without; if no module has much, the spread."""
     causes, modules = main_causes(run, NAMED), module_shares(run)
     mixed = len({part.is_measured for part in causes}) > 1
     for index, part in enumerate(causes):

@@ -92,7 +92,7 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
     if narrow is not None and _OTHER_DTYPE.search(error.message):
         other = (
             f"Some of its weights are in 16 bits as given, as {narrow} is; the reference has all in fp32. "
-            "Cast activations to the dtype of the weights that they meet, x.to(layer.weight.dtype), so that it runs in both."
+            "Cast the inputs of such layers with x.to(layer.weight.dtype), so that the model runs in both."
         )
     return message, _HINTS.get(part, other)
 

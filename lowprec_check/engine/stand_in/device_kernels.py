@@ -168,12 +168,14 @@ _LIBRARIES: list[torch.library.Library] = []
 def allow_fft(dtypes: Collection[torch.dtype]) -> None:
     """Let ``torch.fft`` take tensors of these narrow dtypes, for the rest of this process. The CPU refuses them before an op is dispatched.
 
-    Of half, the transform itself is then dispatched in half, and complex results are; of bfloat16, which has no complex dtype, all is
-    in fp32, as torch 2.15 does on the device `meta`.
+    In half, the transform itself is then dispatched in half, and complex results are in half. In bfloat16, which has no complex dtype, all
+    is computed in fp32, as torch 2.15 does on the device `meta`.
     """
+    if not dtypes:
+        return
     taken = {*dtypes, torch.complex32} if torch.float16 in dtypes else {*dtypes}
     wide = {narrow: _WIDE[narrow] for narrow in taken}
-    for key in _KEYS if wide else ():
+    for key in _KEYS:
         library = torch.library.Library("aten", "IMPL", key)
         _LIBRARIES.append(library)
         for name in _FUNCTIONS:

@@ -116,10 +116,8 @@ class KernelSupport:
         """The narrow dtypes that ``torch.fft`` takes on the device, at least for some sizes; a CPU refuses them."""
         if not self._catalogs or self.is_cpu:
             return []
-        ops = {
-            torch.float16: ("fft_rfft", *_FFT),
-            torch.bfloat16: ("fft_rfft", "_fft_r2c"),
-        }  # no tensor is complex bf16
+        # there are no complex tensors of bfloat16
+        ops = {torch.float16: ("fft_rfft", *_FFT), torch.bfloat16: ("fft_rfft", "_fft_r2c")}
 
         def runs(dtype: torch.dtype, name: str) -> bool:
             return self._catalogs[DTYPES[dtype]].of(name).state != "none"
