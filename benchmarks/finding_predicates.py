@@ -335,7 +335,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "{output} has NaN or Inf where fp32 is finite": lambda c, output: c.run["status"] == "nonfinite" and output == c.judged_output,
         "error {error} of {output} exceeds the tolerance {limit}": lambda c, error, output, limit: same(error, c.rel_l2) and same(limit, c.run["tolerance"]) and error > limit and output == c.judged_output,
         "output error {error} exceeds the tolerance {limit}": lambda c, error, limit: same(error, c.rel_l2) and same(limit, c.run["tolerance"]) and error > limit,
-        "{share} of the integers differ, over the tolerance {limit}": lambda c, share, limit: same(share, c.error) and same(limit, c.run["tolerance"]) and share > limit,
+        "{share} of the values differ, over the tolerance {limit}": lambda c, share, limit: same(share, c.error) and same(limit, c.run["tolerance"]) and share > limit,
         "the output cannot be compared with that of fp32": lambda c: c.error is None,
         "{note}": lambda c, note: note in c.run["notes"],
         "op by op in eager mode the error is {eager}": lambda c, eager: same(eager, c.run["lockstep_error"]["rel_l2"]),
@@ -356,7 +356,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "pooling indices or pivots differ from fp32 in {flips}": _pools,
         "the share of all such choices in the output error is {share}": lambda c, share: same(share, c.budget["decisions"]) and c.is_over,
         "output error {error}, but {same} with the same choices in fp32": lambda c, error, same: _lockstep(c, same, error=error),
-        "{share} of the integers differ, but {same} with the same choices in fp32": lambda c, share, same: _lockstep(c, same, share=share),
+        "{share} of the values differ, but {same} with the same choices in fp32": lambda c, share, same: _lockstep(c, same, share=share),
         **_COMMON,
     },
     "LP306": {

@@ -392,6 +392,7 @@ def _gains(c: Case, gain: str, prefer: str) -> bool:
             else {
                 "is slower": speed == "slower",
                 "is not faster": speed in ("slower", "same"),
+                "computes nothing in 16 bits": not any(c.format.mark in dtypes for dtypes in c.run["op_calls"]["dtypes"]),
                 "saves no memory": memory is None or memory > 1 / 1.05,
                 "saves little memory": memory is None or memory > 0.9,
             }.get(part.strip(), False)
@@ -460,7 +461,7 @@ def _how_known(c: Case, text: str) -> bool:
 _SHARES: dict[str, Claim] = {
     "{share} {module} ({rounding}{op}{source})": lambda c, share, module, **largest: c.share(module, share, **largest),
     "{share} {module}": lambda c, share, module: c.share(module, share),
-    "another {share} {module} ({whole} by itself)": lambda c, share, module, whole: c.share(module, whole) and 0 < share < whole,
+    "{share} {module} (in part the same)": lambda c, share, module: c.share(module, share),
     "the error of {module} cancels part of it": lambda c, module: c.whole(module) <= -0.1 and all(c.whole(module) <= its["share"] for its in c.budget["modules"]),
     "{share} choices that differ from fp32": lambda c, share: same(share, c.budget["decisions"]),
     "{share} not explained": lambda c, share: same(share, c.budget["unexplained"] - c.budget["decisions"]),
@@ -477,7 +478,7 @@ _FAILURE: dict[str, Claim] = {
     "{share} from {module}": lambda c, share, module: c.share(module, share) and not c.disproved and share >= LEAST_SHARE,
     "about {share} from {module}": lambda c, share, module: c.share(module, share) and not c.disproved and share >= LEAST_SHARE,
     "{decisions} from choices that differ from fp32": lambda c, decisions: same(decisions, c.budget["decisions"]) and c.is_over,
-    "{share} of the integers differ": lambda c, share: same(share, c.error) and c.rel_l2 is None,
+    "{share} of the values differ": lambda c, share: same(share, c.error) and c.rel_l2 is None,
     "tolerance {limit}": lambda c, limit: same(limit, c.run["tolerance"]) and (c.error or 0) > limit,
     "{ops} of {total} has no kernel: {names}": _no_kernels,
     "{ops} of {total} have no kernel: {names}": _no_kernels,
@@ -685,8 +686,8 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "{text}": lambda c, text: text == "Stay in fp32: nothing else could be run" and all(run["status"] == "skipped" for run in c.low),
     },
     "passes": {
-        **{f"{said}: {figure}{{what}}, {{part}} of the tolerance {{limit}}, on {on}": _part for said in ("it passes", "it is predicted to pass") for figure in ("error {error}", "{error} of the integers differ") for on in ("{batches} of inputs", "each of {batches} of inputs")},
-        **{f"{said}: all integers are equal{{what}}, on {on}": _equal for said in ("it passes", "it is predicted to pass") for on in ("{batches} of inputs", "each of {batches} of inputs")},
+        **{f"{said}: {figure}{{what}}, {{part}} of the tolerance {{limit}}, on {on}": _part for said in ("it passes", "it is predicted to pass") for figure in ("error {error}", "{error} of the values differ") for on in ("{batches} of inputs", "each of {batches} of inputs")},
+        **{f"{said}: all values are equal{{what}}, on {on}": _equal for said in ("it passes", "it is predicted to pass") for on in ("{batches} of inputs", "each of {batches} of inputs")},
         "other inputs can exceed it: try --batches 8": lambda c: c.run["batches"] is None,
         "it cannot be judged: {odd}": _odd,
         "{text}{reason}": lambda c, text, reason: text == "it " and reason == "; ".join(c.run["notes"]),

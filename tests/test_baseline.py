@@ -172,6 +172,19 @@ def test_findings_say_whether_they_rest_on_times() -> None:
 
 
 @pytest.mark.parametrize(
+    ("status", "judged", "advice"),
+    [("timeout", False, "--budget"), ("ok", True, "--thorough"), ("error", False, "fix what fails in this run")],
+)
+def test_what_makes_a_scan_run_a_slow_kernel_depends_on_why_it_was_left_out(
+    status: str, judged: bool, advice: str
+) -> None:
+    calls = to_columns([OpCall(op="a.slow.default", outcome="emulated")])
+    half = run("half", status, op_calls=calls, emulated={"a.slow.default": "slow"}, judged_by_one_call=judged)
+    [found] = diagnose(msgspec.structs.replace(RESULT, runs=[half]), ("LP903",))
+    assert advice in (found.help or "")
+
+
+@pytest.mark.parametrize(
     "data", [b"{", b"[]", b'{"schema": 1}', b'{"schema": 1, "findings": [{"code": 3}]}', b'{"schema": 9}', b'{"x": 1}']
 )
 def test_invalid_baselines_are_rejected(data: bytes, tmp_path: Path) -> None:

@@ -75,6 +75,7 @@ def test_other_words_are_separate_messages_with_their_runs() -> None:
     assert [(its.runs, its.help) for its in first.messages] == [(["bfloat16"], "scale"), (["half"], "use float16")]
     each = ["bfloat16: 20 % of the updates are lost → scale", "half: 10 % of the updates are lost → use float16"]
     assert first.what == "; ".join(each), "advice for one run is not said of another"
+    assert first.said == "bfloat16: 20 % of the updates are lost; half: 10 % of the updates are lost"
     assert (note.runs, note.severity) == (["half"], "note")
 
 

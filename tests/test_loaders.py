@@ -324,6 +324,8 @@ def test_the_api_leaves_a_lazy_model_as_it_is() -> None:
     model = nn.Sequential(nn.LazyLinear(4))
     assert scan(model, torch.ones(2, 7), precisions="half", isolation="none").run("half").status == "ok"
     assert isinstance(model[0], nn.LazyLinear)
+    cannot_be_copied = nn.Sequential(nn.LazyConv1d(4, 1), nn.LazyBatchNorm1d()).eval()
+    assert scan(cannot_be_copied, torch.ones(2, 3, 5), precisions="half", isolation="none").run("half").status == "ok"
 
 
 # -- weights

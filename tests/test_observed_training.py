@@ -381,6 +381,19 @@ def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, 
     assert result.training.losses[:2] == pytest.approx(losses[:2], rel=1e-6)
 
 
+def test_the_line_of_a_loss_is_that_of_its_last_term(here: Path, write: Write, call: Call) -> None:
+    body = "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor x, y in batches():\n    task = F.cross_entropy(model(x), y)\n"
+    body += "    loss = task + sum(p.square().sum() for p in model.parameters())\n    optimizer.zero_grad()\n    (loss / 2).backward()\n    optimizer.step()\n"
+    path = write(HEAD + body, "train.py")
+    options = ["--train", "--steps", "1", "-p", "autocast-bf16", "--times", "off", "--json", "-"]
+    result = ScanResult.from_json(call("scan", str(path), *options, folder=here).stdout.encode())
+    lines = path.read_text().splitlines()
+    task, whole = (f"train.py:{number}" for number, line in enumerate(lines, start=1) if " task" in line)
+    assert result.training is not None
+    assert result.training.loss == f"the loss of {whole}, with cross_entropy of {task}"
+    assert any(whole in line for line in result.training.loss_setup)
+
+
 def test_ops_of_a_loss_are_at_their_lines(here: Path, write: Write, call: Call) -> None:
     body = "model = net()\noptimizer = torch.optim.SGD(model.parameters(), lr=0.1)\nfor x, y in batches():\n    out = model(x)\n"
     body += "    scaled = out * 2\n    loss = scaled.square().mean()\n    optimizer.zero_grad()\n    loss.backward()\n    optimizer.step()\n"

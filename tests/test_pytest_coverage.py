@@ -74,7 +74,7 @@ def test_the_table_names_operators_and_tests(suite: pytest.Pytester) -> None:
     result = suite.runpytest("--lowprec-coverage", "half", "--lowprec-coverage", "bfloat16")
     result.assert_outcomes(**OUTCOMES)
     text = result.stdout.str()
-    assert re.search(r"\d+ operators used by 8 tests · cpu, torch [\d.]+, measured", text)
+    assert re.search(r"\d+ operators in 8 tests · cpu, torch [\d.]+, measured", text)
     words = ["precision", "run", "run in part", "do not run", "not known", "does not apply"]
     known = [word for word in words if re.search(rf"^precision .*\b{word}\b", text, re.M) or word == "precision"]
     for name in ("half", "bfloat16"):
@@ -82,7 +82,7 @@ def test_the_table_names_operators_and_tests(suite: pytest.Pytester) -> None:
         counted = dict(zip(known[1:], map(int, row.split()), strict=True))
         assert (counted["do not run"], counted["run in part"]) == (4, 0)
         assert counted["does not apply"] > 0
-        assert sum(counted.values()) == int(re.search(r"(\d+) operators used", text)[1])  # type: ignore[index]
+        assert sum(counted.values()) == int(re.search(r"(\d+) operators in", text)[1])  # type: ignore[index]
     assert re.search(r"^half, bfloat16 do not apply to .*: only integers and booleans$", text, re.M)
     why = "missing-kernel: linalg.inv: Low precision dtypes not supported. Got Half"
     assert re.search(r"^linalg_inv_ex +no +no +2 +test_suite.py:7 +missing-kernel: ", text, re.M)
@@ -287,6 +287,24 @@ def test_autocast(suite: pytest.Pytester) -> None:
     assert re.search(r"^precision +run in 16 bits +run in fp32 +run as their inputs ", text, re.M)
     assert re.search(r"^addmm +in bf16 +1 ", text, re.M)
     assert re.search(r"^linalg_inv_ex +in fp32 +2 ", text, re.M)
+
+
+def test_functions_that_dispatch_what_other_functions_dispatch_too(project: pytest.Pytester) -> None:
+    """No gap, as plain PyTorch shows: autocast casts the inputs of ``solve`` to fp32, though ``solve_ex`` fails; ``lstm`` dispatches other
+    ops in 16 bits; ``sqrt_`` is left alone, though a loss in fp32 calls it.
+    """
+    code = "torch.linalg.solve(torch.eye(3), torch.ones(3, 1)); torch.nn.LSTM(4, 4)(torch.ones(3, 2, 4)); torch.ones(3).sqrt_()"
+    project.makepyfile(f"import torch\ndef test_all(): {code}")
+    found = coverage_of(project, precision="autocast-bf16,bfloat16")
+    autocast = {op: use["support"]["autocast-bf16"] for op, use in found.items()}
+    assert (autocast["_linalg_solve_ex"]["state"], autocast["_linalg_solve_ex"]["autocast"]) == ("all", "fp32")
+    assert autocast["sqrt_"]["autocast"] == "inputs"
+    assert found["_linalg_solve_ex"]["support"]["bfloat16"]["state"] == "none"
+    for dtype in (torch.bfloat16, torch.half):
+        lstm, x = nn.LSTM(4, 4).to(dtype), torch.ones(3, 2, 4, dtype=dtype, requires_grad=True)
+        lstm(x)[0].sum().backward()
+        cast = AtenCatalog("cpu", "bfloat16" if dtype == torch.bfloat16 else "float16", torch.__version__)
+        assert [cast.of(f"mkldnn_rnn_layer{end}").state for end in ("", "_backward")] == ["all", "all"]
 
 
 @pytest.mark.slow

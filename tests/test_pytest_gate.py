@@ -582,7 +582,7 @@ def test_a_run_without_tests_writes_nothing(project: pytest.Pytester, options: t
     assert result.ret == OK
     assert section(result)[0] == f"No test ran, so there is no coverage; {project.path / 'out.json'} was not written."
     assert not Path("out.json").exists()
-    assert "operators used by" not in result.stdout.str()
+    assert "operators in" not in result.stdout.str()
 
 
 def test_collecting_prints_no_table(project: pytest.Pytester) -> None:

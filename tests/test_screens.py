@@ -306,7 +306,7 @@ def test_notes_in_a_file(scan: Path, tmp_path: Path, call: Call) -> None:
 
 def test_the_number_of_groups_left_out_has_a_total() -> None:
     shown = " ".join(words(screen_of(RESULT, findings=3)))
-    assert "more rows are not shown; the JSON has all" in shown
+    assert "more rows are not shown; a JSON report has all" in shown
     assert "More: --findings, lowprec-check explain" in shown
 
 

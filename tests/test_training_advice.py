@@ -202,6 +202,8 @@ def test_lost_updates_name_what_recovers_them_here() -> None:
     assert "stochastic" not in text
     assert "autocast" not in text
     assert "autocast-bf16" in (one("LP503", run, a_trained("autocast-bf16")).help or "")
+    weights_in_16_bits = a_trained("autocast-bf16", lost_updates=[lost("head.weight", 0.9)], status="inaccurate")
+    assert "autocast, which" not in (one("LP503", weights_in_16_bits).help or "")
 
 
 def test_buffers_and_optimizer_state_that_stall() -> None:
@@ -447,6 +449,8 @@ def test_the_suggested_scale_is_used_if_it_skips_fewer_steps() -> None:
     assert best.way == "grad-scaler-suggested"
     assert "init_scale=128.0" in best.code
     assert advice(a_trained("autocast-fp16", *ways(4))).way == "grad-scaler"
+    slow = advice(a_trained("autocast-fp16", *ways(0), latency_ms=30.0))
+    assert (slow.way, slow.worth, slow.stay_in_fp32) == ("grad-scaler-suggested", "nothing", True)
 
 
 def test_a_scan_without_training_is_judged_by_its_output() -> None:

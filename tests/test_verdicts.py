@@ -908,7 +908,7 @@ def test_choices_behind_wrong_ids_are_a_warning() -> None:
     result = scan(WrongIds(), X, precisions=["half"])
     assert result.run("half").status == "inaccurate"
     assert {d.severity for d in findings(result, "LP304")} == {"warning"}
-    assert "of the integers differ, over the tolerance" in findings(result, "LP301")[0].message
+    assert "of the values differ, over the tolerance" in findings(result, "LP301")[0].message
 
 
 def test_choices_that_cause_the_error_are_a_warning() -> None:

@@ -25,6 +25,7 @@ from lowprec_check.report.blocks import SpeedOf, speed_text
 from lowprec_check.report.runs_table import runs_table
 from lowprec_check.schema.findings import Prefer
 from lowprec_check.schema.measures import Latency, Speedup, Timing, TimingConditions
+from lowprec_check.schema.op_calls import OpCall, to_columns
 from lowprec_check.schema.scan_result import Gap
 from lowprec_check.schema.statements import Statement, milliseconds
 
@@ -335,6 +336,12 @@ def test_worth_it_is_a_verdict_of_its_own(result: ScanResult, worth: str, verdic
     assert render(result, "md").startswith(f"### {sign} {verdict}.")
     assert verdict in " ".join(render(result, "text").split())
     assert "half()" in advice.code  # a way that passes, also where fp32 is better
+
+
+def test_autocast_without_an_op_in_16_bits_is_not_compared() -> None:
+    in_fp32 = to_columns([OpCall(op="aten.topk.default", dtypes="f32")])
+    autocast = msgspec.structs.replace(timed("autocast-bf16", 1.0, 0.3, 3.0, 8), op_calls=in_fp32)
+    assert verdict_of(concluded([FP32, autocast])) == "Stay in fp32: autocast-bf16 computes nothing in 16 bits"
 
 
 def cells(result: ScanResult, name: str) -> list[Any]:

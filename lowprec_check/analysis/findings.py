@@ -85,13 +85,22 @@ class FindingGroup(NamedTuple):
 
     @property
     def what(self) -> str:
-        """The messages with their advice, each with its runs if there are several; advice that is the same for all is at the end."""
-        several, alike = len(self.messages) > 1, len({its.help for its in self.messages}) == 1
-        said = "; ".join(
-            (f"{', '.join(its.runs)}: " if several and its.runs else "") + (its.text if alike else its.full)
+        """The messages with their advice; advice that is the same for all is at the end."""
+        alike, advice = len({its.help for its in self.messages}) == 1, self.messages[0].help
+        return self._said(with_advice=not alike) + (f" → {advice}" if alike and advice else "")
+
+    @property
+    def said(self) -> str:
+        """The messages alone."""
+        return self._said(with_advice=False)
+
+    def _said(self, *, with_advice: bool) -> str:
+        """The messages, each with its runs if there are several."""
+        several = len(self.messages) > 1
+        return "; ".join(
+            (f"{', '.join(its.runs)}: " if several and its.runs else "") + (its.full if with_advice else its.text)
             for its in self.messages
         )
-        return f"{said} → {self.messages[0].help}" if alike and self.messages[0].help else said
 
 
 def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:

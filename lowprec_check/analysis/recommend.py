@@ -109,11 +109,11 @@ def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
         return "faster and smaller" if smaller else "faster"
     if smaller:
         return "smaller"
-    known = told == "slower" or (told == "same" and memory_ratio(run, runs) is not None) or _changes_nothing(run)
+    known = told == "slower" or (told == "same" and memory_ratio(run, runs) is not None) or changes_nothing(run)
     return "nothing" if known else "unknown"
 
 
-def _changes_nothing(run: Run) -> bool:
+def changes_nothing(run: Run) -> bool:
     """Whether autocast is seen to compute no op in 16 bits."""
     if run.evidence != "measured" or not run.is_autocast or not run.complete or run.format is None:
         return False

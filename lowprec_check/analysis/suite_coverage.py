@@ -258,6 +258,7 @@ def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Cov
     if not changed:
         return None
     key = next(iter(changed))
+    advised = next((each for each in changed if _is_autocast(each)), key)  # what helps there helps in a cast too
     return GapChange(
         op=use.op,
         phase=use.phase,
@@ -265,7 +266,7 @@ def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Cov
         tests=side.tests_of(use),
         sources=use.sources,
         reason=reason_of(use.support[key]),
-        fix=fix_of(use, key, side) if sign > 0 else None,
+        fix=fix_of(use, advised, side) if sign > 0 else None,
     )
 
 
@@ -306,10 +307,14 @@ WITHOUT_KERNEL = "compute it in fp32 and cast real results back, or try autocast
 """What to do about an operator that does not run in a dtype, where no model was run: whether its results are complex is not known."""
 
 
+def _is_autocast(key: str) -> bool:
+    precision = PRECISIONS.find(key)
+    return precision is not None and precision.kind == "autocast"
+
+
 def fix_of(use: OpUse, key: str, found: Coverage) -> str:
     """What to do about a gap, and the release of torch that fixes it, if the catalog knows that."""
-    precision = PRECISIONS.find(key)
-    autocast = precision is not None and precision.kind == "autocast"
+    precision, autocast = PRECISIONS.find(key), _is_autocast(key)
     advice = "give it fp32 inputs" if autocast else WITHOUT_KERNEL
     op, phases = use.op, ["forward", "backward"]
     if use.phase == "backward":  # the formula fails, not an operator: the catalog has it by the function

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 from lowprec_check.analysis.recommend import best_of, recommendation_of
 from lowprec_check.analysis.run_summary import candidates
 from lowprec_check.analysis.snippet import convert_targets, prepare
-from lowprec_check.analysis.training_status import first_way, passing_ways
+from lowprec_check.analysis.training_status import first_way, is_timed, passing_ways
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.findings import Prefer, Recommendation
 from lowprec_check.schema.run_key import RunKey
@@ -163,7 +163,7 @@ class Trained(NamedTuple):
 
     @property
     def is_first(self) -> bool:
-        """Whether times and memory of the run are those of this way."""
+        """Whether the status of the run is that of this way."""
         return self.way == first_way(self.run)
 
     @property
@@ -191,7 +191,7 @@ def recommend_training(
     run, way = best
     key = run.key._replace(precision=run.base or run.precision)
     code = training_code(key, result.model, setup, way, run.keep_fp32, run.untied, torch_version=result.torch)
-    return recommendation_of(run, result.runs, prefer, code, way=way.name, is_timed=best.is_first)
+    return recommendation_of(run, result.runs, prefer, code, way=way.name, is_timed=is_timed(run, way.name))
 
 
 def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) -> Trained | None:

@@ -38,6 +38,13 @@ def first_way(run: Run) -> TrainingWay | None:
     return next(iter(ways_tried(run)), None)
 
 
+def is_timed(run: Run, way: str | None) -> bool:
+    """Whether times and memory of ``run`` are those of a ``way`` to train: of the first, on whatever loss scale. True without training."""
+    first = first_way(run)
+    rescaled = first is not None and first.initial_scale is not None and way_named(way or "").trial == "suggested scale"
+    return first is None or way == first.name or rescaled
+
+
 def passing_ways(run: Run) -> list[TrainingWay]:
     """The ways to train in its precision that pass; empty if it was not trained."""
     return [way for way in ways_tried(run) if way.status == "ok"]

@@ -141,8 +141,10 @@ class AtenCatalog:
             return AtenSupport(state=None, applies=False, message=reason)
         found = self._derivative(op) if phase == "backward" else self._alone(op)
         missing = found.kind == "no-backend-kernel" or (found.state is None and self.declared is None)
-        if missing and only_device(op) not in (None, self.device) and not dispatched_elsewhere(op):
-            found = self._of_counterparts(op)  # functions dispatch other ops on this device
+        elsewhere = only_device(op) not in (None, self.device) and not dispatched_elsewhere(op)
+        in_a_cast = self._modes[0] == "forward" and counterpart(op, self.device) is not None
+        if missing and (elsewhere or in_a_cast):
+            found = self._of_counterparts(op)  # functions dispatch other ops on this device, or in 16 bits
         complex_only = overload_name(op).startswith(
             ("_fft_c2c", "_fft_c2r")
         )  # its support in half is that in complex32
@@ -152,7 +154,25 @@ class AtenCatalog:
             return AtenSupport(state=None, message=message)
         if policies is None or self._modes[0] != "autocast":
             return found
+        cast = self._in_fp32(op, policies) if found.state == "some" else []
+        if cast:
+            fails = f"; in {', '.join(found.shown_by)}: {found.message}" if found.shown_by else ""
+            message = f"in {', '.join(cast)}, whose inputs autocast casts to fp32{fails}"
+            return AtenSupport(state="all", autocast="fp32", message=message)
         return msgspec.structs.replace(found, autocast=self._autocast_dtype(op, policies))
+
+    def _in_fp32(self, op: str, policies: Policies) -> list[str]:
+        """The functions that dispatch the op, which is none itself, and run, since autocast casts their inputs to fp32: tests that dispatch
+        ``_linalg_solve_ex`` most likely call ``linalg.solve``.
+        """
+        if self._is_function(op):
+            return []
+        uses = (use for use in self._dispatching[overload_name(op)] if use.mode == "autocast" and use.state == "all")
+        return [use.record.op for use in uses if policies.get(function_name(use.record.op)) == "fp32"]
+
+    def _is_function(self, op: str) -> bool:
+        """Whether users call the op by its name."""
+        return any(self._records_named.get(name.partition(".")[0]) for name in _spellings(op))
 
     def _of_counterparts(self, op: str) -> AtenSupport:
         """The support of what this device dispatches in place of an op of another device: of the worst, if they are several."""
@@ -189,8 +209,8 @@ class AtenCatalog:
         return AtenSupport(state="all")
 
     def _autocast_dtype(self, op: str, policies: Policies) -> AutocastDtype:
-        """The policy of the op; else of the functions it belongs to (``cdist`` for ``_cdist_forward``); else, if it is part of
-        functions of other names only (``convolution``), the one that they share.
+        """The policy of the op; else of the functions it belongs to (``cdist`` for ``_cdist_forward``); none if it is a function itself
+        (``sqrt_``), which users call too; else, if it is part of functions of other names only (``convolution``), the one that they share.
         """
         for name in _spellings(op):
             if own := policies.get(name.partition(".")[0]):
@@ -201,6 +221,8 @@ class AtenCatalog:
         )
         if family:
             return family.most_common(1)[0][0]
+        if self._is_function(op):
+            return "inputs"
         found = {policies.get(function_name(caller), "inputs") for caller in callers}
         return found.pop() if len(found) == 1 else "inputs"
 

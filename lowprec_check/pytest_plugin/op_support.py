@@ -155,8 +155,9 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
     failed = [label(run) for run in low if run.status != "ok"] or [label(run) for run in low]
     torch, device = result.torch.partition("+")[0], result.environment.get("device")
     gaps = sum(len(run.gaps) for run in low)
-    what = "does not pass" if len(low) < len(result.runs) else "does not run"
-    head = f"{result.model.name} {what} in {', '.join(failed)} on {device}, torch {torch}"
+    raised = " does not run" if exception is not None else ""  # else it may handle what a missing kernel raises
+    what = " does not pass" if len(low) < len(result.runs) else raised
+    head = f"{result.model.name}{what} in {', '.join(failed)} on {device}, torch {torch}"
     found = groups(result.diagnostics)
     blocks: list[Block] = [Say(f"{head}: {counted(gaps, 'gap')}" if gaps else head)]
     blocks += [runs_table(result)] if len(low) < len(result.runs) else []

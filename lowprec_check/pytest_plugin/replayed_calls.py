@@ -166,7 +166,7 @@ def with_answer(op: str, support: AtenSupport, answer: ReplayAnswer) -> AtenSupp
     if kind == "timeout" or (kind == "dtype-mismatch" and "backward" in op):
         # a slow machine; or a derivative, whose forward op may return some tensors in another dtype
         return msgspec.structs.replace(support, message=f"not known: {_TRIED} raised {raised.message}")
-    message = f"{raised.message} ({_TRIED} fails)"
+    message = f"{_TRIED} fails: {raised.message}"
     return msgspec.structs.replace(support, state="none", kind=kind, message=message, tried_here=True)
 
 

@@ -147,7 +147,10 @@ def difference_document(found: Difference) -> Document:
             ]
             rows.append(Row([one.op, SHORT[one.dtype], *cells, ", ".join(one.modes)]))
         blocks += [Table(columns, rows, name, headings=2)] if rows else []
-    for name, ops in ((f"only in {found.before}", found.only_before), (f"new in {found.after}", found.only_after)):
+    for name, ops in (
+        (f"measured in {found.before} only", found.only_before),
+        (f"measured in {found.after} only", found.only_after),
+    ):
         blocks += [Say(f"{name}: {', '.join(ops)}", role="hint")] if ops else []
     return Document(title, blocks)
 

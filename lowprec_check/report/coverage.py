@@ -81,7 +81,7 @@ def coverage_document(found: Coverage) -> Document:
 
 def _head(found: Coverage) -> Iterator[Block]:
     """What was recorded and looked up, and the counts of each precision."""
-    used = f"{counted(len(found.ops), 'operator')} used by {counted(len(found.tests), 'test')}"
+    used = f"{counted(len(found.ops), 'operator')} in {counted(len(found.tests), 'test')}"
     yield Say(f"{used} · {found.device}, torch {found.torch}, {found.evidence}")
     if not found.recorded_torch.startswith(f"{found.torch}."):
         yield Say(f"The tests ran with torch {found.recorded_torch}, which the catalog lacks for this device.")
@@ -189,7 +189,7 @@ def change_blocks(changes: Sequence[GapChange]) -> list[Block]:
         lines = [*where, change.reason, f"→ {change.fix}", f"used by {some(change.tests)}"]
         blocks.append(Fold(title, [Say(line, role="item") for line in lines], open=True))
     more = len(changes) - _SHOWN
-    return [*blocks, Say(f"{more:,} more are not shown; the JSON has all.")] if more > 0 else blocks
+    return [*blocks, Say(f"{more:,} more are not shown; a JSON report has all.")] if more > 0 else blocks
 
 
 def verdict(found: CoverageDiff) -> str:

@@ -34,7 +34,7 @@ from lowprec_check.report.runs_table import extra_blocks, runs_table
 from lowprec_check.report.training_blocks import training_blocks
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.scan_result import ScanResult
-from lowprec_check.schema.statements import Statement
+from lowprec_check.schema.statements import Statement, module_name
 
 SHOWN_FINDINGS = 12
 """Groups of findings that a terminal shows."""
@@ -123,7 +123,14 @@ def _shares(result: ScanResult) -> Iterator[Block]:
         kept = sorted(sorted(parts, key=lambda part: -abs(part.share))[:_SHOWN_MODULES], key=lambda part: -part.share)
         rows = [
             Row(
-                [part.name, part.share, measured.get(part.name), part.largest.op, part.largest.source], module=part.name
+                [
+                    part.name or module_name(part.name),
+                    part.share,
+                    measured.get(part.name),
+                    part.largest.op,
+                    part.largest.source,
+                ],
+                module=part.name,
             )
             for part in kept
         ]
@@ -156,9 +163,8 @@ def _findings(result: ScanResult, most: int) -> Iterator[Block]:
     notes = [group for group in found if group.severity == "note"]
     if listed and all(run.status in ("ok", "skipped") for run in candidates(result.runs)):  # they are in the way then
         for group in listed[:most]:
-            said = "; ".join(its.text for its in group.messages)
             lead = f"{group.code} {', '.join(group.short_runs)}"
-            yield Say(f"{said} ({group.where or 'model'})", role="item", lead=lead)
+            yield Say(f"{group.said} ({group.where or 'model'})", role="item", lead=lead)
         yield Fold("Findings in full", [findings_table(listed)], detail="more")
     elif listed:
         yield findings_table(listed, most)

@@ -200,3 +200,8 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     def label(self) -> str:
         """The label of its run, ``half · inductor``."""
         return qualified(self.precision, self.backend, self.memory_format)
+
+    @property
+    def elsewhere(self) -> str:
+        """How a finding names it."""
+        return f"{self.label}{' with the modules in fp32 that the recommendation names' if self.keep_fp32 else ''}"

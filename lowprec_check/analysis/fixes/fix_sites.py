@@ -20,8 +20,6 @@ from lowprec_check.schema.statements import short_op
 MOST_SITES = 12
 """Expressions of one run that are looked at."""
 
-CAST_INPUT_REASON = "the input is cast before the model runs: pass it in fp32, or scale it before the cast"
-
 LEAST_SHARE = 0.03
 """An op that causes a smaller part of the error is not looked at."""
 
@@ -184,9 +182,14 @@ class Sites:
         new = set[ast.AST]()
         for culprit in culprits(run):
             row = culprit.row
+            node: tuple[SourceText, ast.AST] | str
             codes = {each.code for each in about if (each.op, each.source) == (row.op, row.source)}
-            is_cast = row.op.startswith(CAST_INPUT)
-            node = CAST_INPUT_REASON if is_cast else self.located(row)
+            if row.op.startswith(CAST_INPUT):
+                does_not_fit = row.gives_nonfinite or row.flushes  # rounding is relative: no scale changes it
+                scaled = ", or scale it before the cast" if does_not_fit else ""
+                node = f"the input is cast before the model runs: pass it in fp32{scaled}"
+            else:
+                node = self.located(row)
             if isinstance(node, str):
                 key = row.source, short_op(row.op)
                 self.left_alone.setdefault(

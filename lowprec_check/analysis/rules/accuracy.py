@@ -92,7 +92,7 @@ def _mismatch(run: Run) -> Sentence:
         over = "error {error:error} of {output:text} exceeds the tolerance {limit:limit}"
         return say(over, error=run.rel_l2, output=judged_output(run), limit=limit)
     if run.distance is not None:
-        differ = "{share:percent} of the integers differ, over the tolerance {limit:limit}"
+        differ = "{share:percent} of the values differ, over the tolerance {limit:limit}"
         return say(differ, share=run.distance, limit=limit)
     note = say("{note:text}", note=run.notes[0]) if run.notes else None
     return chained(say("the output cannot be compared with that of fp32"), note, between=": ")
@@ -112,7 +112,7 @@ def _instead(run: Run, result: ScanResult) -> str:
     if run.failed_call:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:
-        other = f", or use {best.label}" if best is not None and best.backend != run.backend else ""
+        other = f", or use {best.elsewhere}" if best is not None and best.backend != run.backend else ""
         calibrate = "calibrate on data like that of use: " if calibrates(run.backend) else ""
         return f"{calibrate}see the errors of its layers{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
@@ -310,7 +310,7 @@ def _decided_by_choices(run: Run) -> Sentence | None:
     if not far or in_lockstep > (run.tolerance or 0.0):
         return None
     if error.rel_l2 is None and error.distance is not None:
-        integers = "{share:percent} of the integers differ, but {same:percent} with the same choices in fp32"
+        integers = "{share:percent} of the values differ, but {same:percent} with the same choices in fp32"
         return say(integers, share=error.distance, same=in_lockstep)
     errors = "output error {error:error}, but {same:error} with the same choices in fp32"
     return say(errors, error=error.distance, same=in_lockstep)

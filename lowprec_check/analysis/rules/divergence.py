@@ -101,7 +101,7 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
             trained = f", and train{way_text(best.way)}" if way_text(best.way) else ""
             advice = f"keep the modules in fp32 that the recommendation names{trained}"
         elif best is not None:
-            advice = f"use {best.label}{way_text(best.way)}"
+            advice = f"use {best.elsewhere}{way_text(best.way)}"
         if not told(way, setup):
             message = chained(message, say("{steps:count step} cannot tell whether it trains worse", steps=setup.steps))
         yield Finding(message, run, module, help=advice, severity=None if told(way, setup) else "warning")

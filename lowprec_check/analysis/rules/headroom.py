@@ -215,5 +215,5 @@ def _advice(run: Run, found: InputsTried, result: ScanResult) -> Sentence:
         batches = (found.first_failed or 1) + 1
         search = say("find modules to keep in fp32: lowprec-check plan --inputs-from {batches:number}", batches=batches)
     best = recommended_instead(run, result)
-    instead = say("use {run:text}, which passes on every input tried", run=best.label) if best is not None else None
+    instead = say("use {run:text}, which passes on every input tried", run=best.elsewhere) if best is not None else None
     return chained(instead, search, between="; or ")

@@ -66,14 +66,15 @@ def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
 def emulated_op(result: ScanResult) -> Iterator[Finding]:
     """The op-by-op analysis computed this op in fp32 and rounded the result.
 
-    Observed: the op's own kernel is too slow for the time budget, or crashes the process. The emulated result is that
-    of an ideal kernel, which computes in fp32 and rounds once. Status, output error and time of the run come from a
-    run without instruments, except the error of a model that draws random numbers.
+    Observed: the op's own kernel crashes the process, or it is slow in a run that fails, that one call has judged or
+    that is near the time budget. The emulated result is that of an ideal kernel, which computes in fp32 and rounds once.
+    Status, output error and time of the run come from a run without instruments, except the error of a model that draws
+    random numbers.
 
     Usual causes: those of LP106 (slow kernel) and LP107 (crash).
 
-    What to do: fix that finding, if there is one for this op. If the op is only slow, raise the time budget, or add
-    `--thorough` if the run was judged by one call:
+    What to do: fix that finding, if there is one for this op. If the op is only slow, fix what fails in its run; or raise
+    the time budget, or add `--thorough` if the run was judged by one call:
 
         # before
         lowprec-check scan mymodel.py
@@ -87,6 +88,7 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
                 message = say("computed in fp32 and rounded: {reason:text}", reason=reason)
                 crashes = any(gap.kind == "crash" and gap.op == op for gap in run.gaps)
                 more = "--thorough" if run.judged_by_one_call else "raise the time budget: --budget"
+                more = "fix what fails in this run, and scan again" if run.status == "error" else more
                 advice = "see LP107 of this op" if crashes else more
                 yield Finding(message, run=run, op=op, help=advice, calls=counts[op], timed=not crashes)
 

@@ -90,6 +90,8 @@ def what_recovers(run: Run, result: ScanResult) -> str:
         lost = f"{percent(way.lost_updates)} lost" if way.lost_updates else ""
         figures = ", ".join(filter(None, (lost, bytes_figure(way.state_bytes) if way.state_bytes else "")))
         names.append(f"{way.declared.words} ({figures})" if figures else way.declared.words)
+    if not names and run.is_autocast:
+        return "try a model with weights in fp32, of which autocast casts copies"
     if not names:
         return "try autocast or fp32 master weights, which keep the weights in fp32"
     first = first_way(run)

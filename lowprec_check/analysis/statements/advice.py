@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from lowprec_check.analysis.fixes.fix_sites import culprits, fails
-from lowprec_check.analysis.recommend import SAME_MEMORY, is_gain, passes, recommended_run
+from lowprec_check.analysis.recommend import SAME_MEMORY, changes_nothing, is_gain, passes, recommended_run
 from lowprec_check.analysis.run_summary import (
     CLOSE,
     candidates,
@@ -26,7 +26,7 @@ from lowprec_check.analysis.speed import Speed, is_faster, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_scan, said
 from lowprec_check.analysis.statements.status import NEAR, on_further, passes_but, why
 from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
-from lowprec_check.analysis.training_status import first_way, remedies, way_text
+from lowprec_check.analysis.training_status import is_timed, remedies, way_text
 from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import low_precisions
@@ -78,6 +78,8 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
         saves = "little" if ratio is not None and ratio <= 1 / SAME_MEMORY else "no"
         slower = run is not None and speed(run, result.runs).told == "slower"
         lacks = f"is {'slower' if slower else 'not faster'} and saves {saves} memory"
+        if not slower and run is not None and changes_nothing(run):
+            lacks = "computes nothing in 16 bits"
     yield Said(say("Stay in {fp32:text}: {name:text}{kept:text} {gain:text}", fp32=fp32, **named, gain=lacks), "none")
 
 
@@ -170,11 +172,11 @@ def judged(run: Run, result: ScanResult) -> Made:
     further = on_further(run)
     on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
     if run.rel_l2 is None and not run.distance:
-        equal = say(f"{passes_}: all integers are equal{{what:text}}, on {on}", what=what, batches=batches)
+        equal = say(f"{passes_}: all values are equal{{what:text}}, on {on}", what=what, batches=batches)
         return chained(equal, further)
     part, tried = run.distance / run.tolerance, run.further_inputs is not None and run.further_inputs.tried
     more = "; other inputs can exceed it: try --batches 8" if part >= NEAR and batches == 1 and not tried else ""
-    kind = "{error:percent} of the integers differ" if run.rel_l2 is None else "error {error:error}"
+    kind = "{error:percent} of the values differ" if run.rel_l2 is None else "error {error:error}"
     words = f"{passes_}: {kind}{{what:text}}, {{part:percent}} of the tolerance {{limit:limit}}, on {on}{more}"
     judged = say(words, batches=batches, error=run.distance, what=what, part=part, limit=run.tolerance)
     return Said(chained(judged, further), "warn" if part_of_tolerance(run) >= NEAR else "none")
@@ -186,8 +188,7 @@ def gain(run: Run, result: ScanResult) -> Made:
     best = result.recommendation
     if run is not recommended_run(result) or best is None or result.prediction is not None:
         return None
-    trained = first_way(run)
-    if trained is not None and trained.name != best.way:  # times are those of the first way
+    if not is_timed(run, best.way):
         return None
     found = speed(run, result.runs)
     slow, short = None, run.format.short if run.format else ""
@@ -288,8 +289,7 @@ def also_faster(run: Run, result: ScanResult) -> Made:
     best, found = recommended_run(result), speed(run, result.runs)
     if best is None or run is best or not passes_all(run) or run.is_reference or found.told != "faster":
         return None
-    trained, advised = first_way(best), result.recommendation.way if result.recommendation else None
-    if trained is not None and trained.name != advised:  # times are those of the first way
+    if result.recommendation is not None and not is_timed(best, result.recommendation.way):
         return None
     if not is_faster(found, speed(best, result.runs)) or not found.ratio:
         return None

@@ -92,9 +92,8 @@ def _largest(run: Run) -> Iterator[Sentence]:
         source = f", {part.largest.source}" if part.largest.source else ""
         op = say(" ({rounding:text}{op:op}{source:text})", rounding=rounding, op=part.largest.op, source=source)
         is_of_op = part.largest.share >= part.share / 2  # else others in the module, or that read its results in fp32
-        also = "another {share:share} {module:module} ({whole:share} by itself)"
         if part.by_itself is not None:
-            yield say(also, share=part.share, module=part.name, whole=part.by_itself)
+            yield say("{share:share} {module:module} (in part the same)", share=part.by_itself, module=part.name)
         else:
             named = say("{share:share} {module:module}", share=part.share, module=part.name)
             known = plain(", measured") if mixed and part.is_measured else None

@@ -94,7 +94,7 @@ def _inaccurate(run: Run) -> Sentence:
     if run.distance is None:
         return plain("; ".join(run.notes) or "the error is infinite")
     if run.rel_l2 is None:
-        differ = "{share:percent} of the integers differ, tolerance {limit:percent}"
+        differ = "{share:percent} of the values differ, tolerance {limit:percent}"
         return say(differ, share=run.distance, limit=limit)
     what = f" of the output of {run.compared_module}" if run.compared_module else ""
     what = what or (f" of {judged_output(run)}" if run.compared_output is not None else "")
@@ -109,7 +109,8 @@ def shares(run: Run) -> Sentence | None:
         return None
     parts = main_causes(run, 2) if trusted_budget(run) else []
     words = {True: "{share:share} from {module:module}", False: "about {share:share} from {module:module}"}
-    found = [say(words[part.is_measured], share=part.share, module=part.name) for part in parts]
+    apart = (part for part in parts if part.by_itself is None)
+    found = [say(words[part.is_measured], share=part.share, module=part.name) for part in apart]
     if budget.decisions >= MATTERS:
         found.append(say("{decisions:share} from choices that differ from fp32", decisions=budget.decisions))
     return chained(*found, between=", ") if found else None

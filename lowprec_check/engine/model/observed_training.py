@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import map_tensors
-from lowprec_check.engine.model.call_recorder import UnrepeatableError
+from lowprec_check.engine.model.call_recorder import Node, UnrepeatableError
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
@@ -53,25 +53,34 @@ def sum_of(losses: Sequence[Tensor]) -> Tensor:
     return sum(losses[1:], losses[0])
 
 
+def _made_in(nodes: Sequence[Node]) -> tuple[str, str | None]:
+    """What ``nodes`` compute, in words, and the line that computes it; a number that divides a loss in the end does not count."""
+    functional = [node for node in nodes if getattr(nn.functional, node.name, None) is node.call]
+    is_divided = bool(functional) and nodes[-1].name == "div" and len(nodes[-1].reads) == 1
+    last = nodes[-2 if is_divided else -1]
+    if not functional:
+        return f"the loss of {last.line}", last.line
+    line, of_line = functional[-1].line, f"{functional[-1].name} of {functional[-1].line}"
+    return (of_line if line == last.line else f"the loss of {last.line}, with {of_line}"), last.line
+
+
 class ObservedLoss:
     """``loss(output, *targets)``: what a script computes of the output of ``model``; the targets are what it reads besides."""
 
     def __init__(self, programs: Sequence[Program], model: nn.Module) -> None:
         program = programs[0]
-        functional = [node for node in program.nodes if getattr(nn.functional, node.name, None) is node.call]
-        calls = {node.call for node in functional}
-        self.line = (functional or program.nodes)[-1].line
-        """Where it is computed: ``train.py:12``."""
         of_model = len(program.nodes) == 1
         self.is_returned = of_model or isinstance(model, ScriptStep)
         """Whether the scanned model returns it."""
+        phases: dict[int, list[Node]] = {}
+        for node, phase in zip(program.nodes, program.phases, strict=True):
+            phases.setdefault(phase, []).append(node)
+        made = [_made_in(nodes) for nodes in phases.values()]
+        self.words = "the loss that the model returns" if of_model else " + ".join(words for words, _ in made)
+        self.line = made[-1][1]
+        """Where it is computed: ``train.py:12``."""
         self.setup = () if self.is_returned else (f"# `loss(output)`: what {self.line} computes of the output",)
         """What the words are of, as code."""
-        last = {phase: node for node, phase in zip(program.nodes, program.phases, strict=True) if node.call in calls}
-        of_lines = [f"{node.name} of {node.line}" for node in last.values()]
-        self.words = " + ".join(of_lines) or f"the loss of {self.line}"
-        if of_model:
-            self.words = "the loss that the model returns"
         self._programs, self._model = programs, model
         reads = not isinstance(model, ScriptStep) and (len(programs) > 1 or bool(program.input_keys))
         self.__signature__ = inspect.signature((lambda _output, _target, *_rest: 0) if reads else (lambda _: 0))

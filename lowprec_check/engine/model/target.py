@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -294,8 +295,10 @@ def _unwrapped(target: Target) -> Target:
 
 
 def _initialized(target: Target) -> Target:
-    """A copy of a model with lazy modules, which a call on the inputs initializes."""
-    model = copy.deepcopy(target.model)
+    """A copy of a model with lazy modules, which a call on the inputs initializes; the model itself if torch cannot copy one of them."""
+    model = target.model
+    with contextlib.suppress(ValueError):  # it cannot copy a buffer without values: of a LazyBatchNorm2d
+        model = copy.deepcopy(model)
     try:
         with torch.no_grad(), kept_generators():
             model(*target.args, **target.kwargs)

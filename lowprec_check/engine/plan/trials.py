@@ -269,8 +269,8 @@ class _Search:
             # Keeping submodules in fp32 does not change a failure in the model's own forward.
             own = next(filter(None, (at_fault(run, "") for run in reversed(self.evidence))), None)
             if own is not None:
-                place = f", {own.source}" if own.source else ""
-                reason = f"in the model's own forward, {short_op(own.op or '')} {own.why}{place}"
+                what = f"{short_op(own.op)} {own.why}" if own.op else own.why
+                reason = f"in the model's own forward, {what}{f', {own.source}' if own.source else ''}"
         return f"no plan: fails even with every submodule in fp32 ({reason})"
 
 

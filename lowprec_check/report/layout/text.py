@@ -101,7 +101,8 @@ def _print_sentence(console: Console, block: Say, indent: int) -> None:
 def _print_table(console: Console, block: Table, detail: Detail, indent: int) -> None:
     rows = block.rows[: block.most] if block.most and detail == "first" else block.rows
     left_out = len(block.rows) - len(rows) + block.left_out
-    more = [f"{left_out:,} more rows are not shown; the JSON has all"] if left_out else []
+    rows_are = "row is" if left_out == 1 else "rows are"
+    more = [f"{left_out:,} more {rows_are} not shown; a JSON report has all"] if left_out else []
     if len(block.columns) == 1:  # a list
         for line in [*(cell_text(row.cells[0], block.columns[0].type) for row in rows), *more]:
             console.print(Padding(Text(line), (0, 0, 0, indent + 2)))
