@@ -13,16 +13,19 @@ from torch import Tensor, nn
 
 from lowprec_check import scan
 from lowprec_check.analysis.conclusion import conclude
+from lowprec_check.analysis.fixes.fix_sites import culprits
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import in_fp32, verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import why
+from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer
 from lowprec_check.report.registry import render
 from lowprec_check.schema.backend_checks import CompilerCheck
 from lowprec_check.schema.findings import Recommendation
-from lowprec_check.schema.measures import Ablation, BatchRanges, InputsTried
+from lowprec_check.schema.measures import Ablation, BatchRanges, InputsTried, LayerError
 from lowprec_check.schema.op_calls import OpCall, to_columns
+from lowprec_check.schema.plan import Attempt
 from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, Run, ScanResult
 from lowprec_check.schema.statements import out_of
 from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
@@ -524,3 +527,47 @@ def test_an_op_that_mixes_dtypes_in_a_cast_model_is_not_said_to_lack_a_kernel() 
     result = scan(Mixed(), torch.randn(4, 8), precisions=["half", "autocast-fp16"], plan=False, times="off")
     assert [d.code for d in found(result, "LP103")] == ["LP103"]
     assert found(result, "LP402") == []
+
+
+def test_errors_of_layers_are_no_cause_where_they_are_small() -> None:
+    def advice(largest: float) -> str:
+        layers = [LayerError(module="0", op="linear", local=largest, accumulated=largest)]
+        run = a_run(
+            "fp32",
+            "inaccurate",
+            backend="int8",
+            output_error=ErrorStats(max_abs=0.3, rel_l2=0.3, cosine=0.9, sqnr_db=10.0),
+            tolerance=0.1,
+        )
+        [found] = helps(a_result(msgspec.structs.replace(run, layer_errors=layers)), "LP301", "fp32")
+        return found or ""
+
+    assert "see the errors of its layers" in advice(0.2)
+    assert "docs/int8.md" in advice(0.02)
+
+
+def test_what_no_line_of_the_user_calls_is_at_the_line_of_the_model_only_if_it_is_in_the_model() -> None:
+    info = msgspec.structs.replace(INFO, source="net.py:7")
+    for module, phase, line in (("0", None, "net.py:7"), ("<CrossEntropyLoss>", None, None), ("", "optimizer", None)):
+        gap = msgspec.structs.replace(a_gap(), module=module, phase=phase)
+        result = msgspec.structs.replace(a_result(a_run("half", "error", gaps=[gap])), model=info)
+        assert [d.source for d in diagnose(result, select=["LP101"])] == [line]
+
+
+def test_no_op_is_blamed_for_an_exception_of_the_model() -> None:
+    rows = to_columns([OpCall(op="aten.addmm.default", local_error=1e-3, source="net.py:9")])
+    assert culprits(a_run("half", "inaccurate", op_calls=rows))
+    assert not culprits(a_run("half", "error", op_calls=rows, exception=ExceptionInfo(type="ValueError", message="no")))
+
+
+def test_a_base_that_is_slower_than_a_plan_is_shown_on_the_batch_on_which_it_fails() -> None:
+    def timed(status: str, ms: float) -> Run:
+        return a_run("half", status, latency_ms=ms)
+
+    plan = Proposal(attempt=Attempt(base="bfloat16", status="ok", why="", outcome="passes"), run=timed("ok", 10.0))
+    proposer = Proposer([], Objective(FP32), Limits())
+    found = proposer.propose([timed("ok", 30.0), timed("inaccurate", 30.0)], best_so_far=plan).attempt
+    assert (found.status, found.outcome) == (
+        "inaccurate",
+        "not searched: a call takes 3.0 times as long as with the plan found",
+    )

@@ -242,6 +242,7 @@ def test_what_ends_far_from_fp32_fails(call: Call, tmp_path: Path) -> None:
     done = call("fix", file, "-q", "--train", folder=tmp_path)
     assert done.returncode == 1
     assert "No known fault was seen" in done.stdout
+    assert "lowprec-check scan --train tries other loss scales" in done.stdout
 
 
 @pytest.mark.slow

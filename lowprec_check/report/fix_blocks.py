@@ -83,7 +83,8 @@ def _of_script(fixing: Fixing, script: ScriptProof) -> tuple[str, Tone]:
     if fixing.passes:
         return f"Nothing to fix: {what} {before}.", "good"
     found = "No change was found" if fixing.left_alone else "No known fault was seen, so nothing is changed"
-    return f"{found}: {what} {before}.{tolerance}", "bad"
+    others = " lowprec-check scan --train tries other loss scales and ways to train."
+    return f"{found}: {what} {before}.{tolerance}{others}", "bad"
 
 
 def _verdict(fixing: Fixing) -> tuple[str, Tone]:

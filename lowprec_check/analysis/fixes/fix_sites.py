@@ -143,7 +143,7 @@ def culprits(run: Run) -> list[Culprit]:
     if run.status in ("error", "crashed", "timeout") and run.gaps:
         return list(_failing(run, rows))
     found = [Culprit(row, number=row.vanished) for row in rows if row.vanished is not None or row.flushes]
-    if run.status == "nonfinite":
+    if run.status in ("nonfinite", "error", "crashed", "timeout"):  # of what raises without a gap, no op is to blame
         found += [Culprit(row) for row in rows if row.gives_nonfinite]
     else:
         shares = [row for row in rows if (row.share or 0.0) >= LEAST_SHARE or row.gives_nonfinite]

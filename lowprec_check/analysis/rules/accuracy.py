@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 
@@ -114,7 +115,11 @@ def _instead(run: Run, result: ScanResult) -> str:
     if run.is_quantized:
         other = f", or use {best.elsewhere}" if best is not None and best.backend != run.backend else ""
         calibrate = "calibrate on data like that of use: " if calibrates(run.backend) else ""
-        return f"{calibrate}see the errors of its layers{other}"
+        layers = f"{calibrate}see the errors of its layers"
+        largest = max((layer.accumulated or 0.0 for layer in run.layer_errors), default=math.inf)
+        if largest < (run.rel_l2 or 0.0) / 2:  # then it is not theirs
+            layers = "the errors of its layers are smaller: see what docs/int8.md says of int8 without VNNI"
+        return f"{layers}{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
     passing = best if best is not None and not best.keep_fp32 else None

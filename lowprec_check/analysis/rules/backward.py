@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 
-from lowprec_check.analysis.rules.registry import Finding, rule
+from lowprec_check.analysis.rules.registry import Finding, line_of, rule
 from lowprec_check.analysis.rules.relevance import passing_elsewhere
 from lowprec_check.analysis.training_status import first_way, told, trained_runs
 from lowprec_check.schema.axes import device_type
@@ -150,7 +150,7 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
             "{what:text} originates in {op:op}, whose inputs are finite",
             "NaN" if first.introduced_nan else "Inf",
         )
-        message, source = chained(message, say(origin, what=what, op=first.op)), first.source or result.model.source
+        message, source = chained(message, say(origin, what=what, op=first.op)), line_of(first, result)
         yield Finding(message, run, first.module, first.op, source, help=advice, severity=severity)
 
 

@@ -15,6 +15,7 @@ from lowprec_check.catalog.answers import find_fix
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
 from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.registry import modules_in
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult, Severity
@@ -135,6 +136,12 @@ def rule(code: str, name: str, severity: Severity, *, timed: bool = False) -> Ca
 def low_runs(result: ScanResult) -> Iterator[Run]:
     """All runs but the reference."""
     return (run for run in result.runs if not run.is_reference)
+
+
+def line_of(at: Gap | OpCall, result: ScanResult) -> str | None:
+    """Its line; where none of the user's calls it, that of the model, unless it is in a loss or in an optimizer."""
+    is_outside = (at.module or "").startswith("<") or at.phase == "optimizer"
+    return at.source or (None if is_outside else result.model.source)
 
 
 def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:

@@ -18,7 +18,7 @@ from lowprec_check.analysis.error_shares import (
     share_sentence,
     trusted_budget,
 )
-from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, low_runs
+from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, line_of, low_runs
 from lowprec_check.analysis.run_summary import candidates, passes_all
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.findings import Recommendation
@@ -72,7 +72,7 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 run,
                 gap.module,
                 gap.op,
-                gap.source or result.model.source,
+                line_of(gap, result),
                 help="; ".join(filter(None, (advice, fix))),
                 calls=gap.calls,
                 severity="note" if caught else None,
@@ -131,7 +131,7 @@ def place_finding(
     result: ScanResult, run: Run, row: OpCall, calls: int, message: Sentence, help: Sentence | str | None = None
 ) -> Finding:
     """A finding at the place of an op call; ``help`` is about one in the forward pass."""
-    source, advice = row.source or result.model.source, _advice(row.phase, run, help)
+    source, advice = line_of(row, result), _advice(row.phase, run, help)
     return Finding(_in_phase(row.phase, message), run, row.module, row.op, source, help=advice, calls=calls)
 
 

@@ -204,7 +204,7 @@ class ObservedSteps:
         """What the first step does differently from a scan, as notes."""
         made = [f"under autocast to {str(dtype).removeprefix('torch.')}" for dtype in program.autocasts]
         if self.first[0].scale != 1.0:
-            made.append(f"with a GradScaler at {self.first[0].scale:g}")
+            made.append(f"with a GradScaler, at {self.first[0].scale:g} in the step observed")
         if made:
             yield f"the script trains {' and '.join(made)}: fp32 is trained without"
         if len(program.losses) > len(program.plan):

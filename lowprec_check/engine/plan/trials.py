@@ -28,7 +28,7 @@ from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import short_op, some
 
 SLOWER = 1.5
-"""A base at least this many times slower than a plan already found is not searched."""
+"""A base at least this many times slower than a plan already found is not searched, unless its calls are short."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,9 +114,10 @@ class Proposer:
             outcome = "not searched: its output cannot be compared, so no plan can be proven"
             return Proposal(attempt=_attempt(base, outcome=outcome))
         known = best_so_far.run.latency_ms if best_so_far is not None and best_so_far.run is not None else None
-        if known is not None and base.latency_ms is not None and base.latency_ms > SLOWER * known:
-            outcome = f"not searched: {base.latency_ms / known:.1f} times as slow as the plan found"
-            return Proposal(attempt=_attempt(base, outcome=outcome))
+        if known is not None and base.latency_ms is not None and base.latency_ms > max(SHORT_MS, SLOWER * known):
+            failing = next((run for run in runs if not self.objective.reached(run)), base)
+            outcome = f"not searched: a call takes {base.latency_ms / known:.1f} times as long as with the plan found"
+            return Proposal(attempt=_attempt(failing, outcome=outcome))
         return _Search(self, runs).propose()
 
     def propose_each(self, bases: Iterable[Sequence[Run]]) -> Iterator[Proposal]:
