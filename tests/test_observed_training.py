@@ -147,7 +147,7 @@ def test_steps_in_mixed_precision_are_made_again(here: Path, write: Write, how: 
     assert target.observed is not None
     assert len(target.observed.batches) == 3
     notes = " ".join(target.notes)
-    assert ("autocast to bfloat16" in notes, "GradScaler at 65536" in notes) == ("autocast" in how, scaler)
+    assert ("autocast to bfloat16" in notes, "GradScaler, at 65536" in notes) == ("autocast" in how, scaler)
     assert "clip_grad_norm_(parameters, 0.1)" in notes
 
 
