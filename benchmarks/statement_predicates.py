@@ -458,6 +458,16 @@ def _how_known(c: Case, text: str) -> bool:
     }[text.removeprefix(", ")]()
 
 
+_PASSES_TOO: dict[str, Claim] = {
+    "passes too": lambda c: c.run["status"] == "ok",
+    "{ratio} as fast as fp32": lambda c, ratio: c.speed()[0] == "faster" and same(ratio, c.speed()[1]),
+    "saves {share} of the peak memory": lambda c, share: same(share, 1 - c.memory()) and share >= 0.1,
+    "but some ops lack a kernel in another cast of the model": lambda c: any(c.of(run).no_kernel() for run in c.low),
+    "but its weights are in {format}": lambda c, format: c.format is not None and c.format.short == format,
+    "rounding loses {lost} of their updates": lambda c, lost: same(lost, c.first["lost_updates"]),
+}
+
+
 _SHARES: dict[str, Claim] = {
     "{share} {module} ({rounding}{op}{source})": lambda c, share, module, **largest: c.share(module, share, **largest),
     "{share} {module}": lambda c, share, module: c.share(module, share),
@@ -705,13 +715,8 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     "not-chosen": _FAILURE,
     "failure": _FAILURE,
     "passing-ways": {"passes with {ways}": _names_of_ways, "with {way}": lambda c, way: WAYS[c.first["name"]] == way and c.run["status"] == "ok", "after {done} of {steps}": lambda c, done, steps: 0 < done == len(c.first["losses"]) - 1 < steps == c.setup["steps"]},
-    "also-faster": {
-        "passes too": lambda c: c.run["status"] == "ok",
-        "{ratio} as fast as fp32": lambda c, ratio: c.speed()[0] == "faster" and same(ratio, c.speed()[1]),
-        "but some ops lack a kernel in another cast of the model": lambda c: any(c.of(run).no_kernel() for run in c.low),
-        "but its weights are in {format}": lambda c, format: c.format is not None and c.format.short == format,
-        "rounding loses {lost} of their updates": lambda c, lost: same(lost, c.first["lost_updates"]),
-    },
+    "also-faster": _PASSES_TOO,
+    "also-smaller": _PASSES_TOO,
     "margin": {"near its limit: {part} of the tolerance": lambda c, part: same(part, (c.error or 0) / c.run["tolerance"]) and 0.5 <= part <= 1},
     "compared-module": {"compared by the output of {module}": lambda c, module: c.run["compared_module"] == module},
     "failed-while-timed": {"{text}": lambda c, text: text in c.run["notes"]},

@@ -18,6 +18,7 @@ from training_cases import LOSSES, MODEL, SETUP, STEPS, UNSCALE, a_result, a_tra
 from lowprec_check import scan
 from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.training_advice import training_code
 from lowprec_check.schema.findings import Recommendation
@@ -383,6 +384,20 @@ def test_autocast_is_recommended_before_a_cast() -> None:
     assert "No GradScaler" in best.reason
     assert said(conclude(a_result(cast, autocast)), "also-faster") == [
         "bfloat16: passes too, 5.0 times as fast as fp32, but its weights are in bf16: rounding loses 20 % of their updates"
+    ]
+
+
+def test_a_cast_that_saves_memory_is_named_where_autocast_gains_nothing() -> None:
+    ways = a_way(lost_updates=0.2)
+    fp32 = {"peak_memory_bytes": 8 << 20}
+    autocast = a_trained("autocast-bf16", latency_ms=40.0, peak_memory_bytes=8 << 20)
+    result = a_result(a_trained("bfloat16", ways, latency_ms=10.0, peak_memory_bytes=4 << 20), autocast)
+    result = conclude(
+        msgspec.structs.replace(result, runs=[msgspec.structs.replace(result.runs[0], **fp32), *result.runs[1:]])
+    )
+    assert verdict(result).startswith("Stay in fp32: autocast-bf16 is slower")
+    assert said(result, "also-smaller") == [
+        "bfloat16: passes too, saves 50 % of the peak memory, but its weights are in bf16: rounding loses 20 % of their updates"
     ]
 
 

@@ -262,7 +262,7 @@ def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
         yield Say(its.text, role="item", lead=f"{'Not ' if best is not None else ''}{', '.join(its.runs)}")
     if more := sum(len(its.runs) for its in against[_SHOWN_OTHERS:]):
         yield Say(f"The table of runs says why the {'other fails' if more == 1 else 'others fail'}.", role="item")
-    for its in of_kind.get("also-faster", ()):
+    for its in (*of_kind.get("also-faster", ()), *of_kind.get("also-smaller", ())):
         yield Say(its.text, role="item", lead=", ".join(its.runs))
     if best is None:
         return

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 
 from lowprec_check.analysis.fixes.fix_sites import culprits, fails
-from lowprec_check.analysis.recommend import SAME_MEMORY, changes_nothing, is_gain, passes, recommended_run
+from lowprec_check.analysis.recommend import SAME_MEMORY, SMALLER, changes_nothing, is_gain, passes, recommended_run
 from lowprec_check.analysis.run_summary import (
     CLOSE,
     candidates,
@@ -293,11 +293,25 @@ def also_faster(run: Run, result: ScanResult) -> Made:
         return None
     if not is_faster(found, speed(best, result.runs)) or not found.ratio:
         return None
+    return _passes_too(say("passes too, {ratio:times} as fast as fp32", ratio=found.ratio), run, best, result)
+
+
+@per_run("also-smaller", "advice", disproof="measuring the peak again")
+def also_smaller(run: Run, result: ScanResult) -> Made:
+    """A run that passes and takes less memory than fp32, where the recommended one gains nothing over fp32."""
+    best, ratio = recommended_run(result), memory_ratio(run, result.runs)
+    gains = result.recommendation is None or result.recommendation.worth != "nothing"
+    if best is None or gains or run is best or not passes_all(run) or ratio is None or ratio > SMALLER:
+        return None
+    return _passes_too(say("passes too, saves {share:share} of the peak memory", share=1 - ratio), run, best, result)
+
+
+def _passes_too(gain: Sentence, run: Run, best: Run, result: ScanResult) -> Sentence:
+    """What ``run`` gains, and why ``best`` is named nevertheless."""
     lacking = any(missing_kernels(other) for other in result.runs if is_cast(other))
     is_unsafe = lacking and is_cast(run) and not is_cast(best)
-    unsafe = ", but some ops lack a kernel in another cast of the model" if is_unsafe else ""
-    faster = say(f"passes too, {{ratio:times}} as fast as fp32{unsafe}", ratio=found.ratio)
-    return chained(faster, drawback(run), between=", ")
+    unsafe = plain("but some ops lack a kernel in another cast of the model") if is_unsafe else None
+    return chained(gain, unsafe, drawback(run), between=", ")
 
 
 @per_run("slower-than", "advice")
