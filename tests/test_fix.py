@@ -321,6 +321,17 @@ def test_chosen_changes_are_tried_and_written(
 
 
 @pytest.mark.slow
+def test_a_change_is_said_to_cast_back_only_if_the_patch_does(call: Call, tmp_path: Path) -> None:
+    outputs = "h / (h.norm(dim=-1, keepdim=True) + 1e-8), torch.log(h.sum(-1) + 1e-9), torch.cosine_similarity(h, h.roll(1, 0))"
+    body = f"h = torch.relu(self.fc(x)) * (x[:, :1] > 0)\nreturn {outputs}"
+    found = fixed(call, write(tmp_path, body, head=HEAD, tail=TAIL), "-p", "half")
+    assert found.passes
+    said = {(its.op or "").partition(".")[0]: its.why for its in found.changes}
+    assert said["add"] == "computed in fp32", "what reads it casts back"
+    assert said["div"] == said["log"] == "computed in fp32 and cast back"
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["half", "bfloat16"])
 def test_an_input_that_16_bits_cannot_hold_is_explained(call: Call, tmp_path: Path, precision: str) -> None:
     """Time stamps: Inf in fp16, multiples of 512 in bf16."""

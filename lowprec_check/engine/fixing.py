@@ -374,7 +374,7 @@ class _Search:
         runs = trial.runs if trial is not None else []
         passes = bool(runs) and not distance_of(runs)[0] if self.failing else True
         patched = self.patched({each.site.node: each for each in ordered}) if ordered else {}
-        changes = [change_of(chosen.site, chosen.fix) for chosen in ordered]
+        changes = [change_of(chosen.site, chosen.fix, [its.fix for its in ordered]) for chosen in ordered]
         return Fixing(
             tool=f"lowprec-check {version()}",
             target=self.spec.name,

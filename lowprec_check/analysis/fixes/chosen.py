@@ -60,8 +60,9 @@ def shown_path(path: Path) -> str:
     return str(path).lstrip(os.sep) if shown.startswith("..") else shown
 
 
-def change_of(site: Site, fix: SourceFix) -> SourceChange:
-    """The lines that a change alone changes."""
+def change_of(site: Site, fix: SourceFix, beside: Iterable[SourceFix] = ()) -> SourceChange:
+    """The lines that a change alone changes. What it casts back and one ``beside`` it would widen again stays in fp32 in the patch."""
+    stays = fix.back is not None and any(fix.back[0] in other.widened for other in beside)
     old, new = (
         lines_of(text).texts for text in (site.source.text, edited(site.source.text, compose(site.source, [fix])))
     )
@@ -75,7 +76,7 @@ def change_of(site: Site, fix: SourceFix) -> SourceChange:
         end_line=max(last[2], first[1] + 1),
         before="".join(old[first[1] : last[2]]),
         after="".join(new[first[3] : last[4]]),
-        why=fix.why,
+        why=fix.why.replace(" and cast back", "") if stays else fix.why,
         codes=tuple(sorted(site.codes)),
         op=op if op not in ("", "to_copy") else None,  # a cast is not what is computed in fp32
         precisions=tuple(sorted(site.precisions)),
