@@ -20,9 +20,12 @@ from lowprec_check.analysis.fixes.fix_sites import culprits, fails
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText, edited, moved
 from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.fixing import Fixing
+from lowprec_check.report.fix_blocks import fix_document
+from lowprec_check.report.layout.text import text
+from lowprec_check.schema.fixing import Fixing, Proven, SourceChange
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import short_op
+from lowprec_check.schema.verdict import Status
 
 HEAD = """\
 import torch
@@ -428,3 +431,13 @@ def test_a_function_of_its_own_gradient_computes_in_fp32_under_autocast(call: Ca
     assert found.gradients_equal
     assert [change.kind for change in found.changes] == ["custom_fwd"]
     assert "custom_bwd" in found.diff
+
+
+@pytest.mark.parametrize(
+    ("after", "says"), [("ok", "half still fails on further inputs."), ("inaccurate", "half still fails.")]
+)
+def test_where_a_patch_that_comes_nearest_fails(after: Status, says: str) -> None:
+    change = SourceChange(kind="fp32", file="net.py", line=1, end_line=1, before="", after="", why="")
+    proven = Proven(precision="half", before="inaccurate", after=after, further=4, further_failed=2)
+    found = Fixing(tool="t", target="net.py", device="cpu", due=True, passes=False, changes=[change], proven=[proven])
+    assert f"1 change comes nearest: {says}" in " ".join(text(fix_document(found, "Net")).split())

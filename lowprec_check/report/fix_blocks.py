@@ -91,7 +91,7 @@ def _verdict(fixing: Fixing) -> tuple[str, Tone]:
     if fixing.script is not None:
         return _of_script(fixing, fixing.script)
     names = ", ".join(its.precision for its in fixing.proven)
-    failing = ", ".join(its.precision for its in fixing.proven if its.after != "ok" or its.further_failed)
+    failing = [its for its in fixing.proven if its.after != "ok" or its.further_failed]
     if not fixing.proven:
         return "Nothing to fix: each precision passes.", "good"
     if not fixing.due:
@@ -99,10 +99,10 @@ def _verdict(fixing: Fixing) -> tuple[str, Tone]:
     what = counted(len(fixing.changes), "change")
     if fixing.passes:
         return f"With {what}, {names} {'pass' if len(fixing.proven) > 1 else 'passes'}.", "good"
-    return (
-        f"{what[:1].upper()}{what[1:]} come nearest: {failing} still {'fail' if ',' in failing else 'fails'}.",
-        "warn",
-    )
+    fail = "fail" if len(failing) > 1 else "fails"
+    where = " on further inputs" if all(its.after == "ok" for its in failing) else ""
+    nearest = f"{what} {'come' if len(fixing.changes) > 1 else 'comes'} nearest"
+    return f"{nearest}: {', '.join(its.precision for its in failing)} still {fail}{where}.", "warn"
 
 
 def _bits(fixing: Fixing) -> str:
