@@ -311,6 +311,15 @@ def test_a_transform_in_half_runs_where_cuda_runs_it(inference: bool) -> None:
     assert run.gaps == []
 
 
+@pytest.mark.parametrize("training", [False, True])
+def test_a_condition_holds_for_arguments_that_a_call_leaves_out(training: bool) -> None:
+    def function(x: torch.Tensor) -> torch.Tensor:
+        return torch.rrelu(x, training=True) if training else torch.rrelu(x)
+
+    run = predicted(Calls(function), X, "cpu", precisions="half").run("half")
+    assert (run.status, len(run.gaps)) == (("error", 1) if training else ("ok", 0))
+
+
 def test_a_gap_says_what_it_rests_on() -> None:
     run = predicted(
         Calls(lambda x: torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist")), X, precisions="half"

@@ -182,7 +182,8 @@ def _fails_here(name: str, call: DispatchedCall, inputs: list[Tensor], condition
     if name in _FFT:
         return any(size & (size - 1) for size in _transformed(name, call))
     verb, _, terms = (condition or "").partition(" where ")
-    holds = _all_hold(terms.split(" and "), call.named) if verb in ("fails", "runs only") else None
+    defaults = {its.name: its.default_value for its in call.func._schema.arguments if its.has_default_value()}
+    holds = _all_hold(terms.split(" and "), defaults | call.named) if verb in ("fails", "runs only") else None
     return any(tensor.numel() for tensor in inputs) if holds is None else holds == (verb == "fails")
 
 
