@@ -393,8 +393,8 @@ def _gains(c: Case, gain: str, prefer: str) -> bool:
                 "is slower": speed == "slower",
                 "is not faster": speed in ("slower", "same"),
                 "computes nothing in 16 bits": not any(c.format.mark in dtypes for dtypes in c.run["op_calls"]["dtypes"]),
-                "saves no memory": memory is None or memory > 1 / 1.05,
-                "saves little memory": memory is None or memory > 0.9,
+                "saves no memory": memory is not None and memory > 1 / 1.05,
+                "saves little memory": memory is not None and memory > 0.9,
             }.get(part.strip(), False)
         )
         if not right:

@@ -338,6 +338,11 @@ def test_worth_it_is_a_verdict_of_its_own(result: ScanResult, worth: str, verdic
     assert "half()" in advice.code  # a way that passes, also where fp32 is better
 
 
+def test_memory_that_was_not_measured_is_not_said_to_be_the_same() -> None:
+    slow = msgspec.structs.replace(timed("half", 0.5, 0.4, 0.6), peak_memory_bytes=None)
+    assert verdict_of(concluded([FP32, slow])) == "Stay in fp32: half is slower"
+
+
 def test_autocast_without_an_op_in_16_bits_is_not_compared() -> None:
     in_fp32 = to_columns([OpCall(op="aten.topk.default", dtypes="f32")])
     autocast = msgspec.structs.replace(timed("autocast-bf16", 1.0, 0.3, 3.0, 8), op_calls=in_fp32)
