@@ -154,16 +154,16 @@ class AtenCatalog:
             return AtenSupport(state=None, message=message)
         if policies is None or self._modes[0] != "autocast":
             return found
-        cast = self._in_fp32(op, policies) if found.state == "some" else []
-        if cast:
+        in_fp32 = self._run_in_fp32(op, policies) if found.state == "some" else []
+        if in_fp32:
             fails = f"; in {', '.join(found.shown_by)}: {found.message}" if found.shown_by else ""
-            message = f"in {', '.join(cast)}, whose inputs autocast casts to fp32{fails}"
+            message = f"in {', '.join(in_fp32)}, whose inputs autocast casts to fp32{fails}"
             return AtenSupport(state="all", autocast="fp32", message=message)
         return msgspec.structs.replace(found, autocast=self._autocast_dtype(op, policies))
 
-    def _in_fp32(self, op: str, policies: Policies) -> list[str]:
-        """The functions that dispatch the op, which is none itself, and run, since autocast casts their inputs to fp32: tests that dispatch
-        ``_linalg_solve_ex`` most likely call ``linalg.solve``.
+    def _run_in_fp32(self, op: str, policies: Policies) -> list[str]:
+        """The functions that autocast runs in fp32 and that dispatch the op, if users cannot call the op itself: a test that dispatches
+        ``_linalg_solve_ex`` most likely calls ``linalg.solve``.
         """
         if self._is_function(op):
             return []

@@ -27,7 +27,11 @@ from lowprec_check.schema.statements import counted, short_op
 from lowprec_check.schema.verdict import LOOKS, look
 
 _MOST_OPS = 30
-_HOW_TO_READ = "A run that passes or is inaccurate shows the error of its output against fp32 (relative L2){}; one that fails its first op without a kernel and the number of further ones."
+_HOW_TO_READ = (
+    "A run that passes or is inaccurate shows the error of its output against fp32 (relative L2){}; "
+    "one that fails its first op without a kernel and the number of further ones."
+)
+_TIMED = " and its speed against fp32, timed while other work may have run"
 _PREDICTED = "Predicted: emulated on a CPU, nothing ran on that device."
 
 
@@ -66,11 +70,7 @@ def matrix_document(
         rows = [Row([*found, number]) for found, number in missing.most_common(_MOST_OPS)]
         blocks += [Heading("Ops without a kernel"), Table(heads, rows, "ops without a kernel")]
     if scanned:
-        timed = (
-            " and its speed against fp32, timed while other work may have run"
-            if any(cell.time for cell in cells)
-            else ""
-        )
+        timed = _TIMED if any(cell.time for cell in cells) else ""
         predicted = [_PREDICTED] if any(cell.evidence == "predicted" for cell in cells) else []
         blocks += [Heading("Models"), Say(" ".join([_HOW_TO_READ.format(timed), *predicted]), role="hint")]
         blocks.append(_models(scanned, columns, name_of, pages))

@@ -168,6 +168,14 @@ def _failing(run: Run, rows: list[OpCall]) -> Iterator[Culprit]:
         yield from (Culprit(row, gap.kind == "dtype-mismatch", gap.constant) for row in known)
 
 
+def _why_cast(row: OpCall) -> str:
+    """Why the cast of an input is left alone."""
+    does_not_fit = row.gives_nonfinite or row.flushes  # rounding is relative: no scale changes it
+    return "the input is cast before the model runs: pass it in fp32" + (
+        ", or scale it before the cast" if does_not_fit else ""
+    )
+
+
 class Sites:
     """The expressions that the runs of a scan point at, by file; the scan may be of a patched source."""
 
@@ -182,14 +190,8 @@ class Sites:
         new = set[ast.AST]()
         for culprit in culprits(run):
             row = culprit.row
-            node: tuple[SourceText, ast.AST] | str
             codes = {each.code for each in about if (each.op, each.source) == (row.op, row.source)}
-            if row.op.startswith(CAST_INPUT):
-                does_not_fit = row.gives_nonfinite or row.flushes  # rounding is relative: no scale changes it
-                scaled = ", or scale it before the cast" if does_not_fit else ""
-                node = f"the input is cast before the model runs: pass it in fp32{scaled}"
-            else:
-                node = self.located(row)
+            node = _why_cast(row) if row.op.startswith(CAST_INPUT) else self.located(row)
             if isinstance(node, str):
                 key = row.source, short_op(row.op)
                 self.left_alone.setdefault(

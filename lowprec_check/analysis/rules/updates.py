@@ -91,7 +91,7 @@ def what_recovers(run: Run, result: ScanResult) -> str:
         figures = ", ".join(filter(None, (lost, bytes_figure(way.state_bytes) if way.state_bytes else "")))
         names.append(f"{way.declared.words} ({figures})" if figures else way.declared.words)
     if not names and run.is_autocast:
-        return "try a model with weights in fp32, of which autocast casts copies"
+        return "keep the weights in fp32: autocast casts copies of them"
     if not names:
         return "try autocast or fp32 master weights, which keep the weights in fp32"
     first = first_way(run)

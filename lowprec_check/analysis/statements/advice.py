@@ -77,10 +77,11 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
         ratio = memory_ratio(run, result.runs) if run is not None else None
         saves = "little" if ratio is not None and ratio <= 1 / SAME_MEMORY else "no"
         slower = run is not None and speed(run, result.runs).told == "slower"
-        lacks = f"is {'slower' if slower else 'not faster'}"
-        lacks += f" and saves {saves} memory" if ratio is not None else ""
-        if not slower and run is not None and changes_nothing(run):
+        if run is not None and not slower and changes_nothing(run):
             lacks = "computes nothing in 16 bits"
+        else:
+            memory = f" and saves {saves} memory" if ratio is not None else ""
+            lacks = f"is {'slower' if slower else 'not faster'}{memory}"
     yield Said(say("Stay in {fp32:text}: {name:text}{kept:text} {gain:text}", fp32=fp32, **named, gain=lacks), "none")
 
 

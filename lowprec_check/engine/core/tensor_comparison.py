@@ -262,7 +262,7 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool) -> TensorComparison:
-    """The comparison in fp64, over finite values; one wait for an accelerator, one before for what is often all zeros, and one for the small values."""
+    """The comparison in fp64, over finite values; it waits for an accelerator up to three times: for all zeros, for sums, for small values."""
     if not any(torch.stack([tensor.any() for tensor in (out, *references)]).tolist()):
         nothing = 0.0 if count_flushed and references else None
         return TensorComparison(

@@ -130,10 +130,8 @@ class FurtherCalls:
                 except BaseException as error:
                     reraise_interrupt(error)
             if values is None or outputs is None or not all(map(is_finite, outputs)):
-                left_out, reason = (
-                    left_out + 1,
-                    "on further inputs fp32 fails or gives NaN or Inf, or they have other shapes",
-                )
+                left_out += 1
+                reason = "on further inputs fp32 fails or gives NaN or Inf, or they have other shapes"
             else:
                 size += sum(tensor.numel() * tensor.element_size() for tensor in (*values, *outputs))
                 if size > LARGEST:
