@@ -438,7 +438,8 @@ _GAIN: dict[str, Claim] = {
         c,
         {
             "it is about as fast as fp32": lambda c: c.speed()[0] == "same",
-            "its times varied too much": lambda c: c.speed()[0] == "noisy",
+            "its times varied too much": lambda c: c.speed()[0] == "noisy" and c.run["latency"]["samples"] > 1,
+            "it was called too seldom": lambda c: c.speed()[0] == "noisy" and not c.run["latency"]["speedup"]["rounds"],
             "its calls are too short": lambda c: c.speed()[0] == "noisy" and min(its["latency_ms"] or 1.0 for its in (c.run, c.reference or c.run)) < 1.5,
             "it was not timed": lambda c: c.speed()[0] == "unknown",
             "it takes about as much memory": lambda c: 1 / 1.05 < (c.memory() or 0) < 1.05,
@@ -800,7 +801,8 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     "rounds": {
         "times of {rounds}": lambda c, rounds: {rounds} == _all_rounds(c),
         "times of {least} – {rounds}": lambda c, least, rounds: (least, rounds) == (min(_all_rounds(c)), max(_all_rounds(c))) and least < rounds,
-        "in which fp32 varied by ±{spread}": lambda c, spread: same(spread, _fp32_spread(c)),
+        "in which fp32 varied by ±{spread}": lambda c, spread: same(spread, _fp32_spread(c)) and spread <= 1,
+        "in which half of the calls of fp32 took from {low} to {high}": lambda c, low, high: [low, high] == c.reference["latency"]["quartiles_ms"] and high > 2 * c.reference["latency_ms"],
         "no run was compared with fp32 in more than one round": lambda c: _all_rounds(c) == {1},
         "{text}": lambda c, text: not _all_rounds(c) and c.reference is not None and text == ("times were not compared in rounds" if c.reference["latency_ms"] is not None else "no times were taken"),
     },
@@ -810,7 +812,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     },
     "one-core": {"{text}": lambda c, text: text.startswith("compared with fp32 on one core") and c.run["latency"]["speedup"]["one_core"]},
     "slower-than": {"slower than {best} in the same rounds": lambda c, best: best in c.run["latency"]["slower_than"]},
-    "noisy": {"{text}": lambda c, text: text.startswith("its speed cannot be told") and c.speed()[0] == "noisy"},
+    "noisy": {"{text}": lambda c, text: text.startswith("speed cannot be told") and c.speed()[0] == "noisy"},
     "launch-bound": {
         "launch-bound: {host} of {call} on the host, {device} on the device: faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do": lambda c, host, call, device: same(call, c.run["latency"]["median_ms"]) and same(device, c.run["latency"]["device_ms"]) and same(host, min(call, c.run["latency"]["host_ms"])) and host >= 0.9 * call and device <= 0.8 * call,
     },
@@ -820,8 +822,9 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     },
     "one-call": {
         "judged by one call, which took over 20 times as long as fp32's: {format} is not accelerated here (--thorough calls it again)": lambda c, format: c.run["judged_by_one_call"] and c.result["environment"][f"{format}_accelerated"] is False and not c.result["options"]["thorough"],
-        "its speed is that of {calls}, not of rounds: it is too slow to call it often": lambda c, calls: calls == c.run["calls"] == c.run["latency"]["samples"] and not c.run["latency"]["speedup"]["rounds"],
-        "its speed is that of the fastest of {calls}, not of rounds: it is too slow to call it often": lambda c, calls: calls == c.run["calls"] > c.run["latency"]["samples"] and not c.run["latency"]["speedup"]["rounds"],
+        "speed is that of {calls}, not of rounds": lambda c, calls: calls == c.run["calls"] == c.run["latency"]["samples"] and not c.run["latency"]["speedup"]["rounds"],
+        "speed is that of the fastest of {calls}, not of rounds": lambda c, calls: calls == c.run["calls"] > c.run["latency"]["samples"] and not c.run["latency"]["speedup"]["rounds"],
+        "{text}": lambda c, text: c.speed()[0] == {"it is too slow to call it often": "slower", "too few to compare it with fp32's": "noisy"}[text],
     },
     "emulated": {"computed in fp32 and rounded in the analysis, as the kernels are too slow or crash: {ops}": lambda c, ops: ops == sorted(c.run["emulated"])},
     "not-called": {"{count} whose parameters no op read: {names}": lambda c, count, names: count == len(names) and any(names == run["uncalled_modules"] for run in c.low)},

@@ -99,22 +99,36 @@ def message_of(error: BaseException) -> str:
 
 
 def first_line(message: str) -> str:
-    """The first non-empty line of ``message``, and the next one after a colon: torch adds C++ stack traces below."""
+    """The first non-empty line of ``message``, and the next one after a colon: torch adds C++ stack traces below.
+
+    Of ONNX Runtime, what its node says; of the interpreter of TorchScript, the exception that it quotes below and the line that raised.
+    """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
-    return " ".join(lines[:2] if lines[:1] and lines[0].endswith(":") else lines[:1])
+    if lines and lines[0].endswith("in the TorchScript interpreter."):
+        quoted = re.search(
+            r"^(?:.*/)?([^/]+)\((\d+)\): (?s:.*?)^\w*(?:Error|Exception): (.+)", "\n".join(lines), re.MULTILINE
+        )
+        return f"{quoted[3]} (at {quoted[1]}:{quoted[2]})" if quoted else lines[0]
+    found = " ".join(lines[:2] if lines[:1] and lines[0].endswith(":") else lines[:1])
+    return found.partition("Status Message: ")[2] or found
 
 
 def text_of(value: Any) -> str:
-    """``str(value)`` of an object of foreign code, :func:`encodable` and at most :data:`LONGEST_MESSAGE` characters long.
-
-    Never raises, whatever its ``__str__`` does.
+    """``str(value)`` of an object of foreign code, :func:`encodable` and at most :data:`LONGEST_MESSAGE` characters long: of a longer one,
+    the beginning and the end. Never raises, whatever its ``__str__`` does.
     """
     try:
-        text = str(value)  # may be a subclass of str, whose own methods are not called
-        text = encodable(str.__getitem__(text, slice(LONGEST_MESSAGE + 1)))
+        return _both_ends(encodable(_both_ends(str(value))))
     except BaseException as error:
         return f"<{type_name(value)}, whose str() raises {type_name(error)}>"
-    return text if len(text) <= LONGEST_MESSAGE else f"{text[: LONGEST_MESSAGE - 1]}…"
+
+
+def _both_ends(text: str) -> str:
+    """``text`` may be of a subclass of str, whose own methods are not called."""
+    half, part = LONGEST_MESSAGE // 2, str.__getitem__
+    if str.__len__(text) <= LONGEST_MESSAGE:
+        return part(text, slice(None))
+    return f"{part(text, slice(half - 1))}…{part(text, slice(-half, None))}"
 
 
 def type_name(value: object) -> str:

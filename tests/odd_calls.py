@@ -268,7 +268,7 @@ LOADING = [
     OddCall(
         f"scan model.py --weights odd.safetensors {HALF}", 2, "Cannot read weights", {"odd.safetensors": b"garbage"}
     ),
-    OddCall(f"scan model.py --inputs 999999999x64 {HALF}", 2, "Cannot make the input --inputs 999999999x64"),
+    OddCall(f"scan model.py --inputs 9999999999999x64 {HALF}", 2, "Cannot make the input --inputs 9999999999999x64"),
     OddCall(f"scan model.py --inputs 4xtwo {HALF}", 2, "Cannot parse --inputs '4xtwo'"),
     OddCall(f"scan model.py --inputs 4x3:float17 {HALF}", 2, "Cannot parse --inputs '4x3:float17'"),
     OddCall(f"scan model.py --inputs 4x7 {HALF}", 2, "Check that the inputs fit the model"),

@@ -22,6 +22,7 @@ from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.run_summary import passes_all
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.kinds import statements
+from lowprec_check.analysis.statements.status import why
 from lowprec_check.engine.core.compiled import forget_compiled, graph_breaks
 from lowprec_check.engine.core.devices import rounds_to_tf32
 from lowprec_check.engine.model.input_draws import changed_inputs
@@ -33,7 +34,10 @@ from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import project_of
 from lowprec_check.schema.backend_checks import BackendCheck, CompilerRemark
+from lowprec_check.schema.findings import Gap
+from lowprec_check.schema.op_calls import to_columns
 from lowprec_check.schema.scan_result import ModelInfo
+from lowprec_check.schema.verdict import ExceptionInfo
 
 X = torch.randn(8, 16, generator=torch.Generator().manual_seed(1))
 
@@ -442,3 +446,56 @@ def test_fp32_may_have_the_error_of_tf32_where_a_device_rounds_to_it(monkeypatch
     with open_runs(TargetSource(make_target(Net(), X)), RunOptions(tolerance=1e-4), "none") as runs:
         runs.reference()
         assert runs.tolerance("fp32", "jit") == 1e-4
+
+
+# -- what libraries do and say
+
+
+class Counts(Net):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+
+    def between(self, y: Tensor) -> Tensor:
+        self.calls += 1
+        return y + self.calls
+
+
+def test_a_trace_of_a_model_with_state_is_not_blamed_on_torch() -> None:
+    result = scanned(Counts(), "eager,jit")
+    assert result.run("fp32", "jit").status == "inaccurate"
+    [mismatch] = [found for found in result.diagnostics if found.code == "LP301"]
+    [remark] = [found for found in result.diagnostics if found.code == "LP309"]
+    assert "changes calls" in remark.message
+    assert "LP309" in (mismatch.help or "")
+    assert "report" not in (mismatch.help or "")
+
+
+def test_a_traced_model_without_state_has_no_remark() -> None:
+    assert codes(scanned(Net(), "eager,jit"), "jit") == []
+
+
+def test_an_op_between_casts_is_not_why_a_run_fails() -> None:
+    gap = Gap(
+        op="aten.relu.default",
+        layer="backend",
+        kind="missing-kernel",
+        module="",
+        source="net.py:1",
+        dtypes=["float16"],
+        message="ONNX Runtime has no fp16 kernel on the CPU: it computes this op in fp32, between two casts",
+        rescued=False,
+    )
+    failed = ExceptionInfo(type="RuntimeException", message="MLFloat16 is not supported with ScatterElements")
+    run = a_run("half", "error", backend="onnxruntime", gaps=[gap], exception=failed, op_calls=to_columns([]))
+    assert why(run).text == "RuntimeException: MLFloat16 is not supported with ScatterElements"
+    result = conclude(msgspec.structs.replace(shared_result(""), runs=[a_run("fp32", "reference"), run]))
+    assert codes(result, "onnxruntime") == [("LP101", "note"), ("LP108", "error")]
+
+
+def test_a_program_of_torch_export_is_in_no_training_mode() -> None:
+    program = torch.export.export(Net().eval(), (X,)).module()
+    assert program.training
+    target = make_target(program, X)
+    assert not [note for note in target.notes if "training mode" in note]
+    assert [note for note in make_target(Net().train(), X).notes if "training mode" in note]

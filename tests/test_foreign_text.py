@@ -28,6 +28,7 @@ from lowprec_check.errors import (
     LONGEST_TRACEBACK,
     UsageError,
     encodable,
+    first_line,
     message_of,
     traceback_of,
     type_name,
@@ -114,7 +115,7 @@ def test_a_huge_message_is_not_copied(text: str) -> None:
     message = message_of(error)
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    assert (len(message), message[-1]) == (LONGEST_MESSAGE, "…")
+    assert (len(message), message.count("…"), message[-1]) == (LONGEST_MESSAGE, 1, text[-1])
     assert peak < 100_000
 
 
@@ -163,7 +164,7 @@ class Raises(nn.Module):
     [
         (ValueError("\udc80 \udcff"), "\\udc80 \\udcff"),
         (raising(KeyError()), "<Hostile, whose str() raises KeyError>"),
-        (ValueError("x" * 10_000_000), "x" * (LONGEST_MESSAGE - 1) + "…"),
+        (ValueError("x" * 10_000_000), f"{'x' * (LONGEST_MESSAGE // 2 - 1)}…{'x' * (LONGEST_MESSAGE // 2)}"),
     ],
 )
 def test_the_exception_of_a_model_is_its_status(error: Exception, message: str) -> None:
@@ -359,3 +360,29 @@ def test_a_manifest_names_a_test_file_that_is_not_utf8(
     assert project.runpytest_subprocess(*arguments, "--lowprec-update-manifest").ret == 0
     assert "udcff" in (project.path / "known.toml").read_text(encoding="utf-8")
     project.runpytest_subprocess(*arguments).assert_outcomes(xfailed=1)
+
+
+@pytest.mark.parametrize(
+    ("message", "line"),
+    [
+        (
+            "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Non-zero status code returned while running Add node. "
+            "Name:'add' Status Message: not with fp16",
+            "not with fp16",
+        ),
+        (
+            "The following operation failed in the TorchScript interpreter.\n"
+            "Traceback of TorchScript (most recent call last):\n"
+            "/home/me/net.py(10): conv\n/lib/torch/jit/_trace.py(1022): trace\n"
+            "RuntimeError: self (Float) and source (BFloat16) must match\nException raised from x (C++ frames)\n",
+            "self (Float) and source (BFloat16) must match (at net.py:10)",
+        ),
+        (
+            "The following operation failed in the TorchScript interpreter.",
+            "The following operation failed in the TorchScript interpreter.",
+        ),
+        ("\n one:\n  two\nthree", "one: two"),
+    ],
+)
+def test_the_first_line_is_the_one_that_says_why(message: str, line: str) -> None:
+    assert first_line(message) == line

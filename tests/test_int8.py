@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.metadata
 import warnings
 from collections.abc import Iterator
@@ -372,3 +373,22 @@ def test_a_scan_has_a_row() -> None:
     assert [error.module for error in run.layer_errors] == ["conv1", "conv2", "head", ""]
     assert run.further_inputs is not None
     assert (run.further_inputs.kind, run.further_inputs.tried) == ("resampled", 3)
+
+
+@needs_torchao
+def test_a_model_whose_weights_are_int8_already_is_scanned() -> None:
+    from torchao.quantization import Int8WeightOnlyConfig, quantize_
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)).eval()
+    quantize_(model, Int8WeightOnlyConfig())
+    x = torch.randn(4, 32)
+    result = scan(model, x, precisions="half,autocast-bf16", times="off", plan=False)
+    with torch.no_grad():
+        fp32 = model(x)
+        half = copy.deepcopy(model).half()(x.half()).float()
+    error = float((half - fp32).norm() / fp32.norm())
+    run = result.run("half")
+    assert (run.status, result.run("autocast-bf16").status) == ("ok", "ok")
+    assert run.rel_l2 == pytest.approx(error, rel=1e-3)
+    assert not run.notes

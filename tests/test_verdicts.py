@@ -1019,3 +1019,19 @@ def test_a_value_read_into_python_is_marked_in_its_row() -> None:
     found = run_of(Item(), "half")
     marked = [row.op for row in found.op_calls.rows() if row.to_python]
     assert marked == ["aten._local_scalar_dense.default"]
+
+
+class StoredIn8Bits(Wrapped):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("weight", torch.randn(8, 8).to(torch.float8_e4m3fn))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype)).square() * 1e5
+
+
+def test_a_model_with_fp8_weights_is_analyzed() -> None:
+    result = scan(StoredIn8Bits().eval(), X, precisions="half", times="off", plan=False)
+    run = result.run("half")
+    assert (run.status, run.complete, run.notes) == ("nonfinite", True, [])
+    assert [row.op for row in run.op_calls.rows() if row.spoils_output] == ["aten.mul.Tensor"]

@@ -15,7 +15,6 @@ from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.recommend import recommend, worth_of
 from lowprec_check.analysis.speed import CLEAR, is_faster, ratio_text, speed
 from lowprec_check.analysis.statements.advice import verdict as verdict_of
-from lowprec_check.analysis.statements.evidence import spread_of
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.compat.scan_process import Request, row_of
 from lowprec_check.engine.run.messages import TurnTimed
@@ -508,8 +507,36 @@ def test_short_times_are_not_rounded_to_zero(ms: float, text: str) -> None:
     assert milliseconds(ms) == text
 
 
-def test_a_spread_is_half_the_distance_of_the_quartiles() -> None:
-    assert spread_of(Latency(median_ms=0.5, quartiles_ms=(0.4, 0.6), samples=9)) == pytest.approx(0.2)
+@pytest.mark.parametrize(
+    ("quartiles", "text"),
+    [
+        ((0.4, 0.6), "times of 15 rounds, in which fp32 varied by ±20 %"),
+        ((0.4, 9.0), "times of 15 rounds, in which half of the calls of fp32 took from 0.4 ms to 9.0 ms"),
+    ],
+)
+def test_a_spread_is_half_the_distance_of_the_quartiles_and_never_more_than_the_median(
+    quartiles: tuple[float, float], text: str
+) -> None:
+    fp32 = msgspec.structs.replace(FP32, latency=Latency(median_ms=0.5, quartiles_ms=quartiles, samples=9))
+    assert [its.text for its in said(concluded([fp32, timed("half", 2.0, 1.9, 2.1)]), "rounds")] == [text]
+
+
+@pytest.mark.parametrize(
+    ("ratio", "sentences"),
+    [
+        (0.1, ["speed is that of 1 call, not of rounds: it is too slow to call it often"]),
+        (0.6, ["speed is that of 1 call, not of rounds: too few to compare it with fp32's"]),
+    ],
+)
+def test_one_call_says_once_why_it_is_only_one(ratio: float, sentences: list[str]) -> None:
+    found = Speedup(median=ratio, low=ratio / 3, high=ratio * 3, rounds=0)
+    ms = 10 / ratio
+    once = Latency(median_ms=ms, quartiles_ms=(ms, ms), samples=1, speedup=found)
+    half = run("half", latency=once, latency_ms=ms)
+    result = concluded([FP32, half])
+    assert [its.text for kind in ("one-call", "noisy") for its in said(result, kind)] == sentences
+    assert result.recommendation is not None
+    assert "varied too much" not in result.recommendation.reason
 
 
 def test_ratios_of_calls_on_one_core_are_named() -> None:

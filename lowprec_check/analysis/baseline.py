@@ -68,8 +68,8 @@ def file_of(source: str | None) -> str:
 
 
 def without_numbers(message: str) -> str:
-    """``message`` with every number replaced by 0."""
-    return re.sub(r"(?<![\w.])[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "0", message)
+    """``message`` with N for every number."""
+    return re.sub(r"(?<![\w.])[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "N", message)
 
 
 def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:

@@ -134,8 +134,8 @@ def is_cast(run: Run) -> bool:
 
 
 def missing_kernels(run: Run) -> list[str]:
-    """Ops without a kernel, each once."""
-    return list(dict.fromkeys(gap.op for gap in run.gaps if gap.kind in _NO_KERNEL))
+    """Ops without a kernel that nothing else computed, each once."""
+    return list(dict.fromkeys(gap.op for gap in run.gaps if gap.kind in _NO_KERNEL and not gap.is_between_casts))
 
 
 def shorten(message: str, most: int = 110) -> str:

@@ -69,6 +69,11 @@ class Gap(Struct, frozen=True, kw_only=True):
     """The number in the code that exceeds the range of the dtype, for a ``scalar-overflow``."""
 
     @property
+    def is_between_casts(self) -> bool:
+        """Whether a backend computed it in fp32, between casts of its own, so that no run fails by it."""
+        return self.layer == "backend" and self.kind == "missing-kernel"
+
+    @property
     def place(self) -> tuple[str, str, str | None]:
         """Module, op and line."""
         return self.module, self.op, self.source

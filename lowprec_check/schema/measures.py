@@ -27,7 +27,8 @@ class Speedup(Struct, frozen=True, kw_only=True):
     low: float
     """The lower end of the interval."""
     high: float
-    """``low`` to ``high`` contains the median of all possible rounds with a probability of at least 95 % (order statistics)."""
+    """``low`` to ``high`` contains the median of all possible rounds with a probability of at least 95 %: order
+    statistics from 6 rounds on, else Student's interval of the ratios' logarithms; of one ratio, a factor of 3 to each side."""
     rounds: int
     """Number of rounds, one ratio each; 0 if the calls of the plain parts are compared, of a run that is too slow for rounds."""
     one_core: bool = False

@@ -295,7 +295,8 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
     """
     for run in low_runs(result):
         error, ways = run.exception, run.training.ways[:1] if run.training is not None else []
-        if run.status == "error" and run.complete and not run.gaps and error and not any(map(unscales_fp16, ways)):
+        unexplained = run.status == "error" and run.complete and all(gap.is_between_casts for gap in run.gaps)
+        if unexplained and error and not any(map(unscales_fp16, ways)):
             message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
             left = "the weights that the steps before left, and " if run.training is not None else ""

@@ -65,8 +65,13 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 advice = _advice(gap.phase, run, advice) + or_autocast(gap, run, result)
             elif kind != "numeric-failure" and gap.place in by_values:
                 advice = "compute it and its inputs in fp32" + or_autocast(gap, run, result)
+            harmless = caught or gap.is_between_casts
             if gap.layer == "backend":
-                advice, fix, continued = f"use {'fp32' if caught else 'another backend'}, or other ops here", None, None
+                advice, fix, continued = (
+                    f"use {'fp32' if harmless else 'another backend'}, or other ops here",
+                    None,
+                    None,
+                )
             yield Finding(
                 chained(_in_phase(gap.phase, say("{error:text}", error=gap.message)), continued),
                 run,
@@ -75,7 +80,7 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 line_of(gap, result),
                 help="; ".join(filter(None, (advice, fix))),
                 calls=gap.calls,
-                severity="note" if caught else None,
+                severity="note" if harmless else None,
                 rests_on=gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None),
             )
 

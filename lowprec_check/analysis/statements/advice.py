@@ -230,23 +230,29 @@ def sentences(texts: Iterable[str]) -> str:
 
 
 def _speed(found: Speed, run: Run) -> Sentence:
+    in_rounds = run.latency.speedup if run.latency is not None and run.timing is None else None
     if found.told == "faster":
-        in_rounds = run.latency.speedup if run.latency is not None and run.timing is None else None
         faster = say("it is {ratio:times} as fast as fp32", ratio=found.ratio)
         if in_rounds is None or in_rounds.rounds <= 1:
             return faster
         interval = "({low:three} – {high:three} in {rounds:count round})"
         return chained(faster, say(interval, rounds=in_rounds.rounds, low=found.low, high=found.high), between=" ")
     if found.told == "slower" and found.ratio:
-        in_rounds = run.latency.speedup if run.latency is not None and run.timing is None else None
         about = "about " if in_rounds is not None and not in_rounds.rounds else ""
         return say(f"it is {about}{{ratio:times}} slower than fp32 on this machine", ratio=1 / found.ratio)
     if found.told == "same":
         return plain("it is about as fast as fp32")
     if found.told == "noisy":
         is_short = found.ratio is not None and math.isinf(found.high)
-        what = "calls are too short" if is_short else "times varied too much"
-        return plain(f"its {what} to compare its speed with fp32")
+        seldom = in_rounds is not None and not in_rounds.rounds
+        what = (
+            "its calls are too short"
+            if is_short
+            else "it was called too seldom"
+            if seldom
+            else "its times varied too much"
+        )
+        return plain(f"{what} to compare its speed with fp32")
     return plain("it was not timed")
 
 

@@ -115,11 +115,10 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     budget = run.budget
     if budget is None or not is_told(run, result) or trusted_budget(run) is not None or is_confirmed(run):
         return None
-    if not budget.known and harmful_trials(run):
-        return None
     if not budget.known:
         reason = budget.reason or "it was not computed"
-        return say("where the error comes from is not known: {reason:text}", reason=reason)
+        untold = say("where the error comes from is not known: {reason:text}", reason=reason)
+        return None if harmful_trials(run) else untold
     unexplained, decisions, of = budget.unexplained or 0.0, None, "the first call" if run.failed_call else "the run"
     if budget.decisions >= MATTERS:
         decisions = say("{share:share} choices that differ from fp32", share=budget.decisions)
@@ -294,10 +293,12 @@ def prediction(result: ScanResult) -> Iterator[Made]:
 # -- times
 
 
-def spread_of(latency: Latency) -> float:
-    """Half the distance of the quartiles, relative to the median."""
-    low, high = latency.quartiles_ms
-    return (high - low) / 2 / latency.median_ms if latency.median_ms else 0.0
+def _variation(fp32: Latency) -> Sentence:
+    """How far the middle half of the calls of fp32 are apart."""
+    low, high = fp32.quartiles_ms
+    if high > 2 * fp32.median_ms:  # half their distance could be more than the median
+        return say("in which half of the calls of fp32 took from {low:ms} to {high:ms}", low=low, high=high)
+    return say("in which fp32 varied by ±{spread:share}", spread=(high - low) / 2 / (fp32.median_ms or 1.0))
 
 
 @per_scan("rounds", "times", disproof="another scan on a quiet machine")
@@ -318,21 +319,17 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     found = say("times of {rounds:count round}", rounds=most)
     if least < most:
         found = say("times of {least:number} – {rounds:count round}", least=least, rounds=most)
-    words = "in which fp32 varied by ±{spread:share}"
-    spread = say(words, spread=spread_of(reference.latency)) if reference.latency is not None else None
-    yield chained(found, spread, between=", ")
+    yield chained(found, _variation(reference.latency) if reference.latency is not None else None, between=", ")
 
 
 @per_scan("other-programs", "times", disproof="another scan on a quiet machine")
 def other_programs(result: ScanResult) -> Iterator[Made]:
     """What disturbed the times of all runs."""
     found = result.timing_conditions
-    if found is None:
-        return
-    if cores_were_used(found):
+    if found is not None and cores_were_used(found):
         words = "other programs used these cores while times were taken: the model's threads waited {share:share} of the time"
         yield Said(say(words, share=found.waited or 0.0), "warn")
-    elif (found.speed_change or 1.0) > CHANGED:
+    elif found is not None and (found.speed_change or 1.0) > CHANGED:
         words = "the processor's speed changed by a factor of {factor:figure} while times were taken"
         yield Said(say(words, factor=found.speed_change or 1.0), "warn")
 
@@ -341,9 +338,8 @@ def other_programs(result: ScanResult) -> Iterator[Made]:
 def one_core(run: Run, result: ScanResult) -> Made:
     """A run that was compared with fp32 on one core, where other programs disturb less."""
     found = run.latency.speedup if run.latency is not None and run.timing is None else None
-    if found is None or not found.one_core:
-        return None
-    return Said(plain("compared with fp32 on one core, since other programs used the others"), "warn")
+    words = "compared with fp32 on one core, since other programs used the others"
+    return Said(plain(words), "warn") if found is not None and found.one_core else None
 
 
 @per_run("one-call", "times", disproof="lowprec-check scan --thorough")
@@ -353,16 +349,22 @@ def one_call(run: Run, result: ScanResult) -> Made:
     if run.judged_by_one_call and run.format is not None:
         words = "judged by one call, which took over 20 times as long as fp32's: {format:text} is not accelerated here (--thorough calls it again)"
         return Said(say(words, format=run.format.short), "warn")
-    words = f"its speed is that of {'the fastest of ' if run.calls > 1 else ''}{{calls:count call}}, not of rounds: it is too slow to call it often"
-    return Said(say(words, calls=run.calls), "warn") if found is not None and not found.rounds else None
+    if found is None or found.rounds:
+        return None
+    words = f"speed is that of {'the fastest of ' if run.calls > 1 else ''}{{calls:count call}}, not of rounds"
+    why = {"slower": "it is too slow to call it often", "noisy": "too few to compare it with fp32's"}.get(
+        speed(run, result.runs).told
+    )
+    return Said(chained(say(words, calls=run.calls), plain(why) if why else None, between=": "), "warn")
 
 
 @per_run("noisy", "times", disproof="another scan on a quiet machine")
 def noisy(run: Run, result: ScanResult) -> Made:
     """A run whose speed cannot be told."""
-    if run.status == "skipped" or run.is_reference or run.latency is None or speed(run, result.runs).told != "noisy":
+    if run.status == "skipped" or run.is_reference or run.latency is None or one_call(run, result) is not None:
         return None
-    return Said(plain("its speed cannot be told: calls are too short, or varied too much"), "warn")
+    untold = Said(plain("speed cannot be told: calls are too short, or varied too much"), "warn")
+    return untold if speed(run, result.runs).told == "noisy" else None
 
 
 # -- what was not seen

@@ -72,7 +72,8 @@ def _raised(run: Run) -> Sentence:
         return constants
     when = when_raised(way.failed_step if way else None, run.exception)
     message = shorten(run.exception.text if run.exception else "it raised an exception", _LONGEST)
-    kinds = ", ".join(dict.fromkeys(gap.kind for gap in run.gaps)) if not run.failed_call else ""
+    failed = (gap.kind for gap in run.gaps if not gap.is_between_casts)
+    kinds = ", ".join(dict.fromkeys(failed)) if not run.failed_call else ""
     return plain(f"{kinds}: {when}{message}" if kinds else f"{when}{message}")
 
 
@@ -158,7 +159,7 @@ def margin(run: Run, result: ScanResult) -> Made:
         return None
     if not tried:
         return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn") if part >= NEAR else None
-    words = "up to {part:percent} of tolerance, {inputs:count input}"
+    words = "{part:percent} of tolerance, worst of {inputs:count input}"
     worst = say(f"near its limit: {words}" if part >= NEAR else words, part=part, inputs=run.batch_count + tried)
     return Said(worst, "warn" if part >= NEAR else "none")
 

@@ -168,7 +168,8 @@ def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str) -> li
             if str(node.target) in wanted:
                 module = list((node.meta.get("nn_module_stack") or {"": ("",)}).values())[-1][0].partition(".")[2]
                 given = (getattr(each.meta.get("val"), "dtype", None) for each in node.all_input_nodes)
-                dtypes = {str(dtype).removeprefix("torch.") for dtype in given if dtype and dtype.is_floating_point}
+                floats = (dtype for dtype in given if dtype and (dtype.is_floating_point or dtype.is_complex))
+                dtypes = {str(dtype).removeprefix("torch.") for dtype in floats}
                 calls[
                     str(node.target), module, lines_of_trace(node.meta.get("stack_trace")), tuple(sorted(dtypes))
                 ] += 1
@@ -183,7 +184,7 @@ def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str) -> li
             source=lines.source,
             caller=lines.caller,
             dtypes=list(dtypes),
-            message=message,
+            message=f"{message} for complex numbers" if any("complex" in dtype for dtype in dtypes) else message,
             calls=calls[op, module, lines, dtypes] or 1,
             rescued=False,
         )

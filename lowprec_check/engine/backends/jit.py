@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -46,7 +47,7 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
 
     from lowprec_check.engine.core.pytree import map_tensors
 
-    cached = torch.is_autocast_cache_enabled()
+    cached, before = torch.is_autocast_cache_enabled(), _writes(model)
     torch.set_autocast_cache_enabled(False)
     try:
         args, kwargs = map_tensors((example.args, example.kwargs), torch.clone)
@@ -60,7 +61,17 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
             frozen(*map_tensors(example.args, torch.clone), **map_tensors(example.kwargs, torch.clone))
     finally:
         torch.set_autocast_cache_enabled(cached)
+    changed = [name for name, writes in _writes(model).items() if writes != before.get(name)]
+    code = getattr(type(model).forward, "__code__", None)
+    if changed and code is not None:
+        text = f"preparing the graph calls the model, which changes {', '.join(changed)}: the graph goes on from there"
+        warnings.warn_explicit(text, torch.jit._trace.TracerWarning, code.co_filename, code.co_firstlineno)
     return frozen
+
+
+def _writes(model: Any) -> dict[str, int]:
+    """How often each buffer was written to."""
+    return {name: buffer._version for name, buffer in model.named_buffers() if not buffer.is_inference()}
 
 
 def frozen_trace_code(model: ModelInfo, key: RunKey) -> tuple[str, ...]:

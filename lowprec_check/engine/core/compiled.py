@@ -1,4 +1,4 @@
-"""Models that compile parts of themselves. Never imports Dynamo, which takes a second."""
+"""Models that were compiled or exported, or compile parts of themselves. Never imports Dynamo, which takes a second."""
 
 from __future__ import annotations
 
@@ -36,6 +36,12 @@ def graph_breaks() -> list[tuple[str, str | None]]:
             text = "control flow depends on data" if what.startswith("generic_jump") else explained
             found.append((text.rstrip("."), lines[-1] if lines else None))
     return found
+
+
+def in_training_mode(model: torch.nn.Module) -> bool:
+    """Whether ``model`` is in training mode, which a program of torch.export claims whatever it was exported from."""
+    is_exported = isinstance(model, torch.fx.GraphModule) and "eval" in vars(model)
+    return model.training and not is_exported
 
 
 def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:

@@ -12,6 +12,16 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def stored(tensor: Any) -> Iterator[torch.Tensor]:
+    """The tensors that hold the values of ``tensor``: itself, or those inside it, as of weights that torchao stores in 8 bits."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        yield from stored(getattr(tensor, name))
 
 
 def leaves(value: Any, *, numbers: bool = False, shared: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

@@ -14,7 +14,7 @@ from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.compiled import compiled_code_in_eager
 from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.dispatch_mode import AutocastKeys, DispatchMode, run_op
-from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.pytree import leaves, stored
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.prepared import Prepared
 
@@ -67,7 +67,8 @@ class _StorageCounter(DispatchMode):
         super().__init__()
         inside = [tensor for _, tensor in (*leaves(inputs), *leaves(named))]
         tensors = [*ready.model.parameters(), *ready.model.buffers(), *inside, *kept]
-        storages = [tensor.untyped_storage() for tensor in tensors if tensor.layout == torch.strided]
+        held = [part for tensor in tensors if tensor.layout == torch.strided for part in stored(tensor)]
+        storages = [tensor.untyped_storage() for tensor in held]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         self._known = set(sizes)
         self._live: dict[int, weakref.ref[Any]] = {}
@@ -77,12 +78,12 @@ class _StorageCounter(DispatchMode):
         """Return the result of the op, whose storages are counted until they are freed."""
         out = run_op(func, args, kwargs, keys)
         for _, tensor in leaves(out):
-            self._count(tensor)
+            if tensor.layout == torch.strided:
+                for part in stored(tensor):
+                    self._count(part)
         return out
 
     def _count(self, tensor: Tensor) -> None:
-        if tensor.layout != torch.strided:
-            return
         storage = tensor.untyped_storage()
         key = storage._cdata
         if key in self._live or storage.data_ptr() in self._known:

@@ -24,7 +24,7 @@ import psutil
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes, is_traceable_wrapper_subclass
 from torch.utils._pytree import tree_map_only
 
 from lowprec_check.engine.core.source_location import is_own_file
@@ -102,7 +102,8 @@ def is_unread(tensor: Tensor) -> bool:
 
 def is_in_memory(tensor: Tensor) -> bool:
     """Whether a weight or buffer is a plain block of memory: not sparse, not lazy, and read."""
-    return tensor.layout == torch.strided and not is_lazy(tensor) and not is_unread(tensor)
+    plain = tensor.layout == torch.strided and not is_traceable_wrapper_subclass(tensor)
+    return plain and not is_lazy(tensor) and not is_unread(tensor)
 
 
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 1 << 20

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_map_only
 
+from lowprec_check.engine.core.compiled import in_training_mode
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import own_line, traceback_line
@@ -266,7 +267,7 @@ def check(target: Target) -> Target:
         target = target._replace(optimizer=OptimizerLike(target.optimizer, model))
     if torchvision_ops.replaced_in(model):
         target = _noted(target, torchvision_ops.NOTE)
-    return _noted(target, IN_TRAINING_MODE) if model.training else target
+    return _noted(target, IN_TRAINING_MODE) if in_training_mode(model) else target
 
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)

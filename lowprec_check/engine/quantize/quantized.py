@@ -12,6 +12,7 @@ from typing import Any, Protocol
 
 from torch import Tensor, nn
 
+from lowprec_check.engine.core.compiled import in_training_mode
 from lowprec_check.errors import UsageError, type_name
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
@@ -83,7 +84,7 @@ class Quantized(Protocol):
 
 def check_in_eval_mode(model: nn.Module, way: str) -> None:
     """Raise :class:`UsageError` if ``model`` is in training mode, for a ``way`` to run it that is for inference."""
-    if model.training:
+    if in_training_mode(model):
         raise UsageError(f"The model is in training mode; {way} is for inference.", "Call model.eval() in your file.")
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from lowprec_check.engine.core.devices import MemoryLimit, free_memory
+from lowprec_check.engine.core.pytree import stored
 from lowprec_check.engine.model.streamed_weights import is_in_memory
 from lowprec_check.engine.run.tasks import AnalysisTask, TaskFiles
 from lowprec_check.errors import UsageError
@@ -173,7 +174,7 @@ class ModelBytes(NamedTuple):
         """Those of ``model``, in which tensors may share memory."""
         held = cast = largest = 0
         seen: set[int] = set()
-        for tensor in (*model.parameters(), *model.buffers()):
+        for tensor in (part for kept in (*model.parameters(), *model.buffers()) for part in stored(kept)):
             if not is_in_memory(tensor) or tensor.untyped_storage()._cdata in seen:
                 continue
             seen.add(tensor.untyped_storage()._cdata)

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
+from lowprec_check.engine.core.compiled import in_training_mode
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.model.inputs import describe_inputs
 from lowprec_check.engine.model.prepared import IMAGE_DIMENSIONS
@@ -35,7 +36,7 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> Model
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         inputs=describe_inputs(target.args, target.kwargs),
         modules=sum(1 for _ in model.modules()),
-        training=model.training or trains,
+        training=in_training_mode(model) or trains,
         weights=target.weights,
         call=target.form,
         calibration=target.calibration_code,

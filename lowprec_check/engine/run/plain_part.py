@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowprec_check.engine.core.compiled import compiled_code_in_eager, forget_compiled
 from lowprec_check.engine.core.floating_dtypes import is_float
 from lowprec_check.engine.core.output_comparison import compare_outputs, root_mean_square, same_bits, torch_as_imported
+from lowprec_check.engine.core.pytree import stored
 from lowprec_check.engine.model.memory import measure_memory
 from lowprec_check.engine.model.plain_run import (
     ModuleOutput,
@@ -363,7 +364,7 @@ def _fingerprint(model: nn.Module) -> int:
     """A checksum of all parameters."""
     found = 0
     seen: set[int] = set()
-    for parameter in model.parameters():
+    for parameter in (part for kept in model.parameters() for part in stored(kept)):
         if not is_in_memory(parameter) or storage_key(parameter) in seen:
             continue
         seen.add(storage_key(parameter))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.dispatch_mode import observing
-from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widened_dtype
+from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widen, widened_dtype
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
 from lowprec_check.engine.model.streamed_weights import ReadBack, converted, is_unread, stream_of
@@ -37,6 +37,8 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         lockstep.add_parameter(tensor)
         if wide is None or not is_float(tensor):
             return
+        if wide.dtype.itemsize == 1:  # which few kernels take, and every format of 16 bits holds
+            wide, is_exact = widen(wide, lockstep.wide), True
         low = tensor.detach()
         lockstep.twins.seed(low, wide)
         twin = lockstep.twins.find(low)
@@ -62,7 +64,7 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
             dtype = widened_dtype(saved.dtype, lockstep.wide)
             wide = converted(saved, low.device, dtype) if dtype != low.dtype else None
-            is_exact = torch.promote_types(saved.dtype, low.dtype) == low.dtype
+            is_exact = saved.dtype.itemsize == 1 or torch.promote_types(saved.dtype, low.dtype) == low.dtype
             seed(name, low, wide, [] if name in seen else rows, is_exact=is_exact)  # one row, however often it is read
             seen.add(name)
             twin = lockstep.twins.find(low)

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from lowprec_check.engine.core import devices
 from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.pytree import stored
 from lowprec_check.engine.core.source_location import call_model
 from lowprec_check.engine.model.inputs import NoBatchError
 from lowprec_check.engine.model.loss_program import Phase as StepPhase
@@ -206,17 +206,7 @@ def kept_by(parts: Sequence[Updates]) -> list[Tensor]:
     """The weights that ``parts`` update, their copies, and the state of the optimizers: what stays from step to step."""
     lists = [found for part in parts for found in vars(part).values() if isinstance(found, list)]
     lists += [list(state.values()) for part in parts for state in part.optimizer.state.values()]
-    return [part for found in lists for tensor in found if isinstance(tensor, Tensor) for part in _parts(tensor)]
-
-
-def _parts(tensor: Any) -> Iterator[Tensor]:
-    """The tensors that hold the values of ``tensor``: several, if torchao stores it in 8 bits."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    names, _ = tensor.__tensor_flatten__()
-    for name in names:
-        yield from _parts(getattr(tensor, name))
+    return [part for found in lists for tensor in found if isinstance(tensor, Tensor) for part in stored(tensor)]
 
 
 def state_bytes(parts: Sequence[Updates]) -> int:
