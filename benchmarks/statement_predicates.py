@@ -416,6 +416,13 @@ def _rounds(c: Case, ratio: float, low: float | None = None, high: float | None 
     return c.speed()[0] == "faster" and same(ratio, c.speed()[1]) and known
 
 
+def _slower(c: Case, ratio: float, low: float | None = None, high: float | None = None, rounds: int | None = None) -> bool:
+    """How many times slower, with its interval."""
+    found = (c.run["latency"] or {}).get("speedup") or {}
+    known = low is None or same([low, high, rounds], [1 / found["high"], 1 / found["low"], found["rounds"]])
+    return c.speed()[0] == "slower" and same(ratio, 1 / (c.speed()[1] or 1)) and known
+
+
 def _says(c: Case, claims: Mapping[str, Claim], text: str) -> bool:
     """A text without figures, by its beginning."""
     return any(text.startswith(words) and claim(c) for words, claim in claims.items())
@@ -429,7 +436,8 @@ def _constants(c: Case, constants: list[str], format: str) -> bool:
 _GAIN: dict[str, Claim] = {
     "it is {ratio} as fast as fp32 ({low} – {high} in {rounds})": _rounds,
     "it is {ratio} as fast as fp32": _rounds,
-    "it is {ratio} slower than fp32 on this machine": lambda c, ratio: c.speed()[0] == "slower" and same(ratio, 1 / (c.speed()[1] or 1)),
+    "it is {ratio} slower than fp32 on this machine ({low} – {high} in {rounds})": _slower,
+    "it is {ratio} slower than fp32 on this machine": _slower,
     "it saves {share} of the peak memory": lambda c, share: same(share, 1 - (c.memory() or 0)) and share > 0,
     "it takes at least {share} more memory": lambda c, share: c.reference["process_memory_bytes"] < 4 << 20 and same(share, c.run["process_memory_bytes"] / (4 << 20) - 1),
     "it takes {share} more memory": lambda c, share: same(share, (c.memory() or 0) - 1) and share > 0,
@@ -802,6 +810,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "times of {rounds}": lambda c, rounds: {rounds} == _all_rounds(c),
         "times of {least} – {rounds}": lambda c, least, rounds: (least, rounds) == (min(_all_rounds(c)), max(_all_rounds(c))) and least < rounds,
         "in which fp32 varied by ±{spread}": lambda c, spread: same(spread, _fp32_spread(c)) and spread <= 1,
+        "in which fp32 varied by {spread}": lambda c, spread: same(spread, _fp32_spread(c)) and spread < 0.005,
         "in which half of the calls of fp32 took from {low} to {high}": lambda c, low, high: [low, high] == c.reference["latency"]["quartiles_ms"] and high > 2 * c.reference["latency_ms"],
         "no run was compared with fp32 in more than one round": lambda c: _all_rounds(c) == {1},
         "{text}": lambda c, text: not _all_rounds(c) and c.reference is not None and text == ("times were not compared in rounds" if c.reference["latency_ms"] is not None else "no times were taken"),

@@ -20,6 +20,7 @@ from lowprec_check.analysis.diff import ScanChange, ScanDiff, diff_scans
 from lowprec_check.report.diff import diff_document, verdict
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import FORMATS, diff_formats
+from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.scan_result import Run, ScanResult
 
 
@@ -315,3 +316,23 @@ def test_exit_codes_of_diff(tmp_path: Path, call: Call) -> None:
     assert done.returncode == 2
     assert "lowprec-check scan TARGET --json FILE, or a coverage with: pytest --lowprec-coverage" in done.stderr
     assert call("diff", good, bad, "-o", tmp_path / "d.sarif").returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "direction"),
+    [
+        ((16, 0), (16, 1), "worse"),
+        ((4, 0), (64, 1), "other"),
+        ((16, 1), (16, 0), "better"),
+        ((64, 1), (4, 0), "other"),
+        ((16, 1), (16, 2), None),
+    ],
+)
+def test_further_inputs_that_fail_are_a_difference(
+    old: tuple[int, int], new: tuple[int, int], direction: str | None
+) -> None:
+    runs = [
+        run("half", further_inputs=InputsTried(kind="drawn", tried=tried, failed=failed))
+        for tried, failed in (old, new)
+    ]
+    assert changes(*runs) == ([("status", direction)] if direction else [])

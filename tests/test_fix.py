@@ -15,17 +15,20 @@ import msgspec
 import pytest
 import torch
 from conftest import ROOT, Call
+from shared_result import run as a_run
+from shared_result import shared_result
 
 from lowprec_check.analysis.fixes.fix_sites import culprits, fails
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText, edited, moved
 from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.errors import UsageError
+from lowprec_check.report.blocks import CodeBlock, Document
 from lowprec_check.report.fix_blocks import fix_document
 from lowprec_check.report.layout.text import text
 from lowprec_check.schema.fixing import Fixing, Proven, SourceChange
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import short_op
-from lowprec_check.schema.verdict import Status
+from lowprec_check.schema.verdict import ExceptionInfo, Status
 
 HEAD = """\
 import torch
@@ -441,3 +444,27 @@ def test_where_a_patch_that_comes_nearest_fails(after: Status, says: str) -> Non
     proven = Proven(precision="half", before="inaccurate", after=after, further=4, further_failed=2)
     found = Fixing(tool="t", target="net.py", device="cpu", due=True, passes=False, changes=[change], proven=[proven])
     assert f"1 change comes nearest: {says}" in " ".join(text(fix_document(found, "Net")).split())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        (["net.py", "-p", "bf16"], "The saved scan did not run bfloat16."),
+        (["other.py"], "The saved scan is of net.py, not of other.py."),
+        (["net.py", "--tolerance", "1e-6"], "The saved scan had another --tolerance."),
+    ],
+)
+def test_a_saved_scan_is_of_what_is_to_be_fixed(call: Call, tmp_path: Path, arguments: list[str], reason: str) -> None:
+    half = a_run("half", "error", exception=ExceptionInfo(type="RuntimeError", message="no kernel"))
+    saved = msgspec.structs.replace(shared_result(""), target="net.py", runs=[a_run("fp32"), half])
+    saved.save(tmp_path / "s.json")
+    for name in ("net.py", "other.py"):
+        (tmp_path / name).write_text("raise SystemExit('loaded')")
+    done = call("fix", *arguments, "--from", "s.json", "-q", folder=tmp_path)
+    assert done.returncode == 2
+    assert reason in " ".join(done.stderr.split())
+
+
+def test_the_text_of_a_patch_is_whole() -> None:
+    line = f"+x = {' + '.join(['value'] * 200)}"
+    assert line in text(Document("", [CodeBlock(line)]), width=80)

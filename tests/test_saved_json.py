@@ -132,3 +132,12 @@ def test_the_lines_in_the_document_run(tmp_path: Path, monkeypatch: pytest.Monke
     assert "autocast-bf16" in shown
     run = json.loads((tmp_path / "scan.json").read_text())["runs"][3]
     assert len(pandas.DataFrame(run["op_calls"])) == len(RESULT.run("half").op_calls)
+
+
+def test_columns_do_not_depend_on_what_was_measured() -> None:
+    bare = [msgspec.structs.replace(run, latency=None, output_error=None, gaps=[]) for run in RESULT.runs]
+    result = msgspec.structs.replace(RESULT, runs=bare, diagnostics=[])
+    for part in ("runs", "gaps", "diagnostics"):
+        assert {*RESULT.columns(part)} == {*result.columns(part)}, part
+    assert result.columns("runs")["latency.median_ms"] == [None] * len(bare)
+    assert result.columns("diagnostics")["code"] == []

@@ -458,3 +458,21 @@ def test_nondeterministic_models_are_errors() -> None:
 
     with pytest.raises(UsageError, match="too much for a reference"):
         scan(Nondeterministic(), X)
+
+
+@pytest.mark.parametrize("device", ["cuda:banana", "xpu:", "cuda:7x", "tpu"])
+def test_a_device_that_cannot_be_is_an_error(mlp: Mlp, device: str) -> None:
+    with pytest.raises(UsageError, match="Unknown device"):
+        scan(mlp, torch.randn(4, 16), device=device)
+
+
+def test_inputs_that_a_function_makes_are_made_in_the_code_to_paste() -> None:
+    def inputs(batch: int) -> Tensor:
+        return torch.randn(4, 8, generator=torch.Generator().manual_seed(batch))
+
+    model = nn.Linear(8, 8).eval()
+    result = scan(model, inputs, precisions="half", times="off")
+    assert result.recommendation is not None
+    names: dict[str, Any] = {"model": model, "inputs": inputs}
+    exec(result.recommendation.code, names)
+    assert names["output"].dtype == torch.half

@@ -12,12 +12,12 @@ from lowprec_check.analysis.conclusion import OPTION, WITH_BASELINE
 from lowprec_check.analysis.run_summary import label, memory_ratio
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.analysis.statements.advice import in_fp32
-from lowprec_check.analysis.statements.status import why
+from lowprec_check.analysis.statements.status import passes_but, why
 from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Evidence, Gap, Run, ScanResult
-from lowprec_check.schema.statements import chained, error_figure, milliseconds, percent, plain, say
+from lowprec_check.schema.statements import chained, counted, error_figure, milliseconds, percent, plain, say
 from lowprec_check.schema.verdict import look
 
 Kind = Literal["status", "gap", "error", "speed", "memory", "run", "recommendation"]
@@ -192,6 +192,7 @@ def _changes(
         yield ScanChange(
             kind="status", direction=direction, run=label(after), what=what, old=before.status, new=after.status
         )
+    yield from _elsewhere(before, after)
     yield from _gaps(before, after)
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
     if before.distance is not None and after.distance is not None and not after.is_reference and same_output:
@@ -208,6 +209,21 @@ def _changes(
             what = _compared("the peak memory is {times:times}", ratio, "as large as before", "smaller than before")
             shares = f"{percent(of_fp32)} of fp32's", f"{percent(now_of_fp32)} of fp32's"
             yield _moved("memory", after, ratio, what, *shares)
+
+
+def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
+    """Whether a run that passes on the inputs of the scan passes on further ones, of which one scan may have tried more."""
+    fails = [passes_but(run) for run in (before, after)]
+    if before.status == after.status == "ok" and (fails[0] is None) != (fails[1] is None):
+        tried = [run.further_inputs.tried if run.further_inputs is not None else 0 for run in (before, after)]
+        direction: Direction = "other"
+        if tried[0] >= tried[1] if fails[1] else tried[0] <= tried[1]:
+            direction = "worse" if fails[1] else "better"
+        words = [
+            found.text if found else f"passes on {counted(number, 'further input')}"
+            for found, number in zip(fails, tried, strict=True)
+        ]
+        yield ScanChange(kind="status", direction=direction, run=label(after), what=f"{words[1]}; before: {words[0]}")
 
 
 def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:

@@ -120,6 +120,8 @@ def _options(
         words = shlex.split(more)
     except ValueError as error:
         raise UsageError(f"Cannot parse --scan-options: {error}.", "Quote it as in a shell.") from None
+    if any(word.partition("=")[0] == "--json" for word in words):
+        raise UsageError("--json cannot be in --scan-options: each scan is saved under -o.", "Leave it out.")
     named = [word for name in PRECISIONS.names_in(precision or []) for word in ("-p", name)]
     named += [word for name in BACKENDS.names_in(backend or []) for word in ("--backend", name)]
     return (*named, *(("--budget", f"{budget:g}") if budget is not None else ()), *words)

@@ -67,7 +67,7 @@ def diff(
     files = output_files(output, format)
     if str(old) == str(new) == "-":
         raise UsageError("Only one of the two files can come from stdin.", "Save the other to a file.")
-    chosen = _diff_format(FORMATS.get(format)) if format else None
+    chosen = _diff_format(FORMATS.get(format, diff_formats())) if format else None
     formats = [chosen or _diff_format(format_of(file)) for file in files]
     for file in files:
         check_writable(file, "-o")

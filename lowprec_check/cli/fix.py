@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -114,6 +116,7 @@ def fix(
         from lowprec_check.engine.run.target_spec import TargetSpec
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
+        options = options if known is None else _as_scanned(options, target, known)
         result, fixing, patch = _found(spec, options, isolation, shown.step, known)
     try:
         _print(result, fixing, printed)
@@ -130,6 +133,26 @@ def fix(
         raise typer.Exit(USAGE_ERROR)
     failed = fixing.due if check else not fixing.passes
     raise typer.Exit(FINDINGS if failed else 0)
+
+
+def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOptions:
+    """``options`` with those of a saved scan; raises :class:`UsageError` if that is not of ``target``, or others were asked for."""
+    without = "Leave out --from, so that the target is scanned first."
+    if (
+        len({re.split(r"[/\\]", name)[-1] for name in (scanned.target, target)}) > 1
+    ):  # it may have run in another folder
+        raise UsageError(f"The saved scan is of {scanned.target}, not of {target}.", without)
+    missing = sorted({*(options.precisions or ())}.difference(run.precision for run in scanned.runs))
+    if missing:
+        raise UsageError(f"The saved scan did not run {', '.join(missing)}.", without)
+    known = scanned.options | {"device": scanned.runs[0].device if scanned.runs else None}
+    taken = {}
+    for name in ("device", "tolerance", "seed", "without_kernel"):
+        given, default = getattr(options, name), getattr(FixOptions(), name)
+        taken[name] = known.get(name, default)
+        if given not in (default, taken[name]):
+            raise UsageError(f"The saved scan had another --{name.replace('_', '-')}.", without)
+    return replace(options, **taken)
 
 
 def _found(

@@ -192,7 +192,7 @@ def _codes(result: ScanResult, run: Run | None) -> list[str]:
 
 
 def _digits(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.3g}")
+    return None if value is None else float(f"{value:.6g}")  # shown with 2 or 3 digits
 
 
 # -- Runs one scan in its own process, ``lowprec-check scan``, within limits

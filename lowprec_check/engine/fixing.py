@@ -95,9 +95,8 @@ def fix_file(
             yield result, None
         assert result is not None
         result = conclude(result)
-    seconds = system.monotonic() - started
+    search = _Search(spec, options, isolation, on_progress, result, system.monotonic() - started)
     yield result, None
-    search = _Search(spec, options, isolation, on_progress, result, seconds)
     state, trial = search.found()
     ordered = sorted(
         state.values(), key=lambda each: (str(each.site.source.path), getattr(each.fix.anchor, "lineno", 0))
@@ -129,11 +128,12 @@ class _Search:
 
     def __post_init__(self) -> None:
         self.started = system.monotonic()
-        self.failing = [run for run in self.scanned.runs if fails(run)]
+        wanted = self.options.precisions
+        self.failing = [run for run in self.scanned.runs if fails(run) and run.precision in (wanted or [run.precision])]
         self.device = self.scanned.runs[0].device
         self.files = OwnFiles(self.spec.name, packages=self.options.include_packages)
-        names = [run.precision for run in self.failing]
-        self.scan_options = _scan_options(replace(self.options, precisions=names or None, device=self.device))
+        names = [run.precision for run in self.failing] or None
+        self.scan_options = _scan_options(replace(self.options, precisions=names, device=self.device))
         self.bits = SourceTrial()
         fp32, limited = self.scanned.runs[0], any(run.status in ("crashed", "timeout") for run in self.scanned.runs)
         self.step = PlainTrial(

@@ -40,7 +40,11 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
-def visible_lines(text: str, most: int = LONGEST) -> list[str]:
+LONGEST_LINE = 4000
+"""Of code to paste, which is longer only if names in it are meant to break a report."""
+
+
+def visible_lines(text: str, most: int = LONGEST_LINE) -> list[str]:
     """The lines of a code block, each passed through :func:`visible`, with their indentation."""
     return [visible(line.expandtabs(4), most) for line in text.splitlines()]
 

@@ -31,6 +31,7 @@ _HOW_TO_READ = (
     "A run that passes or is inaccurate shows the error of its output against fp32 (relative L2){}; "
     "one that fails its first op without a kernel and the number of further ones."
 )
+_FURTHER = "A run that passes on the batch and not on further inputs has the status of the worst of these."
 _TIMED = " and its speed against fp32, timed while other work may have run"
 _PREDICTED = "Predicted: emulated on a CPU, nothing ran on that device."
 
@@ -71,8 +72,10 @@ def matrix_document(
         blocks += [Heading("Ops without a kernel"), Table(heads, rows, "ops without a kernel")]
     if scanned:
         timed = _TIMED if any(cell.time for cell in cells) else ""
-        predicted = [_PREDICTED] if any(cell.evidence == "predicted" for cell in cells) else []
-        blocks += [Heading("Models"), Say(" ".join([_HOW_TO_READ.format(timed), *predicted]), role="hint")]
+        notes = [_HOW_TO_READ.format(timed)]
+        notes += [_FURTHER] if any(status_of(cell) != cell.status for cell in cells if not cell.degenerate) else []
+        notes += [_PREDICTED] if any(cell.evidence == "predicted" for cell in cells) else []
+        blocks += [Heading("Models"), Say(" ".join(notes), role="hint")]
         blocks.append(_models(scanned, columns, name_of, pages))
         blocks += [Heading("Runs", detail="all"), _runs(scanned, name_of)]
     if failed:

@@ -207,10 +207,12 @@ def device_type(device: str) -> str:
 
 
 def device_of(name: str) -> Device:
-    """The device of a name such as ``cuda:0``; raises :class:`UsageError` for an unknown type."""
+    """The device of a name such as ``cuda:0``; raises :class:`UsageError` for an unknown type, or an index that is no number."""
     found = DEVICES.find(device_type(name))
-    if found is None:
-        raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(DEVICES.names())}.")
+    _, colon, index = name.strip().partition(":")
+    if found is None or (colon and not index.isdecimal()):
+        choices = DEVICES.names() if found is None else [found.name, f"{found.name}:0"]
+        raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(choices)}.")
     return found
 
 

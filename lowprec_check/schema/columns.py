@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 import msgspec
 
+from lowprec_check.schema.findings import Diagnostic, Gap
 from lowprec_check.schema.op_calls import OpCall
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def columns_of(result: ScanResult, part: Part) -> Columns:
     Raises ``ValueError`` for another part.
     """
     if part == "runs":
-        return _transposed([dict(_flat(run)) for run in result.runs])
+        return _transposed([dict(_flat(run, type(run))) for run in result.runs])
     if part == "op_calls":
         keys = {name: [getattr(run, name) for run in result.runs for _ in range(len(run.op_calls))] for name in _KEY}
         calls = [run.op_calls for run in result.runs]
@@ -33,23 +34,27 @@ def columns_of(result: ScanResult, part: Part) -> Columns:
         return keys | {name: [value for each in calls for value in getattr(each, name)] for name in names}
     if part == "gaps":
         keyed = [({name: getattr(run, name) for name in _KEY}, gap) for run in result.runs for gap in run.gaps]
-        return _transposed([key | msgspec.structs.asdict(gap) for key, gap in keyed])
+        return _transposed([key | msgspec.structs.asdict(gap) for key, gap in keyed], _KEY + Gap.__struct_fields__)
     if part == "diagnostics":
-        return _transposed([msgspec.structs.asdict(diagnostic) for diagnostic in result.diagnostics])
+        rows = [msgspec.structs.asdict(diagnostic) for diagnostic in result.diagnostics]
+        return _transposed(rows, Diagnostic.__struct_fields__)
     raise ValueError(f"unknown part {part!r}; known are {', '.join(get_args(Part))}")
 
 
-def _flat(value: msgspec.Struct, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every number and text in ``value``, by its dotted name; lists and objects are left out."""
-    for name in value.__struct_fields__:
-        inner = getattr(value, name)
-        if isinstance(inner, msgspec.Struct):
-            yield from _flat(inner, f"{prefix}{name}.")
-        elif not isinstance(inner, (list, dict, tuple)):
-            yield prefix + name, inner
+def _flat(value: Any, kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every number and text in ``value`` of this ``kind``, by its dotted name, of what is ``None`` too; lists and objects are left out."""
+    for field in msgspec.structs.fields(kind):
+        inner, kinds = getattr(value, field.name, None), (field.type, *get_args(field.type))
+        if isinstance(inner, (list, dict, tuple)) or any(get_origin(each) in (list, dict, tuple) for each in kinds):
+            continue
+        within = next((each for each in kinds if isinstance(each, msgspec.StructMeta)), None)
+        if within is not None:
+            yield from _flat(inner, within, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name, inner
 
 
-def _transposed(rows: list[dict[str, Any]]) -> Columns:
-    """A column for each key of any row, in the order in which they first appear; ``None`` where a row lacks it."""
-    names = dict.fromkeys(name for row in rows for name in row)
-    return {name: [row.get(name) for row in rows] for name in names}
+def _transposed(rows: list[dict[str, Any]], names: Sequence[str] = ()) -> Columns:
+    """A column for each of ``names`` and for each key of any row, in the order in which they first appear; ``None`` where a row lacks it."""
+    found = dict.fromkeys([*names, *(name for row in rows for name in row)])
+    return {name: [row.get(name) for row in rows] for name in found}

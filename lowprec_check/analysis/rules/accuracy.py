@@ -246,7 +246,8 @@ def decision_flip(result: ScanResult) -> Iterator[Finding]:
     that pass through a 16-bit dtype, which holds whole numbers exactly only up to 2048 (fp16) or 256 (bf16).
 
     What to do: nothing if the run passes; such choices are mostly harmless. If the run fails, or the choice matters
-    (token ids, box indices), compute the inputs of the op in fp32, for example the layer before it:
+    (token ids, box indices), compute the inputs of the op in fp32, for example the layer before it. In a cast model,
+    its weights must be fp32 too: `model.head.float()`.
 
         # before
         y = self.head(x).argmax(-1)

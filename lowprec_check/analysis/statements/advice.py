@@ -88,7 +88,7 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
 def _no_pass(result: ScanResult) -> Sentence:
     tried = [run for run in candidates(result.runs) if run.base is None and run.status != "skipped"]
     tried = [run for run in tried if run.is_low] or tried
-    where = " on every input" if any(map(fails_elsewhere, tried)) else ""
+    where = " on every input" if any(map(fails_elsewhere, candidates(result.runs))) else ""
     here = f"passed{where} here" if result.prediction is None else f"is predicted to pass{where}"
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
         return say("Stay in fp32: no low precision {here:text}", here=here)
@@ -231,27 +231,26 @@ def sentences(texts: Iterable[str]) -> str:
 
 def _speed(found: Speed, run: Run) -> Sentence:
     in_rounds = run.latency.speedup if run.latency is not None and run.timing is None else None
-    if found.told == "faster":
-        faster = say("it is {ratio:times} as fast as fp32", ratio=found.ratio)
+    if found.told in ("faster", "slower") and found.ratio:
+        ratio, low, high, words = found.ratio, found.low, found.high, "it is {ratio:times} as fast as fp32"
+        if found.told == "slower":
+            about = "about " if in_rounds is not None and not in_rounds.rounds else ""
+            words = f"it is {about}{{ratio:times}} slower than fp32 on this machine"
+            ratio, low, high = 1 / ratio, 1 / high, 1 / low if low else math.inf
         if in_rounds is None or in_rounds.rounds <= 1:
-            return faster
-        interval = "({low:three} – {high:three} in {rounds:count round})"
-        return chained(faster, say(interval, rounds=in_rounds.rounds, low=found.low, high=found.high), between=" ")
-    if found.told == "slower" and found.ratio:
-        about = "about " if in_rounds is not None and not in_rounds.rounds else ""
-        return say(f"it is {about}{{ratio:times}} slower than fp32 on this machine", ratio=1 / found.ratio)
+            return say(words, ratio=ratio)
+        interval = say(
+            "({low:three} – {high:three} in {rounds:count round})", low=low, high=high, rounds=in_rounds.rounds
+        )
+        return chained(say(words, ratio=ratio), interval, between=" ")
     if found.told == "same":
         return plain("it is about as fast as fp32")
     if found.told == "noisy":
-        is_short = found.ratio is not None and math.isinf(found.high)
-        seldom = in_rounds is not None and not in_rounds.rounds
-        what = (
-            "its calls are too short"
-            if is_short
-            else "it was called too seldom"
-            if seldom
-            else "its times varied too much"
-        )
+        what = "its times varied too much"
+        if found.ratio is not None and math.isinf(found.high):
+            what = "its calls are too short"
+        elif in_rounds is not None and not in_rounds.rounds:
+            what = "it was called too seldom"
         return plain(f"{what} to compare its speed with fp32")
     return plain("it was not timed")
 
@@ -279,7 +278,8 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
         return None
     fails = passes_but(run)
     like_best = best is not None and run.status == best.status and fails is None
-    if run not in candidates(result.runs) or run.precision == PLAN or run.status == "skipped" or like_best:
+    untold = run.status == "skipped" or (run.precision == PLAN and fails is None)
+    if run not in candidates(result.runs) or untold or like_best:
         return None
     if run.status == "ok":
         return Said(fails, "bad") if fails else None

@@ -298,7 +298,8 @@ def _variation(fp32: Latency) -> Sentence:
     low, high = fp32.quartiles_ms
     if high > 2 * fp32.median_ms:  # half their distance could be more than the median
         return say("in which half of the calls of fp32 took from {low:ms} to {high:ms}", low=low, high=high)
-    return say("in which fp32 varied by ±{spread:share}", spread=(high - low) / 2 / (fp32.median_ms or 1.0))
+    spread = (high - low) / 2 / (fp32.median_ms or 1.0)
+    return say(f"in which fp32 varied by {'±' if spread >= 0.005 else ''}{{spread:share}}", spread=spread)
 
 
 @per_scan("rounds", "times", disproof="another scan on a quiet machine")
@@ -316,9 +317,8 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     if most == 1:
         yield plain("no run was compared with fp32 in more than one round")
         return
-    found = say("times of {rounds:count round}", rounds=most)
-    if least < most:
-        found = say("times of {least:number} – {rounds:count round}", least=least, rounds=most)
+    found, span = say("times of {rounds:count round}", rounds=most), "times of {least:number} – {rounds:count round}"
+    found = say(span, least=least, rounds=most) if least < most else found
     yield chained(found, _variation(reference.latency) if reference.latency is not None else None, between=", ")
 
 

@@ -206,6 +206,11 @@ def is_function(value: Any) -> bool:
     return callable(value) and not isinstance(value, (Tensor, Mapping))
 
 
+def call_code(inputs: Any) -> tuple[str, ...]:
+    """The line that makes the first batch, if ``inputs`` is a function."""
+    return (f"inputs = inputs({'' if accepts(inputs) else 0})",) if is_function(inputs) else ()
+
+
 def _items(given: DataLoader[Any] | Dataset[Any] | Iterator[Any]) -> Iterator[Any]:
     """The batches of a loader, the items of others."""
     if isinstance(given, DataLoader):  # a copy that starts no processes and threads: one batch is wanted

@@ -20,9 +20,9 @@ from lowprec_check.engine.model.huggingface_zoo import load_folder, load_transfo
 from lowprec_check.engine.model.inputs import (
     PASTE_INPUTS,
     BatchMaker,
-    accepts,
     as_call,
     bind,
+    call_code,
     inputs_code,
     is_function,
     parse_inputs,
@@ -279,7 +279,7 @@ def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, A
     found = attribute_of(module, attribute or "model", _MISSING)
     if found is not _MISSING:
         return attribute or "model", found
-    candidates, name = _candidates(module), display_name(module)
+    candidates, name = _candidates(module, every=attribute is not None), display_name(module)
     if attribute is not None:
         hint = f"Choose from: {', '.join(candidates)}." if candidates else "It defines nothing that makes a model."
         raise UsageError(f"{name} has no attribute {attribute!r}.", hint)
@@ -293,8 +293,8 @@ def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, A
     )
 
 
-def _candidates(module: types.ModuleType) -> list[str]:
-    """Names of modules at the top level; if none, of factory functions; if none, of classes that need no argument."""
+def _candidates(module: types.ModuleType, *, every: bool) -> list[str]:
+    """Names of modules at the top level; if none, or of ``every`` kind, of factory functions; then of classes that need no argument."""
 
     def needs_no_argument(kind: Any) -> bool:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind.__module__ != module.__name__:
@@ -308,7 +308,8 @@ def _candidates(module: types.ModuleType) -> list[str]:
     public = {name: value for name, value in vars(module).items() if not name.startswith("_")}
     instances = [name for name, value in public.items() if isinstance(value, nn.Module)]
     factories = [name for name, value in public.items() if name in FACTORIES and callable(value)]
-    return instances or factories or [name for name, value in public.items() if needs_no_argument(value)]
+    classes = [name for name, value in public.items() if needs_no_argument(value)]
+    return [*instances, *factories, *classes] if every else instances or factories or classes
 
 
 def _setup(
@@ -326,8 +327,8 @@ def _setup(
         lines.append(f"model = {name}")
     if inputs:
         lines.append(f"inputs = {inputs_code(parse_inputs(inputs))}")
-    elif is_function(given := attribute_of(module, "inputs")):
-        lines.append("inputs = inputs()" if accepts(given) else "inputs = inputs(0)")
+    else:
+        lines += call_code(attribute_of(module, "inputs"))
     if imported is None and _criterion(module) is not None and not callable(attribute_of(module, "loss")):
         lines.append("loss = criterion")
     return tuple(lines)

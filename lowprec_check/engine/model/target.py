@@ -18,7 +18,7 @@ from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import own_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
-from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, is_function, take_batch
+from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, call_code, is_function, take_batch
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.engine.model.optimizer_like import OptimizerLike
 from lowprec_check.engine.model.prepared import converted_dtypes
@@ -188,7 +188,8 @@ def make_target(model: nn.Module, inputs: Any, *, calibration: Any = None, **fun
     given = inputs if make_batch is None else make_batch(0)
     calibrate = check_calibration(calibration, "calibration")
     scanned_at = own_line(sys._getframe(1))
-    target = unchecked_target(model, given, made_at=scanned_at, make_batch=make_batch, calibrate=calibrate, **functions)
+    functions |= {"calibrate": calibrate, "setup": call_code(inputs)}
+    target = unchecked_target(model, given, made_at=scanned_at, make_batch=make_batch, **functions)
     return check(target)
 
 
@@ -235,7 +236,7 @@ def check(target: Target) -> Target:
     if not isinstance(target.model, nn.Module):
         raise UsageError(
             f"The target has type {type(target.model).__name__}, not torch.nn.Module.",
-            "Pass a model, or a function that returns one.",
+            "Give a model; a file may also define a function that returns one.",
         )
     if any(map(is_lazy, _state(target.model))):
         target = _initialized(target)

@@ -79,7 +79,8 @@ def _add_outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, 
     if counting or (why.no_pass and failed):
         text = status or f"{counted(len(counting), 'finding')} at or over --fail-on {why.fail_on}"
         kind = "error" if run.status in ("crashed", "timeout") else "failure"
-        SubElement(case, kind, message=text, type=run.status).text = _lines(found, result) or text
+        what = run.status if run.status != "ok" else "input-dependent"
+        SubElement(case, kind, message=text, type=what).text = _lines(found, result) or text
         return
     if status:
         note = f"; the scan does not fail for it (--fail-on {why.fail_on})" if failed else ""

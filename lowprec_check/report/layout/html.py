@@ -118,7 +118,7 @@ class _Page:
         if isinstance(block, Table):
             return self._table(block) if block.rows else Markup()
         if isinstance(block, CodeBlock):
-            return _CODE.format("\n".join(visible_lines(block.text, 2000)))
+            return _CODE.format("\n".join(visible_lines(block.text)))
         if isinstance(block, Pairs):
             pairs = Markup().join(_PAIR.format(visible(name, 80), visible(value, 1000)) for name, value in block.pairs)
             return Markup('<dl class="facts" aria-label="{}">{}</dl>\n').format(visible(block.name), pairs)
@@ -293,7 +293,8 @@ def _module(path: str, text: str, row: Row) -> _Shown:
 def _status(value: str | StatusOf, text: str, _: Row) -> _Shown:
     known = look_of(value)
     sign = Markup('<span aria-hidden="true">{}</span> ').format(known.sign) if known.sign else ""
-    return _Shown(_BADGE.format(known.tone, Markup(' title="{}"').format(known.meaning), sign, text))
+    tone = known.tone if len(text) < _SHORT else f"{known.tone} long"
+    return _Shown(_BADGE.format(tone, Markup(' title="{}"').format(known.meaning), sign, text))
 
 
 _TIGHT = Markup("<span class=tight>{}</span>")

@@ -153,7 +153,7 @@ def code(text: str, most: int = LONGEST_NAME) -> str:
 
 
 def _fence(block: CodeBlock) -> str:
-    shown = "\n".join(visible_lines(without_folders(block.text), 2000))
+    shown = "\n".join(visible_lines(without_folders(block.text)))
     if len(shown) > _LONGEST_CODE:
         shown = shown[:_LONGEST_CODE].rpartition("\n")[0] + "\n# … truncated: the saved JSON has the full code"
     ticks = "`" * max(3, _most_ticks(shown) + 1)
