@@ -476,3 +476,9 @@ def test_inputs_that_a_function_makes_are_made_in_the_code_to_paste() -> None:
     names: dict[str, Any] = {"model": model, "inputs": inputs}
     exec(result.recommendation.code, names)
     assert names["output"].dtype == torch.half
+
+
+def test_a_metric_that_is_no_number_is_said(mlp: Mlp) -> None:
+    result = scan(mlp, torch.randn(4, 8), precisions="half", times="off", metric=lambda model: float("nan"))
+    assert [run.metric for run in result.runs] == [None, None]
+    assert all("metric(model) returned nan: it is left out" in run.notes for run in result.runs)

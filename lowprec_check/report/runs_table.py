@@ -37,7 +37,7 @@ _COLUMNS = (
     Column("gradient error", "text", "Relative L2 error of all gradients of the first step against fp32."),
     Column("lost updates", "percent", "Share of the updates of weights that rounding loses."),
     Column("speed", "speed", "How many times as fast as fp32 a call is."),
-    Column("memory", "ratio", "Peak memory of a call, relative to fp32."),
+    Column("memory", "ratio", "Peak memory of a call, or of a step of training, relative to fp32."),
     Column("p99", "ms", "99th percentile of the time of a call in the scenario."),
     Column("throughput", "text", "Items per second in the scenario."),
     Column("setup", "text", "Seconds that preparing and compiling took."),

@@ -236,7 +236,9 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
     }
     for name in ("metric", "output_rms"):
         value = fields.get(name)
-        fields[name] = value if value is not None and math.isfinite(value) else None
+        if value is not None and not math.isfinite(value):  # which JSON cannot hold
+            fields[name] = None
+            fields["notes"] += [f"metric(model) returned {value}: it is left out"] if name == "metric" else []
     if task.is_reference:
         fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
     if task.predicted is not None:
