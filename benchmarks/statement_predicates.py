@@ -446,8 +446,8 @@ _GAIN: dict[str, Claim] = {
         c,
         {
             "it is about as fast as fp32": lambda c: c.speed()[0] == "same",
-            "its times varied too much": lambda c: c.speed()[0] == "noisy" and c.run["latency"]["samples"] > 1,
-            "it was called too seldom": lambda c: c.speed()[0] == "noisy" and not c.run["latency"]["speedup"]["rounds"],
+            "its times varied too much": lambda c: c.speed()[0] == "noisy" and ((c.run["latency"] or {}).get("speedup") or {}).get("rounds", 2) > 1,
+            "it was called too seldom": lambda c: c.speed()[0] == "noisy" and c.run["latency"]["speedup"]["rounds"] <= 1,
             "its calls are too short": lambda c: c.speed()[0] == "noisy" and min(its["latency_ms"] or 1.0 for its in (c.run, c.reference or c.run)) < 1.5,
             "it was not timed": lambda c: c.speed()[0] == "unknown",
             "it takes about as much memory": lambda c: 1 / 1.05 < (c.memory() or 0) < 1.05,
@@ -821,7 +821,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     },
     "one-core": {"{text}": lambda c, text: text.startswith("compared with fp32 on one core") and c.run["latency"]["speedup"]["one_core"]},
     "slower-than": {"slower than {best} in the same rounds": lambda c, best: best in c.run["latency"]["slower_than"]},
-    "noisy": {"{text}": lambda c, text: text.startswith("speed cannot be told") and c.speed()[0] == "noisy"},
+    "noisy": {"speed cannot be told: {why}": lambda c, why: c.speed()[0] == "noisy" and (why == "it was compared in one round only") == (((c.run["latency"] or {}).get("speedup") or {}).get("rounds") == 1)},
     "launch-bound": {
         "launch-bound: {host} of {call} on the host, {device} on the device: faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do": lambda c, host, call, device: same(call, c.run["latency"]["median_ms"]) and same(device, c.run["latency"]["device_ms"]) and same(host, min(call, c.run["latency"]["host_ms"])) and host >= 0.9 * call and device <= 0.8 * call,
     },

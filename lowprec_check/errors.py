@@ -101,16 +101,24 @@ def message_of(error: BaseException) -> str:
 def first_line(message: str) -> str:
     """The first non-empty line of ``message``, and the next one after a colon: torch adds C++ stack traces below.
 
-    Of ONNX Runtime, what its node says; of the interpreter of TorchScript, the exception that it quotes below and the line that raised.
+    Of ONNX Runtime, the kind of the node and what it says; of the interpreter of TorchScript, the exception that it quotes below, and the
+    first line outside of installed packages.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if lines and lines[0].endswith("in the TorchScript interpreter."):
-        quoted = re.search(
-            r"^(?:.*/)?([^/]+)\((\d+)\): (?s:.*?)^\w*(?:Error|Exception): (.+)", "\n".join(lines), re.MULTILINE
-        )
-        return f"{quoted[3]} (at {quoted[1]}:{quoted[2]})" if quoted else lines[0]
-    found = " ".join(lines[:2] if lines[:1] and lines[0].endswith(":") else lines[:1])
-    return found.partition("Status Message: ")[2] or found
+        raised = [found[1] for found in map(_QUOTED.match, lines) if found]
+        frames = [frame for line in lines if "-packages" not in line and (frame := _FRAME.match(line))]
+        place = f" (at {frames[0][1] or frames[0][3]}:{frames[0][2] or frames[0][4]})" if frames else ""
+        return f"{raised[-1]}{place}" if raised else lines[0]
+    first = " ".join(lines[:2] if lines[:1] and lines[0].endswith(":") else lines[:1])
+    node = _OF_NODE.match(first)
+    return f"{node[1]}: {node[2]}" if node else first
+
+
+_QUOTED = re.compile(r"\w*(?:Error|Exception): (.+)")
+_FRAME = re.compile(r"(?:.*[/\\])?([^/\\(]+)\((\d+)\): |File \"(?:[^\"]*[/\\])?([^\"/\\]+)\", line (\d+)")
+"""``/home/me/net.py(10): forward`` of traced code, ``File "net.py", line 10`` of code that was scripted."""
+_OF_NODE = re.compile(r"\[ONNXRuntimeError\].* while running (\w+) node\. Name:.* Status Message: (.+)")
 
 
 def text_of(value: Any) -> str:

@@ -326,6 +326,7 @@ def test_exit_codes_of_diff(tmp_path: Path, call: Call) -> None:
         ((16, 1), (16, 0), "better"),
         ((64, 1), (4, 0), "other"),
         ((16, 1), (16, 2), None),
+        ((0, 0), (16, 1), "other"),
     ],
 )
 def test_further_inputs_that_fail_are_a_difference(

@@ -451,6 +451,7 @@ def test_where_a_patch_that_comes_nearest_fails(after: Status, says: str) -> Non
     [
         (["net.py", "-p", "bf16"], "The saved scan did not run bfloat16."),
         (["other.py"], "The saved scan is of net.py, not of other.py."),
+        (["net.py", "--without-kernel", "aten.dot:half"], "The saved scan had another --without-kernel."),
         (["net.py", "--tolerance", "1e-6"], "The saved scan had another --tolerance."),
     ],
 )

@@ -368,12 +368,24 @@ def test_a_manifest_names_a_test_file_that_is_not_utf8(
         (
             "[ONNXRuntimeError] : 6 : RUNTIME_EXCEPTION : Non-zero status code returned while running Add node. "
             "Name:'add' Status Message: not with fp16",
-            "not with fp16",
+            "Add: not with fp16",
+        ),
+        ("got HTTP Status Message: Not Found", "got HTTP Status Message: Not Found"),
+        (
+            "The following operation failed in the TorchScript interpreter.\n"
+            'Traceback of TorchScript, serialized code (most recent call last):\n  File "code/net.py", line 6, in f\n'
+            "RuntimeError: no kernel\n",
+            "no kernel (at net.py:6)",
+        ),
+        (
+            "The following operation failed in the TorchScript interpreter.\n"
+            "/lib/site-packages/torch/nn/conv.py(560): forward\nC:\\me\\net.py(18): forward\nRuntimeError: boom",
+            "boom (at net.py:18)",
         ),
         (
             "The following operation failed in the TorchScript interpreter.\n"
             "Traceback of TorchScript (most recent call last):\n"
-            "/home/me/net.py(10): conv\n/lib/torch/jit/_trace.py(1022): trace\n"
+            "/home/me/net.py(10): conv\n/lib/site-packages/torch/jit/_trace.py(1022): trace\n"
             "RuntimeError: self (Float) and source (BFloat16) must match\nException raised from x (C++ frames)\n",
             "self (Float) and source (BFloat16) must match (at net.py:10)",
         ),

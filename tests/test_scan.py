@@ -460,7 +460,7 @@ def test_nondeterministic_models_are_errors() -> None:
         scan(Nondeterministic(), X)
 
 
-@pytest.mark.parametrize("device", ["cuda:banana", "xpu:", "cuda:7x", "tpu"])
+@pytest.mark.parametrize("device", ["cuda:banana", "xpu:", "cuda:7x", "cuda:07", "cuda:٣", "tpu"])
 def test_a_device_that_cannot_be_is_an_error(mlp: Mlp, device: str) -> None:
     with pytest.raises(UsageError, match="Unknown device"):
         scan(mlp, torch.randn(4, 16), device=device)

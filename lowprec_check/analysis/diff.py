@@ -9,7 +9,7 @@ import msgspec
 
 from lowprec_check.analysis.baseline import file_of, stable_path
 from lowprec_check.analysis.conclusion import OPTION, WITH_BASELINE
-from lowprec_check.analysis.run_summary import label, memory_ratio
+from lowprec_check.analysis.run_summary import failing_gaps, label, memory_ratio
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.statements.status import passes_but, why
@@ -219,17 +219,15 @@ def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
         direction: Direction = "other"
         if tried[0] >= tried[1] if fails[1] else tried[0] <= tried[1]:
             direction = "worse" if fails[1] else "better"
-        words = [
-            found.text if found else f"passes on {counted(number, 'further input')}"
-            for found, number in zip(fails, tried, strict=True)
-        ]
+        passes = [f"passes on {counted(number, 'further input')}" if number else "passes" for number in tried]
+        words = [found.text if found else pass_ for found, pass_ in zip(fails, passes, strict=True)]
         yield ScanChange(kind="status", direction=direction, run=label(after), what=f"{words[1]}; before: {words[0]}")
 
 
 def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
     """New and fixed failures of ops, one change per op; matched by file and module without indices, since lines may move."""
     was, is_now = (
-        {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in run.gaps}
+        {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in failing_gaps(run)}
         for run in (before, after)
     )
     new: tuple[Direction, str] = ("worse", "new") if _was_checked(before) else ("other", "not checked before")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowprec_check.schema.backend_checks import INPUT_CHANGES
+from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import InputsTried, PlaceRange
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.precisions import plan_bases
@@ -133,9 +134,14 @@ def is_cast(run: Run) -> bool:
     return run.base is None and run.basis is not None and run.basis.kind == "cast"
 
 
+def failing_gaps(run: Run) -> list[Gap]:
+    """The gaps of ``run`` without the ops that its backend computes between casts, by which nothing fails."""
+    return [gap for gap in run.gaps if not gap.is_between_casts]
+
+
 def missing_kernels(run: Run) -> list[str]:
     """Ops without a kernel that nothing else computed, each once."""
-    return list(dict.fromkeys(gap.op for gap in run.gaps if gap.kind in _NO_KERNEL and not gap.is_between_casts))
+    return list(dict.fromkeys(gap.op for gap in failing_gaps(run) if gap.kind in _NO_KERNEL))
 
 
 def shorten(message: str, most: int = 110) -> str:

@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeVar
 
 from lowprec_check.analysis.error_shares import trusted_budget
 from lowprec_check.analysis.predicted_error import Causes
-from lowprec_check.analysis.run_summary import shorten
+from lowprec_check.analysis.run_summary import failing_gaps, shorten
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.module_paths import is_inside, module_around
 from lowprec_check.schema.op_calls import PRODUCTS, OpCall
@@ -53,7 +53,7 @@ class Suspects(NamedTuple):
 
 def suspects(run: Run) -> Suspects:
     """The suspects in ``run``."""
-    failing = [gap.module for gap in run.gaps]
+    failing = [gap.module for gap in failing_gaps(run)]
     failing += [row.module for row in run.op_calls.rows() if row.spoils_output]
     if run.exception is not None and run.exception.module is not None:
         failing.append(run.exception.module)
@@ -141,7 +141,7 @@ def _by_producer(run: Run) -> dict[str, float]:
 def blame(runs: Sequence[Run], keep: Sequence[str]) -> list[Blame]:
     """For each kept module the op at fault, from the first of ``runs`` that shows one; none is inside another."""
     kept = frozenset(keep)
-    gaps = [_by_module(run.gaps, kept) for run in runs]
+    gaps = [_by_module(failing_gaps(run), kept) for run in runs]
     rows = [_by_module(run.op_calls.rows(), kept) for run in runs]
 
     def found(module: str) -> Blame:
@@ -169,12 +169,12 @@ def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
     """The largest share inside ``module``, from the first budget in which it matters, else from that in which it is largest; a small one, or
     one of an error that is tolerated, may not be why it is needed if the model fails otherwise too.
     """
-    budgets = [None if run.gaps and _is_accurate(run) else trusted_budget(run) for run in runs]
+    budgets = [None if failing_gaps(run) and _is_accurate(run) else trusted_budget(run) for run in runs]
     shares = [[share for share in its.shares if is_inside(share.module, module)] if its else [] for its in budgets]
     sums = [sum(share.share for share in its) for its in shares]
     largest = max(range(len(sums)), key=sums.__getitem__, default=None)
     index = next((index for index, total in enumerate(sums) if total >= MATTERS), largest)
-    if index is None or sums[index] < (MATTERS if any(run.gaps for run in runs) else LEAST_CAUSE):
+    if index is None or sums[index] < (MATTERS if any(map(failing_gaps, runs)) else LEAST_CAUSE):
         return None
     cause = max(shares[index], key=lambda share: share.share)
     share = percent(sums[index]) if sums[index] < 1 else "all"  # more where others cancel a part
@@ -192,7 +192,7 @@ def _is_accurate(run: Run) -> bool:
 
 def at_fault(run: Run, module: str) -> Blame | None:
     """What fails inside ``module``, or the op that first gives NaN or Inf; ``""`` is the model's own ``forward``."""
-    gaps = (gap for gap in run.gaps if is_inside(gap.module, module))
+    gaps = (gap for gap in failing_gaps(run) if is_inside(gap.module, module))
     return _first_fault(run, module, gaps, (row for row in run.op_calls.rows() if is_inside(row.module, module)))
 
 

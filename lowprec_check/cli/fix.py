@@ -8,7 +8,7 @@ import sys
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -37,6 +37,7 @@ from lowprec_check.cli.options import (
 from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, check_reports, prints_json, save_files
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.base import check_file, encode, write_file
 from lowprec_check.schema.options import FixOptions, declared_in
 
@@ -137,21 +138,27 @@ def fix(
 
 def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOptions:
     """``options`` with those of a saved scan; raises :class:`UsageError` if that is not of ``target``, or others were asked for."""
-    without = "Leave out --from, so that the target is scanned first."
-    if (
-        len({re.split(r"[/\\]", name)[-1] for name in (scanned.target, target)}) > 1
-    ):  # it may have run in another folder
+
+    def model_in(name: str) -> tuple[str, str]:  # the scan may have run in another folder
+        file, suffix, attribute = name.partition(".py")
+        return re.split(r"[/\\]", file)[-1] if suffix else file, attribute.removeprefix(":") or "model"
+
+    without = "Leave --from out, so that the target is scanned first."
+    by_class = scanned.target == scanned.model.name  # a scan of the Python API
+    if not by_class and model_in(scanned.target) != model_in(target):
         raise UsageError(f"The saved scan is of {scanned.target}, not of {target}.", without)
     missing = sorted({*(options.precisions or ())}.difference(run.precision for run in scanned.runs))
     if missing:
         raise UsageError(f"The saved scan did not run {', '.join(missing)}.", without)
     known = scanned.options | {"device": scanned.runs[0].device if scanned.runs else None}
-    taken = {}
-    for name in ("device", "tolerance", "seed", "without_kernel"):
-        given, default = getattr(options, name), getattr(FixOptions(), name)
-        taken[name] = known.get(name, default)
-        if given not in (default, taken[name]):
-            raise UsageError(f"The saved scan had another --{name.replace('_', '-')}.", without)
+    taken: dict[str, Any] = {}
+    for name, _, default, _ in declared_in(FixOptions):
+        if name in ("device", "tolerance", "seed", "further_inputs", "without_kernel"):
+            given, saved = getattr(options, name), known.get(name, default)
+            taken[name] = tuple(saved) if isinstance(saved, list) else saved
+            differs = device_type(given or "") != saved if name == "device" else given != taken[name]
+            if given != default and differs:
+                raise UsageError(f"The saved scan had another --{name.replace('_', '-')}.", without)
     return replace(options, **taken)
 
 

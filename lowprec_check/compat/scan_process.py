@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from lowprec_check.analysis.run_summary import degenerate_output, label, memory_ratio, missing_kernels
+from lowprec_check.analysis.run_summary import degenerate_output, failing_gaps, label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import speed
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import system
@@ -165,7 +165,7 @@ def _row(request: Request, seconds: float, made_with: dict[str, str], **found: A
 
 def _cell(run: Run, result: ScanResult) -> MatrixCell:
     time, memory = speed(run, result.runs).time, memory_ratio(run, result.runs)
-    first = run.gaps[0] if run.gaps else None
+    first = next(iter(failing_gaps(run)), None)
     return MatrixCell(
         precision=label(run),
         column=run.key.label,

@@ -40,7 +40,7 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
 
 
-LONGEST_LINE = 4000
+LONGEST_LINE = 2000
 """Of code to paste, which is longer only if names in it are meant to break a report."""
 
 

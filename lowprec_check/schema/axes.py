@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple
@@ -209,8 +210,7 @@ def device_type(device: str) -> str:
 def device_of(name: str) -> Device:
     """The device of a name such as ``cuda:0``; raises :class:`UsageError` for an unknown type, or an index that is no number."""
     found = DEVICES.find(device_type(name))
-    _, colon, index = name.strip().partition(":")
-    if found is None or (colon and not index.isdecimal()):
+    if found is None or not re.fullmatch(r"[^:]*(:(0|[1-9][0-9]*))?", name.strip()):
         choices = DEVICES.names() if found is None else [found.name, f"{found.name}:0"]
         raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(choices)}.")
     return found

@@ -78,11 +78,15 @@ class ChangedInputs(Struct, frozen=True, kw_only=True):
     """Of eager mode against fp64, if the backend is not within the tolerance of it."""
 
 
+class StateChanged(UserWarning):
+    """A backend says that preparing the model has changed what it keeps between calls."""
+
+
 class CompilerRemark(Struct, frozen=True, kw_only=True):
     """What a compiler said about a line of the model."""
 
-    kind: Literal["warning", "graph-break"]
-    """``graph-break``: Dynamo compiled what is before and after the line separately."""
+    kind: Literal["warning", "graph-break", "state"]
+    """``graph-break``: Dynamo compiled what is before and after the line separately; ``state``: preparing the model changed what it keeps."""
     text: str
     """The first sentence of the warning, or the reason of the graph break."""
     source: str | None = None

@@ -19,7 +19,13 @@ from lowprec_check.analysis.rules.relevance import (
     recommended_instead,
     weighed_places,
 )
-from lowprec_check.analysis.run_summary import blames_backend, degenerate_output, judged_output, on_which_call
+from lowprec_check.analysis.run_summary import (
+    blames_backend,
+    degenerate_output,
+    failing_gaps,
+    judged_output,
+    on_which_call,
+)
 from lowprec_check.schema.axes import calibrates, project_of
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
@@ -70,7 +76,7 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
         if run.training is None and run.status in ("nonfinite", "inaccurate"):  # a training has LP507
             when, odd = on_which_call(run), degenerate_output(run, result)
             message = chained(say("{when:text}", when=when) if when else None, _mismatch(run), between="")
-            eager = run.lockstep_error.rel_l2 if run.lockstep_error and run.complete and not run.gaps else None
+            eager = run.lockstep_error.rel_l2 if run.lockstep_error and run.complete and not failing_gaps(run) else None
             other = not run.is_eager and not run.is_quantized and run.failed_input is None
             if eager is not None and eager <= (run.tolerance or 0.0) and other:
                 also = say("op by op in eager mode the error is {eager:error}", eager=eager)
@@ -106,9 +112,8 @@ def _instead(run: Run, result: ScanResult) -> str:
     if blames_backend(run, result.runs):
         remarks = run.backend_check.remarks if run.backend_check is not None else []
         lines = list(dict.fromkeys(its.source for its in remarks if its.kind == "warning" and its.source))
-        fault = (
-            f"LP309 shows what it warns of, at {some(lines)}" if lines else f"report this to {project_of(run.backend)}"
-        )
+        fault = next((its.text for its in remarks if its.kind == "state"), f"report this to {project_of(run.backend)}")
+        fault = f"LP309 shows what it warns of, at {some(lines)}" if lines else fault
         return f"use eager mode, or another backend; {fault}"
     if run.failed_call:
         return "try what the model keeps between calls in fp32"

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from lowprec_check.analysis.rules.divergence import unscales_fp16
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.rules.relevance import back, faster, from_gaps, or_autocast
-from lowprec_check.analysis.run_summary import is_cast, on_which_call
+from lowprec_check.analysis.run_summary import failing_gaps, is_cast, on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.axes import DEVICES, device_type
 from lowprec_check.schema.op_calls import PRODUCTS, fallback_of, seconds_killed
@@ -295,7 +295,7 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
     """
     for run in low_runs(result):
         error, ways = run.exception, run.training.ways[:1] if run.training is not None else []
-        unexplained = run.status == "error" and run.complete and all(gap.is_between_casts for gap in run.gaps)
+        unexplained = run.status == "error" and run.complete and not failing_gaps(run)
         if unexplained and error and not any(map(unscales_fp16, ways)):
             message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"

@@ -88,7 +88,8 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
 def _no_pass(result: ScanResult) -> Sentence:
     tried = [run for run in candidates(result.runs) if run.base is None and run.status != "skipped"]
     tried = [run for run in tried if run.is_low] or tried
-    where = " on every input" if any(map(fails_elsewhere, candidates(result.runs))) else ""
+    plans = (run for run in result.runs if run.precision == PLAN)
+    where = " on every input" if any(map(fails_elsewhere, [*tried, *plans])) else ""
     here = f"passed{where} here" if result.prediction is None else f"is predicted to pass{where}"
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
         return say("Stay in fp32: no low precision {here:text}", here=here)
@@ -249,7 +250,7 @@ def _speed(found: Speed, run: Run) -> Sentence:
         what = "its times varied too much"
         if found.ratio is not None and math.isinf(found.high):
             what = "its calls are too short"
-        elif in_rounds is not None and not in_rounds.rounds:
+        elif in_rounds is not None and in_rounds.rounds <= 1:
             what = "it was called too seldom"
         return plain(f"{what} to compare its speed with fp32")
     return plain("it was not timed")

@@ -13,6 +13,7 @@ from lowprec_check.analysis.error_shares import (
 from lowprec_check.analysis.run_summary import (
     changed_by_backend,
     degenerate_output,
+    failing_gaps,
     fails_elsewhere,
     judged_output,
     missing_kernels,
@@ -72,8 +73,7 @@ def _raised(run: Run) -> Sentence:
         return constants
     when = when_raised(way.failed_step if way else None, run.exception)
     message = shorten(run.exception.text if run.exception else "it raised an exception", _LONGEST)
-    failed = (gap.kind for gap in run.gaps if not gap.is_between_casts)
-    kinds = ", ".join(dict.fromkeys(failed)) if not run.failed_call else ""
+    kinds = ", ".join(dict.fromkeys(gap.kind for gap in failing_gaps(run))) if not run.failed_call else ""
     return plain(f"{kinds}: {when}{message}" if kinds else f"{when}{message}")
 
 
@@ -207,6 +207,8 @@ def compiler_remarks(run: Run, result: ScanResult) -> Made:
     if not found:
         return None
     warned = sum(its.count for its in found if its.kind == "warning")
+    if not any(its.kind != "state" for its in found):
+        return None
     breaks = sum(its.count for its in found if its.kind == "graph-break")
     eager = next((its for its in result.runs if its.key == run.key._replace(backend=EAGER)), None)
     mine, other = (

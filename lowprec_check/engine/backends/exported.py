@@ -184,7 +184,9 @@ def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str) -> li
             source=lines.source,
             caller=lines.caller,
             dtypes=list(dtypes),
-            message=f"{message} for complex numbers" if any("complex" in dtype for dtype in dtypes) else message,
+            message=f"{message} for complex numbers"
+            if kind == "no-backend-kernel" and "complex" in str(dtypes)
+            else message,
             calls=calls[op, module, lines, dtypes] or 1,
             rescued=False,
         )

@@ -43,7 +43,9 @@ class FrozenInductor(Inductor):
         """The compiled model; raises ``RuntimeError`` for a model in training mode, whose weights are not constant."""
         import torch._inductor.config
 
-        if model.training:
+        from lowprec_check.engine.core.compiled import in_training_mode
+
+        if in_training_mode(model):
             raise RuntimeError("a model in training mode cannot be frozen: call model.eval() in your file")
         torch._inductor.config.freezing = True  # `options={"freezing": True}` of torch.compile has no effect
         return super().prepare(model, example)

@@ -8,9 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 from lowprec_check.schema.axes import Backend, Code, Example
+from lowprec_check.schema.backend_checks import StateChanged
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
+from lowprec_check.schema.statements import some
 
 
 class Jit(Backend):
@@ -47,7 +49,7 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
 
     from lowprec_check.engine.core.pytree import map_tensors
 
-    cached, before = torch.is_autocast_cache_enabled(), _writes(model)
+    cached, before = torch.is_autocast_cache_enabled(), _state(model)
     torch.set_autocast_cache_enabled(False)
     try:
         args, kwargs = map_tensors((example.args, example.kwargs), torch.clone)
@@ -61,17 +63,33 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
             frozen(*map_tensors(example.args, torch.clone), **map_tensors(example.kwargs, torch.clone))
     finally:
         torch.set_autocast_cache_enabled(cached)
-    changed = [name for name, writes in _writes(model).items() if writes != before.get(name)]
-    code = getattr(type(model).forward, "__code__", None)
-    if changed and code is not None:
-        text = f"preparing the graph calls the model, which changes {', '.join(changed)}: the graph goes on from there"
-        warnings.warn_explicit(text, torch.jit._trace.TracerWarning, code.co_filename, code.co_firstlineno)
+    changed = [name for name, value in _state(model).items() if not _is_same(value, before.get(name))]
+    if changed:
+        text = f"preparing the graph calls the model, which changes {some(changed, 4)}: the graph goes on from there"
+        warnings.warn(text, StateChanged, stacklevel=2)
     return frozen
 
 
-def _writes(model: Any) -> dict[str, int]:
-    """How often each buffer was written to."""
-    return {name: buffer._version for name, buffer in model.named_buffers() if not buffer.is_inference()}
+def _state(model: Any) -> dict[str, Any]:
+    """Copies of what modules keep besides parameters: buffers, and tensors and numbers in attributes."""
+    import torch
+
+    kept: dict[str, Any] = {}
+    for path, module in model.named_modules():
+        held = {name: value for name, value in vars(module).items() if name != "training"}
+        for name, value in {**held, **module._buffers}.items():
+            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+                kept[f"{path}.{name}".lstrip(".")] = value.detach().clone()
+            elif isinstance(value, (int, float)):
+                kept[f"{path}.{name}".lstrip(".")] = value
+    return kept
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    import torch
+
+    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
+    return torch.equal(one, other) if tensors else type(one) is type(other) and one == other
 
 
 def frozen_trace_code(model: ModelInfo, key: RunKey) -> tuple[str, ...]:

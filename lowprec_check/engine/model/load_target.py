@@ -309,7 +309,7 @@ def _candidates(module: types.ModuleType, *, every: bool) -> list[str]:
     instances = [name for name, value in public.items() if isinstance(value, nn.Module)]
     factories = [name for name, value in public.items() if name in FACTORIES and callable(value)]
     classes = [name for name, value in public.items() if needs_no_argument(value)]
-    return [*instances, *factories, *classes] if every else instances or factories or classes
+    return list(dict.fromkeys([*instances, *factories, *classes])) if every else instances or factories or classes
 
 
 def _setup(

@@ -24,7 +24,13 @@ from lowprec_check.engine.run.preparation import in_eager_mode
 from lowprec_check.errors import text_of
 from lowprec_check.process import system
 from lowprec_check.schema.axes import Call
-from lowprec_check.schema.backend_checks import BackendCheck, ChangedInputs, CompilerRemark, InputChange
+from lowprec_check.schema.backend_checks import (
+    BackendCheck,
+    ChangedInputs,
+    CompilerRemark,
+    InputChange,
+    StateChanged,
+)
 
 SHARE = 0.25
 """The part of the budget of a call after which no more changed inputs are tried."""
@@ -172,6 +178,9 @@ def _warnings(given: Sequence[warnings.WarningMessage], of_eager: set[str] | Non
     found = []
     for warning in given:
         text = text_of(warning.message)
+        if issubclass(warning.category, StateChanged):
+            found.append(CompilerRemark(kind="state", text=text))
+            continue
         is_new = of_eager is not None and text not in of_eager and is_user_code(warning.filename)
         if warning.category.__name__ == "TracerWarning" or is_new:
             line = show_line(warning.filename, warning.lineno)

@@ -7,7 +7,7 @@ from xml.etree import ElementTree
 from xml.etree.ElementTree import Element, SubElement
 
 from lowprec_check.analysis.conclusion import ScanFailure, failure
-from lowprec_check.analysis.run_summary import label
+from lowprec_check.analysis.run_summary import fails_elsewhere, label
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.report.foreign_text import visible, without_folders
 from lowprec_check.report.places import places
@@ -79,7 +79,8 @@ def _add_outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, 
     if counting or (why.no_pass and failed):
         text = status or f"{counted(len(counting), 'finding')} at or over --fail-on {why.fail_on}"
         kind = "error" if run.status in ("crashed", "timeout") else "failure"
-        what = run.status if run.status != "ok" else "input-dependent"
+        passing = "input-dependent" if fails_elsewhere(run) else "findings"
+        what = run.status if run.status != "ok" else passing
         SubElement(case, kind, message=text, type=what).text = _lines(found, result) or text
         return
     if status:
