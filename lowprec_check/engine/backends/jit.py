@@ -74,22 +74,27 @@ def _state(model: Any) -> dict[str, Any]:
     """Copies of what modules keep besides parameters: buffers, and tensors and numbers in attributes."""
     import torch
 
+    from lowprec_check.engine.model.streamed_weights import is_in_memory
+
     kept: dict[str, Any] = {}
     for path, module in model.named_modules():
-        held = {name: value for name, value in vars(module).items() if name != "training"}
-        for name, value in {**held, **module._buffers}.items():
-            if isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter):
+        for name, value in {**vars(module), **module._buffers}.items():
+            is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
+            if is_tensor and is_in_memory(value):
                 kept[f"{path}.{name}".lstrip(".")] = value.detach().clone()
-            elif isinstance(value, (int, float)):
+            elif isinstance(value, (int, float)) and name != "training":
                 kept[f"{path}.{name}".lstrip(".")] = value
     return kept
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    import torch
+    from torch import Tensor
 
-    tensors = isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
-    return torch.equal(one, other) if tensors else type(one) is type(other) and one == other
+    from lowprec_check.engine.core.output_comparison import same_bits
+
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return same_bits([one], [other])
+    return type(one) is type(other) and bool(one == other)
 
 
 def frozen_trace_code(model: ModelInfo, key: RunKey) -> tuple[str, ...]:
