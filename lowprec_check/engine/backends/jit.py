@@ -71,29 +71,27 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
 
 
 def _state(model: Any) -> dict[str, Any]:
-    """Copies of what modules keep besides parameters: buffers, and tensors and numbers in attributes."""
+    """What modules keep besides parameters: copies of buffers and of tensors in attributes, and numbers in these."""
     import torch
 
-    from lowprec_check.engine.model.streamed_weights import is_in_memory
+    from lowprec_check.engine.core.pytree import stored
 
     kept: dict[str, Any] = {}
     for path, module in model.named_modules():
         for name, value in {**vars(module), **module._buffers}.items():
-            is_tensor = isinstance(value, torch.Tensor) and not isinstance(value, torch.nn.Parameter)
-            if is_tensor and is_in_memory(value):
-                kept[f"{path}.{name}".lstrip(".")] = value.detach().clone()
+            at, is_tensor = f"{path}.{name}".lstrip("."), isinstance(value, torch.Tensor)
+            if is_tensor and value.layout == torch.strided and not isinstance(value, torch.nn.Parameter):
+                kept[at] = [part.detach().clone() for part in stored(value)]
             elif isinstance(value, (int, float)) and name != "training":
-                kept[f"{path}.{name}".lstrip(".")] = value
+                kept[at] = value
     return kept
 
 
 def _is_same(one: Any, other: Any) -> bool:
-    from torch import Tensor
-
     from lowprec_check.engine.core.output_comparison import same_bits
 
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return same_bits([one], [other])
+    if isinstance(one, list) and isinstance(other, list):
+        return same_bits(one, other)
     return type(one) is type(other) and bool(one == other)
 
 
