@@ -313,7 +313,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
     },
     "LP107": {**_GAPS, "{text}": lambda c, text: text in (c.run["reason"], "the process died")},
     "LP108": {"{when}{error}": _raised},
-    "LP201": {"{values} overflowed to Inf where fp32 is finite": _of_call("introduced_inf", "compared_values"), _OVERFLOW: _of_call("introduced_inf", "compared_values"), **_COMMON},
+    "LP201": {"{values} overflowed to Inf where fp32 is finite": _of_call("introduced_inf", "compared_values"), _OVERFLOW: _of_call("introduced_inf", "compared_values"), _OVERFLOW.partition(":")[0]: _of_call("introduced_inf", "compared_values"), **_COMMON},
     "LP202": {"{share} of the values that are non-zero in fp32 became zero": _of_call("flushed"), **_COMMON},
     "LP203": {"{values} became NaN though the inputs are finite": _of_call("introduced_nan", "compared_values"), **_COMMON},
     "LP205": {

@@ -182,6 +182,9 @@ def test_a_logarithm_of_zero_is_no_overflow() -> None:
     assert found[0].message.startswith("log of 0 is infinite in 3 of 8 values (37.5 %), which are finite in fp32")
     [divided] = of(a_result(a_run("half", "nonfinite", an_overflow("aten.div.Tensor"), error=None)), "LP201")
     assert "or divided by 0" in divided.message
+    [power] = of(a_result(a_run("half", "nonfinite", an_overflow("aten.pow.Tensor_Scalar"), error=None)), "LP201")
+    assert power.message.startswith("3 of 8 values (37.5 %) became Inf where fp32 is finite")
+    assert "divided" not in power.message
 
 
 def test_the_advice_is_what_was_measured() -> None:

@@ -89,7 +89,7 @@ def test_torchvision_model_by_name() -> None:
         ("x = 1", "defines no model", "Define `model`"),
         (NET + "class Other(Net):\n    pass", "defines several models", "mymodel.py:Other"),
         (NET, "defines no `inputs`", "inputs = torch.randn"),
-        (NET + "model = 3\ninputs = 1", "has type int, not torch.nn.Module", "Pass a model"),
+        (NET + "model = 3\ninputs = 1", "has type int, not torch.nn.Module", "Give a model"),
         (NET + "def model():\n    return 3", "returned an object of type int, not", "Return the model"),
         (
             NET + "def model():\n    raise ValueError('bad weights')",

@@ -59,8 +59,10 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
 
     def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | str]:
         what = "{values:of value} overflowed to Inf where fp32 is finite"
-        if short_op(row.op) in ("div", "reciprocal", "pow"):
+        if short_op(row.op) in ("div", "reciprocal"):
             what = "{values:of value} became Inf where fp32 is finite: too large for the dtype, or divided by 0"
+        elif short_op(row.op) == "pow":  # its exponent may be negative
+            what = "{values:of value} became Inf where fp32 is finite"
         return say(what, values=[row.introduced_inf, row.compared_values]), _advice(run, result, row)
 
     yield from weighed_places(result, overflows, lambda row: row.introduced_inf, describe, by_trial="Inf")

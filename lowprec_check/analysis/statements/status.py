@@ -159,7 +159,7 @@ def margin(run: Run, result: ScanResult) -> Made:
         return None
     if not tried:
         return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn") if part >= NEAR else None
-    words = "{part:percent} of tolerance, worst of {inputs:count input}"
+    words = "worst {part:percent} of tolerance, {inputs:count input}"
     worst = say(f"near its limit: {words}" if part >= NEAR else words, part=part, inputs=run.batch_count + tried)
     return Said(worst, "warn" if part >= NEAR else "none")
 
