@@ -159,6 +159,11 @@ class Case:
         low = ratio / margin if fp32 >= 1 else 0.0
         return ("noisy" if mine < 1 else told(ratio, low, ratio * margin)), ratio
 
+    @property
+    def speedup(self) -> Raw:
+        """What the rounds of the run told; empty if it has none."""
+        return (self.run["latency"] or {}).get("speedup") or {}
+
     def memory(self) -> float | None:
         fp32 = self.reference and self.reference["peak_memory_bytes"]
         return self.run["peak_memory_bytes"] / fp32 if fp32 and self.run["peak_memory_bytes"] else None
@@ -409,18 +414,17 @@ def _all_fail(c: Case, here: str, none: str = "", name: str = "") -> bool:
     return not any(c.of(its).passes() for its in c.low) and (not names or sorted(names) == sorted(map(label, tried))) and ("predicted" in here) == (c.result["prediction"] is not None)
 
 
-def _rounds(c: Case, ratio: float, low: float | None = None, high: float | None = None, rounds: int | None = None) -> bool:
-    """A speed-up with its interval."""
-    found = (c.run["latency"] or {}).get("speedup") or {}
-    known = low is None or same([low, high, rounds], [found["low"], found["high"], found["rounds"]])
-    return c.speed()[0] == "faster" and same(ratio, c.speed()[1]) and known
+def _rounds(told: str) -> Claim:
+    """A claim that a run is ``faster`` or ``slower``, with its interval."""
 
+    def claim(c: Case, ratio: float, low: float | None = None, high: float | None = None, rounds: int | None = None) -> bool:
+        median, ends = c.speed()[1] or 1.0, [] if low is None else [c.speedup["low"], c.speedup["high"]]
+        if told == "slower":
+            median, ends = 1 / median, [1 / end for end in reversed(ends)]
+        known = low is None or same([low, high, rounds], [*ends, c.speedup["rounds"]])
+        return c.speed()[0] == told and same(ratio, median) and known
 
-def _slower(c: Case, ratio: float, low: float | None = None, high: float | None = None, rounds: int | None = None) -> bool:
-    """How many times slower, with its interval."""
-    found = (c.run["latency"] or {}).get("speedup") or {}
-    known = low is None or same([low, high, rounds], [1 / found["high"], 1 / found["low"], found["rounds"]])
-    return c.speed()[0] == "slower" and same(ratio, 1 / (c.speed()[1] or 1)) and known
+    return claim
 
 
 def _says(c: Case, claims: Mapping[str, Claim], text: str) -> bool:
@@ -434,10 +438,10 @@ def _constants(c: Case, constants: list[str], format: str) -> bool:
 
 
 _GAIN: dict[str, Claim] = {
-    "it is {ratio} as fast as fp32 ({low} – {high} in {rounds})": _rounds,
-    "it is {ratio} as fast as fp32": _rounds,
-    "it is {ratio} slower than fp32 on this machine ({low} – {high} in {rounds})": _slower,
-    "it is {ratio} slower than fp32 on this machine": _slower,
+    "it is {ratio} as fast as fp32 ({low} – {high} in {rounds})": _rounds("faster"),
+    "it is {ratio} as fast as fp32": _rounds("faster"),
+    "it is {ratio} slower than fp32 on this machine ({low} – {high} in {rounds})": _rounds("slower"),
+    "it is {ratio} slower than fp32 on this machine": _rounds("slower"),
     "it saves {share} of the peak memory": lambda c, share: same(share, 1 - (c.memory() or 0)) and share > 0,
     "it takes at least {share} more memory": lambda c, share: c.reference["process_memory_bytes"] < 4 << 20 and same(share, c.run["process_memory_bytes"] / (4 << 20) - 1),
     "it takes {share} more memory": lambda c, share: same(share, (c.memory() or 0) - 1) and share > 0,
@@ -446,8 +450,8 @@ _GAIN: dict[str, Claim] = {
         c,
         {
             "it is about as fast as fp32": lambda c: c.speed()[0] == "same",
-            "its times varied too much": lambda c: c.speed()[0] == "noisy" and ((c.run["latency"] or {}).get("speedup") or {}).get("rounds", 2) > 1,
-            "it was called too seldom": lambda c: c.speed()[0] == "noisy" and c.run["latency"]["speedup"]["rounds"] <= 1,
+            "its times varied too much": lambda c: c.speed()[0] == "noisy" and c.speedup.get("rounds", 2) > 1,
+            "it was called too few times": lambda c: c.speed()[0] == "noisy" and c.speedup["rounds"] <= 1,
             "its calls are too short": lambda c: c.speed()[0] == "noisy" and min(its["latency_ms"] or 1.0 for its in (c.run, c.reference or c.run)) < 1.5,
             "it was not timed": lambda c: c.speed()[0] == "unknown",
             "it takes about as much memory": lambda c: 1 / 1.05 < (c.memory() or 0) < 1.05,
@@ -821,7 +825,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
     },
     "one-core": {"{text}": lambda c, text: text.startswith("compared with fp32 on one core") and c.run["latency"]["speedup"]["one_core"]},
     "slower-than": {"slower than {best} in the same rounds": lambda c, best: best in c.run["latency"]["slower_than"]},
-    "noisy": {"speed cannot be told: {why}": lambda c, why: c.speed()[0] == "noisy" and (why == "it was compared in one round only") == (((c.run["latency"] or {}).get("speedup") or {}).get("rounds") == 1)},
+    "noisy": {"speed cannot be told: {why}": lambda c, why: c.speed()[0] == "noisy" and (why == "it was compared in one round only") == (c.speedup.get("rounds") == 1)},
     "launch-bound": {
         "launch-bound: {host} of {call} on the host, {device} on the device: faster kernels hardly help; CUDA graphs, torch.compile or a larger batch do": lambda c, host, call, device: same(call, c.run["latency"]["median_ms"]) and same(device, c.run["latency"]["device_ms"]) and same(host, min(call, c.run["latency"]["host_ms"])) and host >= 0.9 * call and device <= 0.8 * call,
     },

@@ -101,14 +101,14 @@ def message_of(error: BaseException) -> str:
 def first_line(message: str) -> str:
     """The first non-empty line of ``message``, and the next one after a colon: torch adds C++ stack traces below.
 
-    Of ONNX Runtime, the kind of the node and what it says; of the interpreter of TorchScript, the exception that it quotes below, and the
-    first line outside of installed packages.
+    For ONNX Runtime, the kind of node that failed and its message; for the TorchScript interpreter, the exception that it quotes, with the
+    first line of code outside installed packages.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if lines and lines[0].endswith("in the TorchScript interpreter."):
         raised = [found[1] for found in map(_QUOTED.match, lines) if found]
         frames = [frame for line in lines if "-packages" not in line and (frame := _FRAME.match(line))]
-        place = f" (at {frames[0][1] or frames[0][3]}:{frames[0][2] or frames[0][4]})" if frames else ""
+        place = f" (at {':'.join(filter(None, frames[0].groups()))})" if frames else ""
         return f"{raised[-1]}{place}" if raised else lines[0]
     first = " ".join(lines[:2] if lines[:1] and lines[0].endswith(":") else lines[:1])
     node = _OF_NODE.match(first)
@@ -132,7 +132,7 @@ def text_of(value: Any) -> str:
 
 
 def _both_ends(text: str) -> str:
-    """``text`` may be of a subclass of str, whose own methods are not called."""
+    """``text``, or the beginning and the end of a longer one; of a subclass of str, no method of its own is called."""
     half, part = LONGEST_MESSAGE // 2, str.__getitem__
     if str.__len__(text) <= LONGEST_MESSAGE:
         return part(text, slice(None))

@@ -490,7 +490,7 @@ def test_a_trace_of_a_model_with_state_is_not_blamed_on_torch(kind: type[Net]) -
     result = scanned(kind(), "eager,jit")
     assert result.run("fp32", "jit").status == "inaccurate"
     [mismatch] = [found for found in result.diagnostics if found.code == "LP301"]
-    assert "preparing the graph calls the model, which changes" in (mismatch.help or "")
+    assert "tracing calls the model, which changes" in (mismatch.help or "")
     assert "calls" in (mismatch.help or "")
     assert "report" not in (mismatch.help or "")
     assert not [found for found in result.diagnostics if found.code == "LP309"]  # no compiler has warned

@@ -451,8 +451,8 @@ def test_where_a_patch_that_comes_nearest_fails(after: Status, says: str) -> Non
     [
         (["net.py", "-p", "bf16"], "The saved scan did not run bfloat16."),
         (["other.py"], "The saved scan is of net.py, not of other.py."),
-        (["net.py", "--without-kernel", "aten.dot:half"], "The saved scan had another --without-kernel."),
-        (["net.py", "--tolerance", "1e-6"], "The saved scan had another --tolerance."),
+        (["net.py", "--without-kernel", "aten.dot:half"], "The saved scan used a different --without-kernel."),
+        (["net.py", "--tolerance", "1e-6"], "The saved scan used a different --tolerance."),
     ],
 )
 def test_a_saved_scan_is_of_what_is_to_be_fixed(call: Call, tmp_path: Path, arguments: list[str], reason: str) -> None:

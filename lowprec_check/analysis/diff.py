@@ -213,15 +213,20 @@ def _changes(
 
 def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
     """Whether a run that passes on the inputs of the scan passes on further ones, of which one scan may have tried more."""
-    fails = [passes_but(run) for run in (before, after)]
-    if before.status == after.status == "ok" and (fails[0] is None) != (fails[1] is None):
-        tried = [run.further_inputs.tried if run.further_inputs is not None else 0 for run in (before, after)]
-        direction: Direction = "other"
-        if tried[0] >= tried[1] if fails[1] else tried[0] <= tried[1]:
-            direction = "worse" if fails[1] else "better"
-        passes = [f"passes on {counted(number, 'further input')}" if number else "passes" for number in tried]
-        words = [found.text if found else pass_ for found, pass_ in zip(fails, passes, strict=True)]
-        yield ScanChange(kind="status", direction=direction, run=label(after), what=f"{words[1]}; before: {words[0]}")
+    failed, fails = passes_but(before), passes_but(after)
+    if not before.status == after.status == "ok" or (failed is None) == (fails is None):
+        return
+    tried, tries = (run.further_inputs.tried if run.further_inputs is not None else 0 for run in (before, after))
+    direction: Direction = "other"
+    if fails is not None and tried >= tries:
+        direction = "worse"
+    elif fails is None and tries >= tried:
+        direction = "better"
+    was, is_now = (
+        why.text if why is not None else f"passes on {counted(number, 'further input')}" if number else "passes"
+        for why, number in ((failed, tried), (fails, tries))
+    )
+    yield ScanChange(kind="status", direction=direction, run=label(after), what=f"{is_now}; before: {was}")
 
 
 def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:

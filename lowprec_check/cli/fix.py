@@ -158,7 +158,7 @@ def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOpt
             taken[name] = tuple(saved) if isinstance(saved, list) else saved
             differs = device_type(given or "") != saved if name == "device" else given != taken[name]
             if given != default and differs:
-                raise UsageError(f"The saved scan had another --{name.replace('_', '-')}.", without)
+                raise UsageError(f"The saved scan used a different --{name.replace('_', '-')}.", without)
     return replace(options, **taken)
 
 

@@ -41,7 +41,7 @@ def _escape(match: re.Match[str]) -> str:
 
 
 LONGEST_LINE = 2000
-"""Of code to paste, which is longer only if names in it are meant to break a report."""
+"""Of a code block: only names that are meant to break a report make longer lines."""
 
 
 def visible_lines(text: str, most: int = LONGEST_LINE) -> list[str]:

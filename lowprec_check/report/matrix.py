@@ -31,7 +31,7 @@ _HOW_TO_READ = (
     "A run that passes or is inaccurate shows the error of its output against fp32 (relative L2){}; "
     "one that fails its first op without a kernel and the number of further ones."
 )
-_FURTHER = "A run that passes on the batch and not on further inputs has the status of the worst of these."
+_FURTHER = "A run that passes on its batch but fails on further inputs is shown with their worst status."
 _TIMED = " and its speed against fp32, timed while other work may have run"
 _PREDICTED = "Predicted: emulated on a CPU, nothing ran on that device."
 

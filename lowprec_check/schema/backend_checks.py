@@ -79,14 +79,14 @@ class ChangedInputs(Struct, frozen=True, kw_only=True):
 
 
 class StateChanged(UserWarning):
-    """A backend says that preparing the model has changed what it keeps between calls."""
+    """Preparing the model for a backend has changed what the model keeps between calls."""
 
 
 class CompilerRemark(Struct, frozen=True, kw_only=True):
     """What a compiler said about a line of the model."""
 
     kind: Literal["warning", "graph-break", "state"]
-    """``graph-break``: Dynamo compiled what is before and after the line separately; ``state``: preparing the model changed what it keeps."""
+    """``graph-break``: Dynamo compiled what is before and after the line separately; ``state``: preparing the model changed what it keeps between calls."""
     text: str
     """The first sentence of the warning, or the reason of the graph break."""
     source: str | None = None

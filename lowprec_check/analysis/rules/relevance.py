@@ -67,11 +67,8 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 advice = "compute it and its inputs in fp32" + or_autocast(gap, run, result)
             harmless = caught or gap.is_between_casts
             if gap.layer == "backend":
-                advice, fix, continued = (
-                    f"use {'fp32' if harmless else 'another backend'}, or other ops here",
-                    None,
-                    None,
-                )
+                advice = f"use {'fp32' if harmless else 'another backend'}, or other ops here"
+                fix = continued = None
             yield Finding(
                 chained(_in_phase(gap.phase, say("{error:text}", error=gap.message)), continued),
                 run,

@@ -251,7 +251,7 @@ def _speed(found: Speed, run: Run) -> Sentence:
         if found.ratio is not None and math.isinf(found.high):
             what = "its calls are too short"
         elif in_rounds is not None and in_rounds.rounds <= 1:
-            what = "it was called too seldom"
+            what = "it was called too few times"
         return plain(f"{what} to compare its speed with fp32")
     return plain("it was not timed")
 

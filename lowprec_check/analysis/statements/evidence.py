@@ -114,10 +114,11 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     budget = run.budget
     if budget is None or not is_told(run, result) or trusted_budget(run) is not None or is_confirmed(run):
         return None
+    if not budget.known and harmful_trials(run):
+        return None
     if not budget.known:
         reason = budget.reason or "it was not computed"
-        untold = say("where the error comes from is not known: {reason:text}", reason=reason)
-        return None if harmful_trials(run) else untold
+        return say("where the error comes from is not known: {reason:text}", reason=reason)
     unexplained, decisions, of = budget.unexplained or 0.0, None, "the first call" if run.failed_call else "the run"
     if budget.decisions >= MATTERS:
         decisions = say("{share:share} choices that differ from fp32", share=budget.decisions)

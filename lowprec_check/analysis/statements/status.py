@@ -204,12 +204,10 @@ def further_in(runs: Sequence[Run]) -> Sentence | None:
 def compiler_remarks(run: Run, result: ScanResult) -> Made:
     """How often a compiler warned, and how many graph breaks it made: with the speed that the run has nevertheless."""
     found = run.backend_check.remarks if run.backend_check is not None else []
-    if not found:
-        return None
     warned = sum(its.count for its in found if its.kind == "warning")
-    if not any(its.kind != "state" for its in found):
-        return None
     breaks = sum(its.count for its in found if its.kind == "graph-break")
+    if not warned and not breaks:
+        return None
     eager = next((its for its in result.runs if its.key == run.key._replace(backend=EAGER)), None)
     mine, other = (
         speed(run, result.runs).told_ratio,

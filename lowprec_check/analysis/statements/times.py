@@ -36,8 +36,9 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     if most == 1:
         yield plain("no run was compared with fp32 in more than one round")
         return
-    found, span = say("times of {rounds:count round}", rounds=most), "times of {least:number} – {rounds:count round}"
-    found = say(span, least=least, rounds=most) if least < most else found
+    found = say("times of {rounds:count round}", rounds=most)
+    if least < most:
+        found = say("times of {least:number} – {rounds:count round}", least=least, rounds=most)
     yield chained(found, _variation(reference.latency) if reference.latency is not None else None, between=", ")
 
 
@@ -71,21 +72,18 @@ def one_call(run: Run, result: ScanResult) -> Made:
     if found is None or found.rounds:
         return None
     words = f"speed is that of {'the fastest of ' if run.calls > 1 else ''}{{calls:count call}}, not of rounds"
-    why = {"slower": "it is too slow to call it often", "noisy": "too few to compare it with fp32's"}.get(
-        speed(run, result.runs).told
-    )
+    reasons = {"slower": "it is too slow to call it often", "noisy": "too few to compare it with fp32's"}
+    why = reasons.get(speed(run, result.runs).told)
     return Said(chained(say(words, calls=run.calls), plain(why) if why else None, between=": "), "warn")
 
 
 @per_run("noisy", "times", disproof="another scan on a quiet machine")
 def noisy(run: Run, result: ScanResult) -> Made:
     """A run whose speed cannot be told."""
-    if run.status == "skipped" or run.is_reference or run.latency is None or one_call(run, result) is not None:
+    if run.status == "skipped" or run.is_reference or run.latency is None or speed(run, result.runs).told != "noisy":
+        return None
+    if one_call(run, result) is not None:  # which says why
         return None
     once = run.latency.speedup is not None and run.latency.speedup.rounds == 1
     why = "it was compared in one round only" if once else "calls are too short, or varied too much"
-    return (
-        Said(say("speed cannot be told: {why:text}", why=why), "warn")
-        if speed(run, result.runs).told == "noisy"
-        else None
-    )
+    return Said(say("speed cannot be told: {why:text}", why=why), "warn")

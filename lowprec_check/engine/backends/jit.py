@@ -65,7 +65,7 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
         torch.set_autocast_cache_enabled(cached)
     changed = [name for name, value in _state(model).items() if not _is_same(value, before.get(name))]
     if changed:
-        text = f"preparing the graph calls the model, which changes {some(changed, 4)}: the graph goes on from there"
+        text = f"tracing calls the model, which changes {some(changed, 4)}, so the graph starts from changed values"
         warnings.warn(text, StateChanged, stacklevel=2)
     return frozen
 
@@ -81,7 +81,7 @@ def _state(model: Any) -> dict[str, Any]:
         for name, value in {**vars(module), **module._buffers}.items():
             at, is_tensor = f"{path}.{name}".lstrip("."), isinstance(value, torch.Tensor)
             if is_tensor and value.layout == torch.strided and not isinstance(value, torch.nn.Parameter):
-                kept[at] = [part.detach().clone() for part in stored(value)]
+                kept[at] = [part.detach().clone() for part in stored([value])]
             elif isinstance(value, (int, float)) and name != "training":
                 kept[at] = value
     return kept

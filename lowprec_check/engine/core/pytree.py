@@ -8,20 +8,20 @@ import functools
 import sys
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
-def stored(tensor: Any) -> Iterator[torch.Tensor]:
-    """The tensors that hold the values of ``tensor``: itself, or those inside it, as of weights that torchao stores in 8 bits."""
-    if not is_traceable_wrapper_subclass(tensor):
-        yield tensor
-        return
-    for name in tensor.__tensor_flatten__()[0]:
-        yield from stored(getattr(tensor, name))
+def stored(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """The tensors that hold the values of ``tensors``: each itself, or those inside it, as of weights that torchao stores in 8 bits."""
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            yield from stored(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+        else:
+            yield tensor
 
 
 def leaves(value: Any, *, numbers: bool = False, shared: bool = False) -> Iterator[tuple[str, torch.Tensor]]:

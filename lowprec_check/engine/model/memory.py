@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -67,8 +67,7 @@ class _StorageCounter(DispatchMode):
         super().__init__()
         inside = [tensor for _, tensor in (*leaves(inputs), *leaves(named))]
         tensors = [*ready.model.parameters(), *ready.model.buffers(), *inside, *kept]
-        held = [part for tensor in tensors if tensor.layout == torch.strided for part in stored(tensor)]
-        storages = [tensor.untyped_storage() for tensor in held]
+        storages = [tensor.untyped_storage() for tensor in _dense(tensors)]
         sizes = {storage.data_ptr(): storage.nbytes() for storage in storages}
         self._known = set(sizes)
         self._live: dict[int, weakref.ref[Any]] = {}
@@ -77,10 +76,8 @@ class _StorageCounter(DispatchMode):
     def handle(self, func: Any, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
         """Return the result of the op, whose storages are counted until they are freed."""
         out = run_op(func, args, kwargs, keys)
-        for _, tensor in leaves(out):
-            if tensor.layout == torch.strided:
-                for part in stored(tensor):
-                    self._count(part)
+        for tensor in _dense(tensor for _, tensor in leaves(out)):
+            self._count(tensor)
         return out
 
     def _count(self, tensor: Tensor) -> None:
@@ -97,6 +94,11 @@ class _StorageCounter(DispatchMode):
         self._live[key] = weakref.ref(storage, drop)
         self._now += size
         self.peak = max(self.peak, self._now)
+
+
+def _dense(tensors: Iterable[Tensor]) -> Iterator[Tensor]:
+    """Those with a storage of their own, or the ones inside them."""
+    return stored(tensor for tensor in tensors if tensor.layout == torch.strided)
 
 
 # -- A model that is only described here, and runs in processes that load it again

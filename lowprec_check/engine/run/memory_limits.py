@@ -174,7 +174,7 @@ class ModelBytes(NamedTuple):
         """Those of ``model``, in which tensors may share memory."""
         held = cast = largest = 0
         seen: set[int] = set()
-        for tensor in (part for kept in (*model.parameters(), *model.buffers()) for part in stored(kept)):
+        for tensor in stored((*model.parameters(), *model.buffers())):
             if not is_in_memory(tensor) or tensor.untyped_storage()._cdata in seen:
                 continue
             seen.add(tensor.untyped_storage()._cdata)

@@ -238,7 +238,8 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         value = fields.get(name)
         if value is not None and not math.isfinite(value):  # which JSON cannot hold
             fields[name] = None
-            fields["notes"] += [f"metric(model) returned {value}: it is left out"] if name == "metric" else []
+            if name == "metric":
+                fields["notes"].append(f"metric(model) returned {value}: it is left out")
     if task.is_reference:
         fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
     if task.predicted is not None:

@@ -364,7 +364,7 @@ def _fingerprint(model: nn.Module) -> int:
     """A checksum of all parameters."""
     found = 0
     seen: set[int] = set()
-    for parameter in (part for kept in model.parameters() for part in stored(kept)):
+    for parameter in stored(model.parameters()):
         if not is_in_memory(parameter) or storage_key(parameter) in seen:
             continue
         seen.add(storage_key(parameter))

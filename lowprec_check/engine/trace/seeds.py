@@ -38,7 +38,7 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         if wide is None or not is_float(tensor):
             return
         if wide.dtype.itemsize == 1:  # which few kernels take
-            wide, is_exact = widen(wide, lockstep.wide), _fits_in_16_bits(wide.dtype)
+            wide, is_exact = widen(wide, lockstep.wide), _holds(tensor.dtype, wide.dtype)
         low = tensor.detach()
         lockstep.twins.seed(low, wide)
         twin = lockstep.twins.find(low)
@@ -64,7 +64,7 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
             dtype = widened_dtype(saved.dtype, lockstep.wide)
             wide = converted(saved, low.device, dtype) if dtype != low.dtype else None
-            is_exact = _fits_in_16_bits(saved.dtype) or torch.promote_types(saved.dtype, low.dtype) == low.dtype
+            is_exact = _holds(low.dtype, saved.dtype)
             seed(name, low, wide, [] if name in seen else rows, is_exact=is_exact)  # one row, however often it is read
             seen.add(name)
             twin = lockstep.twins.find(low)
@@ -75,9 +75,9 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
     lockstep.figures.settle()
 
 
-def _fits_in_16_bits(dtype: torch.dtype) -> bool:
-    """Whether fp16 and bf16 hold each value of ``dtype``; torch promotes no two of its formats of 8 bits."""
-    return dtype.itemsize == 1 and "e8m0" not in str(dtype)
+def _holds(low: torch.dtype, saved: torch.dtype) -> bool:
+    """Whether a cast to ``low`` changes no value of ``saved``. torch does not promote floats of 8 bits; fp16 lacks most powers of 2 in e8m0."""
+    return "e8m0" not in str(saved) if saved.itemsize == 1 else torch.promote_types(saved, low) == low
 
 
 def _add_cast(

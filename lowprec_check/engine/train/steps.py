@@ -206,7 +206,7 @@ def kept_by(parts: Sequence[Updates]) -> list[Tensor]:
     """The weights that ``parts`` update, their copies, and the state of the optimizers: what stays from step to step."""
     lists = [found for part in parts for found in vars(part).values() if isinstance(found, list)]
     lists += [list(state.values()) for part in parts for state in part.optimizer.state.values()]
-    return [part for found in lists for tensor in found if isinstance(tensor, Tensor) for part in stored(tensor)]
+    return list(stored(tensor for found in lists for tensor in found if isinstance(tensor, Tensor)))
 
 
 def state_bytes(parts: Sequence[Updates]) -> int:
