@@ -9,7 +9,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from statement_predicates import WAYS, Case, Claim, Raw, label, lost_kinds, reads, same, short, total
+from statement_predicates import WAYS, Case, Claim, Raw, integers_differ, label, lost_kinds, reads, same, short, total
 
 from lowprec_check.schema.precisions import FP32, PRECISIONS, FloatFormat
 
@@ -242,6 +242,11 @@ def _eager(c: Case, eager: float) -> bool:
 _KINDS = {"drawn anew": "drawn", "the next batches": "batches", "with resampled values": "resampled"}
 
 
+def _fails_further(c: Case) -> bool:
+    found = c.run["further_inputs"]
+    return found is not None and any(status != "ok" for status in found["statuses"])
+
+
 def _elsewhere(c: Case, failed: int, tried: int, kind: str) -> bool:
     found = c.run["further_inputs"]
     bad = sum(count for status, count in found["statuses"].items() if status != "ok")
@@ -276,7 +281,8 @@ def _remark(kind: str) -> Claim:
 _COMMON: dict[str, Claim] = {
     "in the backward pass": _in_phase("backward"),
     "in the optimizer step": _in_phase("optimizer"),
-    "the output passes": lambda c: c.run["status"] == "ok",
+    "the output passes": lambda c: c.run["status"] == "ok" and not _fails_further(c),
+    "the output passes on these inputs": lambda c: c.run["status"] == "ok" and _fails_further(c),
     "the output error is within the tolerance": lambda c: (c.budget["measured"] or 0.0) <= (c.run["tolerance"] or 0.0),
     "the first op with Inf or NaN": _first_bad,
     "this {what} reaches the output": lambda c, what: any(row.get("reaches_output") for row in c.rows()),
@@ -354,6 +360,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "a value is read into Python": lambda c: any(row["to_python"] for row in c.rows()),
         "no op picks differently; values read by .tolist() or .numpy(), or Python code, may differ": lambda c: not any(c.run["op_calls"]["flips"]),
         "pooling indices or pivots differ from fp32 in {flips}": _pools,
+        "{share} of the integers in a tensor of the output differ, which is not judged": integers_differ,
         "the share of all such choices in the output error is {share}": lambda c, share: same(share, c.budget["decisions"]) and c.is_over,
         "output error {error}, but {same} with the same choices in fp32": lambda c, error, same: _lockstep(c, same, error=error),
         "{share} of the values differ, but {same} with the same choices in fp32": lambda c, share, same: _lockstep(c, same, share=share),
@@ -413,8 +420,8 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "with an initial loss scale of {scale}": lambda c, scale: any(way["initial_scale"] == scale for way in c.ways),
         "gradients overflow": lambda c: True,
     },
-    "LP901": {"never ran on these inputs: not covered": lambda c: any(c.d["module"] in run["uncalled_modules"] for run in c.runs)},
-    "LP902": {"two fp32 runs with one seed differ": lambda c: c.run["nondeterministic"], "the tolerance was raised": lambda c: c.setup is None},
+    "LP901": {"never ran on these inputs: not covered": lambda c: all(any(f"{c.d['module']}.".startswith(f"{name}.") for name in run["uncalled_modules"]) for run in c.runs if run["complete"] and run["op_calls"]["op"])},
+    "LP902": {"two fp32 runs with one seed differ": lambda c: c.run["nondeterministic"], "each tolerance is at least three times their difference": lambda c: c.setup is None},
     "LP903": {"computed in fp32 and rounded: {reason}": lambda c, reason: c.run["emulated"].get(c.d["op"]) == reason},
     "LP904": {"the op-by-op analysis gave another output than the plain run": lambda c: c.run["perturbed"]},
     "LP905": {"later ops were not checked: {why}": lambda c, why: not c.run["complete"] and (_raised(c, why) or why in (c.run["incomplete_because"], c.run["reason"], "the op-by-op analysis ended early"))},

@@ -515,6 +515,7 @@ _FAILURE: dict[str, Claim] = {
     "the constants {constants} are outside the range of {format}": _constants,
     "{what}": lambda c, what: _why(c, what) or what.startswith("NaN or Inf"),
     "first in {op}{phase} of {module}": _first_bad,
+    "the first to reach any output comes from {op}{phase} of {module}": lambda c, **m: _first_bad(c, **m) and c.run["compared_output"] is not None,
     "NaN or Inf in the loss after step {step}": lambda c, step: c.first["losses"].index(None) == step,
     "NaN or Inf in the gradients of step {step} with every scale of GradScaler": lambda c, step: step == len(c.first["losses"]) + 1 and c.first["skipped_steps"] > 0,
     "the loss differs from that of fp32 before the first step{where}": _diverges,
@@ -543,10 +544,18 @@ def _stays(c: Case, **figures: float | None) -> bool:
     return way["status"] == "ok" and c.is_advised() and all(same(value, known[name]) for name, value in figures.items())
 
 
+def _distance_limit(c: Case) -> float:
+    return max(2.0 * (c.setup or {})["distances"][len(c.advised["distances"]) - 1], c.run["tolerance"] or 0.0)
+
+
 def _distance_part(c: Case, part: float, seeds: int) -> bool:
-    setup, way = c.setup or {}, c.advised
-    limit = max(2.0 * setup["distances"][len(way["distances"]) - 1], c.run["tolerance"] or 0.0)
-    return seeds == setup["seeds"] and same(part, way["distances"][-1] / limit) and part <= 1.0 + 1e-9
+    is_part = same(part, c.advised["distances"][-1] / _distance_limit(c)) and part <= 1.0 + 1e-9
+    return is_part and seeds == (c.setup or {})["seeds"]
+
+
+def integers_differ(c: Case, share: float) -> bool:
+    """Whether that share of the integers of an output differs, beside floating tensors that decide."""
+    return c.run["output_error"]["rel_l2"] is not None and same(share, c.run["output_error"]["mismatched"])
 
 
 def _plain_lost(c: Case, lost: float) -> bool:
@@ -576,7 +585,8 @@ _TRAINING: dict[str, Claim] = {
     "in fp32 from {fp32_first} to {fp32_last}": _stays,
     "its weights end {distance} from those of fp32": _stays,
     "relative to how far these moved": lambda c: True,
-    "{part} of the limit from {seeds} with other seeds": _distance_part,
+    "{part} of the limit from {seeds} with other seeds": lambda c, **m: _distance_part(c, **m) and _distance_limit(c) != c.run["tolerance"],
+    "{part} of the tolerance": lambda c, part: _distance_part(c, part, c.setup["seeds"]) and _distance_limit(c) == c.run["tolerance"],
     "no GradScaler is needed: {format} has the range of fp32": lambda c, format: c.format is not None and c.format.short == format == "bf16",
     "{underflow} of the elements of gradients underflow in the first step without it": lambda c, underflow: same(underflow, c.run["training"]["underflow"]),
     "with GradScaler from {scale}": lambda c, scale: same(scale, c.advised["initial_scale"]) and c.is_advised(),
@@ -712,6 +722,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         **{f"{said}: {figure}{{what}}, {{part}} of the tolerance {{limit}}, on {on}": _part for said in ("it passes", "it is predicted to pass") for figure in ("error {error}", "{error} of the values differ") for on in ("{batches} of inputs", "each of {batches} of inputs")},
         **{f"{said}: all values are equal{{what}}, on {on}": _equal for said in ("it passes", "it is predicted to pass") for on in ("{batches} of inputs", "each of {batches} of inputs")},
         "other inputs can exceed it: try --batches 8": lambda c: c.run["batches"] is None,
+        "{share} of the integers in a tensor of the output differ, which is not judged": integers_differ,
         "it cannot be judged: {odd}": _odd,
         "{text}{reason}": lambda c, text, reason: text == "it " and reason == "; ".join(c.run["notes"]),
         **_FAILURE,
@@ -910,7 +921,7 @@ def problems(kind: str, template: str, figures: Raw, case: Case) -> list[str]:
 
 _TOKENS = {
     "error": r"infinite|0|\d(?:\.\d)?e[+-]\d+",
-    "limit": r"\de[+-]\d+",
+    "limit": r"\d(?:\.\d+)?e[+-]\d+",
     "share": r"(?:[<>] )?−?[\d,.]+(?: %)?|–",
     "percent": r"(?:[<>] )?−?[\d,.]+(?: %)?|–",
     "number": r"[\d,]+",

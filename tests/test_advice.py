@@ -100,6 +100,93 @@ def test_the_reason_of_a_mismatch_names_kind_and_type() -> None:
     assert why(run).text == "dtype-mismatch: RuntimeError: dtypes differ"
 
 
+class CatchesAndRaises(nn.Linear):
+    """Computes in fp32 what has no kernel in 16 bits, and fails of something else."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        a = y.mT @ y + 8 * torch.eye(8, dtype=y.dtype)
+        try:
+            found = torch.linalg.cholesky(a)
+        except RuntimeError:
+            found = torch.linalg.cholesky(a.float()).to(a.dtype)
+        if y.dtype != torch.float32:
+            raise ValueError("for fp32 only")
+        return found
+
+
+def test_a_gap_that_the_model_catches_is_no_reason() -> None:
+    result = scan(CatchesAndRaises(8, 8), torch.randn(8, 8), precisions="half", plan=False, times="off")
+    run = result.run("half")
+    assert [gap.op for gap in run.gaps] == ["aten.linalg_cholesky_ex.default"]
+    assert why(run).text == "ValueError: for fp32 only"
+    [found] = [d for d in result.diagnostics if d.code == "LP101"]
+    assert found.severity == "note"
+    assert "the model catches this exception and continues" in found.message
+
+
+class Returns(nn.Linear):
+    """Returns what ``make`` makes of its output."""
+
+    def __init__(self, make: Any, size: int = 8) -> None:
+        torch.manual_seed(0)
+        super().__init__(8, size)
+        self.make = make
+
+    def forward(self, x: Tensor) -> Any:
+        return self.make(super().forward(x))
+
+
+def test_nothing_passes_where_the_fp32_output_is_zero() -> None:
+    result = scan(Returns(lambda y: y * 0), torch.randn(4, 8), plan=False, times="off")
+    text = " ".join(render(result, "text").split())
+    assert "could not be judged" in text
+    assert "passes too" not in text
+
+
+def test_integers_that_differ_are_said_beside_floats_that_pass() -> None:
+    near = Returns(lambda y: (y * 1e-3 + 1, (y * 1e-3 + 1).argmax(-1)), 500)
+    result = scan(near, torch.randn(64, 8), precisions="bfloat16", plan=False, times="off")
+    assert result.run("bfloat16").status == "ok"
+    text = " ".join(render(result, "text").split())
+    assert "of the integers in a tensor of the output differ, which is not judged" in text
+    [found] = [d for d in result.diagnostics if d.code == "LP304" and "argmax" in (d.op or "")]
+    assert found.matters is None
+
+
+def test_a_tolerance_is_shown_with_all_its_digits() -> None:
+    result = scan(nn.Linear(8, 8), torch.randn(4, 8), precisions="half", tolerance=0.0149, plan=False, times="off")
+    assert "of the tolerance 1.49e-02" in " ".join(render(result, "text").split())
+
+
+@pytest.mark.parametrize("reference", ["fp32", "fp64"])
+def test_findings_name_the_reference(reference: str) -> None:
+    model = Returns(lambda y: (y * 1000).exp().reciprocal())
+    result = scan(model, torch.randn(4, 8), precisions="half", reference=reference, plan=False, times="off")  # type: ignore[arg-type]
+    found = [d.message for d in result.diagnostics if d.code == "LP201"]
+    assert found
+    assert all(f"where {reference} is finite" in message for message in found)
+
+
+class ByRows(nn.Linear):
+    """Uses a layer only for many rows."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.many, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        return self.many(y) if len(x) > 4 else y
+
+
+def test_a_module_that_a_later_batch_reaches_is_covered() -> None:
+    result = scan(ByRows(), lambda batch=0: torch.randn(4 + 4 * batch, 8), batches=2, plan=False, times="off")
+    assert [d.module for d in result.diagnostics if d.code == "LP901"] == ["never"]
+    [said] = [its.text for its in statements(result) if its.kind == "not-called"]
+    assert said == "1 module whose parameters no op read: never"
+
+
 # -- autocast
 
 

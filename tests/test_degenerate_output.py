@@ -41,20 +41,20 @@ def test_fp16_flushes_what_bf16_holds() -> None:
     assert (half.status, bf16.status) == ("inaccurate", "ok")
     assert half.output_rms == pytest.approx(result.run("fp32").output_rms)
     assert 1e-12 < (half.output_rms or 0) < 1e-9
-    assert "fp16 flushes it to zero" in (degenerate_output(half, result) or "")
-    assert degenerate_output(bf16, result) is None
+    assert "fp16 flushes it to zero" in (degenerate_output(half, result.runs) or "")
+    assert degenerate_output(bf16, result.runs) is None
 
 
 def test_a_usual_output_is_judged() -> None:
     result = scanned(1.0)
     assert 0.1 < (result.run("half").output_rms or 0) < 10
-    assert [degenerate_output(run, result) for run in result.runs] == [None] * 3
+    assert [degenerate_output(run, result.runs) for run in result.runs] == [None] * 3
 
 
 def test_an_output_of_zeros_is_no_success() -> None:
     result = scanned(0.0)
     for name in ("half", "bfloat16"):
-        assert (degenerate_output(result.run(name), result) or "").startswith("the fp32 output is all zeros")
+        assert (degenerate_output(result.run(name), result.runs) or "").startswith("the fp32 output is all zeros")
 
 
 def test_the_tensor_with_the_error_counts() -> None:
@@ -75,9 +75,9 @@ def test_the_tensor_with_the_error_counts() -> None:
     )
     assert (result.run("half").output_rms or 1) < 1e-9 < 0.1 < (result.run("fp32").output_rms or 0)
     half, bf16 = result.run("half"), result.run("bfloat16")
-    assert (degenerate_output(half, result) or "").startswith("output more.0 is tiny (rms ")
+    assert (degenerate_output(half, result.runs) or "").startswith("output more.0 is tiny (rms ")
     assert half.compared_output == "more.0"
-    assert "flushes" in (degenerate_output(half, result) or "")
+    assert "flushes" in (degenerate_output(half, result.runs) or "")
     assert f"of output {bf16.compared_output} over the tolerance" in why(bf16).text
     messages = [finding.message for finding in result.diagnostics if finding.code == "LP301"]
     assert any(f"of output {bf16.compared_output} exceeds the tolerance" in message for message in messages)
@@ -114,7 +114,8 @@ def error(rel_l2: float) -> ErrorStats:
     ],
 )
 def test_saved_runs(changes: dict[str, Any], why: str | None) -> None:
-    assert degenerate_output(*half_run(**changes)) == why
+    run, result = half_run(**changes)
+    assert degenerate_output(run, result.runs) == why
 
 
 @pytest.mark.parametrize("status", ["ok", "unjudged", "inaccurate"])
@@ -122,7 +123,7 @@ def test_zeros_in_fp32_leave_nothing_to_judge(status: str) -> None:
     run, result = half_run(status=status)
     zero = [msgspec.structs.replace(each, output_is_zero=each.is_reference) for each in result.runs]
     result = msgspec.structs.replace(result, runs=zero)
-    assert degenerate_output(run, result) == "the fp32 output is all zeros"
+    assert degenerate_output(run, result.runs) == "the fp32 output is all zeros"
     by_module = msgspec.structs.replace(run, compared_module="encoder")
-    assert degenerate_output(by_module, result) == "the fp32 output is all zeros; the error is that of encoder"
-    assert degenerate_output(msgspec.structs.replace(run, status="nonfinite"), result) is None
+    assert degenerate_output(by_module, result.runs) == "the fp32 output is all zeros; the error is that of encoder"
+    assert degenerate_output(msgspec.structs.replace(run, status="nonfinite"), result.runs) is None

@@ -203,16 +203,27 @@ def test_each_load_gives_the_same_weights(tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), two.parameters(), strict=True))
 
 
+VANISHING = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(40)))
+inputs = torch.randn(1, 64)
+"""
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("isolation", ["fork", "spawn"])
 def test_a_scan_says_so(tmp_path: Path, isolation: str) -> None:
-    saved = tmp_path / "scan.json"
-    command = [sys.executable, "-m", "lowprec_check", "scan", "torchvision:mobilenet_v2", "--inputs", "1x3x64x64"]
+    saved, file = tmp_path / "scan.json", tmp_path / "model.py"
+    file.write_text(VANISHING)
+    command = [sys.executable, "-m", "lowprec_check", "scan", str(file)]
     command += ["-p", "half", "--errors", "none", "--times", "off", "--no-plan", "--isolation", isolation]
     plain = subprocess.run([*command, "--json", str(saved)], capture_output=True, text=True, check=False)
     assert plain.returncode in (0, 1), plain.stderr
     before = ScanResult.load(saved)
-    assert before.model.weights == "random"
+    assert before.model.weights == "unknown"
     assert before.run("half").status == "inaccurate"
     assert (before.run("half").output_rms or 1) < 1e-8
     done = subprocess.run(

@@ -225,13 +225,15 @@ def test_updates_that_fp32_loses_too_are_counted() -> None:
     assert fp32.lost_updates > 0.3
     assert result.recommendation is not None
     assert "where rounding loses" in result.recommendation.reason
-    assert "rounding loses no update" not in result.recommendation.reason
+    assert "rounding loses less than 1 %" not in result.recommendation.reason
 
 
 def test_updates_that_fp32_keeps_are_not_counted_again() -> None:
     result = training(perceptron(), BATCH, "autocast-bf16", steps=2, optimizer=adamw)
     assert trained(result, "fp32")[1].ways[0].lost_updates is None
-    assert "rounding loses no update" in (result.recommendation.reason if result.recommendation else "")
+    assert "rounding loses less than 1 % of their updates" in (
+        result.recommendation.reason if result.recommendation else ""
+    )
 
 
 def test_a_step_that_makes_weights_nan_keeps_no_update() -> None:

@@ -13,6 +13,7 @@ from lowprec_check.analysis.run_summary import (
     degenerate_output,
     error_of,
     is_cast,
+    is_unjudged,
     memory_ratio,
     missing_kernels,
     part_of_tolerance,
@@ -62,7 +63,7 @@ def recommend(
     ways = candidates(runs)
     if any(run.is_low for run in ways):
         ways = [run for run in ways if run.is_low or speed(run, runs).told == "faster"]
-    passed = [run for run in ways if passes_all(run)] or [run for run in ways if run.status == "unjudged"]
+    passed = [run for run in ways if passes_all(run, runs)] or [run for run in ways if is_unjudged(run, runs)]
     if not passed:
         return None
     best = best_of(passed, runs, environment, prefer)
@@ -114,8 +115,14 @@ def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
 
 
 def changes_nothing(run: Run) -> bool:
-    """Whether autocast is seen to compute no op in 16 bits."""
-    if run.evidence != "measured" or not run.is_autocast or not run.complete or run.format is None:
+    """Whether autocast is seen to compute no op in 16 bits, and gives fp32's output on every input, of which one is analyzed op by op."""
+    if (
+        part_of_tolerance(run)
+        or run.evidence != "measured"
+        or not run.is_autocast
+        or not run.complete
+        or run.format is None
+    ):
         return False
     ops = run.op_calls.dtypes
     return bool(ops) and not any(run.format.mark in dtypes for dtypes in ops)
@@ -193,11 +200,11 @@ def recommended_run(result: ScanResult) -> Run | None:
 def passes(result: ScanResult) -> bool:
     """Whether the recommended run passed, or a way to train in its precision; if not, no output could be compared, or tells anything."""
     run, best = recommended_run(result), result.recommendation
-    if best is None or (run is not None and degenerate_output(run, result) is not None):
+    if best is None or (run is not None and degenerate_output(run, result.runs) is not None):
         return False
     if run is None:
-        return bool(best.keep_fp32) or any(map(passes_all, candidates(result.runs)))
-    return passes_all(run) or bool(passing_ways(run)) or bool(best.keep_fp32)
+        return bool(best.keep_fp32) or any(passes_all(other, result.runs) for other in candidates(result.runs))
+    return passes_all(run, result.runs) or bool(passing_ways(run)) or bool(best.keep_fp32)
 
 
 def is_gain(result: ScanResult) -> bool:

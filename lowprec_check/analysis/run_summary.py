@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from lowprec_check.schema.backend_checks import INPUT_CHANGES
 from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import InputsTried, PlaceRange
+from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.run_key import EAGER, qualified
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.statements import Sentence, say
 
 _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
 
@@ -38,7 +41,7 @@ def plan_starts(runs: Sequence[Run], *, wanted: bool | None) -> list[Run]:
     ``wanted`` is its option ``plan``: with ``None``, it searches only if no run passes.
     """
     tried = [run for run in runs if run.is_low and run.base is None and run.status != "skipped"]
-    if wanted is False or (wanted is None and any(passes_all(run) or run.status == "unjudged" for run in tried)):
+    if wanted is False or (wanted is None and any(passes_all(run, runs) or is_unjudged(run, runs) for run in tried)):
         return []
     bases = [precision.name for precision in plan_bases()]
     return [
@@ -84,9 +87,15 @@ CLOSE = 0.8
 """The part of the tolerance from which on another input may well exceed it."""
 
 
-def passes_all(run: Run) -> bool:
+def passes_all(run: Run, runs: Sequence[Run]) -> bool:
     """Whether the run passes, on the further inputs that it was tried on too, and changes no input and buffer that eager mode leaves."""
-    return run.status == "ok" and not fails_elsewhere(run) and not changed_by_backend(run)
+    is_judged = run.status == "ok" and degenerate_output(run, runs) is None
+    return is_judged and not fails_elsewhere(run) and not changed_by_backend(run)
+
+
+def is_unjudged(run: Run, runs: Sequence[Run]) -> bool:
+    """Whether the run ends, with an output that cannot be compared or tells nothing."""
+    return run.status == "unjudged" or (run.status == "ok" and degenerate_output(run, runs) is not None)
 
 
 def changed_by_backend(run: Run) -> list[str]:
@@ -135,8 +144,23 @@ def is_cast(run: Run) -> bool:
 
 
 def failing_gaps(run: Run) -> list[Gap]:
-    """The gaps of ``run`` without the ops that its backend computes between casts, by which nothing fails."""
-    return [gap for gap in run.gaps if not gap.is_between_casts]
+    """The gaps by which ``run`` may fail: without ops that its backend computes between casts, and none if :func:`fails_otherwise`."""
+    return [] if fails_otherwise(run) else [gap for gap in run.gaps if not gap.is_between_casts]
+
+
+def fails_otherwise(run: Run) -> bool:
+    """Whether the exception of ``run`` is that of no gap, and is raised too where all gaps are computed in fp32: the model catches theirs."""
+    raised = run.exception
+    return (
+        raised is not None and raised == run.stopped_by and all(gap.message not in raised.message for gap in run.gaps)
+    )
+
+
+def never_called(runs: Sequence[Run]) -> list[str]:
+    """The modules that none of ``runs`` has called, of those whose analysis is complete; of nested ones the outermost."""
+    lists = [run.uncalled_modules for run in runs if run.complete and len(run.op_calls)]
+    names = dict.fromkeys(itertools.chain(*lists))
+    return [name for name in names if all(any(is_inside(name, other) for other in each) for each in lists)]
 
 
 def missing_kernels(run: Run) -> list[str]:
@@ -158,7 +182,7 @@ ALL_LOST = 0.99
 """The rel_l2 from which on nothing of an output is left."""
 
 
-def degenerate_output(run: Run, result: ScanResult) -> str | None:
+def degenerate_output(run: Run, runs: Sequence[Run]) -> str | None:
     """Why ``run`` cannot be judged by its output, in words; ``None`` if it can, or failed for another reason.
 
     The fp32 output is all zeros, or its root mean square is below the smallest normal number of the run's format and the run is
@@ -167,7 +191,7 @@ def degenerate_output(run: Run, result: ScanResult) -> str | None:
     """
     if run.status not in _JUDGED or run.is_reference or run.training is not None:
         return None
-    if any(other.is_reference and other.output_is_zero for other in result.runs):
+    if any(other.is_reference and other.output_is_zero for other in runs):
         instead = f"; the error is that of {run.compared_module}" if run.compared_module is not None else ""
         return f"the fp32 output is all zeros{instead}"
     if run.status != "inaccurate":
@@ -186,6 +210,15 @@ def tiny_output(run: Run) -> str | None:
     flushed = "flushes it to zero" if run.rel_l2 is None or run.rel_l2 >= ALL_LOST else "flushes part of it to zero"
     what = flushed if rms < known.smallest_subnormal else "has few digits for it"
     return f"{judged_output(run)} is tiny (rms {rms:.0e}): {known.short} {what}"
+
+
+def differing_integers(run: Run) -> Sentence | None:
+    """The integers and booleans of an output that differ, if floating tensors beside them decide whether it passes."""
+    error = run.output_error
+    if error is None or error.rel_l2 is None or not error.mismatched:
+        return None
+    words = "{share:percent} of the integers in a tensor of the output differ, which is not judged"
+    return say(words, share=error.mismatched)
 
 
 def judged_output(run: Run) -> str:

@@ -171,7 +171,7 @@ def _cell(run: Run, result: ScanResult) -> MatrixCell:
         column=run.key.label,
         device=run.device,
         status=run.status,
-        degenerate=degenerate_output(run, result),
+        degenerate=degenerate_output(run, result.runs),
         evidence=run.evidence,
         further_inputs=run.further_inputs,
         rel_l2=_digits(run.output_error.distance if run.output_error else None),

@@ -120,7 +120,7 @@ def tradeoff(result: ScanResult) -> Chart | None:
         found, error = speed(run, result.runs), run.output_error.distance if run.output_error else None
         if found.ratio is None or error is None or run.status not in ("ok", "unjudged", "inaccurate"):
             continue
-        known = look("unjudged" if degenerate_output(run, result) else run.status)
+        known = look("unjudged" if degenerate_output(run, result.runs) else run.status)
         memory = memory_ratio(run, result.runs)
         size = f", {ratio_text(memory)} the memory" if memory else ""
         told = speed_text(SpeedOf(found.told, found.ratio))

@@ -99,7 +99,7 @@ def shown_status(run: Run, result: ScanResult) -> str:
     """The status as every format shows it: ``unjudged`` too if the output tells nothing."""
     if run.is_reference:
         return "reference" if run.status == "ok" else run.status
-    return "unjudged" if degenerate_output(run, result) is not None else run.status
+    return "unjudged" if degenerate_output(run, result.runs) is not None else run.status
 
 
 def _loss(run: Run, way: TrainingWay | None, setup: TrainingSetup) -> str | None:

@@ -114,7 +114,7 @@ def _shares(result: ScanResult) -> Iterator[Block]:
     """The modules with the largest shares of the error, of each run that fails by it."""
     for run in candidates(result.runs):
         budget = trusted_budget(run)
-        if budget is None or run.status == "ok" or degenerate_output(run, result) is not None:
+        if budget is None or run.status == "ok" or degenerate_output(run, result.runs) is not None:
             continue
         predicted = max(1.0, 1.0 - (budget.unexplained or 0.0))  # more than the error of the run, which sentences say
         parts = [part._replace(share=part.share / predicted) for part in module_shares(run)]

@@ -105,9 +105,17 @@ def module_name(path: str) -> str:
     return "the model itself" if not path else f'"{path}"' if path.replace(".", "").isdigit() else path
 
 
+def limit_figure(limit: float) -> str:
+    """``5e-02``, ``1.5e-02``: with up to three digits, as many as it has."""
+    return next(
+        (text for text in (f"{limit:.0e}", f"{limit:.1e}") if math.isclose(float(text), limit, rel_tol=1e-3)),
+        f"{limit:.2e}",
+    )
+
+
 _TYPES: dict[str, Callable[[Any], str]] = {
     "error": error_figure,
-    "limit": lambda value: f"{value:.0e}",
+    "limit": limit_figure,
     "share": share_figure,
     "percent": percent,
     "number": lambda value: f"{value:,}",

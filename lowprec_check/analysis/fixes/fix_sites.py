@@ -11,6 +11,7 @@ from lowprec_check.analysis.error_shares import CAST_INPUT
 from lowprec_check.analysis.fixes.scene import Site
 from lowprec_check.analysis.fixes.seen_values import SeenValue
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText, Span, edited, lines_of, moved
+from lowprec_check.analysis.run_summary import failing_gaps
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.fixing import LeftAlone
 from lowprec_check.schema.op_calls import OpCall
@@ -140,7 +141,7 @@ class OwnFiles:
 def culprits(run: Run) -> list[Culprit]:
     """The op calls that may be why ``run`` fails, in the order in which they ran."""
     rows = [row for row in run.op_calls.rows() if row.is_forward]
-    if run.status in ("error", "crashed", "timeout") and run.gaps:
+    if run.status in ("error", "crashed", "timeout") and failing_gaps(run):
         return list(_failing(run, rows))
     found = [Culprit(row, number=row.vanished) for row in rows if row.vanished is not None or row.flushes]
     if run.status in ("nonfinite", "error", "crashed", "timeout"):  # of what raises without a gap, no op is to blame
@@ -160,7 +161,7 @@ def culprits(run: Run) -> list[Culprit]:
 
 def _failing(run: Run, rows: list[OpCall]) -> Iterator[Culprit]:
     """The gaps, at each of the op calls that shows one; what fails above dispatch has none."""
-    for gap in run.gaps:
+    for gap in failing_gaps(run):
         if gap.phase != "forward":
             continue
         known = [row for row in rows if row.place == gap.place and row.outcome != "ok"]

@@ -7,12 +7,12 @@ import re
 from collections.abc import Iterator
 
 from lowprec_check.analysis.error_shares import is_over_tolerance
-from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.rules.gaps import from_gaps
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
     Relevance,
     as_harmless,
     by_place,
-    from_gaps,
     knowledge_of,
     passing_elsewhere,
     place_finding,
@@ -22,7 +22,9 @@ from lowprec_check.analysis.rules.relevance import (
 from lowprec_check.analysis.run_summary import (
     blames_backend,
     degenerate_output,
+    differing_integers,
     failing_gaps,
+    fails_elsewhere,
     judged_output,
     on_which_call,
 )
@@ -74,7 +76,7 @@ def output_mismatch(result: ScanResult) -> Iterator[Finding]:
     """
     for run in low_runs(result):
         if run.training is None and run.status in ("nonfinite", "inaccurate"):  # a training has LP507
-            when, odd = on_which_call(run), degenerate_output(run, result)
+            when, odd = on_which_call(run), degenerate_output(run, result.runs)
             message = chained(say("{when:text}", when=when) if when else None, _mismatch(run), between="")
             eager = run.lockstep_error.rel_l2 if run.lockstep_error and run.complete and not failing_gaps(run) else None
             other = not run.is_eager and not run.is_quantized and run.failed_input is None
@@ -270,7 +272,9 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     of_all = "the share of all such choices in the output error is {share:share}"
     by_budget = say(of_all, share=share) if share >= MATTERS else None
     causes = [cause for cause in (by_budget, _decided_by_choices(run)) if cause is not None]
-    is_harmless = knowledge_of(run) in ("passes", "within tolerance", "explained")
+    integers = differing_integers(run)
+    is_harmless = integers is None and knowledge_of(run) in ("passes", "within tolerance", "explained")
+    passes = say("the output passes on these inputs" if fails_elsewhere(run) else "the output passes")
 
     def weighed(finding: Finding) -> Finding:
         """``finding`` with what choices do to the output of the run."""
@@ -287,8 +291,10 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
 
     found = by_place(run, chooses, lambda row: row.flips)
     for row, count in found:
-        finding = weighed(place_finding(result, run, row, count, _choice(row), "compute its inputs in fp32"))
-        yield finding.adding(say("the output passes"))._replace(help=None) if run.status == "ok" else finding
+        finding = weighed(
+            place_finding(result, run, row, count, _choice(row, wide_dtype(result)), "compute its inputs in fp32")
+        )
+        yield finding.adding(integers or passes)._replace(help=None) if run.status == "ok" else finding
     pooled = [row for row in run.op_calls.rows() if is_pool(row)]
     flips, choices = sum(row.flips for row in pooled), sum(row.compared_choices for row in pooled)
     if flips:  # one finding, at the first of them: which one differs most varies between machines
@@ -301,14 +307,14 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
         yield weighed(Finding(message, run=run, help="compute them in fp32"))
 
 
-def _choice(row: OpCall) -> Sentence:
-    """``argmax picked a different element than fp32 3 of 1,500 times (0.2 %)``."""
+def _choice(row: OpCall, wide: str) -> Sentence:
+    """``argmax picked a different element than fp32 3 of 1,500 times (0.2 %)``, where ``wide`` is fp32."""
     flips = [row.flips, row.compared_choices]
     if row.to_python and not row.flips:
         return say("a value is read into Python")
     if short_op(row.op).startswith(PICKS_ELEMENTS):
-        return say("{op:op} picked a different element than fp32 {flips:of time}", op=row.op, flips=flips)
-    return say("{op:op} differs from fp32 in {flips:of element}", op=row.op, flips=flips)
+        return say(f"{{op:op}} picked a different element than {wide} {{flips:of time}}", op=row.op, flips=flips)
+    return say(f"{{op:op}} differs from {wide} in {{flips:of element}}", op=row.op, flips=flips)
 
 
 def _decided_by_choices(run: Run) -> Sentence | None:

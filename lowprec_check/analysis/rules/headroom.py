@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.rules.ranges import narrowest
-from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, wide_dtype
 from lowprec_check.analysis.rules.relevance import recommended_instead, wider_range
 from lowprec_check.analysis.run_summary import fails_elsewhere, ranges_by_place
 from lowprec_check.analysis.statements.status import fails_on_further
@@ -66,13 +66,14 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
     """
     for run in low_runs(result):
         places = list(_places(run, result)) if run.status == "ok" else []
-        growing = [(place, *growth) for place in places if (growth := place.growth()) is not None]
+        growing = [(place, *growth) for place in places if (growth := place.growth(wide_dtype(result))) is not None]
         if growing:
-            worst, _, grows = min(growing, key=lambda found: found[1])
-            message = chained(_with_others(grows, growing), say("the output passes"))
+            worst, rank, grows = min(growing, key=lambda found: found[1])
+            worse = [place for place, (kind, _), _ in growing if kind == rank[0]]
+            message = chained(_with_others(grows, worse), say("the output passes"))
             advice = wider_range(run, result, worst.module)
             yield Finding(message, run, worst.module, worst.op, worst.source, help=advice, severity="warning")
-        said, tightest = _summary([place for place in places if place.growth() is None])
+        said, tightest = _summary([place for place in places if place.growth(wide_dtype(result)) is None])
         if tightest is not None:
             tried = len(tightest.largest)
             on_all = say("the worst of {batches:count batch}", batches=tried) if tried > 1 else None
@@ -103,13 +104,13 @@ class _Place(NamedTuple):
         """The largest share of subnormal values."""
         return max(self.subnormal)
 
-    def growth(self) -> tuple[tuple[int, float], Sentence] | None:
-        """How the values grow beyond the range from batch to batch, after a rank that is smaller for what is worse."""
+    def growth(self, wide: str) -> tuple[tuple[int, float], Sentence] | None:
+        """How the values grow beyond the range from batch to batch, where those in the dtype ``wide`` do not, after a rank that is smaller for what is worse."""
         first, most = self.largest[0], max(self.largest)
         overflowing = next((number for number, count in enumerate(self.overflows) if count), 0)
         if overflowing:
             count = self.overflows[overflowing]
-            text = "on batch {batch:number}, {values:count value} overflowed to Inf where fp32 is finite"
+            text = f"on batch {{batch:number}}, {{values:count value}} overflowed to Inf where {wide} is finite"
             return (0, -count), say(text, batch=overflowing, values=count)
         if first and most >= GROWTH * first and self.room < USED_UP:
             text = "the largest value grows from {first:figure} to {most:figure} on batch {batch:number}: room for a factor of {room:figure}"

@@ -1,14 +1,15 @@
-"""LP1xx: ops that fail, run elsewhere, or are slow in a low precision. LP4xx: which of them autocast hides, and what its casts cost."""
+"""LP1xx: ops that fail, run elsewhere, or are slow in a low precision."""
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.divergence import unscales_fp16
+from lowprec_check.analysis.rules.gaps import back, from_gaps, or_autocast
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
-from lowprec_check.analysis.rules.relevance import back, faster, from_gaps, or_autocast
-from lowprec_check.analysis.run_summary import failing_gaps, is_cast, on_which_call
+from lowprec_check.analysis.rules.relevance import faster
+from lowprec_check.analysis.run_summary import failing_gaps, on_which_call
 from lowprec_check.analysis.speed import cores_were_used
 from lowprec_check.schema.axes import DEVICES, device_type
 from lowprec_check.schema.op_calls import PRODUCTS, fallback_of, seconds_killed
@@ -187,7 +188,7 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
 
     Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed
     right after the other, and more than 5 ms; and so did the typical call, not only one that had to wait for a core.
-    While other programs use the cores, every call may have to wait, and only calls of more than 100 ms count.
+    While other programs use the cores, or without times, which would tell, only calls of more than 100 ms count.
     If there are several calls, the first is left out, since it also sets up the kernel. If the op is too slow for the
     time budget, the scan times one call and computes the others in fp32 (LP903). A call that does not end in time is
     ended, and tried once more: if it takes too long again, its time is compared with the longest fp32 call of the op
@@ -208,7 +209,8 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
         y = model.bfloat16()(x.bfloat16())
     """
     eager = [run for run in low_runs(result) if run.is_low and (run.is_eager or run.latency_ms is not None)]
-    shortest = WAIT_MS if cores_were_used(result.timing_conditions) else SHORT_MS
+    is_untold = result.timing_conditions is None and (not result.complete or result.options.get("times") == "off")
+    shortest = WAIT_MS if is_untold or cores_were_used(result.timing_conditions) else SHORT_MS
     slow = [(run, _slow_ops(run, shortest) | _killed_ops(run, result)) for run in eager]
     for run, found in slow:
         for op, (message, calls) in found.items():
@@ -334,67 +336,3 @@ def crash(result: ScanResult) -> Iterator[Finding]:
     for run in low_runs(result):
         if run.status == "crashed" and not any(gap.kind == "crash" for gap in run.gaps):
             yield Finding(plain(run.reason or "the process died"), run=run, help=advice)
-
-
-@rule("LP401", "cast-churn", "note")
-def cast_churn(result: ScanResult) -> Iterator[Finding]:
-    """Autocast casts the same tensor back and forth.
-
-    Observed: casts repeat, or undo, an earlier cast of the same tensor. Autocast caches the casts of weights, not those
-    of activations, so each costs time and memory. One finding counts those of the whole model and names the line with
-    the most.
-
-    Usual causes: a tensor that several ops use, each cast on its own; ops that autocast runs in fp32 between ops that
-    it runs in 16 bits.
-
-    What to do: nothing if the run is fast enough. Otherwise group the ops that run in fp32 inside
-    `torch.autocast(device, enabled=False)`, or cast the tensor once before its uses:
-
-        # before: autocast casts x twice
-        y = self.first(x) + self.second(x)
-        # after
-        if torch.is_autocast_enabled(x.device.type):
-            x = x.to(torch.get_autocast_dtype(x.device.type))
-        y = self.first(x) + self.second(x)
-    """
-    for run in low_runs(result):
-        cast = "aten._to_copy.default"
-        casts = [row for row in run.op_calls.rows() if row.op == cast and row.is_forward] if run.is_autocast else []
-        lines = Counter(row.source for row in casts if row.recast)
-        if lines:
-            [(source, most)], count = lines.most_common(1), lines.total()
-            again = "{casts:of cast} repeated or undid an earlier cast of the same tensor"
-            here = say("{here:number} of them here", here=most) if len(lines) > 1 else None
-            message = chained(say(again, casts=[count, len(casts)]), here)
-            yield Finding(message, run, "", cast, source, calls=count)
-
-
-@rule("LP402", "vacuous-autocast", "note")
-def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
-    """The op runs under autocast on fp32 inputs, and fails when the whole model is cast.
-
-    Observed: the op has no kernel for this dtype when the whole model is cast, and runs under autocast on inputs that
-    are fp32 already.
-
-    Usual causes: the op comes before the first layer that autocast runs in 16 bits, such as a linear layer.
-
-    What to do: nothing for this model. If the model changes and such a layer comes before the op, the op may fail;
-    cast its input to be safe:
-
-        # before
-        y = torch.linalg.inv(x)
-        # after
-        y = torch.linalg.inv(x.float())
-    """
-    runs = [run for run in low_runs(result) if run.base is None]
-    for autocast in runs:
-        if not autocast.is_autocast or autocast.status != "ok":
-            continue
-        for cast in runs:
-            if not is_cast(cast) or (cast.format, cast.backend) != (autocast.format, autocast.backend):
-                continue
-            gaps = {gap.place for gap in cast.gaps if gap.kind == "missing-kernel"}
-            rows = [row for row in autocast.op_calls.rows() if row.place in gaps and row.dtypes.startswith("f32")]
-            message = say("it runs here on fp32 inputs; in {other:text} it fails", other=cast.key.label)
-            for place, count in Counter(row.place for row in rows if not row.accumulated_error).items():
-                yield Finding(message, autocast, *place, help="call it on x.float() to be safe", calls=count)

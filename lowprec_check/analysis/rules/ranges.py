@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from lowprec_check.analysis.error_shares import CAST_INPUT
-from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.rules.gaps import from_gaps
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
-    from_gaps,
     gives_inf,
     keep_in_fp32,
     passing_elsewhere,
@@ -15,6 +15,7 @@ from lowprec_check.analysis.rules.relevance import (
     weighed_places,
     wider_range,
 )
+from lowprec_check.analysis.run_summary import fails_elsewhere
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import FloatFormat, formats
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -58,18 +59,19 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
         return gives_inf(row) and short_op(row.op) not in POLES and row.phase != "backward"  # those are LP502
 
     def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence | str]:
-        what = "{values:of value} overflowed to Inf where fp32 is finite"
+        finite = f"where {wide_dtype(result)} is finite"
+        what = f"{{values:of value}} overflowed to Inf {finite}"
         if short_op(row.op) in ("div", "reciprocal"):
-            what = "{values:of value} became Inf where fp32 is finite: too large for the dtype, or divided by 0"
+            what = f"{{values:of value}} became Inf {finite}: too large for the dtype, or divided by 0"
         elif short_op(row.op) == "pow":  # its exponent may be negative
-            what = "{values:of value} became Inf where fp32 is finite"
+            what = f"{{values:of value}} became Inf {finite}"
         return say(what, values=[row.introduced_inf, row.compared_values]), _advice(run, result, row)
 
     yield from weighed_places(result, overflows, lambda row: row.introduced_inf, describe, by_trial="Inf")
 
 
 def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
-    if run.status == "ok":
+    if run.status == "ok" and not fails_elsewhere(run):
         return "ignore this, or try the module in fp32"
     if row.op.startswith(CAST_INPUT):
         return chained(_KEEP_INPUT, passing_elsewhere(run, result), between=", or ")
@@ -116,7 +118,8 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
         scale, keep = say("scale the values up before this op"), keep_in_fp32(run, result, row.module)
         if row.op.startswith(CAST_INPUT):
             scale, keep = _KEEP_INPUT, passing_elsewhere(run, result)
-        message = say("{share:percent} of the values that are non-zero in fp32 became zero", share=row.flushed)
+        became = f"{{share:percent}} of the values that are non-zero in {wide_dtype(result)} became zero"
+        message = say(became, share=row.flushed)
         return message, chained(scale, keep, between=", or ")
 
     yield from weighed_places(result, underflows, lambda row: row.flushed or 0.0, describe, by_trial="zero")
@@ -271,7 +274,7 @@ def division_by_zero(result: ScanResult) -> Iterator[Finding]:
 
     def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
         message = say(
-            "{op:op} of {pole:text} is infinite in {values:of value}, which are finite in fp32",
+            f"{{op:op}} of {{pole:text}} is infinite in {{values:of value}}, which are finite in {wide_dtype(result)}",
             op=row.op,
             pole=POLES[short_op(row.op)],
             values=[row.introduced_inf, row.compared_values],

@@ -6,15 +6,18 @@ what was observed, usual causes and what to do.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from lowprec_check.catalog.answers import find_fix
+from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
 from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.registry import modules_in
 from lowprec_check.schema.run_key import EAGER
@@ -121,6 +124,11 @@ def rules() -> Mapping[str, Rule]:
     return dict(sorted(_RULES.items()))
 
 
+def wide_dtype(result: ScanResult) -> str:
+    """The dtype of the values that each op is compared with."""
+    return str(result.options.get("reference") or "fp32")
+
+
 def rule(code: str, name: str, severity: Severity, *, timed: bool = False) -> Callable[[Check], Check]:
     """Register a check under ``code``; raises ``ValueError`` if the code is taken."""
 
@@ -223,6 +231,21 @@ def catalog_fix(gap: Gap, run: Run, result: ScanResult) -> str | None:
     except UsageError:  # an unreadable catalog must not fail the scan
         return None
     return str(found) if found else None
+
+
+def runs_under_autocast(gap: Gap, run: Run, result: ScanResult) -> bool:
+    """Whether the catalog has measured that autocast runs the op of ``gap`` on 16-bit inputs, on the device of ``run``."""
+    dtype = _catalog_dtype(run)
+    if dtype is None:
+        return False
+    with contextlib.suppress(UsageError):
+        return _measured_under_autocast(device_type(run.device), dtype, result.torch).of(gap.op).state == "all"
+    return False
+
+
+@functools.cache
+def _measured_under_autocast(device: str, dtype: Any, torch: str) -> AtenCatalog:
+    return AtenCatalog(device, dtype, torch, autocast=True)
 
 
 def known_issue(

@@ -18,77 +18,32 @@ from lowprec_check.analysis.error_shares import (
     share_sentence,
     trusted_budget,
 )
-from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, line_of, low_runs
-from lowprec_check.analysis.run_summary import candidates, passes_all
-from lowprec_check.schema.axes import device_type
+from lowprec_check.analysis.rules.registry import Finding, line_of, low_runs
+from lowprec_check.analysis.run_summary import candidates, fails_elsewhere, passes_all
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
-from lowprec_check.schema.run_key import EAGER, Phase
-from lowprec_check.schema.scan_result import Gap, GapKind, Run, ScanResult
+from lowprec_check.schema.run_key import Phase
+from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, say
 
 _PREFIXES = {"backward": "in the backward pass: ", "optimizer": "in the optimizer step: "}
 
-_ADVICE = {
+ADVICE = {
     "backward": "compute the op of the forward pass in fp32, on x.float()",
     "optimizer": "keep the weights and the optimizer's state in fp32: fp32 master weights",
 }
 """What to do about an op outside the forward pass."""
 
 
-def _advice(phase: Phase | None, run: Run, forward: Any) -> Any:
+def advice_for(phase: Phase | None, run: Run, forward: Any) -> Any:
     """What to do about an op of a part of a training step; ``forward`` is about one in the forward pass, or in fp32 weights' step."""
-    return forward if phase == "optimizer" and run.is_autocast else _ADVICE.get(phase or "", forward)
+    return forward if phase == "optimizer" and run.is_autocast else ADVICE.get(phase or "", forward)
 
 
 # -- Findings at places
-
-
-def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run], str]) -> Iterator[Finding]:
-    """A finding for each gap (a failure that fp32 does not have) of that kind; ``help`` is about one in the forward pass."""
-    for run in low_runs(result):
-        caught = run.status in ("ok", "inaccurate", "nonfinite")
-        continued = say("the model catches this exception and continues") if caught else None
-        if caught and run.backend != EAGER:  # gaps are those of eager mode
-            continued = say("only in eager mode, the {backend:text} backend runs it", backend=run.backend)
-        by_values = {gap.place for gap in run.gaps if gap.kind == "numeric-failure"}
-        for gap in run.gaps:
-            if gap.kind != kind:
-                continue
-            advice, fix = help if isinstance(help, str) else help(gap, run), catalog_fix(gap, run, result)
-            if gap.custom_function is not None and run.is_autocast:
-                advice, fix = _with_own_casts(gap.custom_function, run), None
-            elif gap.phase in _ADVICE and gap.custom_function is None:
-                advice = _advice(gap.phase, run, advice) + or_autocast(gap, run, result)
-            elif kind != "numeric-failure" and gap.place in by_values:
-                advice = "compute it and its inputs in fp32" + or_autocast(gap, run, result)
-            harmless = caught or gap.is_between_casts
-            if gap.layer == "backend":
-                advice = f"use {'fp32' if harmless else 'another backend'}, or other ops here"
-                fix = continued = None
-            yield Finding(
-                chained(_in_phase(gap.phase, say("{error:text}", error=gap.message)), continued),
-                run,
-                gap.module,
-                gap.op,
-                line_of(gap, result),
-                help="; ".join(filter(None, (advice, fix))),
-                calls=gap.calls,
-                severity="note" if harmless else None,
-                rests_on=gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None),
-            )
-
-
-def _with_own_casts(function: str, run: Run) -> str:
-    """What to do about a ``torch.autograd.Function`` whose ``backward``, which runs without autocast, gets other dtypes than in fp32."""
-    device = device_type(run.device)
-    return (
-        f'decorate {function}.forward with @torch.amp.custom_fwd(device_type="{device}", cast_inputs=torch.float32) '
-        f'and {function}.backward with @torch.amp.custom_bwd(device_type="{device}")'
-    )
 
 
 def weighed_places(
@@ -133,11 +88,11 @@ def place_finding(
     result: ScanResult, run: Run, row: OpCall, calls: int, message: Sentence, help: Sentence | str | None = None
 ) -> Finding:
     """A finding at the place of an op call; ``help`` is about one in the forward pass."""
-    source, advice = line_of(row, result), _advice(row.phase, run, help)
-    return Finding(_in_phase(row.phase, message), run, row.module, row.op, source, help=advice, calls=calls)
+    source, advice = line_of(row, result), advice_for(row.phase, run, help)
+    return Finding(in_phase_of(row.phase, message), run, row.module, row.op, source, help=advice, calls=calls)
 
 
-def _in_phase(phase: Phase | None, sentence: Sentence) -> Sentence:
+def in_phase_of(phase: Phase | None, sentence: Sentence) -> Sentence:
     """``sentence``, which names the part of a training step unless that is the forward pass."""
     prefix = _PREFIXES.get(phase or "")
     return chained(say(prefix), sentence, between="") if prefix else sentence
@@ -145,15 +100,21 @@ def _in_phase(phase: Phase | None, sentence: Sentence) -> Sentence:
 
 # -- Whether they matter to the output: that follows from the error budget, not from their size
 
-Knowledge = Literal["passes", "within tolerance", "nonfinite", "explained", "unknown"]
-"""What is known of a run: it passes; the error of its ops is within the tolerance, and something else fails; its output is
+Knowledge = Literal["passes", "passes here", "within tolerance", "nonfinite", "explained", "unknown"]
+"""What is known of a run: it passes; it passes here and not on further inputs; the error of its ops is within the tolerance, and something else fails; its output is
 not finite; its error is over the tolerance and the budget says where it comes from; or none of these."""
+
+_OF_OUTPUT = {
+    "passes": "the output passes",
+    "passes here": "the output passes on these inputs",
+    "within tolerance": "the output error is within the tolerance",
+}
 
 
 def knowledge_of(run: Run) -> Knowledge:
     """What is known of ``run``."""
     if run.status == "ok":
-        return "passes"
+        return "passes here" if fails_elsewhere(run) else "passes"
     if run.status == "nonfinite":
         return "nonfinite"
     if trusted_budget(run) is None:
@@ -185,9 +146,10 @@ class Relevance:
 
     def weigh(self, finding: Finding, row: OpCall, *, by_trial: Literal["Inf", "zero"] | None = None) -> Finding:
         """``finding`` about the place of ``row``, with what it does to the output; ``by_trial`` as in :func:`weighed_places`."""
-        if self.known in ("passes", "within tolerance"):
-            what = "the output passes" if self.known == "passes" else "the output error is within the tolerance"
-            return as_harmless(finding, say(what))
+        if self.known in _OF_OUTPUT:
+            found = as_harmless(finding, say(_OF_OUTPUT[self.known]))
+            spoils = self.known == "passes here" and _gives_nonfinite(row)
+            return found._replace(severity="warning", matters=None) if spoils else found
         tried = self._by_trial(finding, row, by_trial) if by_trial else None
         if tried is not None:
             return tried
@@ -301,7 +263,7 @@ def wider_range(run: Run, result: ScanResult, module: str) -> Sentence:
     wider, passing = _wider(run), passing_elsewhere(run, result)
     if passing is None and wider and not any(_runs_in(known, result) for known in wider):
         passing = say("try {dtype:text}, which has a larger range", dtype=wider[0].short)
-    keep = keep_in_fp32(run, result, module) or say("scale the values: fp32 for this module does not help")
+    keep = keep_in_fp32(run, result, module) or say("scale the values: fp32 for this module alone does not help")
     return chained(keep, passing, between=", or ")
 
 
@@ -326,36 +288,9 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
 
 def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
     """``use autocast-bf16, which passes``: a format with more range that passes in this scan, autocast first."""
-    passing = [other for known in _wider(run) for other in _runs_in(known, result) if passes_all(other)]
+    passing = [other for known in _wider(run) for other in _runs_in(known, result) if passes_all(other, result.runs)]
     best = min(passing, key=lambda other: not other.is_autocast, default=None)
     return say("use {run:text}, which passes", run=best.key.label) if best is not None else None
-
-
-def back(gap: Gap, result: str = "the result back") -> str:
-    """What to cast back after an op in fp32: there are no 16-bit dtypes for most complex results."""
-    return "back the real values computed from its result" if gap.gives_complex else result
-
-
-def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
-    """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of the one named; empty if the op fails there too."""
-
-    def runs(other: Run) -> bool:
-        """Whether it reached the op, and neither that nor a function at its line, which may call it, needed help."""
-        fails = any(
-            its.op == gap.op or (its.layer == "function" and (its.module, its.source) == (gap.module, gap.source))
-            for its in other.gaps
-        )
-        return not fails and (other.complete or gap.op in other.op_calls.op)
-
-    if run.is_autocast:
-        return ""
-    tried = [other for other in _tried(result) if other.is_autocast]
-    if not tried:
-        return ", or try autocast"
-    found = list(filter(runs, tried))
-    if any(other.format == run.format for other in found):
-        return ", or use autocast, where it runs"
-    return f", or use {found[0].key.label}, where it runs" if found else ""
 
 
 def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> str:
@@ -380,15 +315,17 @@ def recommended_instead(run: Run, result: ScanResult) -> Recommendation | None:
         return None
     same = (best.precision, best.backend, best.memory_format) == (run.precision, run.backend, run.memory_format)
     is_itself = same and not best.keep_fp32 and best.way in (None, "plain")
-    return None if is_itself or not any(map(passes_all, candidates(result.runs))) else best
+    passing = (run for run in candidates(result.runs) if passes_all(run, result.runs))
+    return None if is_itself or not any(passing) else best
 
 
 def _runs_in(wanted: FloatFormat, result: ScanResult) -> list[Run]:
     """The runs that were made in a format, without plans."""
-    return [run for run in _tried(result) if run.format == wanted]
+    return [run for run in tried_runs(result) if run.format == wanted]
 
 
-def _tried(result: ScanResult) -> list[Run]:
+def tried_runs(result: ScanResult) -> list[Run]:
+    """The runs in low precision, without plans and what was not run."""
     return [run for run in result.runs if run.is_low and run.base is None and run.status != "skipped"]
 
 

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.run_summary import never_called
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import chained, say
 
@@ -27,18 +28,16 @@ def uncalled_module(result: ScanResult) -> Iterator[Finding]:
         # after
         inputs = torch.randn(1, 32)
     """
-    complete = [run for run in result.runs if run.complete]
-    if complete:
-        for module in min((run.uncalled_modules for run in complete), key=len):
-            message = say("never ran on these inputs: not covered")
-            yield Finding(message, module=module, help="scan with inputs that reach it")
+    for module in never_called(result.runs):
+        message = say("never ran on these inputs: not covered")
+        yield Finding(message, module=module, help="scan with inputs that reach it")
 
 
 @rule("LP902", "nondeterministic-reference", "warning")
 def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
     """Two fp32 runs of the model differ.
 
-    Observed: two fp32 runs with the same seed, weights and inputs gave different outputs. The tolerance was raised to
+    Observed: two fp32 runs with the same seed, weights and inputs gave different outputs. Each tolerance is at least
     three times their difference, so that a run in low precision is not judged by it. In a scan of training, two first
     steps differ; the tolerance stays.
 
@@ -58,8 +57,8 @@ def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
     advice = "make the model deterministic, e.g. with torch.use_deterministic_algorithms(True)"
     for run in result.runs:
         if run.nondeterministic:
-            raised = None if run.training is not None else say("the tolerance was raised")
-            yield Finding(chained(say("two fp32 runs with one seed differ"), raised), run=run, help=advice)
+            least = None if run.training is not None else say("each tolerance is at least three times their difference")
+            yield Finding(chained(say("two fp32 runs with one seed differ"), least), run=run, help=advice)
 
 
 @rule("LP903", "emulated-op", "note")

@@ -11,6 +11,7 @@ from lowprec_check.analysis.run_summary import (
     CLOSE,
     candidates,
     degenerate_output,
+    differing_integers,
     fails_elsewhere,
     is_cast,
     is_too_small,
@@ -162,7 +163,7 @@ def judged(run: Run, result: ScanResult) -> Made:
     """How near the recommended run is to its limit, and on how many inputs that rests."""
     if run is not recommended_run(result) or result.training is not None:
         return None
-    odd = degenerate_output(run, result)
+    odd = degenerate_output(run, result.runs)
     if odd is not None:
         return Said(say("it cannot be judged: {odd:text}", odd=odd), "warn")
     if run.status != "ok":
@@ -182,7 +183,8 @@ def judged(run: Run, result: ScanResult) -> Made:
     kind = "{error:percent} of the values differ" if run.rel_l2 is None else "error {error:error}"
     words = f"{passes_}: {kind}{{what:text}}, {{part:percent}} of the tolerance {{limit:limit}}, on {on}{more}"
     judged = say(words, batches=batches, error=run.distance, what=what, part=part, limit=run.tolerance)
-    return Said(chained(judged, further), "warn" if part_of_tolerance(run) >= NEAR else "none")
+    is_near = part_of_tolerance(run) >= NEAR
+    return Said(chained(judged, further, differing_integers(run)), "warn" if is_near else "none")
 
 
 @per_run("gain", "advice", disproof="another scan on a quiet machine")
@@ -284,7 +286,7 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
         return None
     if run.status == "ok":
         return Said(fails, "bad") if fails else None
-    odd = degenerate_output(run, result)
+    odd = degenerate_output(run, result.runs)
     reason = say("it cannot be judged: {odd:text}", odd=odd) if odd else why(run)
     passing = remedies(run)
     if passing:
@@ -296,7 +298,7 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
 def also_faster(run: Run, result: ScanResult) -> Made:
     """A run that passes, and is faster than fp32 and than the recommended one by more than noise."""
     best, found = recommended_run(result), speed(run, result.runs)
-    if best is None or run is best or not passes_all(run) or run.is_reference or found.told != "faster":
+    if best is None or run is best or not passes_all(run, result.runs) or run.is_reference or found.told != "faster":
         return None
     if result.recommendation is not None and not is_timed(best, result.recommendation.way):
         return None
@@ -310,7 +312,7 @@ def also_smaller(run: Run, result: ScanResult) -> Made:
     """A run that passes and takes less memory than fp32, where the recommended one gains nothing over fp32."""
     best, ratio = recommended_run(result), memory_ratio(run, result.runs)
     gains = result.recommendation is None or result.recommendation.worth != "nothing"
-    if best is None or gains or run is best or not passes_all(run) or ratio is None or ratio > SMALLER:
+    if best is None or gains or run is best or not passes_all(run, result.runs) or ratio is None or ratio > SMALLER:
         return None
     return _passes_too(say("passes too, saves {share:share} of the peak memory", share=1 - ratio), run, best, result)
 
@@ -328,6 +330,6 @@ def slower_than(run: Run, result: ScanResult) -> Made:
     """A run that passes and was slower than the recommended one in the same rounds, which their ratios to fp32 alone may not tell."""
     best = recommended_run(result)
     is_told = best is not None and run.latency is not None and best.key.label in run.latency.slower_than
-    if best is None or not is_told or not passes_all(run):
+    if best is None or not is_told or not passes_all(run, result.runs):
         return None
     return say("slower than {best:text} in the same rounds", best=best.key.label)

@@ -23,6 +23,7 @@ from lowprec_check.analysis.run_summary import (
     candidates,
     degenerate_output,
     is_plan_of,
+    never_called,
     passes_all,
     reference_of,
     tiny_output,
@@ -43,7 +44,7 @@ NAMED = 3
 
 def is_told(run: Run, result: ScanResult) -> bool:
     """Whether readers need to know where the error of ``run`` comes from: it fails by its error, or its output is lost."""
-    is_odd = degenerate_output(run, result) is not None
+    is_odd = degenerate_output(run, result.runs) is not None
     return not is_odd and run.budget is not None and fails_by_error(run) and run.status != "timeout"
 
 
@@ -134,7 +135,7 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
 def ablation(run: Run, result: ScanResult) -> Made:
     """What keeping the modules with the largest shares in fp32 changed, in a plain run."""
     found = run.ablation
-    if found is None or degenerate_output(run, result) is not None:
+    if found is None or degenerate_output(run, result.runs) is not None:
         return None
     kept, before = found.keep_fp32, run.rel_l2
     if found.status in ("ok", "inaccurate") and found.rel_l2 is not None:
@@ -154,7 +155,7 @@ def ablation(run: Run, result: ScanResult) -> Made:
 @per_run("plan-passes", "error", disproof="the plan's plain run again")
 def plan_passes(run: Run, result: ScanResult) -> Made:
     """The modules that a plan keeps in fp32, with which this run passes."""
-    plans = (plan for plan in result.runs if is_plan_of(plan, run) and passes_all(plan) and plan.keep_fp32)
+    plans = (plan for plan in result.runs if is_plan_of(plan, run) and passes_all(plan, result.runs) and plan.keep_fp32)
     plan = next(plans, None)
     if plan is None:
         return None
@@ -180,7 +181,7 @@ def rescued(run: Run, result: ScanResult) -> Made:
 @per_run("tiny-output", "error")
 def tiny(run: Run, result: ScanResult) -> Made:
     """What the format makes of an output that is too small for it."""
-    is_lost = run.status == "inaccurate" and fails_by_error(run) and degenerate_output(run, result) is None
+    is_lost = run.status == "inaccurate" and fails_by_error(run) and degenerate_output(run, result.runs) is None
     found = tiny_output(run) if is_lost else None
     return plain(found) if found else None
 
@@ -235,7 +236,7 @@ def inputs(result: ScanResult) -> Iterator[Made]:
         yield chained(say("{batches:count batch} of inputs", batches=batches), further, between=", and ")
     reference = reference_of(result.runs)
     if reference is not None and reference.nondeterministic:
-        yield Said(plain("two fp32 runs differ, so the tolerances are wider"), "warn")
+        yield Said(plain("two fp32 runs differ; each tolerance is at least three times their difference"), "warn")
     if any(run.random for run in result.runs):
         yield plain("the model draws random numbers; all runs draw the same")
 
@@ -317,7 +318,5 @@ def emulated(run: Run, result: ScanResult) -> Made:
 @per_scan("not-called", "not run")
 def not_called(result: ScanResult) -> Iterator[Made]:
     """Modules whose parameters no op read."""
-    low = candidates(result.runs)
-    never = next((run.uncalled_modules for run in low if run.complete and len(run.op_calls)), [])
-    if never:
+    if never := never_called(result.runs):
         yield say("{count:count module} whose parameters no op read: {names:modules}", count=len(never), names=never)

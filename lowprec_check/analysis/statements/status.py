@@ -43,7 +43,7 @@ def why(run: Run) -> Sentence:
         reason = "; ".join(run.notes) or "its output holds nothing to compare with that of fp32"
         return say("runs, but {reason:text}", reason=reason)
     ops, where = missing_kernels(run), on_which_call(run)
-    if run.status in ("error", "crashed") and ops and not run.failed_call:
+    if ops and not run.failed_call and _fails_by_kernels(run):
         found = _no_kernel(run, ops)
     elif run.status == "error":
         found = _raised(run)
@@ -54,6 +54,15 @@ def why(run: Run) -> Sentence:
     else:
         found = plain(run.reason or run.status)
     return chained(plain(where), found, between="") if where else found
+
+
+def _fails_by_kernels(run: Run) -> bool:
+    """Whether a run with missing kernels is seen to fail by one: its exception is not that of another gap, and it died in an op that it lacks."""
+    if run.status == "crashed":
+        return any(gap.kind == "crash" for gap in run.gaps)
+    message = run.exception.message if run.exception is not None else None
+    raised = [gap for gap in failing_gaps(run) if message is not None and gap.message in message]
+    return run.status == "error" and (not raised or any(gap.op in missing_kernels(run) for gap in raised))
 
 
 def _no_kernel(run: Run, ops: list[str]) -> Sentence:
@@ -79,9 +88,10 @@ def _raised(run: Run) -> Sentence:
 
 def out_of_range(run: Run) -> Sentence | None:
     """The constants that do not fit the format of ``run``, if nothing else fails; the exception does not name them."""
-    written = (f"{gap.constant:g} in {short_op(gap.op)}" for gap in run.gaps if gap.constant is not None)
+    gaps = failing_gaps(run)
+    written = (f"{gap.constant:g} in {short_op(gap.op)}" for gap in gaps if gap.constant is not None)
     constants = list(dict.fromkeys(written))
-    others = any(gap.kind != "scalar-overflow" or gap.constant is None for gap in run.gaps)
+    others = any(gap.kind != "scalar-overflow" or gap.constant is None for gap in gaps)
     if run.status != "error" or run.failed_call or run.format is None or not constants or others:
         return None
     are = "the constants {constants:names} are" if len(constants) > 1 else "the constant {constants:names} is"
@@ -124,7 +134,9 @@ def _nonfinite(run: Run) -> Sentence:
     if first is None:
         return what
     place = {"op": first.op, "phase": in_phase(first.phase), "module": first.module}
-    return chained(what, say("first in {op:op}{phase:text} of {module:module}", **place), between=", ")
+    several = run.compared_output is not None  # it may be another one that this spoils
+    first_in = "the first to reach any output comes from" if several else "first in"
+    return chained(what, say(f"{first_in} {{op:op}}{{phase:text}} of {{module:module}}", **place), between=", ")
 
 
 def passes_but(run: Run) -> Sentence | None:
@@ -139,7 +151,7 @@ def passes_but(run: Run) -> Sentence | None:
 @per_run("failure", "runs", disproof="running the model so, several times in a row, without it")
 def failure(run: Run, result: ScanResult) -> Made:
     """Why a run fails, was not run, or cannot be judged."""
-    odd = degenerate_output(run, result)
+    odd = degenerate_output(run, result.runs)
     if odd is not None:
         return Said(say("cannot be judged: {odd:text}", odd=odd), "none")
     fails = passes_but(run)
@@ -155,7 +167,7 @@ def margin(run: Run, result: ScanResult) -> Made:
     """How near a run that passes is to its tolerance, if it is near, or was tried on further inputs."""
     part, found = part_of_tolerance(run), run.further_inputs
     tried = found.tried if found is not None and run.distance is not None else 0
-    if run.status != "ok" or run.training or passes_but(run) or degenerate_output(run, result):
+    if run.status != "ok" or run.training or passes_but(run) or degenerate_output(run, result.runs):
         return None
     if not tried:
         return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn") if part >= NEAR else None
@@ -229,7 +241,7 @@ def compiler_remarks(run: Run, result: ScanResult) -> Made:
 @per_run("compared-module", "runs", disproof="comparing the output itself")
 def compared_module(run: Run, result: ScanResult) -> Made:
     """What was compared in place of the output of the model."""
-    if run.status != "ok" or run.compared_module is None or degenerate_output(run, result):
+    if run.status != "ok" or run.compared_module is None or degenerate_output(run, result.runs):
         return None
     return say("compared by the output of {module:module}", module=run.compared_module)
 

@@ -64,7 +64,10 @@ def stays_near(run: Run, result: ScanResult) -> Made:
         parts.append(say(words, first=way.losses[0], last=way.losses[-1], **of_fp32))
     if way.distances:
         judged = None
-        if distance_limit(run, way, setup) is not None:
+        limit = distance_limit(run, way, setup)
+        if limit is not None and limit == run.tolerance:
+            judged = say("{part:percent} of the tolerance", part=part)
+        elif limit is not None:
             words = "{part:percent} of the limit from {seeds:count fp32 run} with other seeds"
             judged = say(words, part=part, seeds=setup.seeds)
         elif way.declared.is_random:
@@ -117,7 +120,7 @@ def updates(run: Run, result: ScanResult) -> Made:
         reference = reference_of(result.runs)
         fp32 = first_way(reference) if reference is not None else None
         if fp32 is None or not fp32.lost_updates:
-            return plain("the weights stay in fp32, so rounding loses no update")
+            return plain("the weights stay in fp32, where rounding loses less than 1 % of their updates")
         words = "the weights stay in fp32, where rounding loses {lost:percent} of their updates too"
         return Said(say(words, lost=fp32.lost_updates), "warn" if fp32.lost_updates >= FEW else "none")
     plain_way = run.training.way("plain")

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 
 from lowprec_check.analysis.error_shares import blamed_modules
-from lowprec_check.analysis.run_summary import error_of, ranges_by_place
+from lowprec_check.analysis.run_summary import error_of, never_called, ranges_by_place
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
@@ -82,7 +82,7 @@ def checked_on(batches: Sequence[TargetRuns], run: Run) -> Run:
             return msgspec.structs.replace(
                 found,
                 failed_batch=number,
-                batches=_ranges_of(runs),
+                **_of_all(runs),
                 explained_by=found.explained_by or run.explained_by,
                 notes=list(dict.fromkeys([*run.notes, *found.notes])),
                 **{name: getattr(run, name) for name in _OF_FIRST_BATCH},
@@ -94,9 +94,7 @@ def checked_on(batches: Sequence[TargetRuns], run: Run) -> Run:
         if found.status != "ok"
         for note in found.notes or [found.reason or "its output holds nothing to compare with fp32's"]
     ]
-    return msgspec.structs.replace(
-        run, output_error=worst.output_error, notes=[*run.notes, *notes], batches=_ranges_of(runs)
-    )
+    return msgspec.structs.replace(run, output_error=worst.output_error, notes=[*run.notes, *notes], **_of_all(runs))
 
 
 def _run_on(batch: TargetRuns, run: Run) -> Run:
@@ -111,13 +109,14 @@ def _run_on(batch: TargetRuns, run: Run) -> Run:
     return again if again.status == found.status else found
 
 
-def _ranges_of(runs: Sequence[Run]) -> BatchRanges:
+def _of_all(runs: Sequence[Run]) -> dict[str, Any]:
     """What ``runs`` of one precision, each on another batch, show together."""
-    return BatchRanges(
+    ranges = BatchRanges(
         statuses=[run.status for run in runs],
         output_errors=[run.output_error.distance if run.output_error else None for run in runs],
         places=ranges_by_place([run.op_calls for run in runs]),
     )
+    return {"batches": ranges, "uncalled_modules": never_called(runs)}
 
 
 @contextlib.contextmanager

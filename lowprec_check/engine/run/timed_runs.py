@@ -110,7 +110,7 @@ def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[R
     """The passing runs that may be the fastest, if their times do not tell which is; none if fp32 is faster than all, or the host
     limits them all: then more rounds would only time the host.
     """
-    passing = [run for run in candidates(timed) if passes_all(run)]
+    passing = [run for run in candidates(timed) if passes_all(run, timed)]
     labels = {run.key.label for run in passing}
     known = [
         (run, found.speedup)

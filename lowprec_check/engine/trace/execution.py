@@ -45,9 +45,9 @@ of these: else it may have set up the kernel."""
 
 
 class Emulation:
-    """Which ops are emulated, that is computed in fp32 and rounded: those that are too ``slow``, by name, and those that ``crashed``.
+    """Which ops are emulated, computed in fp32 and rounded: those too ``slow``, by name, and those that ``crashed``, with the reason.
 
-    Both give the reason. ``measure_once`` adds slow kernels when they are found.
+    ``measure_once`` adds slow kernels when they are found.
     """
 
     def __init__(
@@ -108,8 +108,7 @@ class Execution:
         self.solver_failures = SolverFailures(lockstep.twins, journal)
         self.raised: BaseException | None = None
         """The last error that no rescue explains; it was raised to the model."""
-        self._lockstep, self.journal = lockstep, journal
-        self._emulation = emulation
+        self._lockstep, self.journal, self._emulation = lockstep, journal, emulation
         self._follow_reference = follow_reference
 
     def run(self, call: DispatchedCall) -> Any:
@@ -120,7 +119,7 @@ class Execution:
                 return self._emulate(call, retry)
         if self._breadcrumb is not None:
             self._breadcrumb.enter(*call.site)
-        started = system.perf_counter()
+        waited, started = self._waited(), system.perf_counter()
         try:
             out = call.run()
         except Exception as error:
@@ -128,10 +127,14 @@ class Execution:
         else:
             return out
         finally:
-            call.seconds = system.perf_counter() - started
+            call.seconds = system.perf_counter() - started - (self._waited() - waited)
             if self._breadcrumb is not None:
                 self._breadcrumb.leave()
         return self.rescue(call, failed)
+
+    def _waited(self) -> float:
+        """Seconds for which this thread has waited for a core, where one call may decide that a kernel is slow."""
+        return (system.own_wait() or 0.0) if self._emulation.measure_once else 0.0
 
     def rescue(self, call: DispatchedCall, error: Exception) -> Any:
         """The result to continue with after ``error``; raises ``error`` if the model itself causes it."""

@@ -250,6 +250,7 @@ def check_epsilon(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> li
         except Exception as failure:
             error = f"{type_name(failure)}: {first_line(message_of(failure))}"
         elements = sum(copied.numel() for copied in copies)
-        wrong = sum(int((~copied.isfinite()).sum()) for copied in copies)
+        pairs = zip(parameters, copies, strict=True)
+        wrong = sum(int((given.isfinite() & ~copied.isfinite()).sum()) for given, copied in pairs)
         found.append(EpsilonCheck(implementation=name, nonfinite=wrong / max(elements, 1), error=error))  # type: ignore[arg-type]
     return found

@@ -1,0 +1,85 @@
+"""Findings of gaps, failures that fp32 does not have: whether the run fails by them, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, line_of, low_runs
+from lowprec_check.analysis.rules.relevance import ADVICE, advice_for, in_phase_of, tried_runs
+from lowprec_check.analysis.run_summary import fails_elsewhere, fails_otherwise
+from lowprec_check.schema.axes import device_type
+from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.scan_result import Gap, GapKind, Run, ScanResult
+from lowprec_check.schema.statements import chained, say
+
+
+def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run], str]) -> Iterator[Finding]:
+    """A finding for each gap (a failure that fp32 does not have) of that kind; ``help`` is about one in the forward pass."""
+    for run in low_runs(result):
+        caught = run.status in ("ok", "inaccurate", "nonfinite") or fails_otherwise(run)
+        continued = say("the model catches this exception and continues") if caught else None
+        if caught and run.backend != EAGER:  # gaps are those of eager mode
+            continued = say("only in eager mode, the {backend:text} backend runs it", backend=run.backend)
+        by_values = {gap.place for gap in run.gaps if gap.kind == "numeric-failure"}
+        for gap in run.gaps:
+            if gap.kind != kind:
+                continue
+            advice, fix = help if isinstance(help, str) else help(gap, run), catalog_fix(gap, run, result)
+            if gap.custom_function is not None and run.is_autocast:
+                advice, fix = _with_own_casts(gap.custom_function, run), None
+            elif gap.phase in ADVICE and gap.custom_function is None:
+                advice = advice_for(gap.phase, run, advice) + or_autocast(gap, run, result)
+            elif kind != "numeric-failure" and gap.place in by_values:
+                advice = "compute it and its inputs in fp32" + or_autocast(gap, run, result)
+            harmless = caught or gap.is_between_casts
+            if gap.layer == "backend":
+                advice = f"use {'fp32' if harmless else 'another backend'}, or other ops here"
+                fix = continued = None
+            yield Finding(
+                chained(in_phase_of(gap.phase, say("{error:text}", error=gap.message)), continued),
+                run,
+                gap.module,
+                gap.op,
+                line_of(gap, result),
+                help="; ".join(filter(None, (advice, fix))),
+                calls=gap.calls,
+                severity="note" if harmless else None,
+                rests_on=gap.predicted_by or (RAN_HERE if run.evidence == "predicted" else None),
+            )
+
+
+def _with_own_casts(function: str, run: Run) -> str:
+    """What to do about a ``torch.autograd.Function`` whose ``backward``, which runs without autocast, gets other dtypes than in fp32."""
+    device = device_type(run.device)
+    return (
+        f'decorate {function}.forward with @torch.amp.custom_fwd(device_type="{device}", cast_inputs=torch.float32) '
+        f'and {function}.backward with @torch.amp.custom_bwd(device_type="{device}")'
+    )
+
+
+def back(gap: Gap, result: str = "the result back") -> str:
+    """What to cast back after an op in fp32: there are no 16-bit dtypes for most complex results."""
+    return "back the real values computed from its result" if gap.gives_complex else result
+
+
+def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
+    """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of the one named; empty if the op fails there too, or the output is wrong."""
+
+    def runs(other: Run) -> bool:
+        """Whether it reached the op, neither that nor a function at its line, which may call it, needed help, and the output is not wrong."""
+        fails = any(
+            its.op == gap.op or (its.layer == "function" and (its.module, its.source) == (gap.module, gap.source))
+            for its in other.gaps
+        )
+        reached = other.complete or gap.op in other.op_calls.op
+        return not fails and reached and other.status not in ("inaccurate", "nonfinite") and not fails_elsewhere(other)
+
+    if run.is_autocast:
+        return ""
+    tried = [other for other in tried_runs(result) if other.is_autocast]
+    if not tried:
+        return ", or try autocast"
+    found = list(filter(runs, tried))
+    if any(other.format == run.format for other in found):
+        return ", or use autocast, where it runs"
+    return f", or use {found[0].key.label}, where it runs" if found else ""
