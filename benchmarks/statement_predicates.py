@@ -331,11 +331,11 @@ def _odd(c: Case, odd: str) -> bool:
     rms = c.run["output_rms"] if c.run["output_rms"] is not None else c.budget.get("output_rms")
     if "all zeros" in odd:
         return bool(c.reference and c.reference["output_is_zero"]) or rms == 0
-    m = re.fullmatch(r"the output is tiny \(rms (\S+)\): (\w+) (flushes it to zero|flushes part of it to zero|has few digits for it)", odd)
+    m = re.fullmatch(r"the output is tiny \(rms (\S+)\): (\w+) (flushes it to zero|has few digits for it)", odd)
     if not m or not rms or c.format is None or m[2] != c.format.short or not reads(m[1], rms):
         return False
     lost = c.rel_l2 is None or c.rel_l2 >= 0.99
-    what = "flushes it to zero" if lost else "flushes part of it to zero"
+    what = "flushes it to zero" if lost else "has few digits for it"
     return rms < c.format.smallest_normal and m[3] == (what if rms < c.format.smallest_subnormal else "has few digits for it")
 
 
@@ -526,6 +526,7 @@ _FAILURE: dict[str, Claim] = {
     "{part} of the limit": lambda c, part: same(part, c.first["divergence"]["value"] / c.first["divergence"]["limit"]) and part > 1,
     "weights move too far from step {step}{where}: {moved} as far as in fp32": lambda c, moved, **m: _diverges(c, moved=moved, **m) and moved > c.first["divergence"]["limit"],
     "weights move too little from step {step}{where}: {moved} as far as in fp32": lambda c, moved, **m: _diverges(c, moved=moved, **m) and moved < c.first["divergence"]["limit"],
+    "{name} moves too little from step {step}: {moved} as far as in fp32": lambda c, name, moved, step: _diverges(c, step, _where(c), moved=moved) and name == c.first["divergence"]["stands_still"],
     "limit {limit}": lambda c, limit: same(limit, c.first["divergence"]["limit"]),
     "passes with {ways}": _names_of_ways,
     "{text}": _why,
@@ -676,7 +677,8 @@ def _covered(c: Case, **figures: Any) -> bool:
 
 
 def _least_batches(c: Case) -> int:
-    return min((len(run["batches"]["statuses"]) if run["batches"] else 1 for run in c.low if run["status"] == "ok"), default=1)
+    reached = max((run["failed_batch"] or 0 for run in c.low), default=0) + 1
+    return min((len(run["batches"]["statuses"]) if run["batches"] else 1 for run in c.low if run["status"] == "ok"), default=reached)
 
 
 def _fp32_spread(c: Case) -> float:

@@ -187,7 +187,80 @@ def test_a_module_that_a_later_batch_reaches_is_covered() -> None:
     assert said == "1 module whose parameters no op read: never"
 
 
+# -- outputs of several tensors
+
+
+class TwoOutputs(nn.Module):
+    """Two layers with an inaccurate kernel each, or one whose reference is zero beside one that is wrong."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = nn.Linear(16, 256), nn.Linear(16, 256)
+        self.first, self.second = Product(), Product()
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        u, v = 1 + 0.1 * torch.tanh(self.a(x)), 1 + 0.1 * torch.tanh(self.b(x))
+        return self.first(u), self.second(v)
+
+
+class Product(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.prod(-1)
+
+
+class WrongBesideZero(nn.Linear):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (super().forward(x) + 500) - 500, x - ((x + 1024) - 1024)
+
+
+def test_an_op_of_another_output_is_not_said_to_be_harmless() -> None:
+    x = torch.randn(32, 16, generator=torch.Generator().manual_seed(1))
+    result = scan(TwoOutputs().eval(), x, precisions="bfloat16", plan=False, times="off", further_inputs=0)
+    run = result.run("bfloat16")
+    assert run.budget is not None
+    assert run.budget.next_error is not None
+    assert run.budget.next_error > (run.tolerance or 1.0), "both outputs are wrong"
+    products = {d.module: d.matters for d in result.diagnostics if d.code == "LP302" and "prod" in (d.op or "")}
+    assert set(products) == {"first", "second"}
+    assert False not in products.values()
+
+
+def test_an_output_of_zeros_does_not_hide_one_that_is_wrong() -> None:
+    torch.manual_seed(0)
+    x = torch.randint(-64, 64, (8, 8)).float() / 64
+    result = scan(WrongBesideZero(8, 8), x, precisions="bfloat16", plan=False, times="off", further_inputs=0)
+    run = result.run("bfloat16")
+    assert (run.status, run.compared_output) == ("inaccurate", "0")
+    assert why(run).text.startswith("error 1.0e+00 of output 0 over the tolerance")
+
+
 # -- autocast
+
+
+class TwoHalves(nn.Module):
+    """Autocast casts each half of a tensor once."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        self.a, self.b, self.again = nn.Linear(8, 8), nn.Linear(8, 8), again
+
+    def forward(self, x: Tensor) -> Tensor:
+        u, v = (x * 2).chunk(2, -1)
+        return self.a(u) + self.b(u if self.again else v)
+
+
+@pytest.mark.parametrize("again", [True, False])
+def test_casts_of_two_parts_of_a_tensor_repeat_nothing(again: bool) -> None:
+    result = scan(TwoHalves(again), torch.randn(4, 16), precisions="autocast-bf16", plan=False, times="off")
+    assert [d.code for d in result.diagnostics if d.code == "LP401"] == ["LP401"] * again
+
+
+def test_no_release_is_named_for_a_mismatch_of_dtypes() -> None:
+    model = Returns(lambda y: y @ torch.ones(8, 8))
+    result = scan(model, torch.randn(4, 8), precisions="bfloat16", plan=False, times="off")
+    [found] = helps(result, "LP103", "bfloat16")
+    assert "torch release" not in (found or "")
 
 
 class SparseSoftmax(nn.Linear):

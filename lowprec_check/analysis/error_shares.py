@@ -358,4 +358,12 @@ def is_disproved(run: Run) -> bool:
     found, before = run.ablation, run.rel_l2
     if found is None or found.status == "ok" or found.rel_l2 is None or before is None:
         return False
-    return found.rel_l2 >= UNCHANGED * before
+    is_of_another = error_beside(run) >= UNCHANGED * found.rel_l2
+    return found.rel_l2 >= UNCHANGED * before and not is_of_another
+
+
+def error_beside(run: Run) -> float:
+    """The largest error of a tensor of the output that the budget is not about; infinite if it is not known."""
+    if run.budget is None:
+        return 0.0
+    return math.inf if run.budget.next_error is None else run.budget.next_error

@@ -207,8 +207,8 @@ def tiny_output(run: Run) -> str | None:
     rms, known = output_rms(run), run.format
     if not rms or known is None or rms >= known.smallest_normal:
         return None
-    flushed = "flushes it to zero" if run.rel_l2 is None or run.rel_l2 >= ALL_LOST else "flushes part of it to zero"
-    what = flushed if rms < known.smallest_subnormal else "has few digits for it"
+    is_lost = rms < known.smallest_subnormal and (run.rel_l2 is None or run.rel_l2 >= ALL_LOST)
+    what = "flushes it to zero" if is_lost else "has few digits for it"
     return f"{judged_output(run)} is tiny (rms {rms:.0e}): {known.short} {what}"
 
 

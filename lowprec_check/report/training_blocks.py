@@ -89,7 +89,7 @@ def _columns() -> tuple[Column, ...]:
         Column("status", "status", judged),
         Column("loss", "figure", "After the last step."),
         Column("distance", "error", "Of the weights from those of fp32, relative to how far these moved."),
-        Column("moved", "share", "How far the weights moved, relative to fp32."),
+        Column("moved", "share", "How far the weights moved, relative to fp32; or one of them, if it hardly moved."),
         Column("lost", "percent", "Share of the updates of weights that rounding loses."),
         Column("state", "bytes", "Weights, their copies and the state of the optimizer."),
         Column("why", "sentence"),

@@ -120,6 +120,8 @@ class Divergence(Struct, frozen=True, kw_only=True):
     """The limit that it crosses."""
     parameter: str | None = None
     """The parameter that adds most to the distance to fp32 after this step."""
+    stands_still: str | None = None
+    """The parameter that the value of the progress is about, if that is one that hardly moves, and not all weights."""
 
 
 class TrainingWay(Struct, frozen=True, kw_only=True):

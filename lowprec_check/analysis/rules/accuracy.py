@@ -17,6 +17,7 @@ from lowprec_check.analysis.rules.relevance import (
     passing_elsewhere,
     place_finding,
     recommended_instead,
+    that_passes,
     weighed_places,
 )
 from lowprec_check.analysis.run_summary import (
@@ -24,7 +25,6 @@ from lowprec_check.analysis.run_summary import (
     degenerate_output,
     differing_integers,
     failing_gaps,
-    fails_elsewhere,
     judged_output,
     on_which_call,
 )
@@ -135,6 +135,8 @@ def _instead(run: Run, result: ScanResult) -> str:
         command = "scan --plan"  # plan needs the device
     elif passing is not None:  # which would end a search over all bases
         command = f"plan -p {run.precision} --base {'autocast' if run.is_autocast else 'cast'}"
+    if run.failed_batch:
+        command += f" --{'batches' if command.startswith('scan') else 'inputs-from'} {run.failed_batch + 1}"
     search = f"find the modules to keep in fp32: lowprec-check {command}"
     return f"use {passing.label}, or {search}" if passing is not None else search
 
@@ -163,6 +165,13 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
         return run.format is not None and (row.local_error or 0.0) > OUTLIER_ROUNDOFFS * run.format.roundoff
 
     def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
+        if (
+            run.format is not None
+            and row.absmax is not None
+            and row.absmax * run.format.roundoff < run.format.smallest_subnormal
+        ):
+            few = "this op adds a relative error of {error:error}; its values are at most {most:figure}, where {dtype:text} has fewer digits"
+            return say(few, error=row.local_error, most=row.absmax, dtype=run.format.short), say("scale the values")
         adds = "this op adds a relative error of {error:error}, rounding alone at most {roundoff:limit}"
         message = say(adds, error=row.local_error, roundoff=run.format.roundoff if run.format else None)
         passing = passing_elsewhere(run, result) if run.status != "ok" else None
@@ -274,7 +283,6 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     causes = [cause for cause in (by_budget, _decided_by_choices(run)) if cause is not None]
     integers = differing_integers(run)
     is_harmless = integers is None and knowledge_of(run) in ("passes", "within tolerance", "explained")
-    passes = say("the output passes on these inputs" if fails_elsewhere(run) else "the output passes")
 
     def weighed(finding: Finding) -> Finding:
         """``finding`` with what choices do to the output of the run."""
@@ -294,7 +302,7 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
         finding = weighed(
             place_finding(result, run, row, count, _choice(row, wide_dtype(result)), "compute its inputs in fp32")
         )
-        yield finding.adding(integers or passes)._replace(help=None) if run.status == "ok" else finding
+        yield finding.adding(integers or that_passes(run))._replace(help=None) if run.status == "ok" else finding
     pooled = [row for row in run.op_calls.rows() if is_pool(row)]
     flips, choices = sum(row.flips for row in pooled), sum(row.compared_choices for row in pooled)
     if flips:  # one finding, at the first of them: which one differs most varies between machines

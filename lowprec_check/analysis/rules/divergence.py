@@ -128,6 +128,9 @@ def _outside(found: Divergence | None) -> Sentence:
     if not found.step:
         first = "the loss is outside the range of fp32 runs before the first step: off by {value:three}"
         return say(first, value=found.value)
+    if found.stands_still is not None:
+        still = "from step {step:number} on, {name:text} has moved {value:figure} times as far as in fp32; the limit is {limit:three}"
+        return say(still, step=found.step, name=found.stands_still, value=found.value, limit=found.limit)
     told = say(_OUTSIDE.get(found.what, _OUTSIDE["progress"]), step=found.step, value=found.value, limit=found.limit)
     furthest = say("furthest from fp32: {parameter:text}", parameter=found.parameter) if found.parameter else None
     return chained(told, furthest)

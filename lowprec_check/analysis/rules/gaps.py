@@ -16,7 +16,7 @@ from lowprec_check.schema.statements import chained, say
 def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run], str]) -> Iterator[Finding]:
     """A finding for each gap (a failure that fp32 does not have) of that kind; ``help`` is about one in the forward pass."""
     for run in low_runs(result):
-        caught = run.status in ("ok", "inaccurate", "nonfinite") or fails_otherwise(run)
+        caught = run.status in ("ok", "unjudged", "inaccurate", "nonfinite") or fails_otherwise(run)
         continued = say("the model catches this exception and continues") if caught else None
         if caught and run.backend != EAGER:  # gaps are those of eager mode
             continued = say("only in eager mode, the {backend:text} backend runs it", backend=run.backend)

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from lowprec_check.analysis.rules.ranges import narrowest
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, wide_dtype
-from lowprec_check.analysis.rules.relevance import recommended_instead, wider_range
+from lowprec_check.analysis.rules.relevance import recommended_instead, that_passes, wider_range
 from lowprec_check.analysis.run_summary import fails_elsewhere, ranges_by_place
 from lowprec_check.analysis.statements.status import fails_on_further
 from lowprec_check.schema.measures import InputsTried
@@ -70,10 +70,11 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
         if growing:
             worst, rank, grows = min(growing, key=lambda found: found[1])
             worse = [place for place, (kind, _), _ in growing if kind == rank[0]]
-            message = chained(_with_others(grows, worse), say("the output passes"))
+            message = chained(_with_others(grows, worse), that_passes(run))
             advice = wider_range(run, result, worst.module)
             yield Finding(message, run, worst.module, worst.op, worst.source, help=advice, severity="warning")
-        said, tightest = _summary([place for place in places if place.growth(wide_dtype(result)) is None])
+        wide = wide_dtype(result)
+        said, tightest = _summary([place for place in places if place.growth(wide) is None], wide)
         if tightest is not None:
             tried = len(tightest.largest)
             on_all = say("the worst of {batches:count batch}", batches=tried) if tried > 1 else None
@@ -139,8 +140,8 @@ def _places(run: Run, result: ScanResult) -> Iterator[_Place]:
         yield _Place(found.module, found.op, source, written, largest, overflows, flushed, subnormal)
 
 
-def _summary(places: Sequence[_Place]) -> tuple[list[Sentence], _Place | None]:
-    """What is near the top and the bottom, and the first op that this is about."""
+def _summary(places: Sequence[_Place], wide: str) -> tuple[list[Sentence], _Place | None]:
+    """What is near the top and, by the values in the dtype ``wide``, the bottom, and the first op that this is about."""
     tight = (place for place in places if place.room < LITTLE_ROOM and not place.overflows[0])
     near = sorted(tight, key=lambda place: place.room)
     small = sorted((place for place in places if place.small >= MANY_SUBNORMAL), key=lambda p: -p.small)
@@ -154,7 +155,7 @@ def _summary(places: Sequence[_Place]) -> tuple[list[Sentence], _Place | None]:
         worst, lost = small[0], max(small[0].flushed)
         named = {"op": worst.op, "module": worst.module} if near and worst is not near[0] else {}
         below = say(
-            f"{{share:percent}} of the non-zeros {'of {op:op} in {module:module} ' if named else ''}"
+            f"{{share:percent}} of the non-zeros in {wide} {'of {op:op} in {module:module} ' if named else ''}"
             "are below {smallest:limit}, the smallest normal number of {dtype:text}",
             share=worst.small,
             smallest=worst.format.smallest_normal,

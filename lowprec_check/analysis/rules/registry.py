@@ -217,7 +217,7 @@ class Callers:
 def catalog_fix(gap: Gap, run: Run, result: ScanResult) -> str | None:
     """``supported since torch 2.14`` or ``no torch release up to 2.15 supports it``; ``None`` if the catalog has not measured it, or the dtype is not the reason."""
     dtype = _catalog_dtype(run)
-    if dtype is None or gap.phase == "optimizer" or gap.kind == "numeric-failure":
+    if dtype is None or gap.phase == "optimizer" or gap.kind in ("numeric-failure", "dtype-mismatch"):
         return None
     try:
         found = find_fix(

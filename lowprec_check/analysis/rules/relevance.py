@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from lowprec_check.analysis.error_shares import (
     Place,
+    error_beside,
     fails_by_error,
     is_confirmed,
     is_disproved,
@@ -104,11 +105,11 @@ Knowledge = Literal["passes", "passes here", "within tolerance", "nonfinite", "e
 """What is known of a run: it passes; it passes here and not on further inputs; the error of its ops is within the tolerance, and something else fails; its output is
 not finite; its error is over the tolerance and the budget says where it comes from; or none of these."""
 
-_OF_OUTPUT = {
-    "passes": "the output passes",
-    "passes here": "the output passes on these inputs",
-    "within tolerance": "the output error is within the tolerance",
-}
+
+def that_passes(run: Run) -> Sentence:
+    """``the output passes``, of a run with the status ``ok``; of one that trains, no output is compared."""
+    here = " on these inputs" if fails_elsewhere(run) else ""
+    return say("the training passes" if run.training is not None else f"the output passes{here}")
 
 
 def knowledge_of(run: Run) -> Knowledge:
@@ -146,14 +147,17 @@ class Relevance:
 
     def weigh(self, finding: Finding, row: OpCall, *, by_trial: Literal["Inf", "zero"] | None = None) -> Finding:
         """``finding`` about the place of ``row``, with what it does to the output; ``by_trial`` as in :func:`weighed_places`."""
-        if self.known in _OF_OUTPUT:
-            found = as_harmless(finding, say(_OF_OUTPUT[self.known]))
+        if self.known in ("passes", "passes here", "within tolerance"):
+            within = self.known == "within tolerance"
+            found = as_harmless(
+                finding, say("the output error is within the tolerance") if within else that_passes(self.run)
+            )
             spoils = self.known == "passes here" and _gives_nonfinite(row)
             return found._replace(severity="warning", matters=None) if spoils else found
         tried = self._by_trial(finding, row, by_trial) if by_trial else None
         if tried is not None:
             return tried
-        if self.known == "nonfinite":
+        if self.known == "nonfinite" or (row.reaches_output is False and _gives_nonfinite(row)):
             return self._weigh_nonfinite(finding, row)
         share, leaving = self._share_at(row.place), self.rounding.get(row.place, 0.0)
         if share is None:
@@ -207,6 +211,8 @@ class Relevance:
             return self.shares[place].share + self.rounding.get(place, 0.0)
         budget = self.run.budget
         hidden = budget is None or abs((budget.unexplained or 0.0) - budget.decisions) >= MATTERS
+        # An op without a share may cause the error of another tensor of the output.
+        hidden |= error_beside(self.run) > (self.run.tolerance or 0.0)
         return None if self.known != "explained" or (self.is_complete and hidden) else 0.0
 
     @cached_property

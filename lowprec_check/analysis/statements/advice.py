@@ -240,7 +240,7 @@ def _speed(found: Speed, run: Run) -> Sentence:
             about = "about " if in_rounds is not None and not in_rounds.rounds else ""
             words = f"it is {about}{{ratio:times}} slower than fp32 on this machine"
             ratio, low, high = 1 / ratio, 1 / high, 1 / low if low else math.inf
-        if in_rounds is None or in_rounds.rounds <= 1:
+        if in_rounds is None or not in_rounds.rounds:
             return say(words, ratio=ratio)
         interval = say(
             "({low:three} – {high:three} in {rounds:count round})", low=low, high=high, rounds=in_rounds.rounds

@@ -230,7 +230,8 @@ def seeds(result: ScanResult) -> Iterator[Made]:
 def inputs(result: ScanResult) -> Iterator[Made]:
     """On how many inputs the statuses rest."""
     passing = [run for run in candidates(result.runs) if run.status == "ok"]
-    batches = min((run.batch_count for run in passing), default=1)
+    reached = max((run.failed_batch or 0 for run in candidates(result.runs)), default=0) + 1
+    batches = min((run.batch_count for run in passing), default=reached)
     if result.training is None:
         further = further_in(passing)
         yield chained(say("{batches:count batch} of inputs", batches=batches), further, between=", and ")
@@ -312,7 +313,8 @@ def partly_analyzed(run: Run, result: ScanResult) -> Made:
 def emulated(run: Run, result: ScanResult) -> Made:
     """Ops that the analysis computed in fp32 and rounded, as their kernels are too slow or crash."""
     words = "computed in fp32 and rounded in the analysis, as the kernels are too slow or crash: {ops:ops}"
-    return say(words, ops=sorted(run.emulated)) if run.emulated else None
+    ops = {row.op for row in run.op_calls.rows() if row.outcome == "emulated"} & run.emulated.keys()
+    return say(words, ops=sorted(ops)) if ops else None
 
 
 @per_scan("not-called", "not run")

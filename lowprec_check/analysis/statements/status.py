@@ -22,7 +22,7 @@ from lowprec_check.analysis.run_summary import (
     reference_of,
     shorten,
 )
-from lowprec_check.analysis.speed import failure_while_timed, launch_bound, speed
+from lowprec_check.analysis.speed import failure_while_timed, is_faster, launch_bound, speed
 from lowprec_check.analysis.statements.kinds import Made, Said, per_run
 from lowprec_check.analysis.training_status import diverges, first_way, in_phase, nonfinite, when_raised
 from lowprec_check.schema.measures import MATTERS, InputsTried
@@ -221,15 +221,11 @@ def compiler_remarks(run: Run, result: ScanResult) -> Made:
     if not warned and not breaks:
         return None
     eager = next((its for its in result.runs if its.key == run.key._replace(backend=EAGER)), None)
-    mine, other = (
-        speed(run, result.runs).told_ratio,
-        speed(eager, result.runs).told_ratio if eager is not None else None,
-    )
-    than = (
-        say("with them {ratio:times} as fast as in eager mode", ratio=mine / other)
-        if breaks and mine and other
-        else None
-    )
+    than = None
+    if breaks and eager is not None:
+        mine, other = speed(run, result.runs), speed(eager, result.runs)
+        if mine.ratio and other.ratio and (is_faster(mine, other) or is_faster(other, mine)):
+            than = say("with them {ratio:times} as fast as in eager mode", ratio=mine.ratio / other.ratio)
     return chained(
         say("{count:count warning} of the compiler (LP309)", count=warned) if warned else None,
         say("{count:count graph break} (LP310)", count=breaks) if breaks else None,

@@ -68,9 +68,15 @@ class OutputComparison(NamedTuple):
 
 @torch_as_imported()
 def compare_outputs(
-    outputs: Sequence[Tensor], references: Sequence[Tensor], *, called: str = "the fp32 output"
+    outputs: Sequence[Tensor],
+    references: Sequence[Tensor],
+    *,
+    called: str = "the fp32 output",
+    tolerance: float | None = None,
 ) -> OutputComparison:
     """Compare the leaves of two outputs pairwise; the leaf with the largest error counts. ``called``: what notes call the reference.
+
+    A leaf that is all zeros in the reference has an infinite error and tells little: one over ``tolerance`` that is not counts before it.
 
     The distance is that of the floating leaves, or of the integer and boolean ones if there are no floating leaves: the share
     of elements that differ. It is infinite if the number or the shapes of the leaves differ, for instance when a detector keeps
@@ -95,7 +101,10 @@ def compare_outputs(
         rms = 0.0 if any(pair[1].numel() for pair in floating.values()) else None
         return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=mismatched), mismatched, rms=rms)
     leaves = {number: _compare_leaf(*pair, called) for number, pair in floating.items()}
-    leaf = max(leaves, key=lambda number: leaves[number].distance)
+    telling = {
+        number for number, its in leaves.items() if its.rms and tolerance is not None and its.distance > tolerance
+    }
+    leaf = max(telling or leaves, key=lambda number: leaves[number].distance)
     worst = leaves[leaf]
     error = worst.error if worst.error is NOTHING else msgspec.structs.replace(worst.error, mismatched=mismatched)
     nonfinite = any(compared.nonfinite for compared in leaves.values())

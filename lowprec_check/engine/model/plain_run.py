@@ -238,15 +238,15 @@ def judged(
     badness = [(_FROM_GOOD_TO_BAD.index(status), compared.distance) for status, compared in verdicts]
     worst = badness.index(max(badness))
     later = verdicts[worst][0] != verdicts[0][0]
-    return with_verdict(
-        msgspec.structs.replace(plain, failed_call=worst + 1 if later else None), *verdicts[worst], paths
-    )
+    plain = msgspec.structs.replace(plain, failed_call=worst + 1 if later else None)
+    return with_verdict(plain, *verdicts[worst], paths)
 
 
 def judge(outputs: list[Tensor], reference: list[Tensor], tolerance: float | None) -> tuple[Status, OutputComparison]:
     """The status of one output compared with fp32's, and the comparison."""
     try:
-        compared = compare_outputs([tensor.cpu() for tensor in outputs], [tensor.cpu() for tensor in reference])
+        mine, fp32 = ([tensor.cpu() for tensor in tensors] for tensors in (outputs, reference))
+        compared = compare_outputs(mine, fp32, tolerance=tolerance)
     except Exception as error:  # a kind of tensor that torch itself can hardly handle
         note = f"its output could not be compared: {type_name(error)}: {first_line(message_of(error))}"
         return "unjudged", OutputComparison(NOTHING, math.inf, note=note, compared=False)

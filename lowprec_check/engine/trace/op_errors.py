@@ -138,7 +138,7 @@ class OpErrors:
         # Only the first output: others, such as the mean that a norm saves, may be near zero without underflow.
         pending = self._figures.compare(out, against, count_flushed=self._count_flushed and index == 0)
         twin = self._twins.find_or_add(out)
-        twin.compared, twin.unused = {region_of(out): pending}, None
+        twin.compared, twin.unused, twin.cast_to, twin.cast_from = {region_of(out): pending}, None, None, None
         return functools.partial(_introduced, pending, call.input_errors)
 
     def _is_rounding_alone(self, call: DispatchedCall, reference: Tensor) -> bool:
@@ -174,9 +174,10 @@ class OpErrors:
         if self._lockstep.is_parameter(source) or source.dtype == out.dtype:
             return 0
         twin = self._twins.find_or_add(source)
-        repeats = out.dtype in (twin.cast_to, twin.cast_from)
-        twin.cast_to = out.dtype
-        self._twins.find_or_add(out).cast_from = source.dtype
+        cast = region_of(source), out.dtype
+        repeats = cast in (twin.cast_to, twin.cast_from)
+        twin.cast_to = cast
+        self._twins.find_or_add(out).cast_from = region_of(out), source.dtype
         return int(repeats)
 
 

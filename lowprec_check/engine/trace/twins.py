@@ -53,10 +53,10 @@ class Twin:
         """The row of the call that wrote these values, and what gives their comparison, as long as no op has used them."""
         self.pending_complex = False
         """Whether this complex64 result of a rescue is pending: real values computed from it are cast to the low dtype."""
-        self.cast_from: torch.dtype | None = None
-        """The dtype that these values were cast from."""
-        self.cast_to: torch.dtype | None = None
-        """The dtype that these values were last cast to."""
+        self.cast_from: tuple[Region, torch.dtype] | None = None
+        """The part that a cast gave, and the dtype that it was cast from."""
+        self.cast_to: tuple[Region, torch.dtype] | None = None
+        """The part that was cast last, since the last write, and the dtype that it was cast to."""
         self.constant = False
         """Whether the values are those of a parameter, or a cast or copy of one, which no op of the run has changed."""
         self.is_exact = False

@@ -69,7 +69,7 @@ class Spread:
     def moved(self, run: Trajectory) -> list[float]:
         """After each step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32.
 
-        It is that of one parameter, if that moves notably in fp32 and stands still here.
+        It is that of one parameter, if that moves notably in fp32 and hardly here.
         """
         return [self._moved(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
@@ -141,8 +141,9 @@ class Spread:
             crossed = Divergence(step=step, what=what, value=value, limit=low if value < low else high)
         if crossed is None:
             return None
-        parameter = self._furthest(run, min(max(crossed.step, 1), run.steps))
-        return structs.replace(crossed, parameter=parameter)
+        step = min(max(crossed.step, 1), run.steps)
+        still = self._still(run, step) if what == "progress" else None
+        return structs.replace(crossed, parameter=self._furthest(run, step), stands_still=still and still[0])
 
     def _distance(self, run: Trajectory, step: int) -> float:
         return _ratio(self._apart(run, step), self._norm(_moved(self._base, step)))
@@ -154,11 +155,21 @@ class Spread:
 
     def _moved(self, run: Trajectory, step: int) -> float:
         """How far all weights moved, relative to fp32; or one parameter that moves notably in fp32, if that stands still here."""
+        still = self._still(run, step)
+        if still is not None:
+            return still[1]
+        mine, fp32 = (float(self._squares(_moved(each, step)).sum()) for each in (run, self._base))
+        return _ratio(mine**0.5, fp32**0.5, both_zero=1.0)
+
+    def _still(self, run: Trajectory, step: int) -> tuple[str, float] | None:
+        """The parameter that moves notably in fp32 and hardly here, and how far it moved, relative to fp32; the one that moved least."""
         mine, fp32 = (self._squares(_moved(each, step)) for each in (run, self._base))
-        total = _ratio(float(mine.sum()) ** 0.5, float(fp32.sum()) ** 0.5, both_zero=1.0)
         notable = fp32 > NOTABLE * fp32.sum()
-        least = float((mine[notable] / fp32[notable]).min().sqrt()) if notable.any() else total
-        return least if least < STILL else total
+        ratios = torch.where(notable, mine / fp32, math.inf).sqrt()
+        least = int(ratios.argmin()) if len(ratios) else 0
+        if not len(ratios) or ratios[least] >= STILL:
+            return None
+        return list(self._samples.slices)[least], float(ratios[least])
 
     def _squares(self, values: Tensor) -> Tensor:
         """By parameter, the sum of the squares of ``values``."""
