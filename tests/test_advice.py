@@ -187,6 +187,15 @@ def test_a_module_that_a_later_batch_reaches_is_covered() -> None:
     assert said == "1 module whose parameters no op read: never"
 
 
+@pytest.mark.parametrize(("spec", "is_met"), [("aten.linear:half", False), ("aten.addmm:half", True)])
+def test_a_kernel_to_run_without_that_no_call_needs_is_said(spec: str, is_met: bool) -> None:
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    result = scan(model, x, precisions="half", without_kernel=spec, plan=False, times="off")
+    assert (result.run("half").status == "error") == is_met
+    said = [its.text for its in statements(result) if its.kind == "not-withheld"]
+    assert said == [] if is_met else [f"no call needed {spec}, which --without-kernel names"]
+
+
 # -- outputs of several tensors
 
 
@@ -729,5 +738,5 @@ def test_a_base_that_is_slower_than_a_plan_is_shown_on_the_batch_on_which_it_fai
     found = proposer.propose([timed("ok", 30.0), timed("inaccurate", 30.0)], best_so_far=plan).attempt
     assert (found.status, found.outcome) == (
         "inaccurate",
-        "not searched: a call takes 3.0 times as long as with the plan found",
+        "not searched: its fastest call took 3.0 times as long as the fastest with the plan found",
     )

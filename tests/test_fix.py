@@ -318,12 +318,41 @@ def test_chosen_changes_are_tried_and_written(
     before = file.read_text()
     monkeypatch.setattr("sys.stdin", io.StringIO(answers))
     done = call("fix", file, "-q", "-p", "half", "--interactive", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert ("with these changes alone" in done.stderr) == (kept == 1)
+    assert done.returncode == int(kept < 2), done.stderr
+    assert ("half: status with these changes alone: fails; without: fails" in done.stderr) == (kept == 1)
     text = file.read_text()
     assert (".float()" in text) == (kept > 0)
     assert ("torch.finfo" in text) == (kept > 1)
     assert (text == before) == (not kept)
+
+
+LAMBDA = """
+import torch
+from torch import nn
+
+torch.manual_seed(0)
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.fc = nn.Linear(16, 16)
+
+    def forward(self, x):
+        return self.fc(300 * x / SQUARES(x * 300) ** 0.5)
+
+SQUARES = lambda t: (t * t).sum(-1, keepdim=True)
+model = Net().eval()
+inputs = torch.randn(2, 8, 16) * 5
+"""
+
+
+@pytest.mark.slow
+def test_a_lambda_of_the_file_is_changed(call: Call, tmp_path: Path) -> None:
+    file = tmp_path / "net.py"
+    file.write_text(LAMBDA)
+    found = fixed(call, file, "-p", "half")
+    assert found.passes
+    assert "lambda t: (t.float() * t.float())" in found.diff
 
 
 @pytest.mark.slow
@@ -370,7 +399,7 @@ def test_a_plan_is_compared_with_the_patch(call: Call, tmp_path: Path) -> None:
     result = ScanResult.load(tmp_path / "b.json")
     assert result.fixing is not None
     assert result.fixing.plan == (
-        "A plan from half keeps 1 module in fp32; the patch changes 1 line: the patch is smaller"
+        "A plan from half keeps 2 modules in fp32; the patch is of 1 line: the patch is smaller"
     )
     assert "patch" not in {its.kind for its in result.statements}  # it was tried now
 

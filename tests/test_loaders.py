@@ -495,6 +495,10 @@ def test_a_folder_of_transformers_with_and_without_weights(here: Path) -> None:
     with pytest.raises(UsageError, match="cannot load the weights in without: SafetensorError: ") as caught:
         load_target("hf:without")
     assert "\n" not in caught.value.message
+    Path("without/model.safetensors").unlink()
+    Path("without/model.safetensors.index.json").write_text('{"weight_map": {"a": "model-2-of-2.safetensors"}}')
+    with pytest.raises(UsageError, match=r"without has no model-2-of-2\.safetensors, which model\.safetensors\.index"):
+        load_target("hf:without")
 
 
 @pytest.mark.parametrize(
@@ -526,6 +530,7 @@ def test_a_folder_that_is_none_of_transformers(here: Path, config: str | None, m
         ("transformers:encoder-decoder", "transformers has no base model for EncoderDecoderConfig"),
         ("transformers:BertModel,hidden_size=[1", r"BertConfig cannot be made .* expected int, got str"),
         ("transformers:perceiver,num_blocks=1,num_latents=2,d_latents=8", "PerceiverModel takes 'inputs'"),
+        ("transformers:time_series_transformer,prediction_length=8", "'past_values', 'past_time_features', 'past_obs"),
         ("transformers:llama", r"has 6\.\d billion parameters"),
         ("timm:resnet1", "timm has no model 'resnet1'"),
         ("torchvision:resnet81", "torchvision has no model 'resnet81'"),

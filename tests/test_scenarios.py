@@ -16,6 +16,7 @@ from conftest import Call
 from torch import Tensor, nn
 
 from lowprec_check import UsageError, scan
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.run.timed_runs import batch_of, cores_of_instances, percentile
 
 
@@ -33,7 +34,8 @@ class Rows(nn.Module):
 
 
 def test_offline_times_the_inputs_on_all_cores() -> None:
-    result = scan(Rows(6), torch.ones(6, 8), precisions="bfloat16", scenario="offline", plan=False)
+    result = scan(Rows(6), torch.ones(6, 8), precisions="bfloat16", scenario="offline", times="off", plan=False)
+    assert [its.text for its in statements(result) if its.kind == "rounds"] == ["times were taken offline only"]
     for run in result.runs:
         timing = run.timing
         assert timing is not None

@@ -40,6 +40,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.base import check_file, encode, write_file
 from lowprec_check.schema.options import FixOptions, declared_in
+from lowprec_check.schema.verdict import look
 
 if TYPE_CHECKING:
     from lowprec_check.analysis.fixes.source_text import SourceText
@@ -124,15 +125,15 @@ def fix(
         sys.stdout.flush()
     finally:  # standard output may be full or closed
         complete = result is None or save_files(result, json, report or [])
-    numbers = list(range(len(fixing.changes)))
+    numbers, passes = list(range(len(fixing.changes))), fixing.passes
     if interactive and numbers and not isinstance(patch, Mapping):
-        numbers = _chosen(fixing, patch)
+        numbers, passes = _chosen(fixing, patch)
     if (apply or interactive) and numbers:
         texts = patch if isinstance(patch, Mapping) else patch.texts(numbers)
         _write(texts, allow_dirty=allow_dirty)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
-    failed = fixing.due if check else not fixing.passes
+    failed = fixing.due if check else not passes
     raise typer.Exit(FINDINGS if failed else 0)
 
 
@@ -195,23 +196,28 @@ def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> Non
         print_text(fix_document(fixing, result.model.name if result is not None else fixing.target))
 
 
-def _chosen(fixing: Fixing, patch: Patch) -> list[int]:
-    """The changes that the user wants, after these alone were tried, if they are not all."""
+def _chosen(fixing: Fixing, patch: Patch) -> tuple[list[int], bool]:
+    """The changes that the user wants, after these alone were tried, if they are not all; and whether each precision passes with them."""
     from lowprec_check.report.foreign_text import visible_text
 
-    chosen = []
+    chosen, passes = list[int](), fixing.passes
     for number, change in enumerate(fixing.changes):
         old = "".join(f"- {line}" for line in change.before.splitlines(keepends=True))
         new = "".join(f"+ {line}" for line in change.after.splitlines(keepends=True))
         print_status(visible_text(f"\n{change.file}:{change.line} {change.why}\n{old}{new}".rstrip()))
         if typer.confirm("Apply this change?", default=True, err=True):
             chosen.append(number)
+    if len(chosen) < len(fixing.changes):
+        passes = False
     if chosen and len(chosen) < len(fixing.changes):
-        for its in patch.proven(chosen):
-            print_status(f"{its.precision}: {its.before} before, {its.after} with these changes alone")
+        proven = patch.proven(chosen)
+        passes = all(its.after == "ok" and not its.further_failed for its in proven)
+        for its in proven:
+            tried = f"status with these changes alone: {look(its.after).word}; without: {look(its.before).word}"
+            print_status(f"{its.precision}: {tried}")
         if not typer.confirm("Write them?", default=True, err=True):
-            return []
-    return chosen
+            return [], False
+    return chosen, passes
 
 
 def _write(texts: Mapping[SourceText, str], *, allow_dirty: bool) -> None:

@@ -18,6 +18,7 @@ from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 from lowprec_check.schema.statements import Sentence, chained, plain, say
 
 SLOW_RATIO = 5.0
+LEAST_PART = 0.05
 SLOW_MS = 5.0
 COLD_MS = 50.0
 SHORT_MS = 0.1
@@ -187,7 +188,7 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op runs, but much slower than in fp32.
 
     Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed
-    right after the other, and more than 5 ms; and so did the typical call, not only one that had to wait for a core.
+    right after the other, and more than 5 ms and 5 % of the run; and so did the typical call, not only one that had to wait for a core.
     While other programs use the cores, or without times, which would tell, only calls of more than 100 ms count.
     If there are several calls, the first is left out, since it also sets up the kernel. If the op is too slow for the
     time budget, the scan times one call and computes the others in fp32 (LP903). A call that does not end in time is
@@ -229,7 +230,9 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
             times[row.op].append((row.time_ms, row.reference_ms))
     most = 2 * (run.latency_ms or float("inf")) if run.is_eager else run.latency_ms or 0.0
     where = None if run.is_eager else say("in eager mode")
-    slow = {op: found for op, calls in times.items() if (found := _slow_total(calls, most, shortest)) is not None}
+    least = max(SLOW_MS, LEAST_PART * (run.latency_ms or 0.0))
+    totals = {op: _slow_total(calls, least, most, shortest) for op, calls in times.items()}
+    slow = {op: found for op, found in totals.items() if found is not None}
     answers, slower = {}, "{ratio:times} slower than in fp32: {here:ms} instead of {fp32:ms}"
     for op, (here, fp32) in sorted(slow.items(), key=lambda item: -item[1][0]):
         message = say(slower, ratio=here / max(fp32, 1e-6), here=here, fp32=fp32)
@@ -237,16 +240,18 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
     return answers
 
 
-def _slow_total(calls: list[tuple[float, float]], most: float, shortest: float) -> tuple[float, float] | None:
+def _slow_total(
+    calls: list[tuple[float, float]], least: float, most: float, shortest: float
+) -> tuple[float, float] | None:
     """Milliseconds here and in fp32 if the op is slow, else ``None``.
 
     The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. A total over ``most`` ms (twice
-    those of the plain run, if it ran these ops) is ignored: something else slowed it down. So is a total that a few calls make, which had to wait for a
+    those of the plain run, if it ran these ops) is ignored: something else slowed it down. So is one up to ``least`` ms, and a total that a few calls make, which had to wait for a
     processor: the typical call, of the median ratio among those that make up 80 % of the op's time in fp32, must be slow too.
     """
     counted = calls[1:] if len(calls) > 1 else [call for call in calls if call[0] > COLD_MS]
     here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
-    if not max(SLOW_MS, SLOW_RATIO * fp32) < here < most:
+    if not max(least, SLOW_RATIO * fp32) < here < most:
         return None
     left, chosen = 0.8 * fp32, list[tuple[float, float]]()
     for call in sorted(counted, key=lambda call: -call[1]):

@@ -317,6 +317,17 @@ def emulated(run: Run, result: ScanResult) -> Made:
     return say(words, ops=sorted(ops)) if ops else None
 
 
+@per_scan("not-withheld", "not run", disproof="an op-by-op listing of the calls")
+def not_withheld(result: ScanResult) -> Iterator[Made]:
+    """Kernels to run without that no run has asked for: of a function, the ops that it is made of are met."""
+    gaps = {gap.op for run in result.runs for gap in run.gaps}
+    low = [run for run in candidates(result.runs) if run.complete and len(run.op_calls)]
+    for spec in result.options.get("without_kernel") or () if low else ():
+        op = str(spec).partition(":")[0]
+        if not any(f"{met}.".startswith(f"{op}.") for met in gaps):
+            yield Said(say("no call needed {spec:text}, which --without-kernel names", spec=spec), "warn")
+
+
 @per_scan("not-called", "not run")
 def not_called(result: ScanResult) -> Iterator[Made]:
     """Modules whose parameters no op read."""

@@ -30,7 +30,12 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     speedups = (run.latency.speedup for run in result.runs if run.latency)
     counts = [found.rounds for found in speedups if found and found.rounds]
     if not counts:
-        yield plain("no times were taken" if reference.latency_ms is None else "times were not compared in rounds")
+        only = (
+            f"times were taken {reference.timing.scenario} only"
+            if reference.timing is not None
+            else "no times were taken"
+        )
+        yield plain(only if reference.latency_ms is None else "times were not compared in rounds")
         return
     least, most = min(counts), max(counts)
     if most == 1:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import inspect
 import json
@@ -62,6 +63,17 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
     return _target(f"transformers:{text}", model, config, inputs, f"{call}({config_code})")
 
 
+def _check_listed(folder: Path) -> None:
+    """Raise :class:`UsageError` if a file of weights is missing that an index lists; transformers reads the index, and names what else is wrong with it."""
+    for index in folder.glob("*.index.json"):
+        listed: dict[str, str] = {}
+        with contextlib.suppress(ValueError, AttributeError):
+            listed = json.loads(index.read_bytes()).get("weight_map", {})
+        for name in dict.fromkeys(listed.values()):
+            if not (folder / name).is_file():
+                raise UsageError(f"{folder} has no {name}, which {index.name} lists.", "Copy that file there.")
+
+
 def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = False) -> Target:
     """Return the target for ``hf:FOLDER``, a folder with the config.json of a model of transformers, and maybe weights.
 
@@ -80,6 +92,7 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
     architecture = listed[0] if isinstance(listed, list) and listed else None
     model_class = _attribute(transformers, architecture) if isinstance(architecture, str) and architecture else None
     files = sorted(Path(folder).glob("*.safetensors"))
+    _check_listed(Path(folder))
     has_weights = bool(files) or any(Path(folder).glob("pytorch_model*.bin"))
     if stream and not files:
         raise UsageError(f"{folder} has no weights in .safetensors.", "Save the model again with save_pretrained.")
@@ -279,9 +292,11 @@ def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) ->
         elif sizes := _shape(name, vision if name == "pixel_values" else config):
             found[name] = torch.randn(sizes, generator=generator)
     if main not in found:
+        needed = [name for name in names if name in wanted and name not in found]
+        shapes = " ".join(f"--inputs {name}=SHAPE" for name in needed)
         raise UsageError(
-            f"{type(model).__name__} takes {main!r}, for which there are no default inputs.",
-            f"Give the shapes of what it takes: --inputs {main}=1x32x16",
+            f"{type(model).__name__} takes {', '.join(map(repr, needed))}, for which there are no default inputs.",
+            f"Give the shapes of what it takes, such as 1x32x16: {shapes}",
         )
     return found
 

@@ -51,12 +51,12 @@ class _Probes(ast.NodeTransformer):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
             if any("script" in ast.unparse(decorator) for decorator in node.decorator_list):
                 return node
-            self._depth += 1
-            node.body = [self.visit(each) for each in node.body]
-            self._depth -= 1
+            node.body = [self._inside(each) for each in node.body]
             return node
         if not self._depth:
-            return self.generic_visit(node)
+            if isinstance(node, ast.Lambda):
+                node.body = self._inside(node.body)
+            return node if isinstance(node, ast.Lambda) else self.generic_visit(node)
         if isinstance(node, (ast.JoinedStr, ast.Constant, ast.AnnAssign)):
             return node
         is_target = not isinstance(getattr(node, "ctx", ast.Load()), ast.Load)
@@ -69,6 +69,13 @@ class _Probes(ast.NodeTransformer):
         place = f"{node.lineno}:{node.col_offset}-{node.end_lineno}:{node.end_col_offset}"
         called = ast.Call(ast.Name(_NAME, ast.Load()), [ast.Constant(self._path), ast.Constant(place), node], [])
         return ast.copy_location(called, node)
+
+    def _inside(self, node: ast.AST) -> Any:
+        """Visit a part of a function."""
+        self._depth += 1
+        changed = self.visit(node)
+        self._depth -= 1
+        return changed
 
 
 _NOT_VALUES = (ast.Starred, ast.Slice, ast.Yield, ast.YieldFrom, ast.Await, ast.NamedExpr, ast.GeneratorExp)

@@ -87,7 +87,8 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
     target = source.target
     if options.use_metric and target.metric is None:
         raise UsageError(
-            "The file defines no metric.", "Define `def metric(model): return accuracy`, higher is better."
+            "The file defines no metric.",
+            "Define `def metric(model): return accuracy`, higher is better; if the file calls the model, above that call.",
         )
     parse_withheld(options.without_kernel)
     machine, isolation = prepared_runs(

@@ -25,7 +25,7 @@ from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
 from lowprec_check.schema.precisions import PRECISIONS, formats
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.statements import short_op, some
+from lowprec_check.schema.statements import say, short_op, some
 
 SLOWER = 1.5
 """A base at least this many times slower than a plan already found is not searched, unless its calls are short."""
@@ -55,6 +55,21 @@ class Objective:
             return run.status == "ok"
         drop = self.fp32_metric - run.metric if run.metric is not None else None
         return run.status in ("ok", "inaccurate") and drop is not None and drop <= self.max_drop
+
+    def why_not(self, run: Run) -> str:
+        """Why ``run`` does not pass, in words; empty if it does."""
+        if self.reached(run):
+            return ""
+        if self.fp32_metric is not None and run.metric is not None and run.status in ("ok", "inaccurate"):
+            drop = "the metric is {metric:loss}, in fp32 {fp32:loss}, and may drop by {most:loss}"
+            return say(drop, metric=run.metric, fp32=self.fp32_metric, most=self.max_drop).text
+        return why(run).text
+
+    def attempt(self, run: Run, **known: object) -> Attempt:
+        """What is known of a base by ``run``, one of its runs."""
+        error = run.output_error.distance if run.output_error else None
+        found = {"base": run.precision, "status": run.status, "why": self.why_not(run), "rel_l2": error}
+        return msgspec.convert(found | known, Attempt)
 
 
 def _equals_fp32(run: Run) -> bool:
@@ -100,24 +115,27 @@ class Proposer:
         """The proposal for a base without a search."""
         worst = max(runs, key=error_of)
         if not self.passes_as_it_is(runs):
-            return Proposal(attempt=_attempt(worst, outcome="not searched: another base passes without changes"))
+            return Proposal(
+                attempt=self.objective.attempt(worst, outcome="not searched: another base passes without changes")
+            )
         run = msgspec.structs.replace(runs[0], precision=PLAN, base=worst.precision, output_error=worst.output_error)
         known = {"kept": 0, "speedup": _speedup(run, self.fp32), "outcome": "passes without changes"}
-        return Proposal(attempt=_attempt(worst, **known), run=run, minimal=True, evidence=tuple(runs))
+        return Proposal(attempt=self.objective.attempt(worst, **known), run=run, minimal=True, evidence=tuple(runs))
 
     def propose(self, runs: Sequence[Run], *, best_so_far: Proposal | None = None) -> Proposal:
         """Search the base of ``runs``, unless it is too slow to beat ``best_so_far``."""
         base = runs[0]
         if base.status in ("timeout", "skipped"):
-            return Proposal(attempt=_attempt(base, outcome=f"not searched: {base.reason or base.status}"))
+            return Proposal(attempt=self.objective.attempt(base, outcome=f"not searched: {base.reason or base.status}"))
         if base.status == "unjudged":
             outcome = "not searched: its output cannot be compared, so no plan can be proven"
-            return Proposal(attempt=_attempt(base, outcome=outcome))
+            return Proposal(attempt=self.objective.attempt(base, outcome=outcome))
         known = best_so_far.run.latency_ms if best_so_far is not None and best_so_far.run is not None else None
         if known is not None and base.latency_ms is not None and base.latency_ms > max(SHORT_MS, SLOWER * known):
             failing = next((run for run in runs if not self.objective.reached(run)), base)
-            outcome = f"not searched: a call takes {base.latency_ms / known:.1f} times as long as with the plan found"
-            return Proposal(attempt=_attempt(failing, outcome=outcome))
+            took = f"{base.latency_ms / known:.1f} times as long as the fastest with the plan found"
+            outcome = f"not searched: its fastest call took {took}"
+            return Proposal(attempt=self.objective.attempt(failing, outcome=outcome))
         return _Search(self, runs).propose()
 
     def propose_each(self, bases: Iterable[Sequence[Run]]) -> Iterator[Proposal]:
@@ -169,7 +187,7 @@ class _Search:
         run = fp32 = None
         if found.keep is not None:
             fp32, run = self.proposer.batches[0].time([self._measure(found.keep)]).runs
-        attempt = _attempt(
+        attempt = self.proposer.objective.attempt(
             self.failing,
             kept=len(found.keep) if found.keep is not None else None,
             predicted=self.trials.predicted.get(found.keep) if found.keep is not None else None,
@@ -265,7 +283,7 @@ class _Search:
         failed = self.failed.get(self.tree.normalized(self.tree.children("")))
         if failed is None:
             return "no plan: passes only with every op in fp32"
-        reason = why(failed).text
+        reason = self.proposer.objective.why_not(failed)
         if failed.exception is None or not failed.exception.module:
             # Keeping submodules in fp32 does not change a failure in the model's own forward.
             own = next(filter(None, (at_fault(run, "") for run in reversed(self.evidence))), None)
@@ -273,14 +291,6 @@ class _Search:
                 what = f"{short_op(own.op)} {own.why}" if own.op else own.why
                 reason = f"in the model's own forward, {what}{f', {own.source}' if own.source else ''}"
         return f"no plan: fails even with every submodule in fp32 ({reason})"
-
-
-def _attempt(run: Run, **known: object) -> Attempt:
-    error = run.output_error.distance if run.output_error else None
-    reason = "" if run.status == "ok" else why(run).text
-    return msgspec.convert(
-        {"base": run.precision, "status": run.status, "why": reason, "rel_l2": error, **known}, Attempt
-    )
 
 
 def _error(run: Run) -> float | None:

@@ -145,10 +145,11 @@ class Launcher:
         if fresh.passed:
             self._stop_forking()
             error = outcome.plain.exception if outcome.plain is not None else None
-            why = error.text if error is not None else outcome.reason or "it did not finish"
-            fresh.notes.append(
-                f"the model fails in a forked process ({why}), but not in a fresh interpreter, which the runs used"
+            why = error.text if error is not None else outcome.reason
+            fails = (
+                f"fails in a forked process ({why}), but not" if why else "took too long in a forked process, but not"
             )
+            fresh.notes.append(f"the model {fails} in a fresh interpreter, which the runs used")
         return fresh
 
     # -- a process
