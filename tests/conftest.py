@@ -22,6 +22,9 @@ if workers := os.environ.get("PYTEST_XDIST_WORKER_COUNT"):
     # the models of torchvision ten times as slow.
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // int(workers)))
 
+# Kernels are compiled in the process that asks: a pool of processes to compile in imports torch, in each worker that compiles.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+
 # What the tests expect holds for the CPU, and scans would choose the GPU of the machine.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 os.environ.pop("COLUMNS", None)  # screens have 100 columns where there is no terminal

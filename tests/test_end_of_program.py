@@ -55,14 +55,14 @@ def start(tmp_path: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
     (tmp_path / "model.py").write_text(MODEL)
     (tmp_path / "temporary").mkdir()
     mark, started = uuid.uuid4().hex, list[subprocess.Popen[str]]()
-    environment = os.environ | {"TMPDIR": str(tmp_path / "temporary"), "LOWPREC_TEST_MARK": mark}
+    own = {"TMPDIR": str(tmp_path / "temporary"), "LOWPREC_TEST_MARK": mark}
 
     def start_command(*arguments: str, before: str = HEARS_SIGNALS) -> subprocess.Popen[str]:
         code = f"{before}from lowprec_check.cli.main import main; main()"
         process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments],
             cwd=tmp_path,
-            env=environment,
+            env=os.environ | own,
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -299,8 +299,13 @@ main.main()
 @pytest.mark.parametrize("backend", ["inductor", "int8"])
 @pytest.mark.parametrize("victim", ["command", "worker"])
 def test_a_compiler_that_is_killed_leaves_nothing(
-    backend: str, victim: str, start: Callable[..., subprocess.Popen[str]], tmp_path: Path
+    backend: str,
+    victim: str,
+    start: Callable[..., subprocess.Popen[str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.delenv("TORCHINDUCTOR_COMPILE_THREADS")  # with a pool of processes, as users have it
     (tmp_path / "model.py").write_text(COMPILED)
     process = start(
         "scan", "model.py", "-p", "fp32", "--backend", backend, "--no-plan", "--times", "off", "--errors", "none"
