@@ -188,7 +188,8 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op runs, but much slower than in fp32.
 
     Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed
-    right after the other, and more than 5 ms and 5 % of the run; and so did the typical call, not only one that had to wait for a core.
+    right after the other, and more than 5 ms and 5 % of the time of the run; and so did the typical call, not only one
+    that had to wait for a core.
     While other programs use the cores, or without times, which would tell, only calls of more than 100 ms count.
     If there are several calls, the first is left out, since it also sets up the kernel. If the op is too slow for the
     time budget, the scan times one call and computes the others in fp32 (LP903). A call that does not end in time is
