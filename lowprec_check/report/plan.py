@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from lowprec_check.analysis.speed import ratio_text
+from lowprec_check.analysis.speed import ALIKE, ratio_text
 from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.suspects import kept_because
 from lowprec_check.report.blocks import (
@@ -56,8 +56,10 @@ def plan_document(planning: Planning) -> Document:
     if plan is not None:
         kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules), plan)}" if plan.keep_fp32 else "as it is"
         proof = chained(*_proof(plan)).text
+        name, is_slower = qualified(plan.base, plan.backend, plan.memory_format), (plan.speedup or 1.0) < 1 / ALIKE
+        verdict = f"{name} passes {kept}, but was slower than fp32 here" if is_slower else f"Use {name} {kept}"
         blocks += [
-            Say(f"Use {qualified(plan.base, plan.backend, plan.memory_format)} {kept}", "good", "verdict"),
+            Say(verdict, "warn" if is_slower else "good", "verdict"),
             Say(f"{proof[:1].upper()}{proof[1:]}."),
             *kept_modules(plan),
             CodeBlock(plan.code),
@@ -65,7 +67,7 @@ def plan_document(planning: Planning) -> Document:
     elif any(attempt.stopped_without_plan for attempt in planning.attempts):
         blocks.append(Say("No plan was found in time. Raise --max-trials or --budget.", "bad", "verdict"))
     else:
-        search = "search for a patch of these lines: lowprec-check fix TARGET"
+        search = "search for a patch of your code: lowprec-check fix TARGET"
         blocks.append(Say(f"No plan passes. Stay in fp32, or {search}.", "bad", "verdict"))
     return Document(title, blocks, plan.tool if plan else "")
 
