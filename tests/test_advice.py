@@ -149,7 +149,7 @@ def test_integers_that_differ_are_said_beside_floats_that_pass() -> None:
     result = scan(near, torch.randn(64, 8), precisions="bfloat16", plan=False, times="off")
     assert result.run("bfloat16").status == "ok"
     text = " ".join(render(result, "text").split())
-    assert "of the integers in a tensor of the output differ, which is not judged" in text
+    assert "of the integers or booleans in a tensor of the output differ, which is not judged" in text
     [found] = [d for d in result.diagnostics if d.code == "LP304" and "argmax" in (d.op or "")]
     assert found.matters is None
 
@@ -194,6 +194,26 @@ def test_a_kernel_to_run_without_that_no_call_needs_is_said(spec: str, is_met: b
     assert (result.run("half").status == "error") == is_met
     said = [its.text for its in statements(result) if its.kind == "not-withheld"]
     assert said == [] if is_met else [f"no call needed {spec}, which --without-kernel names"]
+
+
+class CatchesOne(nn.Linear):
+    """Computes one of two decompositions without kernels in fp32."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        a = y.mT @ y + 10 * torch.eye(8, dtype=y.dtype)
+        try:
+            found = torch.linalg.cholesky(a)
+        except RuntimeError:
+            found = torch.linalg.cholesky(a.float()).to(a.dtype)
+        return torch.linalg.inv(a) @ found
+
+
+def test_only_the_gap_that_raises_is_the_reason() -> None:
+    result = scan(CatchesOne(8, 8), torch.randn(8, 8), precisions="half", plan=False, times="off")
+    assert why(result.run("half")).text.endswith("ops has no kernel: linalg_inv_ex")
+    severities = {d.op: d.severity for d in result.diagnostics if d.code == "LP101"}
+    assert severities == {"aten.linalg_cholesky_ex.default": "note", "aten.linalg_inv_ex.default": "error"}
 
 
 # -- outputs of several tensors

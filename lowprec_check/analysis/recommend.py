@@ -115,11 +115,17 @@ def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
 
 
 def changes_nothing(run: Run) -> bool:
-    """Whether autocast is seen to compute no op in 16 bits; on other inputs, which are not analyzed op by op, its output is fp32's."""
+    """Whether autocast is seen to compute no op in 16 bits; on other inputs, which are not analyzed op by op, its output is fp32's. Not of training."""
     further = run.further_inputs is not None and run.further_inputs.tried > 0
     if (run.batch_count > 1 or further) and part_of_tolerance(run):
         return False
-    if run.evidence != "measured" or not run.is_autocast or not run.complete or run.format is None:
+    if (
+        run.training is not None
+        or run.evidence != "measured"
+        or not run.is_autocast
+        or not run.complete
+        or run.format is None
+    ):
         return False
     ops = run.op_calls.dtypes
     return bool(ops) and not any(run.format.mark in dtypes for dtypes in ops)

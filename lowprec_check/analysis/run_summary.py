@@ -144,16 +144,23 @@ def is_cast(run: Run) -> bool:
 
 
 def failing_gaps(run: Run) -> list[Gap]:
-    """The gaps by which ``run`` may fail: without ops that its backend computes between casts, and none if :func:`fails_otherwise`."""
-    return [] if fails_otherwise(run) else [gap for gap in run.gaps if not gap.is_between_casts]
+    """The gaps by which ``run`` may fail: without ops that its backend computes between casts, none if :func:`fails_otherwise`, and else
+    from the one that raised its exception on: the model catches those before.
+    """
+    if fails_otherwise(run):
+        return []
+    raised = run.exception.message if run.exception is not None and not run.failed_call else None
+    first = next((number for number, gap in enumerate(run.gaps) if gap.message == raised), 0)
+    return [gap for gap in run.gaps[first:] if not gap.is_between_casts]
 
 
 def fails_otherwise(run: Run) -> bool:
-    """Whether the exception of ``run`` is that of no gap, and is raised too where all gaps are computed in fp32: the model catches theirs."""
-    raised = run.exception
-    return (
-        raised is not None and raised == run.stopped_by and all(gap.message not in raised.message for gap in run.gaps)
-    )
+    """Whether the exception of ``run`` is that of no gap, and is raised too where all gaps are computed in fp32: the model catches those of its gaps."""
+    raised, again = run.exception, run.stopped_by
+    if raised is None or again is None or any(gap.message in raised.message for gap in run.gaps):
+        return False
+    is_same_line = raised.source is not None and (raised.type, raised.source) == (again.type, again.source)
+    return raised == again or is_same_line
 
 
 def never_called(runs: Sequence[Run]) -> list[str]:
@@ -217,7 +224,7 @@ def differing_integers(run: Run) -> Sentence | None:
     error = run.output_error
     if error is None or error.rel_l2 is None or not error.mismatched:
         return None
-    words = "{share:percent} of the integers in a tensor of the output differ, which is not judged"
+    words = "{share:percent} of the integers or booleans in a tensor of the output differ, which is not judged"
     return say(words, share=error.mismatched)
 
 

@@ -142,9 +142,9 @@ def diverges(found: Divergence, way: TrainingWay) -> Sentence:
         words = "weights diverge from step {step:number}{where:text}: {distance:error} from those of fp32, {part:percent} of the limit"
         part = found.value / found.limit if found.limit else None
         return say(words, step=found.step, where=where, distance=found.value, part=part)
-    if found.stands_still is not None:
+    if found.stands_still:
         words = "{name:text} moves too little from step {step:number}: {moved:percent} as far as in fp32"
-        return say(words, name=found.stands_still, step=found.step, moved=found.value)
+        return say(words, name=found.parameter or "", step=found.step, moved=found.value)
     words = f"weights move too {'far' if above else 'little'} from step {{step:number}}{{where:text}}: {{moved:percent}} as far as in fp32, limit {{limit:percent}}"
     return say(words, step=found.step, where=where, moved=found.value, limit=found.limit)
 

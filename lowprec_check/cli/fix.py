@@ -200,24 +200,22 @@ def _chosen(fixing: Fixing, patch: Patch) -> tuple[list[int], bool]:
     """The changes that the user wants, after these alone were tried, if they are not all; and whether each precision passes with them."""
     from lowprec_check.report.foreign_text import visible_text
 
-    chosen, passes = list[int](), fixing.passes
+    chosen = list[int]()
     for number, change in enumerate(fixing.changes):
         old = "".join(f"- {line}" for line in change.before.splitlines(keepends=True))
         new = "".join(f"+ {line}" for line in change.after.splitlines(keepends=True))
         print_status(visible_text(f"\n{change.file}:{change.line} {change.why}\n{old}{new}".rstrip()))
         if typer.confirm("Apply this change?", default=True, err=True):
             chosen.append(number)
-    if len(chosen) < len(fixing.changes):
-        passes = False
-    if chosen and len(chosen) < len(fixing.changes):
-        proven = patch.proven(chosen)
-        passes = all(its.after == "ok" and not its.further_failed for its in proven)
-        for its in proven:
-            tried = f"status with these changes alone: {look(its.after).word}; without: {look(its.before).word}"
-            print_status(f"{its.precision}: {tried}")
-        if not typer.confirm("Write them?", default=True, err=True):
-            return [], False
-    return chosen, passes
+    if len(chosen) == len(fixing.changes):
+        return chosen, fixing.passes
+    proven = patch.proven(chosen) if chosen else []
+    for its in proven:
+        tried = f"status with these changes alone: {look(its.after).word}; without: {look(its.before).word}"
+        print_status(f"{its.precision}: {tried}")
+    if not chosen or not typer.confirm("Write them?", default=True, err=True):
+        return [], False
+    return chosen, all(its.after == "ok" and not its.further_failed for its in proven)
 
 
 def _write(texts: Mapping[SourceText, str], *, allow_dirty: bool) -> None:

@@ -16,7 +16,7 @@ from lowprec_check.report.foreign_text import visible
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.precisions import LOW_FORMATS, FloatFormat
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import error_figure, module_name, short_op
+from lowprec_check.schema.statements import error_figure, limit_figure, module_name, short_op
 from lowprec_check.schema.verdict import look
 
 MOST_POINTS = 1500
@@ -212,7 +212,7 @@ def _along(run: Run, rows: Sequence[tuple[int, OpCall]], errors: Sequence[float]
     yield from _frame(x, y, [(step, f"{step:g}") for step in x.steps() if step >= 1], "relative error", "op call")
     if limit:
         yield _line(_LEFT, y(limit), _RIGHT, y(limit), "bad", stroke_dasharray="6 4")
-        yield _text(_RIGHT, y(limit) - 5, f"tolerance {limit:.0e}", "end", "bad")
+        yield _text(_RIGHT, y(limit) - 5, f"tolerance {limit_figure(limit)}", "end", "bad")
     local = ((x(at), y(row.local_error)) for at, row in kept if row.local_error)
     dots = "".join(f"M{px:g} {py:g}h0" for px, py in local)
     yield _tag("path", d=dots, stroke="var(--s2)", stroke_width=3, stroke_linecap="round", stroke_opacity=0.55)

@@ -119,9 +119,9 @@ class Divergence(Struct, frozen=True, kw_only=True):
     limit: float
     """The limit that it crosses."""
     parameter: str | None = None
-    """The parameter that adds most to the distance to fp32 after this step."""
-    stands_still: str | None = None
-    """The parameter that the value of the progress is about, if that is one that hardly moves, and not all weights."""
+    """The parameter that adds most to the distance to fp32 after this step, or the one that stands still."""
+    stands_still: bool = False
+    """Whether the value of the progress is that of the parameter alone, which hardly moves, while others do."""
 
 
 class TrainingWay(Struct, frozen=True, kw_only=True):

@@ -148,6 +148,9 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
     Observed: the op on its low-precision inputs, against the same op on the same inputs in fp32, has a relative
     error of more than 8 unit roundoffs. Rounding the exact result costs at most one: 5e-4 in fp16, 4e-3 in bf16.
 
+    Values below the smallest normal number (6e-5 in fp16) have fewer digits, so that rounding costs more: then the
+    message gives the largest of them, and the advice is to scale the values.
+
     It is a warning if the run fails and the share of this op in the output error is at least 3 %, else a note.
 
     Usual causes: a kernel that adds up or stores intermediate values in 16 bits; values close to zero, where fp16
@@ -165,19 +168,27 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
         return run.format is not None and (row.local_error or 0.0) > OUTLIER_ROUNDOFFS * run.format.roundoff
 
     def describe(run: Run, row: OpCall) -> tuple[Sentence, Sentence]:
-        if (
-            run.format is not None
-            and row.absmax is not None
-            and row.absmax * run.format.roundoff < run.format.smallest_subnormal
-        ):
-            few = "this op adds a relative error of {error:error}; its values are at most {most:figure}, where {dtype:text} has fewer digits"
-            return say(few, error=row.local_error, most=row.absmax, dtype=run.format.short), say("scale the values")
+        few = _few_digits(run, row)
+        if few is not None:
+            return few, say("scale the values")
         adds = "this op adds a relative error of {error:error}, rounding alone at most {roundoff:limit}"
         message = say(adds, error=row.local_error, roundoff=run.format.roundoff if run.format else None)
         passing = passing_elsewhere(run, result) if run.status != "ok" else None
         return message, chained(say("try this op in fp32"), passing, between=", or ")
 
     yield from weighed_places(result, is_outlier, lambda row: row.local_error or 0.0, describe)
+
+
+def _few_digits(run: Run, row: OpCall) -> Sentence | None:
+    """What an op adds whose values the format of ``run`` holds with fewer digits, if that may be all of it."""
+    if run.format is None or row.absmax is None or row.absmax >= run.format.smallest_normal:
+        return None
+    if row.absmax == 0:
+        return say("this op adds a relative error of {error:error}: all its values are zero", error=row.local_error)
+    if (row.local_error or 0.0) > run.format.smallest_subnormal / row.absmax:
+        return None
+    few = "this op adds a relative error of {error:error}; its values are at most {most:figure}, where {dtype:text} has few digits"
+    return say(few, error=row.local_error, most=row.absmax, dtype=run.format.short)
 
 
 @rule("LP303", "error-amplifier", "warning")
@@ -306,7 +317,8 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     pooled = [row for row in run.op_calls.rows() if is_pool(row)]
     flips, choices = sum(row.flips for row in pooled), sum(row.compared_choices for row in pooled)
     if flips:  # one finding, at the first of them: which one differs most varies between machines
-        message = say("pooling indices or pivots differ from fp32 in {flips:of element}", flips=[flips, choices])
+        differ = f"pooling indices or pivots differ from {wide_dtype(result)} in {{flips:of element}}"
+        message = say(differ, flips=[flips, choices])
         calls = sum(row.flips > 0 for row in pooled)
         finding = Finding(message, run, "", pooled[0].op, pooled[0].source, calls=calls)
         yield finding if causes and found else weighed(finding)

@@ -66,7 +66,8 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
     Observed: the steps were made as the user would make them, without instruments, from the same weights, with the same
     data and random numbers as fp32. fp32 runs from other seeds, with other initial weights, batches and random numbers,
     give the range in which a run may end. This run leaves that range for good, or its loss is NaN or Inf. The finding
-    has the step in which it leaves it, and the module whose weights are furthest from fp32 then.
+    has the step in which it leaves it, and the module whose weights are furthest from fp32 then, or that of a parameter
+    that hardly moves while others do.
 
     It is a warning if the steps cannot tell whether the run trains worse: if only its weights differ and they move at
     least half as far as in fp32, or if the file lets the scan vary neither initial weights nor batches.
@@ -128,9 +129,9 @@ def _outside(found: Divergence | None) -> Sentence:
     if not found.step:
         first = "the loss is outside the range of fp32 runs before the first step: off by {value:three}"
         return say(first, value=found.value)
-    if found.stands_still is not None:
+    if found.stands_still:
         still = "from step {step:number} on, {name:text} has moved {value:figure} times as far as in fp32; the limit is {limit:three}"
-        return say(still, step=found.step, name=found.stands_still, value=found.value, limit=found.limit)
+        return say(still, step=found.step, name=found.parameter or "", value=found.value, limit=found.limit)
     told = say(_OUTSIDE.get(found.what, _OUTSIDE["progress"]), step=found.step, value=found.value, limit=found.limit)
     furthest = say("furthest from fp32: {parameter:text}", parameter=found.parameter) if found.parameter else None
     return chained(told, furthest)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 from lowprec_check.analysis.rules.registry import RAN_HERE, Finding, catalog_fix, line_of, low_runs
 from lowprec_check.analysis.rules.relevance import ADVICE, advice_for, in_phase_of, tried_runs
-from lowprec_check.analysis.run_summary import fails_elsewhere, fails_otherwise
+from lowprec_check.analysis.run_summary import failing_gaps, fails_elsewhere, passes_all
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Gap, GapKind, Run, ScanResult
@@ -16,10 +16,10 @@ from lowprec_check.schema.statements import chained, say
 def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run], str]) -> Iterator[Finding]:
     """A finding for each gap (a failure that fp32 does not have) of that kind; ``help`` is about one in the forward pass."""
     for run in low_runs(result):
-        caught = run.status in ("ok", "unjudged", "inaccurate", "nonfinite") or fails_otherwise(run)
-        continued = say("the model catches this exception and continues") if caught else None
-        if caught and run.backend != EAGER:  # gaps are those of eager mode
-            continued = say("only in eager mode, the {backend:text} backend runs it", backend=run.backend)
+        fails_by = [] if run.status in ("ok", "unjudged", "inaccurate", "nonfinite") else failing_gaps(run)
+        caught = say("the model catches this exception and continues")
+        if run.backend != EAGER:  # gaps are those of eager mode
+            caught = say("only in eager mode, the {backend:text} backend runs it", backend=run.backend)
         by_values = {gap.place for gap in run.gaps if gap.kind == "numeric-failure"}
         for gap in run.gaps:
             if gap.kind != kind:
@@ -31,7 +31,8 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 advice = advice_for(gap.phase, run, advice) + or_autocast(gap, run, result)
             elif kind != "numeric-failure" and gap.place in by_values:
                 advice = "compute it and its inputs in fp32" + or_autocast(gap, run, result)
-            harmless = caught or gap.is_between_casts
+            harmless = not any(gap is each for each in fails_by)
+            continued = caught if harmless and not gap.is_between_casts else None
             if gap.layer == "backend":
                 advice = f"use {'fp32' if harmless else 'another backend'}, or other ops here"
                 fix = continued = None
@@ -63,7 +64,7 @@ def back(gap: Gap, result: str = "the result back") -> str:
 
 
 def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
-    """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of the one named; empty if the op fails there too, or the output is wrong."""
+    """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of the one named, if possible one that passes; empty if the op fails there too, or the output is wrong."""
 
     def runs(other: Run) -> bool:
         """Whether it reached the op, neither that nor a function at its line, which may call it, needed help, and the output is not wrong."""
@@ -80,6 +81,7 @@ def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
     if not tried:
         return ", or try autocast"
     found = list(filter(runs, tried))
+    found = [other for other in found if passes_all(other, result.runs)] or found
     if any(other.format == run.format for other in found):
         return ", or use autocast, where it runs"
     return f", or use {found[0].key.label}, where it runs" if found else ""

@@ -64,17 +64,18 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
         # after
         y = (x / 64).square().mean(-1).sqrt() * 64
     """
+    wide = wide_dtype(result)
     for run in low_runs(result):
         places = list(_places(run, result)) if run.status == "ok" else []
-        growing = [(place, *growth) for place in places if (growth := place.growth(wide_dtype(result))) is not None]
+        grown = [(place, place.growth(wide)) for place in places]
+        growing = [(place, *growth) for place, growth in grown if growth is not None]
         if growing:
             worst, rank, grows = min(growing, key=lambda found: found[1])
             worse = [place for place, (kind, _), _ in growing if kind == rank[0]]
             message = chained(_with_others(grows, worse), that_passes(run))
             advice = wider_range(run, result, worst.module)
             yield Finding(message, run, worst.module, worst.op, worst.source, help=advice, severity="warning")
-        wide = wide_dtype(result)
-        said, tightest = _summary([place for place in places if place.growth(wide) is None], wide)
+        said, tightest = _summary([place for place, growth in grown if growth is None], wide)
         if tightest is not None:
             tried = len(tightest.largest)
             on_all = say("the worst of {batches:count batch}", batches=tried) if tried > 1 else None

@@ -33,6 +33,7 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
 
     Observed: the op failed on its low-precision inputs and succeeded on the same inputs converted to fp32. The scan
     continued with the fp32 result, rounded to the dtype, so one scan finds all such ops. `onnxruntime` does so itself.
+    It is a note if no run fails by it: the model catches the exception, or ONNX Runtime computes it in fp32.
 
     Predicted, for a device that is not here: the catalog says so. For CUDA it was seen on a GPU; for XPU it is declared
     in the sources of its kernels, or reported in a known issue for releases before. `-v` and `rests_on` name the row.

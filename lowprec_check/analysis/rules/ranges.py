@@ -42,7 +42,8 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
     In a run that fails, the scan tries what these values do alone: it runs the fp32 model with nothing changed but the
     values at this place that become Inf. It is an error if the output then has NaN or Inf, or an error over the
     tolerance. Where that was not tried, it is an error if the Inf reaches the output: the scan follows each Inf and NaN
-    through later ops. Else it is a note, as in a run that passes: an infinite mask, or 1 / Inf, does what it should.
+    through later ops. Else it is a note, as in a run that passes: an infinite mask, or 1 / Inf, does what it should. In
+    a run that passes here and fails on further inputs it is a warning.
 
     Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; inputs and weights that do
     not fit; a division by a value that is zero or tiny. Logarithms of zero are LP207.

@@ -10,11 +10,12 @@ import contextlib
 import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from lowprec_check.catalog.answers import find_fix
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
+from lowprec_check.catalog.names import dtype_of
 from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
@@ -244,8 +245,8 @@ def runs_under_autocast(gap: Gap, run: Run, result: ScanResult) -> bool:
 
 
 @functools.cache
-def _measured_under_autocast(device: str, dtype: Any, torch: str) -> AtenCatalog:
-    return AtenCatalog(device, dtype, torch, autocast=True)
+def _measured_under_autocast(device: str, dtype: str, torch: str) -> AtenCatalog:
+    return AtenCatalog(device, dtype_of(dtype), torch, autocast=True)
 
 
 def known_issue(

@@ -29,7 +29,8 @@ def uncalled_module(result: ScanResult) -> Iterator[Finding]:
         inputs = torch.randn(1, 32)
     """
     for module in never_called(result.runs):
-        message = say("never ran on these inputs: not covered")
+        when = "never ran on these inputs" if result.training is None else "never ran in the first step"
+        message = say(f"{when}: not covered")
         yield Finding(message, module=module, help="scan with inputs that reach it")
 
 

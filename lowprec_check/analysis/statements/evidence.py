@@ -10,6 +10,7 @@ from lowprec_check.analysis.error_shares import (
     CHANCE,
     PartShare,
     cancelling,
+    error_beside,
     fails_by_error,
     harmful_trials,
     is_confirmed,
@@ -143,6 +144,8 @@ def ablation(run: Run, result: ScanResult) -> Made:
         if before is None:
             finite = f"with {{kept:modules}} in fp32 the output is finite, error {{after:error}}{passes}"
             return say(finite, kept=kept, after=found.rel_l2)
+        if found.status != "ok" and error_beside(run) >= found.rel_l2:
+            return None  # it may be that of another tensor of the output
         words = f"with {{kept:modules}} in fp32 the error is {{after:error}} instead of {{before:error}}{passes}"
         if is_disproved(run):
             words = "keeping {kept:modules} in fp32 does not help: the error is {after:error} instead of {before:error}"
@@ -317,7 +320,7 @@ def emulated(run: Run, result: ScanResult) -> Made:
     return say(words, ops=sorted(ops)) if ops else None
 
 
-@per_scan("not-withheld", "not run", disproof="an op-by-op listing of the calls")
+@per_scan("not-withheld", "inputs", disproof="an op-by-op listing of the calls")
 def not_withheld(result: ScanResult) -> Iterator[Made]:
     """Kernels to run without that no run has asked for: of a function, the ops that it is made of are met."""
     gaps = {gap.op for run in result.runs for gap in run.gaps}
@@ -332,4 +335,6 @@ def not_withheld(result: ScanResult) -> Iterator[Made]:
 def not_called(result: ScanResult) -> Iterator[Made]:
     """Modules whose parameters no op read."""
     if never := never_called(result.runs):
-        yield say("{count:count module} whose parameters no op read: {names:modules}", count=len(never), names=never)
+        when = "" if result.training is None else " in the first step"
+        words = f"{{count:count module}} whose parameters no op read{when}: {{names:modules}}"
+        yield say(words, count=len(never), names=never)

@@ -135,7 +135,7 @@ def _nonfinite(run: Run) -> Sentence:
         return what
     place = {"op": first.op, "phase": in_phase(first.phase), "module": first.module}
     several = run.compared_output is not None  # it may be another one that this spoils
-    first_in = "the first to reach any output comes from" if several else "first in"
+    first_in = "the first that reaches an output is from" if several else "first in"
     return chained(what, say(f"{first_in} {{op:op}}{{phase:text}} of {{module:module}}", **place), between=", ")
 
 

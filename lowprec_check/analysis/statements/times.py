@@ -31,7 +31,7 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     counts = [found.rounds for found in speedups if found and found.rounds]
     if not counts:
         only = (
-            f"times were taken {reference.timing.scenario} only"
+            f"times were taken in the {reference.timing.scenario} scenario only"
             if reference.timing is not None
             else "no times were taken"
         )

@@ -63,15 +63,16 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
     return _target(f"transformers:{text}", model, config, inputs, f"{call}({config_code})")
 
 
-def _check_listed(folder: Path) -> None:
-    """Raise :class:`UsageError` if a file of weights is missing that an index lists; transformers reads the index, and names what else is wrong with it."""
-    for index in folder.glob("*.index.json"):
-        listed: dict[str, str] = {}
-        with contextlib.suppress(ValueError, AttributeError):
-            listed = json.loads(index.read_bytes()).get("weight_map", {})
-        for name in dict.fromkeys(listed.values()):
-            if not (folder / name).is_file():
-                raise UsageError(f"{folder} has no {name}, which {index.name} lists.", "Copy that file there.")
+def _check_shards(folder: Path) -> None:
+    """Raise :class:`UsageError` if a file of weights is missing that the index of those beside it lists; what else is wrong with it, transformers names."""
+    index, listed = folder / "model.safetensors.index.json", dict[str, Any]()
+    with contextlib.suppress(OSError, ValueError):
+        content = json.loads(index.read_bytes())
+        found = content.get("weight_map") if isinstance(content, dict) else None
+        listed = found if isinstance(found, dict) else {}
+    for name in sorted({str(name) for name in listed.values()}):
+        if not (folder / name).is_file():
+            raise UsageError(f"{folder} has no {name}, which {index.name} lists.", "Copy that file there.")
 
 
 def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = False) -> Target:
@@ -92,7 +93,8 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
     architecture = listed[0] if isinstance(listed, list) and listed else None
     model_class = _attribute(transformers, architecture) if isinstance(architecture, str) and architecture else None
     files = sorted(Path(folder).glob("*.safetensors"))
-    _check_listed(Path(folder))
+    if files:
+        _check_shards(Path(folder))
     has_weights = bool(files) or any(Path(folder).glob("pytorch_model*.bin"))
     if stream and not files:
         raise UsageError(f"{folder} has no weights in .safetensors.", "Save the model again with save_pretrained.")
@@ -292,7 +294,11 @@ def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) ->
         elif sizes := _shape(name, vision if name == "pixel_values" else config):
             found[name] = torch.randn(sizes, generator=generator)
     if main not in found:
-        needed = [name for name in names if name in wanted and name not in found]
+        variadic = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+        needed = [
+            name for name, its in names.items() if name in wanted and name not in found and its.kind not in variadic
+        ]
+        needed = needed or [main]
         shapes = " ".join(f"--inputs {name}=SHAPE" for name in needed)
         raise UsageError(
             f"{type(model).__name__} takes {', '.join(map(repr, needed))}, for which there are no default inputs.",

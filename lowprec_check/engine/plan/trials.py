@@ -60,7 +60,9 @@ class Objective:
         """Why ``run`` does not pass, in words; empty if it does."""
         if self.reached(run):
             return ""
-        if self.fp32_metric is not None and run.metric is not None and run.status in ("ok", "inaccurate"):
+        if self.fp32_metric is not None and run.status in ("ok", "inaccurate"):
+            if run.metric is None:
+                return "the metric is not a finite number"
             drop = "the metric is {metric:loss}, in fp32 {fp32:loss}, and may drop by {most:loss}"
             return say(drop, metric=run.metric, fp32=self.fp32_metric, most=self.max_drop).text
         return why(run).text

@@ -76,7 +76,8 @@ def error_budget(
         reason = "the output has NaN or Inf"
     if reason is not None:
         return ErrorBudget(reason=reason)
-    leaf, *others = sorted(leaves, key=_relative_error, reverse=True)
+    # One that is all zeros in fp32 tells little.
+    leaf, *others = sorted(leaves, key=lambda its: (norm_of(its.fp32) > 0, _relative_error(its)), reverse=True)
     if leaf.lost is not None and _relative_error(leaf) > 0:
         return ErrorBudget(reason=leaf.lost, output_rms=norm_of(leaf.fp32) / math.sqrt(leaf.low.numel()))
     budget = _Budget(tape, leaf, frozenset(modules), autocast, seed).compute()

@@ -143,7 +143,8 @@ class Spread:
             return None
         step = min(max(crossed.step, 1), run.steps)
         still = self._still(run, step) if what == "progress" else None
-        return structs.replace(crossed, parameter=self._furthest(run, step), stands_still=still and still[0])
+        parameter = self._furthest(run, step) if still is None else still[0]
+        return structs.replace(crossed, parameter=parameter, stands_still=still is not None)
 
     def _distance(self, run: Trajectory, step: int) -> float:
         return _ratio(self._apart(run, step), self._norm(_moved(self._base, step)))
@@ -162,12 +163,13 @@ class Spread:
         return _ratio(mine**0.5, fp32**0.5, both_zero=1.0)
 
     def _still(self, run: Trajectory, step: int) -> tuple[str, float] | None:
-        """The parameter that moves notably in fp32 and hardly here, and how far it moved, relative to fp32; the one that moved least."""
+        """The parameter that moves notably in fp32 and hardly here, if others move, and how far it moved, relative to fp32; the one that moved least."""
         mine, fp32 = (self._squares(_moved(each, step)) for each in (run, self._base))
         notable = fp32 > NOTABLE * fp32.sum()
         ratios = torch.where(notable, mine / fp32, math.inf).sqrt()
         least = int(ratios.argmin()) if len(ratios) else 0
-        if not len(ratios) or ratios[least] >= STILL:
+        all_stand_still = float(mine.sum()) < STILL**2 * float(fp32.sum())
+        if not len(ratios) or ratios[least] >= STILL or all_stand_still:
             return None
         return list(self._samples.slices)[least], float(ratios[least])
 

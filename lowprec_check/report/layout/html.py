@@ -35,6 +35,7 @@ from lowprec_check.report.blocks import (
     look_of,
 )
 from lowprec_check.report.foreign_text import visible, visible_lines
+from lowprec_check.schema.statements import limit_figure
 
 _HERE = Path(__file__).parent
 _CARDS = 40
@@ -270,9 +271,9 @@ def _error(value: ErrorOf | float, text: str, _: Row) -> _Shown:
         return 100 if error is None else _percent((math.log10(error) + 6) / 6) if error > 0 else 0
 
     bad = value.error is None or value.error > value.tolerance
-    more = Markup(' style="--w:{}%;--t:{}%" title="tolerance {:.0e}"')
+    more = Markup(' style="--w:{}%;--t:{}%" title="tolerance {}"')
     ends = place(value.error), place(value.tolerance)
-    return _Shown(text, "bar bad" if bad else "bar good", more.format(*ends, value.tolerance))
+    return _Shown(text, "bar bad" if bad else "bar good", more.format(*ends, limit_figure(value.tolerance)))
 
 
 def _link(value: Link, text: str, _: Row) -> _Shown:
