@@ -195,7 +195,7 @@ def test_plan_saves_a_plan_for_apply(write: Write, tmp_path: Path, call: Call) -
     path, saved = write(DROWNING), tmp_path / "plan.json"
     done = call("plan", str(path), "--dtype", "bf16", "--base", "cast", "--inputs-from", "2", "--save", str(saved))
     assert done.returncode == 0, done.stderr
-    assert "Use bfloat16 with 1 of 3 modules in fp32" in done.stdout
+    assert "with 1 of 3 modules in fp32" in done.stdout
     assert "without it the model fails" in " ".join(done.stdout.split())
     assert "each of 2 batches" in " ".join(done.stdout.split())
     assert "model.get_submodule" in done.stdout

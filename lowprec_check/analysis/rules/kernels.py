@@ -19,6 +19,7 @@ from lowprec_check.schema.statements import Sentence, chained, plain, say
 
 SLOW_RATIO = 5.0
 LEAST_PART = 0.05
+"""Of the time of a run: an op that takes less of it makes nothing slow."""
 SLOW_MS = 5.0
 COLD_MS = 50.0
 SHORT_MS = 0.1
