@@ -154,6 +154,24 @@ def test_integers_that_differ_are_said_beside_floats_that_pass() -> None:
     assert found.matters is None
 
 
+def test_integers_that_differ_on_a_later_batch_count() -> None:
+    """On the first batch the floats are further off, and no choice is close."""
+    near = Returns(lambda y: ((y + 9) - 9, y.argmax(-1)) if len(y) == 1 else (y, (y * 1e-3 + 1).argmax(-1)), 500)
+
+    def inputs(batch: int = 0) -> Tensor:
+        return torch.randn(64 if batch else 1, 8, generator=torch.Generator().manual_seed(batch))
+
+    result = scan(near, inputs, precisions="half", batches=2, plan=False, times="off")
+    run, x = result.run("half"), inputs(1)
+    assert run.output_error is not None
+    assert run.batches is not None
+    first, second = run.batches.output_errors
+    assert (first or 0.0) > (second or 0.0)
+    with torch.no_grad():
+        ids = [near(x)[1], near.half()(x.half())[1]]
+    assert run.output_error.mismatched == float((ids[0] != ids[1]).double().mean()) > 0
+
+
 def test_a_tolerance_is_shown_with_all_its_digits() -> None:
     result = scan(nn.Linear(8, 8), torch.randn(4, 8), precisions="half", tolerance=0.0149, plan=False, times="off")
     assert "of the tolerance 1.49e-02" in " ".join(render(result, "text").split())

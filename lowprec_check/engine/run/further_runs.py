@@ -94,7 +94,11 @@ def checked_on(batches: Sequence[TargetRuns], run: Run) -> Run:
         if found.status != "ok"
         for note in found.notes or [found.reason or "its output holds nothing to compare with fp32's"]
     ]
-    return msgspec.structs.replace(run, output_error=worst.output_error, notes=[*run.notes, *notes], **_of_all(runs))
+    error = worst.output_error
+    if error is not None and error.mismatched is not None:
+        shares = (its.output_error.mismatched for its in runs if its.output_error is not None)
+        error = msgspec.structs.replace(error, mismatched=max(share or 0.0 for share in shares))
+    return msgspec.structs.replace(run, output_error=error, notes=[*run.notes, *notes], **_of_all(runs))
 
 
 def _run_on(batch: TargetRuns, run: Run) -> Run:
