@@ -100,16 +100,23 @@ def test_the_reason_of_a_mismatch_names_kind_and_type() -> None:
     assert why(run).text == "dtype-mismatch: RuntimeError: dtypes differ"
 
 
-class CatchesAndRaises(nn.Linear):
-    """Computes in fp32 what has no kernel in 16 bits, and fails of something else."""
+class Catches(nn.Linear):
+    """Computes in fp32 what has no kernel in 16 bits."""
+
+    def products(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = super().forward(x)
+        a = y.mT @ y + 10 * torch.eye(8, dtype=y.dtype)
+        try:
+            return a, torch.linalg.cholesky(a)
+        except RuntimeError:
+            return a, torch.linalg.cholesky(a.float()).to(a.dtype)
+
+
+class CatchesAndRaises(Catches):
+    """Fails of something else afterwards."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        a = y.mT @ y + 8 * torch.eye(8, dtype=y.dtype)
-        try:
-            found = torch.linalg.cholesky(a)
-        except RuntimeError:
-            found = torch.linalg.cholesky(a.float()).to(a.dtype)
+        y, found = self.products(x)
         if y.dtype != torch.float32:
             raise ValueError("for fp32 only")
         return found
@@ -214,16 +221,11 @@ def test_a_kernel_to_run_without_that_no_call_needs_is_said(spec: str, is_met: b
     assert said == [] if is_met else [f"no call needed {spec}, which --without-kernel names"]
 
 
-class CatchesOne(nn.Linear):
-    """Computes one of two decompositions without kernels in fp32."""
+class CatchesOne(Catches):
+    """Needs another kernel that is missing afterwards."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x)
-        a = y.mT @ y + 10 * torch.eye(8, dtype=y.dtype)
-        try:
-            found = torch.linalg.cholesky(a)
-        except RuntimeError:
-            found = torch.linalg.cholesky(a.float()).to(a.dtype)
+        a, found = self.products(x)
         return torch.linalg.inv(a) @ found
 
 

@@ -115,17 +115,12 @@ def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
 
 
 def changes_nothing(run: Run) -> bool:
-    """Whether autocast is seen to compute no op in 16 bits; on other inputs, which are not analyzed op by op, its output is fp32's. Not of training."""
-    further = run.further_inputs is not None and run.further_inputs.tried > 0
-    if (run.batch_count > 1 or further) and part_of_tolerance(run):
+    """Whether autocast is seen to compute no op in 16 bits, on other inputs, which are not analyzed op by op, by its output; not of training."""
+    is_seen = run.evidence == "measured" and run.complete and run.training is None
+    if not is_seen or not run.is_autocast or run.format is None:
         return False
-    if (
-        run.training is not None
-        or run.evidence != "measured"
-        or not run.is_autocast
-        or not run.complete
-        or run.format is None
-    ):
+    tried = run.further_inputs.tried if run.further_inputs is not None else 0
+    if part_of_tolerance(run) and run.batch_count + tried > 1:
         return False
     ops = run.op_calls.dtypes
     return bool(ops) and not any(run.format.mark in dtypes for dtypes in ops)

@@ -144,18 +144,18 @@ def is_cast(run: Run) -> bool:
 
 
 def failing_gaps(run: Run) -> list[Gap]:
-    """The gaps by which ``run`` may fail: without ops that its backend computes between casts, none if :func:`fails_otherwise`, and else
-    from the one that raised its exception on: the model catches those before.
+    """The gaps by which ``run`` may fail: from the one that raises its exception on, since the model catches those before; none if the model
+    catches all. Ops that its backend computes between casts are left out.
     """
-    if fails_otherwise(run):
+    if _catches_all(run):
         return []
     raised = run.exception.message if run.exception is not None and not run.failed_call else None
     first = next((number for number, gap in enumerate(run.gaps) if gap.message == raised), 0)
     return [gap for gap in run.gaps[first:] if not gap.is_between_casts]
 
 
-def fails_otherwise(run: Run) -> bool:
-    """Whether the exception of ``run`` is that of no gap, and is raised too where all gaps are computed in fp32: the model catches those of its gaps."""
+def _catches_all(run: Run) -> bool:
+    """Whether the exception of ``run`` is that of no gap, and is raised as well where all gaps are computed in fp32."""
     raised, again = run.exception, run.stopped_by
     if raised is None or again is None or any(gap.message in raised.message for gap in run.gaps):
         return False

@@ -197,7 +197,7 @@ def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> Non
 
 
 def _chosen(fixing: Fixing, patch: Patch) -> tuple[list[int], bool]:
-    """The changes that the user wants, after these alone were tried, if they are not all; and whether each precision passes with them."""
+    """The changes that the user wants, and whether each precision passes with them; these alone were tried, if they are not all."""
     from lowprec_check.report.foreign_text import visible_text
 
     chosen = list[int]()
@@ -215,7 +215,7 @@ def _chosen(fixing: Fixing, patch: Patch) -> tuple[list[int], bool]:
         print_status(f"{its.precision}: {tried}")
     if not chosen or not typer.confirm("Write them?", default=True, err=True):
         return [], False
-    return chosen, all(its.after == "ok" and not its.further_failed for its in proven)
+    return chosen, all(its.passes for its in proven)
 
 
 def _write(texts: Mapping[SourceText, str], *, allow_dirty: bool) -> None:

@@ -91,7 +91,7 @@ def _verdict(fixing: Fixing) -> tuple[str, Tone]:
     if fixing.script is not None:
         return _of_script(fixing, fixing.script)
     names = ", ".join(its.precision for its in fixing.proven)
-    failing = [its for its in fixing.proven if its.after != "ok" or its.further_failed]
+    failing = [its for its in fixing.proven if not its.passes]
     if not fixing.proven:
         return "Nothing to fix: each precision passes.", "good"
     if not fixing.due:

@@ -52,6 +52,11 @@ class Proven(Struct, frozen=True, kw_only=True):
     further_failed: int = 0
     """Those on which it fails."""
 
+    @property
+    def passes(self) -> bool:
+        """Whether it passes with the patch, on the further inputs too."""
+        return self.after == "ok" and not self.further_failed
+
 
 class LeftAlone(Struct, frozen=True, kw_only=True):
     """A finding that no change is offered for."""

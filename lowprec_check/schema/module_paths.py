@@ -17,6 +17,11 @@ def is_inside(path: str, module: str) -> bool:
     return path == module or bool(module and path.startswith(f"{module}."))
 
 
+def number_of(paths: Collection[str], modules: Collection[str]) -> int:
+    """How many modules ``paths`` name, with those of ``modules`` inside them."""
+    return max(len(paths), sum(any(is_inside(module, path) for path in paths) for module in modules))
+
+
 def module_around(path: str, modules: Collection[str]) -> str | None:
     """Which of ``modules``, a set if there are many, is ``path`` or the nearest one above it; ``None`` if there is none.
 

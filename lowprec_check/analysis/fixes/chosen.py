@@ -12,7 +12,7 @@ from pathlib import Path
 from lowprec_check.analysis.fixes.scene import Site, SourceFix, compose
 from lowprec_check.analysis.fixes.source_text import edited, lines_of
 from lowprec_check.schema.fixing import Proven, SourceChange
-from lowprec_check.schema.module_paths import is_inside
+from lowprec_check.schema.module_paths import number_of
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import counted, short_op
@@ -103,8 +103,7 @@ def compared_with_plan(plan: Plan | None, changes: Sequence[SourceChange]) -> st
     """Whether a plan or a patch is smaller; ``None`` if there is no plan."""
     if plan is None:
         return None
-    inside = sum(any(is_inside(name, its) for its in plan.keep_fp32) for name in plan.modules)
-    kept, lines = max(len(plan.keep_fp32), inside), sum(change.end_line - change.line + 1 for change in changes)
+    kept, lines = number_of(plan.keep_fp32, plan.modules), sum(change.end_line - change.line + 1 for change in changes)
     smaller = "the plan" if kept < lines else "the patch"
     modules = counted(kept, "module")
     return f"A plan from {plan.base} keeps {modules} in fp32; the patch is of {counted(lines, 'line')}: {smaller} is smaller"

@@ -130,13 +130,13 @@ def _instead(run: Run, result: ScanResult) -> str:
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
     passing = best if best is not None and not best.keep_fp32 else None
-    command = "plan"
+    command, batches = "plan", "inputs-from"
     if result.prediction is not None:
-        command = "scan --plan"  # plan needs the device
+        command, batches = "scan --plan", "batches"  # plan needs the device
     elif passing is not None:  # which would end a search over all bases
         command = f"plan -p {run.precision} --base {'autocast' if run.is_autocast else 'cast'}"
     if run.failed_batch:
-        command += f" --{'batches' if command.startswith('scan') else 'inputs-from'} {run.failed_batch + 1}"
+        command += f" --{batches} {run.failed_batch + 1}"
     search = f"find the modules to keep in fp32: lowprec-check {command}"
     return f"use {passing.label}, or {search}" if passing is not None else search
 
@@ -180,7 +180,7 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
 
 
 def _few_digits(run: Run, row: OpCall) -> Sentence | None:
-    """What an op adds whose values the format of ``run`` holds with fewer digits, if that may be all of it."""
+    """The error that an op adds whose values are so small that rounding may be all of it; ``None`` for other ops."""
     if run.format is None or row.absmax is None or row.absmax >= run.format.smallest_normal:
         return None
     if row.absmax == 0:

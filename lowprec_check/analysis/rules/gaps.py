@@ -16,7 +16,8 @@ from lowprec_check.schema.statements import chained, say
 def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run], str]) -> Iterator[Finding]:
     """A finding for each gap (a failure that fp32 does not have) of that kind; ``help`` is about one in the forward pass."""
     for run in low_runs(result):
-        fails_by = [] if run.status in ("ok", "unjudged", "inaccurate", "nonfinite") else failing_gaps(run)
+        ends = run.status in ("ok", "unjudged", "inaccurate", "nonfinite")
+        fails_by = set() if ends else {id(gap) for gap in failing_gaps(run)}
         caught = say("the model catches this exception and continues")
         if run.backend != EAGER:  # gaps are those of eager mode
             caught = say("only in eager mode, the {backend:text} backend runs it", backend=run.backend)
@@ -31,7 +32,7 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
                 advice = advice_for(gap.phase, run, advice) + or_autocast(gap, run, result)
             elif kind != "numeric-failure" and gap.place in by_values:
                 advice = "compute it and its inputs in fp32" + or_autocast(gap, run, result)
-            harmless = not any(gap is each for each in fails_by)
+            harmless = id(gap) not in fails_by
             continued = caught if harmless and not gap.is_between_casts else None
             if gap.layer == "backend":
                 advice = f"use {'fp32' if harmless else 'another backend'}, or other ops here"

@@ -107,7 +107,9 @@ class _Place(NamedTuple):
         return max(self.subnormal)
 
     def growth(self, wide: str) -> tuple[tuple[int, float], Sentence] | None:
-        """How the values grow beyond the range from batch to batch, where those in the dtype ``wide`` do not, after a rank that is smaller for what is worse."""
+        """How the values grow beyond the range from batch to batch, after a rank that is smaller for what is worse. ``wide`` is the dtype that ops are
+        compared with.
+        """
         first, most = self.largest[0], max(self.largest)
         overflowing = next((number for number, count in enumerate(self.overflows) if count), 0)
         if overflowing:
@@ -142,7 +144,7 @@ def _places(run: Run, result: ScanResult) -> Iterator[_Place]:
 
 
 def _summary(places: Sequence[_Place], wide: str) -> tuple[list[Sentence], _Place | None]:
-    """What is near the top and, by the values in the dtype ``wide``, the bottom, and the first op that this is about."""
+    """What is near the top and the bottom, and the first op that this is about. ``wide`` is the dtype that ops are compared with."""
     tight = (place for place in places if place.room < LITTLE_ROOM and not place.overflows[0])
     near = sorted(tight, key=lambda place: place.room)
     small = sorted((place for place in places if place.small >= MANY_SUBNORMAL), key=lambda p: -p.small)

@@ -147,13 +147,12 @@ class Relevance:
 
     def weigh(self, finding: Finding, row: OpCall, *, by_trial: Literal["Inf", "zero"] | None = None) -> Finding:
         """``finding`` about the place of ``row``, with what it does to the output; ``by_trial`` as in :func:`weighed_places`."""
-        if self.known in ("passes", "passes here", "within tolerance"):
-            within = self.known == "within tolerance"
-            found = as_harmless(
-                finding, say("the output error is within the tolerance") if within else that_passes(self.run)
-            )
-            spoils = self.known == "passes here" and _gives_nonfinite(row)
-            return found._replace(severity="warning", matters=None) if spoils else found
+        passes = self.run.status == "ok"
+        if passes or self.known == "within tolerance":
+            said = that_passes(self.run) if passes else say("the output error is within the tolerance")
+            found = as_harmless(finding, said)
+            may_spoil = self.known == "passes here" and _gives_nonfinite(row)
+            return found._replace(severity="warning", matters=None) if may_spoil else found
         tried = self._by_trial(finding, row, by_trial) if by_trial else None
         if tried is not None:
             return tried

@@ -28,7 +28,7 @@ from lowprec_check.analysis.statements.kinds import Made, Said, per_run, per_sca
 from lowprec_check.analysis.statements.status import NEAR, on_further, passes_but, why
 from lowprec_check.analysis.statements.training_findings import drawback, part_of_limit
 from lowprec_check.analysis.training_status import is_timed, remedies, way_text
-from lowprec_check.schema.module_paths import is_inside
+from lowprec_check.schema.module_paths import number_of
 from lowprec_check.schema.plan import Plan
 from lowprec_check.schema.precisions import low_precisions
 from lowprec_check.schema.registry import choices
@@ -149,9 +149,7 @@ def _patch(result: ScanResult) -> Iterator[Made]:
 
 def in_fp32(kept: list[str], modules: int, plan: Plan | None) -> str:
     """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included; those inside the ``kept`` ones count, if a ``plan`` names them."""
-    named = plan.modules if plan is not None else ()
-    inside = sum(any(is_inside(name, its) for its in kept) for name in named)
-    count, total = max(len(kept), inside), counted(max(0, modules - 1), "module")
+    count, total = number_of(kept, plan.modules if plan is not None else ()), counted(max(0, modules - 1), "module")
     return f"{count} of {total} in fp32" if count < modules else f"{counted(count, 'module')} in fp32"
 
 

@@ -322,7 +322,7 @@ def emulated(run: Run, result: ScanResult) -> Made:
 
 @per_scan("not-withheld", "inputs", disproof="an op-by-op listing of the calls")
 def not_withheld(result: ScanResult) -> Iterator[Made]:
-    """Kernels to run without that no run has asked for: of a function, the ops that it is made of are met."""
+    """Kernels to run without that no call needed: a function such as aten.linear runs as the ops that it consists of."""
     gaps = {gap.op for run in result.runs for gap in run.gaps}
     low = [run for run in candidates(result.runs) if run.complete and len(run.op_calls)]
     for spec in result.options.get("without_kernel") or () if low else ():

@@ -43,7 +43,7 @@ def why(run: Run) -> Sentence:
         reason = "; ".join(run.notes) or "its output holds nothing to compare with that of fp32"
         return say("runs, but {reason:text}", reason=reason)
     ops, where = missing_kernels(run), on_which_call(run)
-    if ops and not run.failed_call and _fails_by_kernels(run):
+    if ops and not run.failed_call and _fails_by(ops, run):
         found = _no_kernel(run, ops)
     elif run.status == "error":
         found = _raised(run)
@@ -56,13 +56,13 @@ def why(run: Run) -> Sentence:
     return chained(plain(where), found, between="") if where else found
 
 
-def _fails_by_kernels(run: Run) -> bool:
-    """Whether a run with missing kernels is seen to fail by one: its exception is not that of another gap, and it died in an op that it lacks."""
+def _fails_by(ops: list[str], run: Run) -> bool:
+    """Whether a run fails by one of the ``ops`` without a kernel: it died in one, or its exception is not that of another gap."""
     if run.status == "crashed":
         return any(gap.kind == "crash" for gap in run.gaps)
-    message = run.exception.message if run.exception is not None else None
-    raised = [gap for gap in failing_gaps(run) if message is not None and gap.message in message]
-    return run.status == "error" and (not raised or any(gap.op in missing_kernels(run) for gap in raised))
+    message = run.exception.message if run.exception is not None else ""
+    raised = [gap.op for gap in failing_gaps(run) if gap.message in message]
+    return run.status == "error" and (not raised or not set(ops).isdisjoint(raised))
 
 
 def _no_kernel(run: Run, ops: list[str]) -> Sentence:

@@ -30,12 +30,10 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     speedups = (run.latency.speedup for run in result.runs if run.latency)
     counts = [found.rounds for found in speedups if found and found.rounds]
     if not counts:
-        only = (
-            f"times were taken in the {reference.timing.scenario} scenario only"
-            if reference.timing is not None
-            else "no times were taken"
-        )
-        yield plain(only if reference.latency_ms is None else "times were not compared in rounds")
+        taken = "times were not compared in rounds" if reference.latency_ms is not None else "no times were taken"
+        if reference.latency_ms is None and reference.timing is not None:
+            taken = f"times were taken in the {reference.timing.scenario} scenario only"
+        yield plain(taken)
         return
     least, most = min(counts), max(counts)
     if most == 1:

@@ -64,7 +64,7 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
 
 
 def _check_shards(folder: Path) -> None:
-    """Raise :class:`UsageError` if a file of weights is missing that the index of those beside it lists; what else is wrong with it, transformers names."""
+    """Raise :class:`UsageError` if the index of the weights lists a file that is missing. Other faults of the index are left to transformers."""
     index, listed = folder / "model.safetensors.index.json", dict[str, Any]()
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(index.read_bytes())

@@ -49,14 +49,14 @@ class _Probes(ast.NodeTransformer):
 
     def visit(self, node: ast.AST) -> Any:
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            if any("script" in ast.unparse(decorator) for decorator in node.decorator_list):
-                return node
-            node.body = [self._inside(each) for each in node.body]
+            if not any("script" in ast.unparse(decorator) for decorator in node.decorator_list):
+                node.body = [self._inside(each) for each in node.body]
             return node
         if not self._depth:
-            if isinstance(node, ast.Lambda):
-                node.body = self._inside(node.body)
-            return node if isinstance(node, ast.Lambda) else self.generic_visit(node)
+            if not isinstance(node, ast.Lambda):
+                return self.generic_visit(node)
+            node.body = self._inside(node.body)
+            return node
         if isinstance(node, (ast.JoinedStr, ast.Constant, ast.AnnAssign)):
             return node
         is_target = not isinstance(getattr(node, "ctx", ast.Load()), ast.Load)

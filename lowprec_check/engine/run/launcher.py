@@ -146,10 +146,8 @@ class Launcher:
             self._stop_forking()
             error = outcome.plain.exception if outcome.plain is not None else None
             why = error.text if error is not None else outcome.reason
-            fails = (
-                f"fails in a forked process ({why}), but not" if why else "took too long in a forked process, but not"
-            )
-            fresh.notes.append(f"the model {fails} in a fresh interpreter, which the runs used")
+            how = f"fails in a forked process ({why})" if why else "took too long in a forked process"
+            fresh.notes.append(f"the model {how}, but not in a fresh interpreter, which the runs used")
         return fresh
 
     # -- a process

@@ -138,7 +138,8 @@ class OpErrors:
         # Only the first output: others, such as the mean that a norm saves, may be near zero without underflow.
         pending = self._figures.compare(out, against, count_flushed=self._count_flushed and index == 0)
         twin = self._twins.find_or_add(out)
-        twin.compared, twin.unused, twin.cast_to, twin.cast_from = {region_of(out): pending}, None, None, None
+        twin.compared, twin.unused = {region_of(out): pending}, None
+        twin.cast_to = twin.cast_from = None
         return functools.partial(_introduced, pending, call.input_errors)
 
     def _is_rounding_alone(self, call: DispatchedCall, reference: Tensor) -> bool:

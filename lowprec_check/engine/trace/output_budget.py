@@ -76,8 +76,7 @@ def error_budget(
         reason = "the output has NaN or Inf"
     if reason is not None:
         return ErrorBudget(reason=reason)
-    # One that is all zeros in fp32 tells little.
-    leaf, *others = sorted(leaves, key=lambda its: (norm_of(its.fp32) > 0, _relative_error(its)), reverse=True)
+    leaf, *others = sorted(leaves, key=_telling, reverse=True)
     if leaf.lost is not None and _relative_error(leaf) > 0:
         return ErrorBudget(reason=leaf.lost, output_rms=norm_of(leaf.fp32) / math.sqrt(leaf.low.numel()))
     budget = _Budget(tape, leaf, frozenset(modules), autocast, seed).compute()
@@ -93,6 +92,12 @@ class _Leaf(NamedTuple):
     fp32: Tensor
     lost: str | None = None
     """Why errors cannot be followed to it."""
+
+
+def _telling(leaf: _Leaf) -> tuple[bool, float]:
+    """A key to sort by: by the error, those last that are all zeros in fp32, whose error is infinite and tells little."""
+    error = _relative_error(leaf)
+    return error != math.inf, error
 
 
 def _relative_error(leaf: _Leaf) -> float:

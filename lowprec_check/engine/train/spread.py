@@ -142,8 +142,8 @@ class Spread:
         if crossed is None:
             return None
         step = min(max(crossed.step, 1), run.steps)
-        still = self._still(run, step) if what == "progress" else None
-        parameter = self._furthest(run, step) if still is None else still[0]
+        still = self._least_moved(run, step)[0] if what == "progress" else None
+        parameter = still or self._furthest(run, step)
         return structs.replace(crossed, parameter=parameter, stands_still=still is not None)
 
     def _distance(self, run: Trajectory, step: int) -> float:
@@ -156,21 +156,21 @@ class Spread:
 
     def _moved(self, run: Trajectory, step: int) -> float:
         """How far all weights moved, relative to fp32; or one parameter that moves notably in fp32, if that stands still here."""
-        still = self._still(run, step)
-        if still is not None:
-            return still[1]
-        mine, fp32 = (float(self._squares(_moved(each, step)).sum()) for each in (run, self._base))
-        return _ratio(mine**0.5, fp32**0.5, both_zero=1.0)
+        return self._least_moved(run, step)[1]
 
-    def _still(self, run: Trajectory, step: int) -> tuple[str, float] | None:
-        """The parameter that moves notably in fp32 and hardly here, if others move, and how far it moved, relative to fp32; the one that moved least."""
+    def _least_moved(self, run: Trajectory, step: int) -> tuple[str | None, float]:
+        """The parameter that moves least of those that move notably in fp32, and how far, relative to fp32, if it hardly moves while others do; else
+        ``None``, and how far all weights moved.
+        """
         mine, fp32 = (self._squares(_moved(each, step)) for each in (run, self._base))
+        total = _ratio(float(mine.sum()) ** 0.5, float(fp32.sum()) ** 0.5, both_zero=1.0)
         notable = fp32 > NOTABLE * fp32.sum()
+        if total < STILL or not notable.any():
+            return None, total
         ratios = torch.where(notable, mine / fp32, math.inf).sqrt()
-        least = int(ratios.argmin()) if len(ratios) else 0
-        all_stand_still = float(mine.sum()) < STILL**2 * float(fp32.sum())
-        if not len(ratios) or ratios[least] >= STILL or all_stand_still:
-            return None
+        least = int(ratios.argmin())
+        if ratios[least] >= STILL:
+            return None, total
         return list(self._samples.slices)[least], float(ratios[least])
 
     def _squares(self, values: Tensor) -> Tensor:
