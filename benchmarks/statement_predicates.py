@@ -773,6 +773,10 @@ CLAIMS: dict[str, dict[str, Claim]] = {
         "passes with {kept} in fp32, error {after}": lambda c, **m: c.result["recommendation"] is None and _kept(c, **m, before=c.rel_l2, ends=("ok",)),
         **{f"lowprec-check {command} searches for the fewest modules": lambda c: c.result["plan"] is None for command in ("plan", "scan --plan")},
     },
+    "no-plan": {
+        f"{{outcome}} ({{trials}}){longer}": lambda c, outcome, trials: c.result["plan"] is None and any((its["base"], its["trials"], its["outcome"]) == (c.run["precision"], trials, outcome) for its in c.result["attempts"])
+        for longer in ("", "; lowprec-check plan searches longer")
+    },
     "patch": {
         "no plan was found": lambda c: c.result["plan"] is None,
         "the plan keeps {kept} in fp32": lambda c, kept: kept == len(c.result["plan"]["keep_fp32"]),

@@ -296,6 +296,8 @@ def steps(events: list[Any], end: float) -> dict[str, float]:
         at, now = moment, f"{Path(run).name}: {'op by op' if by_op else doing.partition(':')[0]}"
         if run == "times":
             now = "times"
+        if doing.startswith("trial "):
+            now = "plan: trials"
     return {name: round(seconds, 1) for name, seconds in spent.most_common() if seconds >= 0.05}
 
 

@@ -21,8 +21,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lowprec_check import Plan, UsageError, apply, find_plan
+from lowprec_check import Plan, UsageError, apply, find_plan, scan
 from lowprec_check.analysis.snippet import snippet
+from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.plan.apply import describe_modules
@@ -285,7 +286,7 @@ def test_a_torchvision_model_gets_a_plan(name: str) -> None:
     assert plan is not None
     target = load_spec(spec, 0)
     assert passes(target.model, target.args[0], plan, plan.keep_fp32)
-    assert plan.minimal or plan.unconfirmed or plan.stopped == "after 40 trials (--max-trials)"
+    assert plan.minimal or plan.unconfirmed or plan.stopped == "after 40 trials"
 
 
 # -- objectives
@@ -386,7 +387,7 @@ def test_a_stopped_search_returns_the_best_plan_so_far() -> None:
     assert stopped.attempts[0].trials <= 3
     assert stopped.plan is not None
     assert not stopped.plan.minimal
-    assert stopped.plan.stopped == "after 3 trials (--max-trials)"
+    assert stopped.plan.stopped == "after 3 trials"
     assert passes(model, x, stopped.plan, stopped.plan.keep_fp32)
     first = find_plan(model, x, dtype="bf16", base="cast", max_trials=1).plan
     assert first is not None
@@ -459,15 +460,29 @@ def test_a_plan_is_found_even_if_everything_in_fp32_fails() -> None:
     assert plan.keep_fp32 == ["small"]
 
 
-def test_all_ops_in_fp32_is_not_a_plan() -> None:
-    class Sink(nn.Linear):
-        def forward(self, x: Tensor) -> Tensor:
-            return (super().forward(x) + 4096) - 4096
+class Sink(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return (super().forward(x) + 4096) - 4096
 
+
+def test_a_scan_shows_what_its_search_found() -> None:
+    model = nn.Sequential(Sink(8, 8), Sink(8, 8), Sink(8, 8)).eval()
+    result = scan(model, inputs(), precisions=["bfloat16"], times="off")
+    assert [(its.base, its.kept) for its in result.attempts] == [("bfloat16", None)]
+    said = [its.text for its in result.statements if its.kind == "no-plan"]
+    assert said == [f"{result.attempts[0].outcome} ({result.attempts[0].trials} trials)"]
+    helps = [its.help for its in result.diagnostics if its.code == "LP301"]
+    assert helps == ["judge by a metric, if the model tolerates the error: lowprec-check plan --metric"]
+    searched = msgspec.structs.replace(result, attempts=[])
+    assert not [its for its in statements(searched) if its.kind == "no-plan"]
+
+
+def test_all_ops_in_fp32_is_not_a_plan() -> None:
     model = nn.Sequential(Sink(8, 8), Sink(8, 8), Sink(8, 8)).eval()
     planning = find_plan(model, inputs(), dtype="bf16", base="cast")
     assert planning.plan is None
-    assert planning.attempts[0].outcome == "no plan: passes only with every op in fp32"
+    tried = "passes with every op in fp32, fails with one module in low precision (tried: 2)"
+    assert planning.attempts[0].outcome == f"no plan: {tried}"
 
 
 def test_the_pasted_code_keeps_unusual_module_names_and_the_users_variables() -> None:

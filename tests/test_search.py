@@ -131,8 +131,43 @@ def test_all_ops_in_fp32_is_not_a_plan(verdict: Verdict) -> None:
     def run(keep: Keep) -> Verdict:
         return verdict if keep == everything else Verdict(False)
 
-    found, _ = (search(tree, NOTHING, (t := Trials(tree, run, lambda count: None)), lambda keep: NOTHING), t)
-    assert found == SearchResult(None, False)
+    found = search(tree, NOTHING, Trials(tree, run, lambda count: None), lambda keep: NOTHING)
+    kinds = ("blocks.0.l0", "blocks.0.l1", "blocks.0.l2")
+    assert found == SearchResult(None, False, failed_alone=kinds if verdict.passes else ())
+
+
+@pytest.mark.parametrize(("most", "trials"), [(None, 8), (2, 7)])
+def test_modules_that_fail_alone_end_the_search(most: int | None, trials: int) -> None:
+    tree = stack(3, layers=3)
+    everything = tree.normalized(tree.children(""))
+    likely = ["blocks.0.l0", "blocks.1.l0", "blocks.2.l0", "blocks.0.l1", "blocks.2.l2"]
+    tried = Trials(tree, lambda keep: Verdict(keep == everything, any_low=keep != everything), lambda count: None)
+    found = search(tree, Suspects([], likely, False), tried, lambda keep: NOTHING, most_alone=most)
+    assert found.keep is None
+    assert found.failed_alone == ("blocks.0.l2", "blocks.1.l1", "blocks.2.l0")[:most]
+    alone = ("blocks.0.l0", "blocks.0.l1", "blocks.1", "blocks.2")
+    assert not tried.verdict(alone).passes
+    assert tried.count == trials
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.integers(1, 6), st.integers(2, 3), st.data())
+def test_the_one_kind_of_module_that_can_be_in_low_precision_is_found(
+    blocks: int, layers: int, data: st.DataObject
+) -> None:
+    tree = stack(blocks, layers)
+    leaves = [path for path in tree.types if not tree.children(path)]
+    kind = data.draw(st.sampled_from(leaves)).rpartition(".")[2]
+    low = {path for path in leaves if path.endswith(kind)}
+
+    def run(keep: Keep) -> Verdict:
+        left = {path for path in leaves if not covered(path, keep)}
+        return Verdict(left <= low, any_low=bool(left))
+
+    trials = Trials(tree, run, lambda count: None)
+    found = search(tree, Suspects([], data.draw(st.permutations(leaves)), False), trials, lambda keep: NOTHING)
+    needed = tree.normalized(path for path in leaves if path not in low)
+    assert found == SearchResult(needed, True)
 
 
 def test_one_trial_if_the_models_own_forward_fails() -> None:
@@ -265,7 +300,7 @@ def test_modules_predicted_to_be_needed_by_far_are_not_all_confirmed() -> None:
     found = search(tree, suspects, trials, lambda keep: NOTHING, 0.05)
     assert found.keep is not None
     assert len(found.keep) == 12
-    assert (found.minimal, found.unconfirmed) == (False, 4)
+    assert (found.minimal, len(found.untried)) == (False, 4)
     assert trials.count == 9
 
 

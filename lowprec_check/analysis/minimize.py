@@ -9,6 +9,9 @@ the set return to low precision: a half, a quarter, at last single modules.
 
 Both end so: each container is replaced by its children if that passes. In the last round no single module could return to low precision:
 the plan is 1-minimal.
+
+If a set passes with which nothing is left in low precision, single modules return first, the least suspect of each kind: where none of
+them can, no more of them can, and there is no plan.
 """
 
 from __future__ import annotations
@@ -102,9 +105,11 @@ class SearchResult(NamedTuple):
 
     keep: Keep | None
     minimal: bool
-    unconfirmed: int = 0
-    """Modules of ``keep`` that were not tried in low precision, as they are predicted to be needed, or only
-    with more modules in fp32."""
+    untried: Keep = ()
+    """Modules of ``keep`` that were not tried in low precision, as they are predicted to be needed, the search ended, or only with more
+    modules in fp32."""
+    failed_alone: tuple[str, ...] = ()
+    """Without a plan: modules that were tried with all others in fp32, and failed."""
 
 
 def search(
@@ -113,13 +118,15 @@ def search(
     trials: Trials,
     explain: Callable[[Keep], Suspects],
     tolerance: float | None = None,
+    most_alone: int | None = None,
 ) -> SearchResult:
     """The fewest modules with which a trial passes; if the limits end the search, the best set found.
 
     ``suspects`` are those of the base without kept modules, which fails; ``explain`` returns those with modules kept. A trial passes
-    if the error of the output is at most ``tolerance``; without it nothing is predicted.
+    if the error of the output is at most ``tolerance``; without it nothing is predicted. Where only fp32 is known to pass, the search
+    ends after ``most_alone`` modules that fail alone; by default after one of each kind.
     """
-    return _Search(tree, trials, explain, tolerance or 0.0).run(suspects)
+    return _Search(tree, trials, explain, tolerance or 0.0).run(suspects, most_alone)
 
 
 class _Search:
@@ -130,13 +137,22 @@ class _Search:
         self.certain: set[str] = set()
         self.needed: set[str] = set()
         """Modules without which a set failed that passed with them."""
+        self.failed_alone: list[str] = []
+        """Modules with which alone in low precision a trial failed."""
         self.prediction: PredictedError | None = None
         self.guessed = False
         """Whether the prediction contains guesses of hidden errors."""
 
-    def run(self, suspects: Suspects) -> SearchResult:
+    def run(self, suspects: Suspects, most_alone: int | None) -> SearchResult:
         try:
             keep = self._first_passing(suspects)
+            if keep is not None and not self.trials.verdict(keep).any_low:
+                keep = self._with_some_low(keep, suspects.lowering, most_alone)
+                if keep is None or len(self.failed_alone) == most_alone:
+                    self.trials.stopped = (
+                        f"after {len(self.failed_alone)} modules failed with the others in fp32" if keep else None
+                    )
+                    return self._stopped()
             if keep is None:
                 return SearchResult(None, False)
             while True:
@@ -145,12 +161,14 @@ class _Search:
                     break
                 keep = smaller
             found = self.tree.normalized(keep)
-            if not self.trials.verdict(found).any_low:
-                return SearchResult(None, False)
-            unconfirmed = len(self._untried(found))
-            return SearchResult(found, not unconfirmed, unconfirmed)
+            untried = self._untried(found)
+            return SearchResult(found, not untried, tuple(untried))
         except LimitReachedError:
-            return SearchResult(self.trials.best, False)
+            return self._stopped()
+
+    def _stopped(self) -> SearchResult:
+        best = self.trials.best
+        return SearchResult(best, False, tuple(self._untried(best or ())), tuple(self.failed_alone))
 
     def passes(self, keep: Iterable[str]) -> bool:
         """Whether the base passes with ``keep`` in fp32; notes the error that is predicted for it without guesses."""
@@ -257,6 +275,29 @@ class _Search:
             yield [*certain, *(path for group in ordered[:count] for path in group)]
             count *= 2
         yield [*certain, *(path for group in ordered for path in group)]
+
+    def _with_some_low(self, keep: Sequence[str], lowering: Collection[str], most: int | None) -> list[str] | None:
+        """``keep``, with which nothing is in low precision, without modules that can be, of each kind one; ``None`` if there is none.
+
+        Ends after ``most`` modules that cannot be.
+        """
+        leaves = self.tree.leaves(keep)
+        inside = leaves.intersection(lowering) or leaves
+        likeliest = sorted(
+            (path for path in self.tree.types if path in inside),
+            key=lambda path: self.rank.get(path, len(self.rank)),
+            reverse=True,
+        )
+        found = None
+        for path, *_ in self.tree.by_role(likeliest).values():
+            if len(self.failed_alone) == most:
+                break
+            others = self.tree.without(found or keep, path)
+            if not self.passes(others):
+                self.failed_alone.append(path)
+            elif self.trials.verdict(others).any_low:
+                found = others
+        return found
 
     # -- shrinking: find what can return to low precision
 

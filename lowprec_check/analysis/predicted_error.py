@@ -57,6 +57,18 @@ class ModuleTree:
                 found.add(path)
         return found
 
+    def without(self, keep: Iterable[str], module: str) -> list[str]:
+        """``keep`` without ``module``: of the modules around it, all others that are called directly below."""
+        found: list[str] = []
+        pending = list(keep)
+        while pending:
+            path = pending.pop()
+            if is_inside(module, path):
+                pending += (child for child in self.children(path) if child != module)
+            else:
+                found.append(path)
+        return found
+
     def normalized(self, keep: Iterable[str]) -> Keep:
         """``keep`` without modules that are inside others of it, in the model's order."""
         unique = {path for path in keep if path in self._order}

@@ -10,6 +10,7 @@ from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import InputsTried, PlaceRange
 from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.op_calls import OpCall, OpCalls
+from lowprec_check.schema.plan import Attempt
 from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.run_key import EAGER, qualified
 from lowprec_check.schema.scan_result import Run
@@ -49,6 +50,12 @@ def plan_starts(runs: Sequence[Run], *, wanted: bool | None) -> list[Run]:
         for run in tried
         if run.precision in bases and run.status not in ("ok", "unjudged") and (wanted or not run.judged_by_one_call)
     ]
+
+
+def failed_search(run: Run, attempts: Sequence[Attempt]) -> Attempt | None:
+    """The search of a scan for a plan that starts from ``run``, if it found none."""
+    from_run = (tried for tried in attempts if (tried.base, tried.backend) == (run.precision, run.backend))
+    return next((tried for tried in from_run if tried.trials and tried.kept is None), None)
 
 
 def is_plan_of(plan: Run, run: Run) -> bool:

@@ -49,6 +49,8 @@ class Suspects(NamedTuple):
     """What the error of the output comes from, if there is a budget."""
     guess: Causes | None = None
     """The same with errors that others seem to hide; ``None`` if none seems hidden."""
+    lowering: frozenset[str] = frozenset()
+    """Those that compute in low precision whatever dtype their inputs have; empty if that is not known."""
 
 
 def suspects(run: Run) -> Suspects:
@@ -66,7 +68,14 @@ def suspects(run: Run) -> Suspects:
     shares = causes.shares if causes is not None else {}
     likely = sorted((path for path in added if path), key=lambda path: (-shares.get(path, 0.0), -added[path]))
     guess = _with_hidden(causes, run) if causes is not None else None
-    return Suspects([path for path in certain if path], likely, "" in certain, causes, guess)
+    lowering = frozenset(row.module for row in run.op_calls.rows() if _lowers(row, run))
+    return Suspects([path for path in certain if path], likely, "" in certain, causes, guess, lowering)
+
+
+def _lowers(row: OpCall, run: Run) -> bool:
+    """Whether an op computes in low precision whatever its inputs are: under autocast only matrix products do."""
+    is_low = run.format is not None and run.format.mark in re.split("[+→]", row.dtypes)
+    return is_low and (not run.is_autocast or PRODUCTS.search(row.op) is not None)
 
 
 def causes_of(run: Run) -> Causes | None:
@@ -97,8 +106,7 @@ def _with_hidden(causes: Causes, run: Run) -> Causes | None:
     if run.format is None or not run.format.underflows:
         return None
     for row in run.op_calls.rows():
-        is_low = run.format.mark in re.split("[+→]", row.dtypes)
-        if row.rms and is_low and (not run.is_autocast or PRODUCTS.search(row.op)):
+        if row.rms and _lowers(row, run):
             guessed = min(1.0, run.format.smallest_subnormal / math.sqrt(12) / row.rms)
             if guessed >= max(_LEAST_GUESS, 2 * (row.local_error or 0.0)):
                 hidden[row.module] += guessed**2
@@ -138,8 +146,10 @@ def _by_producer(run: Run) -> dict[str, float]:
 # -- Why modules are kept
 
 
-def blame(runs: Sequence[Run], keep: Sequence[str]) -> list[Blame]:
-    """For each kept module the op at fault, from the first of ``runs`` that shows one; none is inside another."""
+def blame(runs: Sequence[Run], keep: Sequence[str], untried: Collection[str] = ()) -> list[Blame]:
+    """For each kept module the op at fault, from the first of ``runs`` that shows one; none is inside another. The model was not
+    tried with one of ``untried`` in low precision.
+    """
     kept = frozenset(keep)
     gaps = [_by_module(failing_gaps(run), kept) for run in runs]
     rows = [_by_module(run.op_calls.rows(), kept) for run in runs]
@@ -148,7 +158,12 @@ def blame(runs: Sequence[Run], keep: Sequence[str]) -> list[Blame]:
         inside = zip(runs, gaps, rows, strict=True)
         faults = (_first_fault(run, module, its[module], calls[module]) for run, its, calls in inside)
         fault = next((fault for fault in faults if fault is not None), None) or _largest_cause(module, runs)
-        return fault or Blame(module=module, why="needed to pass, found by trial")
+        by_trial = (
+            "kept where the search ended; not tried without it"
+            if module in untried
+            else "needed to pass, found by trial"
+        )
+        return fault or Blame(module=module, why=by_trial)
 
     return [found(module) for module in keep]
 

@@ -172,9 +172,7 @@ def growing_scan(
             yield result
         batches = [target_runs, *further]
         about = machine.environment | {"torch": result.torch}
-        planned = plan_for_scan(batches, result.runs, about, source.name, wanted=options.plan)
-        if planned is not None:
-            yield msgspec.structs.replace(result, runs=[*result.runs, planned[0]], plan=planned[1])
+        yield plan_for_scan(batches, result, about, source.name, wanted=options.plan)
 
 
 def check_options(options: ScanOptions) -> None:

@@ -254,7 +254,7 @@ def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     yield Say(f"{verdict.text}.", verdict.tone, "verdict")
     if rests_on := basis(said):
         yield Say(rests_on)
-    for its in of_kind.get("way-out", ()):
+    for its in (*of_kind.get("way-out", ()), *of_kind.get("no-plan", ())):
         yield Say(its.text, its.tone, "text", ", ".join(its.runs))
     for its in of_kind.get("patch", ()):
         yield Say(f"{its.text[:1].upper()}{its.text[1:]}.", its.tone)

@@ -38,9 +38,13 @@ class Constant(Struct, frozen=True, kw_only=True):
     """A number in the code that exceeds the range of the dtype, and what to write instead."""
 
     module: str
+    """Dotted path of the module."""
     op: str
+    """The op that gets the number."""
     source: str | None
+    """``file.py:line`` of its call, if it is known."""
     value: float | None
+    """The number; ``None`` if it is infinite."""
     use: str
     """Code for the limit of the dtype."""
 
@@ -171,10 +175,15 @@ class Attempt(Struct, frozen=True, kw_only=True):
     """The search from one base."""
 
     base: str
+    """The precision that the search starts from."""
+    backend: str = EAGER
+    """The backend that it runs on."""
     status: str
     """The status of the base without a plan."""
     why: str
+    """Why the base does not pass, in words; empty if it does."""
     rel_l2: float | None = None
+    """Error of the output without a plan; ``None`` if it is not known."""
     kept: int | None = None
     """Number of modules in fp32 in the plan; ``None`` if no plan was found."""
     predicted: float | None = None
@@ -182,10 +191,13 @@ class Attempt(Struct, frozen=True, kw_only=True):
     proven: float | None = None
     """rel_l2 of the output with the plan, measured."""
     speedup: float | None = None
+    """How many times as fast as fp32 the plan is; ``None`` if that is not known."""
     trials: int = 0
+    """The number of trial runs."""
     first_pass: int | None = None
     """The number of the first trial that passed."""
     seconds: float = 0.0
+    """How long the search took."""
     outcome: str
     """In words: the plan found, or why none was."""
     constants: list[Constant] = []

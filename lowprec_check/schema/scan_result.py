@@ -32,7 +32,7 @@ from lowprec_check.schema.measures import (
     TimingConditions,
 )
 from lowprec_check.schema.op_calls import OpCalls
-from lowprec_check.schema.plan import Plan
+from lowprec_check.schema.plan import Attempt, Plan
 from lowprec_check.schema.precisions import PRECISIONS, FloatFormat, Precision
 from lowprec_check.schema.run_key import EAGER, REFERENCE, MemoryFormat, RunKey, qualified
 from lowprec_check.schema.scanned_model import ModelInfo, WeightsOrigin
@@ -190,8 +190,7 @@ class Run(Struct, frozen=True, kw_only=True):
     output_is_zero: bool = False
     """Whether the floating output is all zeros, so that a relative error is meaningless."""
     output_rms: float | None = None
-    """Root mean square of the fp32 tensor that the status is about (of ``compared_module``, if there is one); of the fp32 run,
-    that of its largest tensor. ``None`` if it is not known, or there is no floating tensor."""
+    """Root mean square of the fp32 tensor that the status is about; of the fp32 run, that of its largest tensor. ``None`` if unknown."""
     training: TrainingRun | None = None
     """What training in this precision does, for a scan with ``--train``."""
     magnitudes: list[ModuleMagnitudes] = []
@@ -310,6 +309,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """What the result means, in sentences: every report says these, and no others, about its runs."""
     plan: Plan | None = None
     """The plan of the ``plan`` run, if there is one."""
+    attempts: list[Attempt] = []
+    """What the search for a plan found from each base; empty if there was none."""
     prediction: PredictedDevice | None = None
     """The device that is not here, and what the predictions for it rest on; ``None`` if the runs were measured."""
     training: TrainingSetup | None = None
@@ -323,8 +324,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     complete: bool = True
     """Whether the scan reached its end; if not, its runs, its times or its search for a plan may be missing."""
     digest: str | None = None
-    """Of a scan with streamed weights, the SHA-256 of the user's own source files and of fp32's output: it is resumed only if both are
-    the same. ``None`` in other scans and in older files."""
+    """With streamed weights, the SHA-256 of the user's source files and fp32's output: a scan is resumed only if they are the same."""
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` if a prediction holds a measured run, times or advice, or measured runs one that is predicted."""
@@ -364,8 +364,8 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     def columns(self, part: Part) -> Columns:
         """Runs, op calls, gaps or diagnostics as a dict of columns, for ``pandas.DataFrame(result.columns("op_calls"))``.
 
-        The op calls and gaps of all runs have the ``precision``, ``backend`` and ``memory_format`` of their run. Runs have a column for each number and text in
-        them, ``output_error.rel_l2``. docs/json.md lists the columns. Raises ``ValueError`` for another part.
+        Op calls and gaps have the ``precision``, ``backend`` and ``memory_format`` of their run. docs/json.md lists the columns.
+        Raises ``ValueError`` for another part.
         """
         return columns_of(self, part)
 

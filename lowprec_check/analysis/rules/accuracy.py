@@ -24,11 +24,13 @@ from lowprec_check.analysis.run_summary import (
     blames_backend,
     degenerate_output,
     differing_integers,
+    failed_search,
     failing_gaps,
     judged_output,
     on_which_call,
 )
 from lowprec_check.schema.axes import calibrates, project_of
+from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -129,7 +131,14 @@ def _instead(run: Run, result: ScanResult) -> str:
         return f"{layers}{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
-    passing = best if best is not None and not best.keep_fp32 else None
+    return _search(run, result, best if best is not None and not best.keep_fp32 else None)
+
+
+def _search(run: Run, result: ScanResult, passing: Recommendation | None) -> str:
+    """The command that searches for modules to keep in fp32, or what to do if the scan has searched for them in vain."""
+    searched = failed_search(run, result.attempts)
+    if searched is not None and passing is None and not searched.stopped_without_plan:
+        return "judge by a metric, if the model tolerates the error: lowprec-check plan --metric"
     command, batches = "plan", "inputs-from"
     if result.prediction is not None:
         command, batches = "scan --plan", "batches"  # plan needs the device

@@ -12,6 +12,7 @@ from lowprec_check.analysis.run_summary import (
     candidates,
     degenerate_output,
     differing_integers,
+    failed_search,
     fails_elsewhere,
     is_cast,
     is_too_small,
@@ -124,6 +125,17 @@ def way_out(run: Run, result: ScanResult) -> Made:
         command = "plan" if result.prediction is None else "scan --plan"  # plan needs the device
         words += f"; lowprec-check {command} searches for the fewest modules"
     return Said(say(words, kept=found.keep_fp32, after=found.rel_l2), "warn")
+
+
+@per_run("no-plan", "advice", disproof="lowprec-check plan, which searches longer")
+def _no_plan(run: Run, result: ScanResult) -> Made:
+    """What the search for modules to keep in fp32 found from a run, where it found none."""
+    found = failed_search(run, result.attempts)
+    if found is None or result.plan is not None:
+        return None
+    longer = "; lowprec-check plan searches longer" if found.stopped_without_plan and result.prediction is None else ""
+    words = f"{{outcome:text}} ({{trials:count trial}}){longer}"
+    return say(words, outcome=found.outcome, trials=found.trials)
 
 
 @per_scan("patch", "advice", evidence="derived", disproof="lowprec-check fix, which tries a patch")

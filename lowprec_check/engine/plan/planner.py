@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from torch import Tensor, nn
 
 from lowprec_check.analysis.run_summary import plan_starts
@@ -30,9 +31,9 @@ from lowprec_check.schema.called_with import called_with
 from lowprec_check.schema.options import PlanOptions, option
 from lowprec_check.schema.plan import Plan, Planning
 from lowprec_check.schema.precisions import plan_bases
-from lowprec_check.schema.scan_result import Run
+from lowprec_check.schema.scan_result import ScanResult
 
-QUICK = Limits(max_trials=60, seconds=120.0)
+QUICK = Limits(max_trials=60, seconds=120.0, most_alone=3)
 """Limits of the search that a scan does by default."""
 
 
@@ -157,7 +158,7 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
         keep_fp32=run.keep_fp32,
         untied=run.untied,
         minimal=proposal.minimal,
-        unconfirmed=proposal.unconfirmed,
+        unconfirmed=len(proposal.untried),
         stopped=proposal.stopped,
         tolerance=run.tolerance if objective.fp32_metric is None else None,
         rel_l2=run.output_error.rel_l2 if run.output_error else None,
@@ -172,7 +173,7 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
         latency_ms=run.latency_ms,
         speedup=proposal.attempt.speedup,
         peak_memory_bytes=run.peak_memory_bytes,
-        blame=blame(proposal.evidence, run.keep_fp32),
+        blame=blame(proposal.evidence, run.keep_fp32, proposal.untried),
         environment={key: machine.get(key) for key in ("torch", "python", "device", "cpu_capability")},
         modules=describe_modules(target.model),
         code=snippet(
@@ -186,15 +187,14 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
 
 
 def plan_for_scan(
-    batches: Sequence[TargetRuns], runs: Sequence[Run], machine: dict[str, Any], name: str, *, wanted: bool | None
-) -> tuple[Run, Plan] | None:
-    """The best plan for the failing runs of a scan, which must pass on all ``batches``; the first run must be the fp32 one.
+    batches: Sequence[TargetRuns], result: ScanResult, machine: dict[str, Any], name: str, *, wanted: bool | None
+) -> ScanResult:
+    """``result`` with the best plan for its failing runs, which must pass on all ``batches``, and with what was tried.
 
     If ``wanted`` is ``None``, the search is quick, happens only if no run passed, and ends at the first plan.
     """
+    runs = result.runs
     failing = {(run.precision, run.backend): run for run in plan_starts(runs, wanted=wanted)}
-    if not failing:
-        return None
     backends = dict.fromkeys(backend for _, backend in failing)
     bases = [(base.name, backend) for backend in backends for base in plan_bases()]
     proposer = Proposer(batches, Objective(runs[0]), Limits() if wanted else QUICK, explains=True)
@@ -203,7 +203,8 @@ def plan_for_scan(
         proposals.append(proposal)
         if proposal.run is not None and not wanted:
             break
+    result = msgspec.structs.replace(result, attempts=[proposal.attempt for proposal in proposals])
     winner = best(proposals)
     if winner is None or winner.run is None:
-        return None
-    return winner.run, make_plan(winner, proposer, machine, name)
+        return result
+    return msgspec.structs.replace(result, runs=[*runs, winner.run], plan=make_plan(winner, proposer, machine, name))

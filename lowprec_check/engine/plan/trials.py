@@ -37,6 +37,8 @@ class Limits:
 
     max_trials: int = 200
     seconds: float = 600.0
+    most_alone: int | None = None
+    """Modules that may fail alone in low precision before the search ends, where only fp32 is known to pass; ``None``: one of each kind."""
 
 
 class Objective:
@@ -70,7 +72,13 @@ class Objective:
     def attempt(self, run: Run, **known: object) -> Attempt:
         """What is known of a base by ``run``, one of its runs."""
         error = run.output_error.distance if run.output_error else None
-        found = {"base": run.precision, "status": run.status, "why": self.why_not(run), "rel_l2": error}
+        found = {
+            "base": run.precision,
+            "backend": run.backend,
+            "status": run.status,
+            "why": self.why_not(run),
+            "rel_l2": error,
+        }
         return msgspec.convert(found | known, Attempt)
 
 
@@ -93,7 +101,8 @@ class Proposal:
     run: Run | None = None
     """The base with modules kept, measured and analyzed, as a ``plan`` run; its error is the worst of all batches."""
     minimal: bool = False
-    unconfirmed: int = 0
+    untried: Keep = ()
+    """Modules of the plan that were not tried in low precision, each alone."""
     stopped: str | None = None
     evidence: tuple[Run, ...] = ()
     """The runs of the search that were analyzed op by op, first that of the base without kept modules."""
@@ -157,9 +166,9 @@ class Proposer:
     def stop_reason(self, trials: int) -> str | None:
         """Why no other run may start, or ``None``."""
         if trials >= self.limits.max_trials:
-            return f"after {trials} trials (--max-trials)"
+            return f"after {trials} trials"
         if system.monotonic() - self.started > self.limits.seconds:
-            return f"after {self.limits.seconds:g} s (--budget)"
+            return f"after {self.limits.seconds:g} s"
         return None
 
 
@@ -185,7 +194,9 @@ class _Search:
     def _propose(self) -> Proposal:
         # What an error must not exceed is not known of a metric: then nothing is predicted.
         tolerance = self.failing.tolerance if self.proposer.objective.fp32_metric is None else None
-        found = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance)
+        found = search(
+            self.tree, suspects(self.failing), self.trials, self._explain, tolerance, self.proposer.limits.most_alone
+        )
         run = fp32 = None
         if found.keep is not None:
             fp32, run = self.proposer.batches[0].time([self._measure(found.keep)]).runs
@@ -205,7 +216,7 @@ class _Search:
             attempt=attempt,
             run=run,
             minimal=found.minimal,
-            unconfirmed=found.unconfirmed,
+            untried=found.untried,
             stopped=self.trials.stopped,
             evidence=tuple(self.evidence),
         )
@@ -284,7 +295,8 @@ class _Search:
             return f"{STOPPED_WITHOUT_PLAN} {self.trials.stopped}"
         failed = self.failed.get(self.tree.normalized(self.tree.children("")))
         if failed is None:
-            return "no plan: passes only with every op in fp32"
+            tried = f", fails with one module in low precision (tried: {some(found.failed_alone)})"
+            return f"no plan: passes {f'with every op in fp32{tried}' if found.failed_alone else 'only with every op in fp32'}"
         reason = self.proposer.objective.why_not(failed)
         if failed.exception is None or not failed.exception.module:
             # Keeping submodules in fp32 does not change a failure in the model's own forward.
