@@ -360,7 +360,7 @@ def _diverges(c: Case, step: int | None = None, where: str = "", **figures: floa
 
 def _names_of_ways(c: Case, ways: list[str]) -> bool:
     passing = {WAYS[its["name"]] for its in c.ways if its["status"] == "ok"}
-    return bool(ways) and set(ways) <= passing | ({"plain"} if c.way("plain").get("status") == "ok" else set())
+    return bool(ways) and set(ways) <= passing | ({"plain", "no GradScaler"} if c.way("plain").get("status") == "ok" else set())
 
 
 def _verdict(c: Case, name: str, kept: str = "", predicted: str = "", prefer: str = "", gain: str = "", fp32: str = "fp32") -> bool:
@@ -785,7 +785,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
             for where in ("{line}", "{lines}, first {line},")
             for more in ("", " --plan")
         },
-        "and shows which is smaller": lambda c: c.result["plan"] is not None,
+        "and compares both": lambda c: c.result["plan"] is not None,
     },
     "plan-passes": {
         "with {kept} in fp32 (the plan) it passes": lambda c, kept: c.plan is not None and kept == c.plan["keep_fp32"],

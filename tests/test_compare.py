@@ -186,6 +186,35 @@ def test_a_plan_or_precision_that_was_not_requested_is_no_regression() -> None:
     assert diff_scans(planned, result_of(options={"precisions": ["bfloat16"]})).regressions == 0
 
 
+def test_a_memory_format_that_was_not_requested_is_no_regression() -> None:
+    old = result_of(run("half", memory_format="channels_last"))
+    for asked, worse in ((["contiguous"], 0), (["contiguous", "channels_last"], 1)):
+        assert diff_scans(old, result_of(options={"memory_formats": asked})).regressions == worse
+
+
+def test_plans_of_different_bases_are_not_compared() -> None:
+    old, new = (result_of(run("plan", base=base, rel_l2=error)) for base, error in (("half", 1e-4), ("bfloat16", 1e-2)))
+    assert {change.kind for change in diff_scans(old, new).changes} == {"run"}
+
+
+def test_a_run_that_passes_on_the_given_inputs_only_does_not_pass_now() -> None:
+    further = InputsTried(kind="drawn", tried=64, failed=7, statuses={"inaccurate": 7, "ok": 57})
+    (change,) = diff_scans(result_of(run("half", "error")), result_of(run("half", further_inputs=further))).changes
+    assert (change.new, change.what) == ("inaccurate", "passes here, fails on 7 of 64 further inputs (drawn anew)")
+    zeros = [run("fp32", latency_ms=10.0, tolerance=None, output_is_zero=True), run("half", output_is_zero=True)]
+    new = msgspec.structs.replace(result_of(), runs=zeros)
+    (change,) = diff_scans(result_of(run("half", "error")), new).changes
+    assert (change.new, change.what) == ("unjudged", "cannot be judged: the fp32 output is all zeros")
+
+
+def test_staying_in_fp32_is_another_recommendation() -> None:
+    best = RESULT.recommendation
+    assert best is not None
+    stays = msgspec.structs.replace(best, stay_in_fp32=True)
+    (change,) = diff_scans(result_of(recommendation=best), result_of(recommendation=stays)).changes
+    assert (change.kind, change.new) == ("recommendation", f"fp32 (rather than {change.old})")
+
+
 def test_the_order_of_backends_is_no_difference() -> None:
     old, new = result_of(options={"backends": ["eager", "jit"]}), result_of(options={"backends": ["jit", "eager"]})
     assert diff_scans(old, new).warnings == []

@@ -104,6 +104,41 @@ for x, y in zip(X.split(32), Y.split(32)):
         ["unscale"],
         ["        self.scaler.unscale_(self.optimizer)"],
     ),
+    "gradients changed by hand": (
+        """
+optimizer = torch.optim.SGD(model.parameters(), lr=1e6)
+for x, y in zip(X.split(32), Y.split(32)):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = F.mse_loss(model(x), y) * 1e-7
+    loss.backward()
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad += 1e-9 * p.detach()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    optimizer.step()
+""",
+        ["grad_scaler"],
+        ["    scaler.unscale_(optimizer)\n    for p in model.parameters():"],
+    ),
+    "two clippings of scaled gradients": (
+        """
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+for x, y in zip(X.split(32), Y.split(32)):
+    optimizer.zero_grad()
+    with torch.autocast("cpu", torch.float16):
+        loss = F.mse_loss(model(x), y)
+    scaler.scale(loss).backward()
+    clip_grad_norm_(model[0].parameters(), 1.0)
+    if x.ndim:
+        clip_grad_norm_(model[2].parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+""",
+        ["unscale"],
+        ["    scaler.unscale_(optimizer)\n    clip_grad_norm_(model[0]"],
+    ),
     "autocast around all steps": (
         """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

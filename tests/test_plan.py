@@ -460,6 +460,57 @@ def test_a_plan_is_found_even_if_everything_in_fp32_fails() -> None:
     assert plan.keep_fp32 == ["small"]
 
 
+class Tied(nn.Module):
+    """Half overflows in the head, whose weight is that of the embedding."""
+
+    class Head(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return (super().forward(x) * 300).pow(2) / 1e5
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb, self.layer, self.head = nn.Embedding(16, 16), nn.Linear(16, 16), self.Head(16, 16, bias=False)
+        self.head.weight = self.emb.weight
+
+    def forward(self, index: Tensor) -> Tensor:
+        return self.head(self.layer(self.emb(index)).mean(1))
+
+
+def test_a_plan_with_copies_of_tied_weights_is_trained() -> None:
+    torch.manual_seed(0)
+    result = scan(Tied(), torch.arange(32).reshape(4, 8) % 16, precisions=["half"], times="off", train=True, plan=True)
+    assert result.plan is not None  # after trials with the head alone in fp32
+    assert all(run.training is not None for run in result.runs)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_a_copy_of_a_frozen_weight_is_frozen(frozen: bool) -> None:
+    model = Tied()
+    model.emb.weight.requires_grad_(not frozen)
+    code = snippet(
+        RunKey("half"),
+        ModelInfo(name="Tied", parameters=1, inputs=[], modules=4, training=False),
+        ["head"],
+        ["head.weight"],
+    )
+    space = {"model": model, "inputs": torch.arange(32).reshape(4, 8) % 16}
+    exec(code.partition("with torch.no_grad()")[0], space)
+    assert model.head.weight.dtype == torch.float32
+    assert model.head.weight.requires_grad != frozen
+
+
+def test_a_model_without_submodules_has_none_to_keep() -> None:
+    class Own(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x * 1e4).pow(2) / 1e8
+
+    planning = find_plan(Own(), inputs(), dtype="fp16", base="cast")
+    assert planning.attempts[0].outcome == "no plan: no submodule is called, so none can be kept in fp32"
+    plan = plan_of(Own(), "half", [])
+    with torch.no_grad():
+        assert apply(Own(), plan)(inputs()).dtype == torch.half
+
+
 class Sink(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return (super().forward(x) + 4096) - 4096

@@ -327,6 +327,13 @@ def test_update_writes_the_manifest(suite: pytest.Pytester, options: tuple[str, 
     run(suite, *options).assert_outcomes(passed=1, xfailed=4)
 
 
+def test_collecting_tests_updates_nothing(suite: pytest.Pytester) -> None:
+    text = Path("known.toml").read_text() + '\n[[known]]\ntest = "test_gone.py::test_x"\nexception = "OSError"\n'
+    Path("known.toml").write_text(text)
+    run(suite, "--lowprec-update-manifest", "--collect-only")
+    assert Path("known.toml").read_text() == text
+
+
 def test_update_keeps_reasons_comments_and_tests_that_did_not_run(suite: pytest.Pytester) -> None:
     suite.makepyfile(
         test_suite=SUITE.replace("OSError", "KeyError").replace('raise NotImplementedError("dot")', "pass")

@@ -177,6 +177,18 @@ def test_check_passes_and_returns_the_scan(project: pytest.Pytester) -> None:
     )
 
 
+def test_check_fails_if_further_inputs_do(project: pytest.Pytester) -> None:
+    model = "net = nn.Softmax(-1)\n    net.forward = lambda x: x.exp()"
+    text = one(project, f"{model}\n    lowprec.check(net, lambda: torch.randn(64) * 4, seed=1, tolerance=0.2)")
+    assert "further inputs" in text
+    assert "does not pass in half" in text
+
+
+def test_check_fails_if_the_output_tells_nothing(project: pytest.Pytester) -> None:
+    text = one(project, "net = nn.Linear(8, 8)\n    net.forward = lambda x: x * 0\n    lowprec.check(net, x)")
+    assert "the fp32 output is all zeros" in text
+
+
 def test_check_fails_over_the_tolerance(project: pytest.Pytester) -> None:
     text = one(project, "lowprec.check(nn.Linear(8, 8), x, tolerance=1e-9)")
     assert "Linear does not pass in half" in text
@@ -244,6 +256,13 @@ def test_no_gaps_of_a_module_and_of_a_function(project: pytest.Pytester) -> None
     text = one(project, "lowprec.assert_no_gaps(torch.fft.rfft, x, dtype=torch.bfloat16)")
     assert re.search(r"LP102 unsupported-dtype  bf16  torch.fft.rfft  the model itself, test_\w+.py:19", text)
     one(project, "lowprec.assert_no_gaps(torch.mm, x, x.T)", passed=1)
+
+
+def test_no_gaps_of_a_function_that_holds_a_module_is_a_wrong_call(project: pytest.Pytester) -> None:
+    text = one(
+        project, "layer = torch.nn.Linear(3, 3)\n    lowprec.assert_no_gaps(lambda x: layer(x), torch.ones(2, 3))"
+    )
+    assert "calls the module Linear, whose parameters would not be cast" in text
 
 
 def test_no_gaps_shows_an_error_that_also_occurs_in_fp32(project: pytest.Pytester) -> None:

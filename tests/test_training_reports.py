@@ -397,7 +397,7 @@ def test_gradients_name_the_worst_parameters() -> None:
     half, low, autocast = said(RESULT, "gradients")
     assert half == (
         "half: 34 % of the elements underflow (47.6 % of encoder.blocks.0.conv.weight, 4.2 % of head.out.weight); "
-        "elements overflow (0.3 % of head.out.weight)"
+        "elements become NaN or Inf (0.3 % of head.out.weight)"
     )
     assert low == (
         "bfloat16, autocast-bf16: error 7.2e-03 – 1.6e-02 (65 % from encoder.blocks.0.conv.weight, 27 % from encoder.0.weight)"

@@ -9,15 +9,22 @@ import msgspec
 
 from lowprec_check.analysis.baseline import file_of, stable_path
 from lowprec_check.analysis.conclusion import OPTION, WITH_BASELINE
-from lowprec_check.analysis.run_summary import failing_gaps, label, memory_ratio
+from lowprec_check.analysis.run_summary import (
+    degenerate_output,
+    effective_status,
+    failing_gaps,
+    label,
+    memory_ratio,
+)
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.analysis.statements.advice import in_fp32
-from lowprec_check.analysis.statements.status import passes_but, why
+from lowprec_check.analysis.statements.status import error_text, passes_but, why
 from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.base import Struct
+from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Evidence, Gap, Run, ScanResult
-from lowprec_check.schema.statements import chained, counted, error_figure, milliseconds, percent, plain, say
+from lowprec_check.schema.statements import chained, counted, milliseconds, percent, plain, say
 from lowprec_check.schema.verdict import look
 
 Kind = Literal["status", "gap", "error", "speed", "memory", "run", "recommendation"]
@@ -122,10 +129,10 @@ def diff_scans(
         runs=[
             RunPair(
                 run=label(known),
-                old_status=was.status if was else None,
-                new_status=is_now.status if is_now else None,
-                old_error=was.distance if was else None,
-                new_error=is_now.distance if is_now else None,
+                old_status=effective_status(was, old.runs) if was else None,
+                new_status=effective_status(is_now, new.runs) if is_now else None,
+                old_error=was.distance if was and was.training is None else None,
+                new_error=is_now.distance if is_now and is_now.training is None else None,
                 old_time=speed(was, old.runs).time if was else None,
                 new_time=speed(is_now, new.runs).time if is_now else None,
                 old_memory=memory_ratio(was, old.runs) if was else None,
@@ -140,12 +147,12 @@ def diff_scans(
     )
 
 
-def _by_key(result: ScanResult) -> dict[tuple[RunKey, int], Run]:
-    """Runs by precision, backend and memory format: the device may differ. Runs that share them are numbered."""
-    found: dict[tuple[RunKey, int], Run] = {}
+def _by_key(result: ScanResult) -> dict[tuple[RunKey, str | None, int], Run]:
+    """Runs by precision, backend, memory format, and the base of a plan: the device may differ. Runs that share them are numbered."""
+    found: dict[tuple[RunKey, str | None, int], Run] = {}
     for run in result.runs:
-        key = run.key._replace(device="")
-        found[(key, sum(known == key for known, _ in found))] = run
+        key = run.key._replace(device=""), run.base
+        found[(*key, sum(known[:2] == key for known in found))] = run
     return found
 
 
@@ -169,16 +176,18 @@ def _only_one(before: Run | None, after: Run | None, new: ScanResult) -> Iterato
     if after is not None:
         yield ScanChange(kind="run", direction="other", run=label(after), what="not in the old scan", new=after.status)
     elif before is not None:
-        planned, asked = before.base is not None, _was_asked(before.precision, before.backend, new)
-        why = ": no plan was made" if planned else "" if asked else ": not requested"
+        planned, asked = before.base is not None, _was_asked(before, new)
+        plan = ": the plan has another base" if new.plan is not None else ": no plan was made"
+        why = plan if planned else "" if asked else ": not requested"
         direction: Direction = "worse" if before.status == "ok" and asked and not planned else "other"
         what = f"missing from the new scan{why}"
         yield ScanChange(kind="run", direction=direction, run=label(before), what=what, old=before.status)
 
 
-def _was_asked(precision: str, backend: str, result: ScanResult) -> bool:
+def _was_asked(run: Run | Recommendation, result: ScanResult) -> bool:
     """Whether the scan was asked to run it; true if the result does not record what was asked."""
-    lists = [(result.options.get("precisions"), precision), (result.options.get("backends"), backend)]
+    axes = {"precisions": run.precision, "backends": run.backend, "memory_formats": run.memory_format}
+    lists = [(result.options.get(axis), name) for axis, name in axes.items()]
     return all(not isinstance(names, list) or name in names for names, name in lists)
 
 
@@ -186,20 +195,22 @@ def _changes(
     before: Run, after: Run, old: ScanResult, new: ScanResult, error_factor: float, time_factor: float
 ) -> Iterator[ScanChange]:
     if before.status != after.status:
-        was, is_now = look(before.status).rank, look(after.status).rank
-        direction: Direction = "worse" if is_now > was else "better" if is_now < was else "other"
-        what = why(after).text if after.status != "ok" else "passes now"
-        yield ScanChange(
-            kind="status", direction=direction, run=label(after), what=what, old=before.status, new=after.status
-        )
+        was, is_now = effective_status(before, old.runs), effective_status(after, new.runs)
+        worse = look(is_now).rank - look(was).rank
+        direction: Direction = "worse" if worse > 0 else "better" if worse < 0 else "other"
+        odd = degenerate_output(after, new.runs)
+        fails = plain(f"cannot be judged: {odd}") if odd else passes_but(after)
+        what = fails.text if fails else why(after).text if after.status != "ok" else "passes now"
+        yield ScanChange(kind="status", direction=direction, run=label(after), what=what, old=was, new=is_now)
     yield from _elsewhere(before, after)
     yield from _gaps(before, after)
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
+    same_output = same_output and before.training is after.training is None  # else it is that of the first step
     if before.distance is not None and after.distance is not None and not after.is_reference and same_output:
         ratio = max(after.distance, _ERROR_FLOOR) / max(before.distance, _ERROR_FLOOR)
         if not 1 / error_factor <= ratio <= error_factor:
             what = _compared("the output error is {times:times}", ratio, "as large as before", "smaller than before")
-            yield _moved("error", after, ratio, what, error_figure(before.distance), error_figure(after.distance))
+            yield _moved("error", after, ratio, what, error_text(before) or "", error_text(after) or "")
     yield from _speed(before, after, old, new, time_factor)
     of_fp32, now_of_fp32 = memory_ratio(before, old.runs), memory_ratio(after, new.runs)
     of_processes = [run.process_memory_bytes is not None for run in (before, after)]  # an older file counts tensors
@@ -301,7 +312,7 @@ def _recommendation(old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
     was, is_now = _recommended(old), _recommended(new)
     if was != is_now:
         best = old.recommendation
-        untried = best is not None and not _was_asked(best.precision, best.backend, new)
+        untried = best is not None and not _was_asked(best, new)
         lost: Direction = "other" if untried else "worse"
         yield ScanChange(
             kind="recommendation",
@@ -318,7 +329,8 @@ def _recommended(result: ScanResult) -> str | None:
     if advice is None:
         return None
     kept = f" with {in_fp32(advice.keep_fp32, result.model.modules, result.plan)}" if advice.keep_fp32 else ""
-    return advice.label + way_text(advice.way) + kept
+    name = advice.label + way_text(advice.way) + kept
+    return f"fp32 (rather than {name})" if advice.stay_in_fp32 else name
 
 
 # -- conditions that differ
@@ -337,6 +349,10 @@ def _warnings(old: ScanResult, new: ScanResult) -> Iterator[str]:
         was, is_now = getattr(old.model, name), getattr(new.model, name)
         if was != is_now:
             yield f"model {name}: {_shown(was)} → {_shown(is_now)}"
+    for name in ("optimizer", "loss", "new_batches"):
+        was, is_now = (result.training and getattr(result.training, name) for result in (old, new))
+        if was != is_now and old.training and new.training:
+            yield f"training {name.replace('_', ' ')}: {_shown(was)} → {_shown(is_now)}"
     for title, before, after in (("", old.environment, new.environment), ("option ", old.options, new.options)):
         for key in sorted((before.keys() | after.keys()) - {OPTION, WITH_BASELINE}):
             was, is_now = (options.get(key, _DEFAULTS.get(key)) for options in (before, after))

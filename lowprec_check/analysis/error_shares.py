@@ -338,6 +338,20 @@ def harmful_trials(run: Run) -> list[RangeTrial]:
     return sorted(harmful, key=lambda trial: -(math.inf if trial.rel_l2 is None else trial.rel_l2))
 
 
+DECISIVE = 5
+"""Choices decide if the output error is more than so many times what is left with those of fp32."""
+
+
+def error_with_same_choices(run: Run) -> float | None:
+    """The error of the output that is left with the choices of fp32, if choices decide that the run fails; else ``None``."""
+    error, in_lockstep = run.output_error, run.lockstep_error.distance if run.lockstep_error else None
+    about_another_run = not run.is_eager or run.failed_call or run.compared_module or not run.complete
+    if run.status != "inaccurate" or about_another_run or error is None or in_lockstep is None:
+        return None
+    far = error.distance is None or error.distance > DECISIVE * in_lockstep
+    return in_lockstep if far and in_lockstep <= (run.tolerance or 0.0) else None
+
+
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
     """``paths`` without those inside others, each once, in their order."""
     unique = dict.fromkeys(paths)

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from lowprec_check.schema.findings import Diagnostic, Severity
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import qualified
-from lowprec_check.schema.statements import counted, joined, module_name, words
+from lowprec_check.schema.statements import counted, joined, module_name, some, words
 
 SEVERITIES: tuple[Severity, ...] = ("error", "warning", "note")
 """The most severe first."""
@@ -29,6 +29,8 @@ class Message(NamedTuple):
     """Figures that differ between its findings are ranges."""
     help: str | None
     severity: Severity
+    found: Sequence[Diagnostic] = ()
+    """The findings that it is about."""
 
     @property
     def full(self) -> str:
@@ -95,12 +97,15 @@ class FindingGroup(NamedTuple):
         return self._said(with_advice=False)
 
     def _said(self, *, with_advice: bool) -> str:
-        """The messages, each with its runs if there are several."""
-        several = len(self.messages) > 1
-        return "; ".join(
-            (f"{', '.join(its.runs)}: " if several and its.runs else "") + (its.full if with_advice else its.text)
-            for its in self.messages
-        )
+        """The messages, each with its runs if there are several; where these are the same, with its modules."""
+        same = len({tuple(its.runs) for its in self.messages}) == 1
+        said = []
+        for its in self.messages:
+            modules = list(dict.fromkeys(module_name(d.module) for d in its.found if d.module is not None))
+            about = some(modules) if same else ", ".join(its.runs)
+            text = its.full if with_advice else its.text.rstrip(".") if its is not self.messages[-1] else its.text
+            said.append(f"{about}: {text}" if about and len(self.messages) > 1 else text)
+        return "; ".join(said)
 
 
 def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:
@@ -147,6 +152,7 @@ def group_of(members: Sequence[Diagnostic]) -> FindingGroup:
                 joined([d.sentence for d in its]),
                 joined([d.advice for d in its if d.advice]) if its[0].advice else None,
                 its[0].severity,
+                its,
             )
             for its in said.values()
         ],

@@ -15,6 +15,7 @@ from lowprec_check.schema.precisions import plan_bases
 from lowprec_check.schema.run_key import EAGER, qualified
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
+from lowprec_check.schema.verdict import look
 
 _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash")
 
@@ -103,6 +104,15 @@ def passes_all(run: Run, runs: Sequence[Run]) -> bool:
 def is_unjudged(run: Run, runs: Sequence[Run]) -> bool:
     """Whether the run ends, with an output that cannot be compared or tells nothing."""
     return run.status == "unjudged" or (run.status == "ok" and degenerate_output(run, runs) is not None)
+
+
+def effective_status(run: Run, runs: Sequence[Run]) -> str:
+    """``unjudged`` if its output tells nothing; of a run that passes on the inputs of the scan, the worst status on further ones."""
+    if is_unjudged(run, runs):
+        return "unjudged"
+    further = fails_elsewhere(run)
+    statuses: list[str] = [run.status, *(further.statuses if further is not None else ())]
+    return max(statuses, key=lambda status: look(status).rank)
 
 
 def changed_by_backend(run: Run) -> list[str]:

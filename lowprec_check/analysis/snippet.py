@@ -60,7 +60,8 @@ _UNTIE = """\
     for path in {paths}:  # shared with a module in {dtype}: copy it
         owner, _, name = path.rpartition(".")
         owner = model.get_submodule(owner)
-        setattr(owner, name, torch.nn.Parameter(getattr(owner, name).detach().clone()))
+        shared = getattr(owner, name)
+        setattr(owner, name, torch.nn.Parameter(shared.detach().clone(), requires_grad=shared.requires_grad))
 """
 
 

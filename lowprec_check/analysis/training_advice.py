@@ -108,7 +108,7 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | 
         before = [f"{updater} = {kind}({arguments})"]
         for clip in clips:
             own = clip.replace(f"({parameters}", f"({of_group.format('optimizer')}", 1)
-            before.append(f"{updater}.optimizer.register_step_pre_hook(lambda optimizer, *_: {own} and None)")
+            before.append(f"{updater}.optimizer.register_step_pre_hook(lambda optimizer, *_: ({own}, None)[1])")
         return _Updates(before, f"{updater}.zero_grad()", f"{updater}.backward(step_loss)", [f"{updater}.step()"])
     is_own = _uses_optimizer(way, setup)
     name = given if setup.default_optimizer or is_own else updater  # the file's own `optimizer` is a function

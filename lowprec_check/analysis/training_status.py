@@ -59,7 +59,8 @@ def remedies(run: Run) -> list[str]:
     if way is None or way.status == "ok":
         return []
     unscaled = [one.updater for one in passing if one.updater and one.scale is None]
-    return [one.words for one in passing if one.scale is None or one.updater not in unscaled]
+    names = [one for one in passing if one.scale is None or one.updater not in unscaled]
+    return ["no GradScaler" if one.name == "plain" else one.words for one in names]
 
 
 def way_text(name: str | None) -> str:

@@ -129,9 +129,11 @@ def _options(
 
 def _line(row: MatrixRow) -> str:
     from lowprec_check.report.foreign_text import visible
+    from lowprec_check.report.matrix import status_of
+    from lowprec_check.schema.verdict import look
 
     name = row.target + (f" on {row.device}" if row.device else "")
     if row.state == "failed":
         return visible(f"{name} · {row.seconds:.0f} s · failed: {row.reason}")
-    statuses = ", ".join(f"{cell.precision} {cell.status}" for cell in row.cells)
+    statuses = ", ".join(f"{cell.precision} {look(status_of(cell)).word}" for cell in row.cells)
     return visible(f"{name} · {row.seconds:.0f} s · {statuses}")

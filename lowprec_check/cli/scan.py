@@ -40,6 +40,7 @@ from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.registry import FORMATS
 from lowprec_check.schema.options import PlanOptions, ScanOptions
 from lowprec_check.schema.registry import choices
+from lowprec_check.schema.statements import counted
 
 if TYPE_CHECKING:
     from lowprec_check.analysis.baseline import Baseline
@@ -149,7 +150,7 @@ def _apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | 
     if update and path is not None:
         accepted = baseline_of(result, accepted)
         save(accepted, path)
-        print_status(f"{len(accepted.findings)} findings accepted in {path}")
+        print_status(f"{counted(len(accepted.findings), 'finding')} accepted in {path}")
     if accepted is None:
         return result
     result, stale = accept(result, accepted)

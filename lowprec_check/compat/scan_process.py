@@ -14,6 +14,8 @@ from typing import IO, Any, NamedTuple, NoReturn
 
 from lowprec_check.analysis.run_summary import degenerate_output, failing_gaps, label, memory_ratio, missing_kernels
 from lowprec_check.analysis.speed import speed
+from lowprec_check.analysis.statements.status import error_text
+from lowprec_check.analysis.training_status import way_text
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.process import system
 from lowprec_check.process.command_worker import CommandWorker
@@ -140,7 +142,7 @@ def _advice(advice: Recommendation | None) -> str | None:
     """``half``; ``fp32 (half saves 50 % of the memory)`` where fp32 is better in what is preferred."""
     if advice is None:
         return None
-    name = advice.label + (f" + {len(advice.keep_fp32)} in fp32" if advice.keep_fp32 else "")
+    name = advice.label + way_text(advice.way) + (f" + {len(advice.keep_fp32)} in fp32" if advice.keep_fp32 else "")
     if not advice.stay_in_fp32:
         return name if advice.evidence == "measured" else f"{name} ({advice.evidence})"
     return f"fp32 ({name}: {advice.gain})" if advice.gain else "fp32"
@@ -174,7 +176,8 @@ def _cell(run: Run, result: ScanResult) -> MatrixCell:
         degenerate=degenerate_output(run, result.runs),
         evidence=run.evidence,
         further_inputs=run.further_inputs,
-        rel_l2=_digits(run.output_error.distance if run.output_error else None),
+        rel_l2=_digits(run.distance if run.training is None else None),
+        error=error_text(run) if run.rel_l2 is None or run.training else None,
         time=_digits(time),
         memory=_digits(memory),
         gaps=missing_kernels(run),
@@ -226,7 +229,7 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
     """
     started = system.monotonic()
     device = ["--device", request.device] if request.device else []
-    options = ("--json", "-", "--quiet", "--fail-on", "never", *device, *request.options)
+    options = ("--json", "-", "--quiet", *device, *request.options, "--fail-on", "never")
     command = module_command("lowprec_check", "--no-settings", "scan", request.target, *options)
     threads = {} if limits.threads is None else {"OMP_NUM_THREADS": str(limits.threads)}
     with temporary_file() as output, temporary_file() as errors:

@@ -29,7 +29,7 @@ from lowprec_check.analysis.fixes.chosen import (
     shown_path,
 )
 from lowprec_check.analysis.fixes.fix_kinds import proposals
-from lowprec_check.analysis.fixes.fix_sites import OwnFiles, PatchedFile, Sites, distance_of, fails
+from lowprec_check.analysis.fixes.fix_sites import OwnFiles, PatchedFile, Sites, distance_of, fails, passing
 from lowprec_check.analysis.fixes.fp32_fixes import kept_buffers
 from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, compose
 from lowprec_check.analysis.fixes.seen_values import SourceTrial
@@ -139,6 +139,7 @@ class _Search:
         self.step = PlainTrial(
             goal="step",
             fp32=msgspec.structs.replace(fp32, op_calls=OpCalls()),
+            passing=passing(self.scanned.runs),
             apart=limited or self.scan_seconds > SLOW_SECONDS,
         )
 
@@ -163,7 +164,7 @@ class _Search:
             if trial is None:
                 break
             analyzed, score = self._analyzed(trial), distance_of(trial.runs)
-            if score < before and (best is None or score < distance_of(best[1].runs)):
+            if score < before and not trial.broken and (best is None or score < distance_of(best[1].runs)):
                 best = {key: replace(chosen) for key, chosen in state.items()}, trial
             if not score[0]:
                 break
@@ -270,14 +271,11 @@ class _Search:
     def _as_good(self, state: State, best: tuple[float, float], goal: Goal) -> SourceTrial | None:
         """The trial of ``state``, if it passes as ``best`` does, or its error is not more than a tenth larger."""
         tried = self.tried(state, goal)
-        if tried is None or not self._keeps_bits(tried):
+        if tried is None or tried.broken or not self._keeps_bits(tried):
             return None
         score = distance_of(tried.runs)
-        return (
-            tried
-            if score[0] < best[0] or (score[0] == best[0] and (not best[0] or score[1] <= 1.1 * best[1]))
-            else None
-        )
+        is_near = score[0] == best[0] and (not best[0] or score[1] <= 1.1 * best[1])
+        return tried if score[0] < best[0] or is_near else None
 
     # -- trials
 
@@ -356,7 +354,8 @@ class _Search:
     def _scene(self, site: Site, patched: dict[Path, PatchedFile], probe: SourceTrial) -> Scene:
         """What the expressions around ``site`` gave: in fp32, and in the first precision that fails there."""
         file = patched.get(site.source.path) or PatchedFile(site.source)
-        name = next(run.precision for run in self.failing if run.precision in site.precisions)
+        names = [run.precision for run in self.failing if run.precision in site.precisions]
+        name = names[0] if names else self.failing[0].precision  # else a change has made another one fail there
         both = (probe.seen.get("fp32", {}), probe.seen.get(name, {}))
         fp32, low = (file.by_node(places.get(str(site.source.path), {})) for places in both)
         return Scene(site.source, fp32, low)

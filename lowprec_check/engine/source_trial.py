@@ -53,6 +53,8 @@ class PlainTrial:
     goal: Goal
     """``glance``: which precisions pass. ``proof``: also on further inputs, and the bits of fp32. ``step``: a proof if all pass, else what
     fails is analyzed op by op."""
+    passing: tuple[str, ...] = ()
+    """The precisions that pass without the changes."""
     apart: bool = False
     """Whether each run has a process of its own, which is ended if an op takes too long."""
 
@@ -80,6 +82,11 @@ class PlainTrial:
                 found = _isolated(source, isolation, device, lambda: _bits(source, device, options.seed))
                 runs.reference(instrumented=False)
                 plain = [runs.run(run.precision, instrumented=False) for run in plain]
+            if self.goal != "glance":
+                others = [runs.run(name, measured=False, instrumented=False) for name in self.passing]
+                broken = [run for run in others if fails(run)]
+                found = msgspec.structs.replace(found, broken=[run.precision for run in broken])
+                plain += broken
             if self.goal == "step":
                 plain = [runs.run(run.precision, measured=proves) if fails(run) else run for run in plain]
         yield msgspec.structs.replace(found, runs=plain)

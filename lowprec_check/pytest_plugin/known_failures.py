@@ -267,7 +267,7 @@ class KnownFailures:
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Update the manifest if requested, unless collection failed or the run was interrupted."""
         completed = session.exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
-        if not self.update or is_worker(self.config) or not completed:
+        if not self.update or is_worker(self.config) or not completed or self.config.option.collectonly:
             return
         self.change = manifest.updated(self.known, self.results, [self.known[n] for n in self.unused])
         text = manifest.dump(self.change.manifest, manifest.head_of(self.path))

@@ -211,10 +211,12 @@ def coverage_github(found: Coverage, new: Collection[str] | None = None) -> str:
     commands = []
     for use in gaps:
         path, _, line = use.sources[0].rpartition(":")
-        never, is_new = use.worst == 0, new is not None and use.name in new
-        level = "notice" if new is not None and not is_new else "error" if never else "warning"
-        what = f"{use.name} {'does not run' if never else 'does not always run'}"
-        title = f"lowprec: {'new: ' * is_new}{what} in {', '.join(map(precision_of, use.failing))} on {found.device}"
+        is_new = new is not None and use.name in new
+        states = {state: [key for key in use.failing if use.support[key].state == state] for state in ("none", "some")}
+        fails = {"none": "does not run", "some": "does not always run"}
+        parts = [f"{fails[state]} in {', '.join(map(precision_of, keys))}" for state, keys in states.items() if keys]
+        level = "notice" if new is not None and not is_new else "error" if states["none"] else "warning"
+        title = f"lowprec: {'new: ' * is_new}{use.name} {', '.join(parts)} on {found.device}"
         message = f"{why(use)} ({found.evidence}, torch {found.torch}). Used by {counted(len(use.tests), 'test')}"
         message += f"; also at {some(use.sources[1:])}" if len(use.sources) > 1 else ""
         commands.append(workflow_command(level, message, file=path.replace("\\", "/"), line=line, title=title) + "\n")

@@ -111,9 +111,9 @@ def _bits(fixing: Fixing) -> str:
     if fixing.script is not None:
         return "In fp32, the weights after these steps are bit for bit those without the patch."
     if outputs and gradients:
-        return "In fp32, the output and the gradients are bit for bit those without the patch."
+        return "On the given inputs in fp32, the output and the gradients are bit for bit those without the patch."
     if outputs:
-        return "In fp32, the output is bit for bit that without the patch; it has no gradients that could be compared."
+        return "On the given inputs in fp32, the output is bit for bit that without the patch; it has no gradients that could be compared."
     return "Two calls of the model in fp32 differ, so it cannot be checked that the patch leaves fp32 as it is."
 
 

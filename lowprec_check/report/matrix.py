@@ -31,6 +31,7 @@ _HOW_TO_READ = (
     "A run that passes or is inaccurate shows the error of its output against fp32 (relative L2){}; "
     "one that fails its first op without a kernel and the number of further ones."
 )
+_TRAINED = "Of a training, *off* is how far the weights end from those of fp32, relative to how far these have moved."
 _FURTHER = "A run that passes on its batch but fails on further inputs is shown with their worst status."
 _TIMED = " and its speed against fp32, timed while other work may have run"
 _PREDICTED = "Predicted: emulated on a CPU, nothing ran on that device."
@@ -56,7 +57,9 @@ def matrix_document(
 
     missed = f"; {len(failed)} could not be" if failed else ""
     blocks: list[Block] = [Say(title, role="title"), *([Say(note, role="note")] if note else [])]
-    blocks.append(Say(f"{counted(len(scanned), 'model')} scanned{missed}."))
+    targets = len({row.target for row in scanned})
+    times = "" if targets == len(scanned) else f" in {counted(len(scanned), 'scan')}"
+    blocks.append(Say(f"{counted(targets, 'model')} scanned{times}{missed}."))
     counts = {column: Counter(status_of(cell) for cell in cells if column_of(cell) == column) for column in columns}
     statuses = [status for status in LOOKS if any(count[status] for count in counts.values())]
     if statuses:
@@ -67,13 +70,14 @@ def matrix_document(
     blocks += [Say(f"scanned with {shlex.join(options)}", role="hint")] if options else []
     missing = Counter((op, column_of(cell)) for cell in cells for op in dict.fromkeys(cell.gaps))
     if missing:
-        heads = [Column("op", "op"), Column("precision", "run"), Column("models", "number")]
+        heads = [Column("op", "op"), Column("precision", "run"), Column("scans", "number")]
         rows = [Row([*found, number]) for found, number in missing.most_common(_MOST_OPS)]
         blocks += [Heading("Ops without a kernel"), Table(heads, rows, "ops without a kernel")]
     if scanned:
         timed = _TIMED if any(cell.time for cell in cells) else ""
         notes = [_HOW_TO_READ.format(timed)]
         notes += [_FURTHER] if any(status_of(cell) != cell.status for cell in cells if not cell.degenerate) else []
+        notes += [_TRAINED] if any(cell.error and cell.error.endswith(" off") for cell in cells) else []
         notes += [_PREDICTED] if any(cell.evidence == "predicted" for cell in cells) else []
         blocks += [Heading("Models"), Say(" ".join(notes), role="hint")]
         blocks.append(_models(scanned, columns, name_of, pages))
@@ -122,7 +126,7 @@ def _outcome(cell: MatrixCell) -> StatusOf:
     status = status_of(cell)
     parts = [why(cell) or look(status).word]
     if status in ("ok", "inaccurate") and status == cell.status:
-        parts = ["infinite" if cell.rel_l2 is None else cell_text(cell.rel_l2, "error")]
+        parts = [cell.error or ("infinite" if cell.rel_l2 is None else cell_text(cell.rel_l2, "error"))]
         parts += [cell_text(speed_of(1 / cell.time), "speed")] if cell.time else []
     return StatusOf(status, " · ".join([*parts, *([] if cell.evidence == "measured" else [cell.evidence])]))
 

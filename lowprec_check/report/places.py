@@ -48,11 +48,11 @@ class Place(NamedTuple):
         """``half, bfloat16: mul: message (in timm/x.py:7) → what to do`` of one of the group's; without runs of the whole scan."""
         about = "".join(f"{visible(part)}: " for part in (", ".join(message.runs), self.group.op) if part)
         advice = f"{what_to_do}{visible(message.help, 1000)}" if message.help else ""
-        return f"{about}{visible(message.text, 1000).rstrip('.')}{self._where(message.runs)}{advice}"
+        return f"{about}{visible(message.text, 1000).rstrip('.')}{self._where(message)}{advice}"
 
-    def _where(self, runs: list[str]) -> str:
+    def _where(self, message: Message) -> str:
         """`` (in blocks.0.mlp, timm/layers/mlp.py:42 and 3 more places)``; empty if it is the one place on the line itself."""
-        shown = [d for d in self.found if not runs or d.run_label in runs]
+        shown = message.found or self.found
         found = dict.fromkeys((d.module or "", (d.source or "") if d.caller else "") for d in shown)
         first = next(iter(found))
         if not any(first) or (len(found) == 1 and not first[1]):

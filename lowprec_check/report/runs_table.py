@@ -9,6 +9,7 @@ from lowprec_check.analysis.recommend import tag
 from lowprec_check.analysis.run_summary import LEAST_MEMORY, degenerate_output, is_too_small, label, memory_ratio
 from lowprec_check.analysis.speed import speed
 from lowprec_check.analysis.statements.kinds import statements
+from lowprec_check.analysis.statements.status import error_text
 from lowprec_check.analysis.training_status import first_way
 from lowprec_check.report.blocks import Block, Column, ErrorOf, Heading, Row, Say, SpeedOf, Table
 from lowprec_check.schema.measures import MATTERS
@@ -20,7 +21,6 @@ from lowprec_check.schema.statements import (
     bytes_figure,
     chained,
     milliseconds,
-    percent,
     plain,
     say,
 )
@@ -88,10 +88,9 @@ def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
             gradient = training.gradient_error
             figures["gradient error"] = "Inf/NaN" if gradient is None else f"{gradient:.1e}"
     elif not run.is_reference and error is not None:
-        text = ""
-        if error.rel_l2 is None and error.distance is not None:
-            text = f"{percent(error.distance)} differ" if error.distance else "equal"
-        figures["output error"] = ErrorOf(error.distance if text else error.rel_l2, run.tolerance, text)
+        is_share = error.rel_l2 is None and error.distance is not None
+        text = error_text(run) or "" if is_share else ""
+        figures["output error"] = ErrorOf(error.distance if is_share else error.rel_l2, run.tolerance, text)
     return figures
 
 

@@ -86,7 +86,8 @@ def title(result: ScanResult) -> str:
     """Model, size, inputs: the first line of a report."""
     model = result.model
     inputs = f"input {', '.join(model.inputs[:3])}{', …' if len(model.inputs) > 3 else ''}"
-    return " · ".join([model.name, f"{format_count(model.parameters)} parameters", inputs])
+    parameters = f"{format_count(model.parameters)} parameter{'' if model.parameters == 1 else 's'}"
+    return " · ".join([model.name, parameters, inputs])
 
 
 def format_count(number: int) -> str:

@@ -100,10 +100,9 @@ def proven_by(before: Run, after: Run | None) -> Proven:
 
 
 def compared_with_plan(plan: Plan | None, changes: Sequence[SourceChange]) -> str | None:
-    """Whether a plan or a patch is smaller; ``None`` if there is no plan."""
+    """How much a plan keeps in fp32, and how much a patch changes; ``None`` if there is no plan."""
     if plan is None:
         return None
     kept, lines = number_of(plan.keep_fp32, plan.modules), sum(change.end_line - change.line + 1 for change in changes)
-    smaller = "the plan" if kept < lines else "the patch"
-    modules = counted(kept, "module")
-    return f"A plan from {plan.base} keeps {modules} in fp32; the patch is of {counted(lines, 'line')}: {smaller} is smaller"
+    modules, changed = counted(kept, "module"), counted(lines, "line")
+    return f"A plan from {plan.base} keeps {modules} in fp32; the patch changes {changed}"

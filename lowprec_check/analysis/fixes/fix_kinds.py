@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from lowprec_check.analysis.fixes.fp32_fixes import custom_functions, in_fp32, scaled
 from lowprec_check.analysis.fixes.scene import Scene, Site, SourceFix, is_plain, torch_in, wrapped
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText
+from lowprec_check.schema.precisions import FP32
 
 _FACTORIES = (
     *("zeros", "ones", "full", "empty", "eye", "arange", "linspace", "logspace", "rand", "randn"),
@@ -44,9 +45,9 @@ def constants(site: Site, scene: Scene) -> Iterator[SourceFix]:
             end, choose = ("min", "max") if number < 0 else ("max", "min")
             limit = f"{torch}.finfo({dtype}).{end}"
             why = f"{number:g} does not fit: use the limit of the dtype"
-            literal = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)} <= {torch}
-            for new in [limit] * literal + [f"{choose}({text}, {limit})"]:
-                yield SourceFix("constant", why, node, edits=(Edit(*span, new), *imports))
+            is_limit = abs(number) >= FP32.largest  # else fp32 would compute with another number
+            new = limit if is_limit else f"{choose}({text}, {limit})"
+            yield SourceFix("constant", why, node, edits=(Edit(*span, new), *imports))
         elif number in site.numbers and 0 < abs(number) < smallest:
             why = f"{number:g} becomes zero: at least the smallest normal number of the dtype"
             yield SourceFix(

@@ -32,6 +32,13 @@ def fails(run: Run) -> bool:
     return counts and (run.status not in ("ok", "unjudged", "skipped") or bool(further and further.failed))
 
 
+def passing(runs: Iterable[Run]) -> tuple[str, ...]:
+    """The low precisions that pass as they are: no patch may break them."""
+    return tuple(
+        run.precision for run in runs if run.status == "ok" and run.is_low and run.base is None and not fails(run)
+    )
+
+
 _RANKS = {"ok": 0.0, "unjudged": 0.0, "skipped": 0.0, "inaccurate": 1.0, "nonfinite": 2.0}
 
 
@@ -40,8 +47,10 @@ def distance_of(runs: Iterable[Run]) -> tuple[float, float]:
     rank, error = 0.0, 0.0
     for run in runs:
         rank += _RANKS.get(run.status, 3.0)
-        rank += 0.5 if run.further_inputs is not None and run.further_inputs.failed else 0.0
-        error += min(run.distance, 1e3) if run.distance is not None else 1e3
+        if run.further_inputs is not None and run.further_inputs.tried:
+            rank += 0.5 * run.further_inputs.failed / run.further_inputs.tried
+        if run.status != "ok":
+            error += min(run.distance, 1e3) if run.distance is not None else 1e3
     return rank, error
 
 

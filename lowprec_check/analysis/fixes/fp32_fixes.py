@@ -118,6 +118,8 @@ def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.exp
             and callee.kind == "module"
             and (site.cast or not callee.name)
         ):
+            if callee.training and callee.parts:  # its buffers would be copies, which a call updates in vain
+                return False
             more = _functional_call(site.source, node, bool(callee.parts))
             if more is None:
                 return False
@@ -288,7 +290,8 @@ def kept_buffers(source: SourceText, owner: str, names: Sequence[str]) -> Source
     if node is None or first is None or any(m.name == "_apply" for m in methods):
         return None
     indent = source.indent_of(first)
-    more = indent + ("\t" if indent.startswith("\t") else "    ")
+    step = "\t" if indent.startswith("\t") else "    "
+    more, deeper = indent + step, indent + 2 * step
     kept = ", ".join(f"self.{name}" for name in names)
     lines = [
         "",
@@ -300,7 +303,8 @@ def kept_buffers(source: SourceText, owner: str, names: Sequence[str]) -> Source
     for index, name in enumerate(names):
         old, its = "kept" if len(names) == 1 else f"kept[{index}]", f"self.{name}"
         with_values = f"{old}.to({its}.device)"  # one on the device meta has none, as before to_empty()
-        lines += [f"{more}{its} = {its}.to({old}.dtype) if {old}.is_meta else {with_values}"]
+        lines += [f"{more}if {old} is not None:"]
+        lines += [f"{deeper}{its} = {its}.to({old}.dtype) if {old}.is_meta else {with_values}"]
     lines += [f"{more}return self"]
     why = f"the values of {', '.join(names)} stay in fp32 when the model is cast"
     return SourceFix("buffer", why, first, edits=(source.lines_behind(first, lines),))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.fixes.fix_kinds import keyword
@@ -31,8 +31,9 @@ def faults(facts: ScriptFacts, locate: Locate, scale: float | None = None) -> It
     """Those that the steps of a script show; a new ``GradScaler`` starts at ``scale`` if that is given."""
     if "float16" in facts.autocast and facts.backward and not facts.scaled_backward:
         yield Fault("backward", facts.backward[0], _scaled(facts, locate, scale))
+    unscaled = _Unscaled()
     for place in facts.scaled_clips:
-        yield Fault("clip_grad", place, _unscaled(place, facts, locate))
+        yield Fault("clip_grad", place, _unscaled(place, facts, locate, unscaled))
     for place in facts.around_steps:
         yield Fault("autocast", place, _uncached(place, locate))
 
@@ -112,20 +113,63 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
             edits += [Edit(*source.span(each.call), f"{scaler}.step({its})")]
             if facts.optimizers == 1 or each is last_step:
                 edits += [source.lines_behind(each.statement, [f"{source.indent_of(each.statement)}{scaler}.update()"])]
-        else:
-            step = _step_after(each, [other for other in known if other in made])
-            if step is None:
-                return "no step follows in the function that clips gradients"
-            edits += [source.line_before(each.statement, f"{scaler}.unscale_({source.segment(step.of)})")]
+    steps = [each for each in known if each in made]
+    readers = [each.statement for each in known if each in clips]
+    readers += _naming_gradients(source, [each for each in known if each in backward], steps)
+    unscaled = _Unscaled()
+    for statement in sorted(readers, key=lambda each: each.lineno):
+        step = _step_after(statement, source, steps)
+        if step is None:
+            return "no step follows in the function that clips gradients"
+        edits += unscaled.before(statement, f"{scaler}.unscale_({source.segment(step.of)})", source)
     why = "gradients of the loss in fp16 become zero: scale it"
     return source, SourceFix("grad_scaler", why, known[0].call, edits=tuple(edits))
 
 
-def _step_after(clip: _Call, steps: list[_Call]) -> _Call | None:
-    """The first of the steps behind ``clip`` in its function."""
-    at = clip.statement.lineno
-    here = [each for each in steps if each.source is clip.source and each.function is clip.function]
-    return min((e for e in here if e.statement.lineno > at), key=lambda e: e.statement.lineno, default=None)
+def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Call]) -> Iterator[ast.stmt]:
+    """The statements between ``backward()`` and ``step()`` that name ``.grad``, or the loops there around them."""
+    first, last = min(each.statement.lineno for each in backward), max(each.statement.lineno for each in steps)
+    for node in ast.walk(source.tree):
+        if not (isinstance(node, ast.Attribute) and node.attr == "grad" and first < node.lineno < last):
+            continue
+        statement = source.around(node, ast.stmt)
+        around = [statement]
+        while around[-1] is not None:
+            around.append(source.parents.get(around[-1]))
+        loops = [each for each in around if isinstance(each, _LOOPS) and each.lineno > first]
+        found = loops[-1] if loops else statement
+        if isinstance(found, ast.stmt) and source.around(found, _FUNCTIONS) is steps[0].function:
+            yield found
+
+
+class _Unscaled:
+    """The lines that unscale gradients, and the statements that they are put before: torch allows one for each step."""
+
+    def __init__(self) -> None:
+        self._before: list[tuple[str, object]] = []
+
+    def before(self, statement: ast.stmt, line: str, source: SourceText) -> list[Edit]:
+        """``line`` before ``statement``; nothing if it is before another one in a block around it."""
+        blocks, at = list[object](), statement
+        while isinstance(parent := source.parents.get(at), ast.AST):
+            field = next(
+                (name for name, value in ast.iter_fields(parent) if isinstance(value, list) and at in value), ""
+            )
+            blocks.append((parent, field))
+            at = parent  # type: ignore[assignment]
+        if any(line == known and block in blocks for known, block in self._before):
+            return []
+        self._before.append((line, blocks[0]))
+        return [source.line_before(statement, line)]
+
+
+def _step_after(statement: ast.stmt, source: SourceText, steps: Sequence[_Call]) -> _Call | None:
+    """The first of the steps behind a statement in its function."""
+    function = source.around(statement, _FUNCTIONS)
+    here = [each for each in steps if each.source is source and each.function is function]
+    return min(
+        (e for e in here if e.statement.lineno > statement.lineno), key=lambda e: e.statement.lineno, default=None
+    )
 
 
 def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.stmt:
@@ -165,20 +209,26 @@ def _runs_once(call: _Call, facts: ScriptFacts, locate: Locate) -> bool:
     return names.count(function.name) <= 1
 
 
-def _unscaled(place: ScriptPlace, facts: ScriptFacts, locate: Locate) -> tuple[SourceText, SourceFix] | str:
+def _unscaled(
+    place: ScriptPlace, facts: ScriptFacts, locate: Locate, unscaled: _Unscaled
+) -> tuple[SourceText, SourceFix] | str:
     """``scaler.unscale_(optimizer)`` before gradients are clipped."""
     clip = _call(place, "clip_grad", locate)
     steps = [_call(each, "step", locate) for each in facts.scaled_steps]
     if isinstance(clip, str):
         return clip
-    step = _step_after(clip, [each for each in steps if isinstance(each, _Call) and each.call.args])
+    with_optimizer = [each for each in steps if isinstance(each, _Call) and each.call.args]
+    step = _step_after(clip.statement, clip.source, with_optimizer)
     if step is None:
         none = "no step of a GradScaler follows in the function that clips gradients"
         return next((each for each in steps if isinstance(each, str)), none)
     optimizer = clip.source.segment(step.call.args[0])
-    line = clip.source.line_before(clip.statement, f"{clip.source.segment(step.of)}.unscale_({optimizer})")
+    line = f"{clip.source.segment(step.of)}.unscale_({optimizer})"
+    edits = unscaled.before(clip.statement, line, clip.source)
+    if not edits:
+        return "unscaling them before the first clipping is enough"
     why = "gradients are clipped while they are scaled: unscale them first"
-    return clip.source, SourceFix("unscale", why, clip.call, edits=(line,))
+    return clip.source, SourceFix("unscale", why, clip.call, edits=tuple(edits))
 
 
 def _uncached(place: ScriptPlace, locate: Locate) -> tuple[SourceText, SourceFix] | str:

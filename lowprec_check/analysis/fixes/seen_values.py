@@ -16,6 +16,8 @@ class SeenValue(Struct, frozen=True, kw_only=True):
     """Of a tensor, ``float16``, of all calls; of a module, that of its first floating parameter."""
     name: str = ""
     """Of a module: its first floating parameter, ``weight``; of a callable: where it is defined, ``torch.nn.functional.normalize``."""
+    training: bool = False
+    """Whether a module is in training mode."""
     of_torch: bool = False
     """Whether the class of a module is one of torch."""
     number: float | None = None
@@ -87,6 +89,8 @@ class SourceTrial(Struct, frozen=True, kw_only=True):
 
     runs: list[Run] = []
     """Those of each precision; analyzed op by op if that was asked for, and they fail."""
+    broken: list[str] = []
+    """Those of ``runs`` that passed without the changes, and fail with them."""
     outputs: str = ""
     """A digest of the outputs in fp32, bit for bit; empty if two calls differ."""
     gradients: str = ""

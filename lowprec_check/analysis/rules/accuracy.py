@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 
-from lowprec_check.analysis.error_shares import is_over_tolerance
+from lowprec_check.analysis.error_shares import error_with_same_choices, is_over_tolerance
 from lowprec_check.analysis.rules.gaps import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
@@ -38,7 +38,6 @@ from lowprec_check.schema.statements import Sentence, chained, say, short_op, so
 
 OUTLIER_ROUNDOFFS = 8
 JUMP = 4
-DECISIVE = 5
 
 PICKS_ELEMENTS = (
     *("arg", "max", "min", "cummax", "cummin"),
@@ -348,18 +347,14 @@ def _choice(row: OpCall, wide: str) -> Sentence:
 
 def _decided_by_choices(run: Run) -> Sentence | None:
     """The error of the output with the choices of the run and with those of fp32, if choices decide whether it passes."""
-    error, in_lockstep = run.output_error, run.lockstep_error.distance if run.lockstep_error else None
-    about_another_run = not run.is_eager or run.failed_call or run.compared_module or not run.complete
-    if run.status != "inaccurate" or about_another_run or error is None or in_lockstep is None:
-        return None
-    far = error.distance is None or error.distance > DECISIVE * in_lockstep
-    if not far or in_lockstep > (run.tolerance or 0.0):
+    error, same = run.output_error, error_with_same_choices(run)
+    if error is None or same is None:
         return None
     if error.rel_l2 is None and error.distance is not None:
         integers = "{share:percent} of the values differ, but {same:percent} with the same choices in fp32"
-        return say(integers, share=error.distance, same=in_lockstep)
+        return say(integers, share=error.distance, same=same)
     errors = "output error {error:error}, but {same:error} with the same choices in fp32"
-    return say(errors, error=error.distance, same=in_lockstep)
+    return say(errors, error=error.distance, same=same)
 
 
 @rule("LP305", "numeric-failure", "error")

@@ -11,6 +11,7 @@ from lowprec_check.analysis.error_shares import (
     PartShare,
     cancelling,
     error_beside,
+    error_with_same_choices,
     fails_by_error,
     harmful_trials,
     is_confirmed,
@@ -116,7 +117,7 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     budget = run.budget
     if budget is None or not is_told(run, result) or trusted_budget(run) is not None or is_confirmed(run):
         return None
-    if not budget.known and harmful_trials(run):
+    if not budget.known and (harmful_trials(run) or error_with_same_choices(run) is not None):
         return None
     if not budget.known:
         reason = budget.reason or "it was not computed"

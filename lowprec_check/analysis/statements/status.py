@@ -28,7 +28,7 @@ from lowprec_check.analysis.training_status import diverges, first_way, in_phase
 from lowprec_check.schema.measures import MATTERS, InputsTried
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import Sentence, chained, plain, say, short_op, some
+from lowprec_check.schema.statements import Sentence, chained, error_figure, percent, plain, say, short_op, some
 
 NEAR = 0.5
 """The part of its tolerance from which on the error of a run that passes is said to be near it."""
@@ -137,6 +137,16 @@ def _nonfinite(run: Run) -> Sentence:
     several = run.compared_output is not None  # it may be another one that this spoils
     first_in = "the first that reaches an output is from" if several else "first in"
     return chained(what, say(f"{first_in} {{op:op}}{{phase:text}} of {{module:module}}", **place), between=", ")
+
+
+def error_text(run: Run) -> str | None:
+    """``1.3e-03``; ``2.3 % differ`` of integers; of a training, how far the weights end from those of fp32. ``None`` if it is not known."""
+    if run.training is not None:
+        way = first_way(run)
+        return f"weights {error_figure(way.distances[-1])} off" if way is not None and way.distances else None
+    if run.rel_l2 is None and run.distance is not None:
+        return f"{percent(run.distance)} differ" if run.distance else "equal"
+    return None if run.output_error is None else error_figure(run.distance)
 
 
 def passes_but(run: Run) -> Sentence | None:

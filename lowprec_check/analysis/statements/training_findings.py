@@ -209,7 +209,7 @@ def gradients(run: Run, result: ScanResult) -> Made:
         total = say("{underflow:percent} of the elements underflow", underflow=underflow)
         parts.append(_with(total, small, "underflow", "of", names_rest=True))
     if large:
-        parts.append(_with(plain("elements overflow"), large, "overflow", "of", names_rest=True))
+        parts.append(_with(plain("elements become NaN or Inf"), large, "overflow", "of", names_rest=True))
     if training.gradient_error is not None:
         drawn = " for the same random numbers" if training.same_draws else ""
         head = say(f"error {{error:error}}{drawn}", error=training.gradient_error)

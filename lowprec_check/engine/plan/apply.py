@@ -54,8 +54,8 @@ def _describe(module: nn.Module) -> str:
 
 
 def _check_device(model: nn.Module, planned: str) -> None:
-    found = {parameter.device.type for parameter in model.parameters()}
-    if found != {device_type(planned)}:
+    found = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    if found - {device_type(planned)}:
         where = " and ".join(sorted(found))
         raise UsageError(
             f"The plan is for {planned!r}, but the model is on {where}.",

@@ -25,7 +25,7 @@ from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
 from lowprec_check.schema.precisions import PRECISIONS, formats
 from lowprec_check.schema.run_key import PLAN
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.statements import say, short_op, some
+from lowprec_check.schema.statements import counted, say, short_op, some
 
 SLOWER = 1.5
 """A base at least this many times slower than a plan already found is not searched, unless its calls are short."""
@@ -166,7 +166,7 @@ class Proposer:
     def stop_reason(self, trials: int) -> str | None:
         """Why no other run may start, or ``None``."""
         if trials >= self.limits.max_trials:
-            return f"after {trials} trials"
+            return f"after {counted(trials, 'trial')}"
         if system.monotonic() - self.started > self.limits.seconds:
             return f"after {self.limits.seconds:g} s"
         return None
@@ -293,6 +293,8 @@ class _Search:
             return f"passes with {some(found.keep)} in fp32{early}"
         if self.trials.stopped is not None:
             return f"{STOPPED_WITHOUT_PLAN} {self.trials.stopped}"
+        if not self.tree.types:
+            return "no plan: no submodule is called, so none can be kept in fp32"
         failed = self.failed.get(self.tree.normalized(self.tree.children("")))
         if failed is None:
             tried = f", fails with one module in low precision (tried: {some(found.failed_alone)})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -73,6 +73,11 @@ class TrainingPart(TrainingSteps):
         """Seconds for the steps of the first way, and for those of all others together."""
         self._seconds = 0.0
         """What the others have taken."""
+
+    @property
+    def _compared(self) -> Collection[str]:
+        """Those of fp32: a plan with tied weights has copies of some."""
+        return self._reference.samples.sizes
 
     def run(self) -> None:
         """Train in the first way, whose status is that of the run; the error is that of the output and the loss in the first step."""
@@ -255,7 +260,7 @@ class TrainingPart(TrainingSteps):
                 found = tried
             else:
                 self._report(ways=ways)
-        if found is None:
+        if found is None or found.status == "error":
             return
         suggestion = LossScale(
             scale=found.initial_scale or scale,
@@ -263,7 +268,7 @@ class TrainingPart(TrainingSteps):
             largest_at=largest.module,
             underflow_unscaled=self._training.underflow or 0.0,
             underflow=self._underflow.get(found.name),
-            skipped_steps=found.skipped_steps if found.status != "error" else None,
+            skipped_steps=found.skipped_steps,
         )
         self._report(loss_scale=suggestion)
 

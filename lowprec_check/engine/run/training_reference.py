@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import msgspec
@@ -120,6 +120,11 @@ class TrainingSteps:
         return {name: p for name, p in self.ready.model.named_parameters() if p.requires_grad}
 
     @property
+    def _compared(self) -> Collection[str] | None:
+        """The names of the parameters that are compared with fp32's; ``None`` for all that are trained."""
+        return None
+
+    @property
     def too_slow(self) -> bool:
         """Whether a step failed, or is too slow to be repeated."""
         return self.result.status == "error" or self.result.seconds > self.task.slow_seconds
@@ -182,6 +187,7 @@ class TrainingSteps:
             on_step=lambda number: self._send(CallStarted(number)),
             on_first=on_first,
             watchers=watchers,
+            names=self._compared,
         )
 
 

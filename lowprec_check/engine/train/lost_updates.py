@@ -176,8 +176,8 @@ class Stalls(Watcher):
         updated = step.updated
         gradients = {name: torch.zeros(()).expand(p.shape) for name, p in self._parameters.items()}
         for name, p in self._parameters.items():
-            if id(p) in updated and p.grad is not None and p.grad.layout == torch.strided:
-                gradients[name] = p.grad
+            if id(p) in updated and p.grad is not None:
+                gradients[name] = p.grad if p.grad.layout == torch.strided else p.grad.to_dense()
         self._moving, self._before = self._samples.take(gradients) != 0, self._samples.take(self._parameters)
 
     def update(self, step: TrainingStep) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -275,7 +275,9 @@ class Loop:
         on_step: Callable[[int], None],
         on_first: Callable[[StepResult], None] | None = None,
         watchers: Sequence[Watcher] = (),
+        names: Collection[str] | None = None,
     ) -> None:
+        """``names``: the parameters that are compared; by default all that are trained."""
         self._ready, self._step, self._batches, self._seed = ready, step, batches, seed
         self._on_step, self._on_first, self._watchers = on_step, on_first, list(watchers)
         self.faults: list[str] = []
@@ -283,7 +285,8 @@ class Loop:
         self.draws = False
         """Whether the first step draws random numbers."""
         self.trajectory = Trajectory()
-        self.parameters = {n: p for n, p in ready.model.named_parameters() if p.requires_grad}
+        trained = {n: p for n, p in ready.model.named_parameters() if p.requires_grad}
+        self.parameters = {n: p for n, p in trained.items() if names is None or n in names}
         self.buffers = {n: b for n, b in ready.model.named_buffers() if is_float(b) and b.layout == torch.strided}
         self.samples, self.buffer_samples = Samples.of(self.parameters), Samples.of(self.buffers)
 
