@@ -346,13 +346,11 @@ class _Search:
 
     def _untried(self, items: Sequence[str]) -> list[str]:
         """The modules that were not tried in low precision, each alone; those that fail for certain last, then the largest share."""
-        prediction = self.prediction
+        prediction, all_kept = self.prediction, frozenset(items)
         shares = {path: prediction.removed(path) if prediction is not None else 0.0 for path in items}
-        found = [
-            path
-            for path in items
-            if self.tree.normalized(other for other in items if other != path) not in self.trials.verdicts
-        ]
+        alike = (keep for keep in self.trials.verdicts if len(keep) == len(all_kept) - 1)
+        tried = {path for keep in alike if all_kept.issuperset(keep) for path in all_kept.difference(keep)}
+        found = [path for path in items if path not in tried]
         return sorted(found, key=lambda path: (path in self.certain, shares[path]))
 
     def _shrink(self, keep: Sequence[str], fixed: Sequence[str] = ()) -> list[str]:
