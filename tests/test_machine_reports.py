@@ -114,8 +114,8 @@ def test_what_is_in_a_package_is_at_the_users_line_with_that_of_the_package_besi
     first, second = sarif_of(with_findings(*IN_PACKAGES))["results"]
     assert [entry["locations"][0]["physicalLocation"]["region"]["startLine"] for entry in (first, second)] == [9, 11]
     assert first["level"] == "error"
-    for places in ("(in body.2, timm/attention.py:7)", "(in body.0, timm/mlp.py:42 and 2 more places)"):
-        assert places in first["message"]["text"]
+    for place in ("(in body.2, timm/attention.py:7)", "(in body.0, timm/mlp.py:42 and 2 more places)"):
+        assert place in first["message"]["text"]
     related = [entry["physicalLocation"] for entry in first["relatedLocations"]]
     assert [(place["artifactLocation"]["uri"], place["region"]["startLine"]) for place in related] == [
         ("timm/attention.py", 7),
