@@ -10,6 +10,7 @@ import json
 import os
 import subprocess
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -56,6 +57,19 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help="Write tests/goldens/ anew; then read the diff.")
+    parser.addoption("--slow", metavar="K/N", help="Of the slow tests only the share number K of N, counted from 0.")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the slow tests of other shares than that of ``--slow``."""
+    if share := config.getoption("--slow"):
+        number, shares = map(int, share.split("/"))
+
+        def waits(item: pytest.Item) -> bool:
+            return item.get_closest_marker("slow") is not None and zlib.crc32(item.nodeid.encode()) % shares != number
+
+        config.hook.pytest_deselected(items=list(filter(waits, items)))
+        items[:] = [item for item in items if not waits(item)]
 
 
 Register = Callable[[Backend], None]

@@ -8,9 +8,11 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, pytest_collection_modifyitems
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -180,3 +182,20 @@ def test_no_function_is_long() -> None:
     }
     assert len(functions) > 500
     assert not {name: count for name, count in functions.items() if count > 60}
+
+
+def test_slow_tests_take_turns() -> None:
+    every = [
+        SimpleNamespace(nodeid=f"test_{number}", get_closest_marker=lambda name, slow=number % 2: slow or None)
+        for number in range(100)
+    ]
+    kept, left_out = list[Any](), list[Any]()
+    hook = SimpleNamespace(pytest_deselected=lambda *, items: left_out.extend(items))
+    for number in range(3):
+        items: list[Any] = list(every)
+        config: Any = SimpleNamespace(getoption=lambda _name, share=f"{number}/3": share, hook=hook)
+        pytest_collection_modifyitems(config, items)
+        assert len(items) < 90
+        kept += items
+    assert sorted(item.nodeid for item in kept) == sorted(item.nodeid for item in (*every, *every[::2], *every[::2]))
+    assert len(kept) + len(left_out) == 300
