@@ -593,6 +593,7 @@ _TRAINING: dict[str, Claim] = {
     "with GradScaler from {scale}": lambda c, scale: same(scale, c.advised["initial_scale"]) and c.is_advised(),
     "{skipped} skipped": lambda c, skipped: skipped == c.advised["skipped_steps"],
     "no step skipped": lambda c: not c.advised["skipped_steps"],
+    "it trains with {way}": lambda c, way: WAYS[c.advised["name"]] == way,
     "with {way}": lambda c, way: WAYS[(c.advised or c.first)["name"]] == way or WAYS[c.first["name"]] == way,
     "as it is": lambda c: True,
     "rounding loses {lost} of the updates of weights": _plain_lost,

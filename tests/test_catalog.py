@@ -402,7 +402,7 @@ def test_errors_above_dispatch_also_occur_on_xpu() -> None:
     assert missing["linalg.matrix_norm"].states["forward"] == "some"  # only some norms need singular values
     assert (missing["linalg.svd"].at, missing["linalg.svd"].message) == (
         "_linalg_svd",
-        "runs on the CPU, no kernel there",
+        "runs on the CPU, which has no kernel for this dtype",
     )
 
 

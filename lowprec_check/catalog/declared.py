@@ -38,7 +38,7 @@ ORDER: tuple[Registration, ...] = ("native", "composite", "fallback", "none")
 _WHY: dict[Registration, tuple[FailureKind, str]] = {
     "native": ("missing-kernel", "its kernel does not support the dtype"),
     "composite": ("unsupported-dtype", "does not support the dtype"),
-    "fallback": ("missing-kernel", "runs on the CPU, no kernel there"),
+    "fallback": ("missing-kernel", "runs on the CPU, which has no kernel for this dtype"),
     "none": ("no-backend-kernel", "not registered for {device}"),
 }
 

@@ -96,7 +96,9 @@ def _head(answer: OpAnswer, *, is_here: bool) -> Iterator[str]:
     elif answer.installed:
         newest = max((version_key(cell.torch) for cell in answer.cells), default=())
         is_newer = version_key(answer.installed) > newest
-        missing = "" if is_here else f" is {'newer than the catalog' if is_newer else 'not in the catalog'}"
+        devices = list(dict.fromkeys(cell.device for cell in answer.cells))
+        of_device = f" of {devices[0]}" if len(devices) == 1 else ""
+        missing = "" if is_here else f" is {'newer than' if is_newer else 'not in'} the catalog{of_device}"
         yield f"torch {answer.installed} (installed){missing}"
     yield f"dispatches {some(answer.aten, 4)}"
 

@@ -102,7 +102,7 @@ def _mismatch(run: Run) -> Sentence:
         over = "error {error:error} of {output:text} exceeds the tolerance {limit:limit}"
         return say(over, error=run.rel_l2, output=judged_output(run), limit=limit)
     if run.distance is not None:
-        differ = "{share:percent} of the values differ, over the tolerance {limit:limit}"
+        differ = "{share:percent} of the values differ, over the tolerance {limit:percent}"
         return say(differ, share=run.distance, limit=limit)
     note = say("{note:text}", note=run.notes[0]) if run.notes else None
     return chained(say("the output cannot be compared with that of fp32"), note, between=": ")

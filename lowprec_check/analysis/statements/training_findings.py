@@ -126,7 +126,7 @@ def updates(run: Run, result: ScanResult) -> Made:
     plain_way = run.training.way("plain")
     lost = plain_way.lost_updates if plain_way else None
     if not way.declared.leaves_weights:
-        kept = say("with {way:text}", way=way.declared.words)
+        kept = say("it trains with {way:text}", way=way.declared.words)
         as_it_is = "as it is, rounding loses {lost:percent} of the updates of weights"
         return chained(kept, say(as_it_is, lost=lost) if lost else None)
     if lost is None or lost < FEW:
