@@ -97,8 +97,7 @@ CLOSE = 0.8
 
 def passes_all(run: Run, runs: Sequence[Run]) -> bool:
     """Whether the run passes, on the further inputs that it was tried on too, and changes no input and buffer that eager mode leaves."""
-    is_judged = run.status == "ok" and degenerate_output(run, runs) is None
-    return is_judged and not fails_elsewhere(run) and not changed_by_backend(run)
+    return effective_status(run, runs) == "ok" and not changed_by_backend(run)
 
 
 def is_unjudged(run: Run, runs: Sequence[Run]) -> bool:
@@ -108,11 +107,10 @@ def is_unjudged(run: Run, runs: Sequence[Run]) -> bool:
 
 def effective_status(run: Run, runs: Sequence[Run]) -> str:
     """``unjudged`` if its output tells nothing; of a run that passes on the inputs of the scan, the worst status on further ones."""
-    if is_unjudged(run, runs):
+    if degenerate_output(run, runs) is not None:
         return "unjudged"
     further = fails_elsewhere(run)
-    statuses: list[str] = [run.status, *(further.statuses if further is not None else ())]
-    return max(statuses, key=lambda status: look(status).rank)
+    return run.status if further is None else max(further.statuses or ["inaccurate"], key=lambda each: look(each).rank)
 
 
 def changed_by_backend(run: Run) -> list[str]:

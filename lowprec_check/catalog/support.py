@@ -56,6 +56,8 @@ class SupportCell(Struct, frozen=True, kw_only=True):
     """The release since which it has always run; if declared, also in the same way (with a kernel, or on the CPU)."""
     since_oldest: bool = False
     """Whether that is the oldest release in the catalog: it may have run before."""
+    failed_before: bool = False
+    """Whether it is known that the release before did not run it, or otherwise."""
     fixed_in: str | None = msgspec.field(name="mended", default=None)
     """The first later release that runs it, if this one does not."""
     error: Ulp | None = None
@@ -115,12 +117,12 @@ class TorchRelease(abc.ABC):
     def cell(self, op: str, dtype: Dtype, mode: Mode) -> SupportCell:
         """The support of an operator, since or until which release, and what subclasses add."""
         support = self.support(op, dtype, mode)
-        state, since, is_oldest = support and support.state, None, False
+        state, since, is_oldest, failed = support and support.state, None, False, False
         if support is not None and state == "all":
             past = [other for other in self.history() if other.key <= self.key and other.counts_for(op)]
             while past and (found := past[-1].support(op, dtype, mode)) and found.rank == support.rank:
                 since = past.pop().release
-            is_oldest = not past
+            is_oldest, failed = not past, bool(past) and found is not None
         return SupportCell(
             device=self.device,
             torch=self.release,
@@ -132,6 +134,7 @@ class TorchRelease(abc.ABC):
             evidence=self.basis,
             since=since,
             since_oldest=is_oldest,
+            failed_before=failed,
             fixed_in=fixed_since(self, [op], dtype, mode) if state in ("some", "none") else None,
             on_cpu=support.on_cpu if support else None,
             at=support.at if support else None,

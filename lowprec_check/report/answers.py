@@ -109,6 +109,9 @@ def _support(cells: list[SupportCell]) -> StatusOf | None:
     if not known:
         return StatusOf("skipped", "n/a") if any(cell.not_applicable for cell in cells) else None
     cell = min(known, key=lambda cell: STATES.index(cell.state or "all"))
+    for other in known if cell.state == "all" else ():  # since when both run
+        if other.failed_before and version_key(other.since or "") > version_key(cell.since or ""):
+            cell = other
     words = _WORDS[cell.state]
     if cell.state == "all":
         words = f"since {'≤' if cell.since_oldest else ''}{cell.since}"
