@@ -229,13 +229,31 @@ def peak_allocated(work: Callable[[], Any]) -> int:
     settings = torch._C._profiler._ExperimentalConfig()
     api._enable_profiler_legacy(api.ProfilerConfig(api.ProfilerState.CPU, *only_memory, settings))
     try:
-        work()
+        with _without_stderr():  # torch logs a warning for memory that was allocated before and is freed in a call
+            work()
     finally:
         threads = api._disable_profiler_legacy()
     events = itertools.chain.from_iterable(threads)
     changes = (event.cpu_memory_usage() for event in events if event.kind() == "memory_alloc")
     peak: int = max(itertools.accumulate(changes, initial=0))
     return peak
+
+
+@contextlib.contextmanager
+def _without_stderr() -> Iterator[None]:
+    """Nothing is written to the standard error of this process, if it has one; an earlier call has printed what a model prints."""
+    try:
+        kept = os.dup(2)
+    except OSError:
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nothing:
+            os.dup2(nothing.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 # -- Exceptions of devices
