@@ -109,7 +109,7 @@ class SearchResult(NamedTuple):
     """Modules of ``keep`` that were not tried in low precision, as they are predicted to be needed, the search ended, or only with more
     modules in fp32."""
     failed_alone: tuple[str, ...] = ()
-    """Without a plan: modules that were tried with all others in fp32, and failed."""
+    """Without a plan: modules that were tried in low precision with all others in fp32, and failed."""
 
 
 def search(
@@ -138,7 +138,7 @@ class _Search:
         self.needed: set[str] = set()
         """Modules without which a set failed that passed with them."""
         self.failed_alone: list[str] = []
-        """Modules with which alone in low precision a trial failed."""
+        """Modules that failed in low precision where nothing else, or little, was in it."""
         self.prediction: PredictedError | None = None
         self.guessed = False
         """Whether the prediction contains guesses of hidden errors."""
@@ -148,13 +148,11 @@ class _Search:
             keep = self._first_passing(suspects)
             if keep is not None and not self.trials.verdict(keep).any_low:
                 keep = self._with_some_low(keep, suspects.lowering, most_alone)
-                if keep is None or len(self.failed_alone) == most_alone:
-                    self.trials.stopped = (
-                        f"after {len(self.failed_alone)} modules failed with the others in fp32" if keep else None
-                    )
+                if keep is not None and len(self.failed_alone) == most_alone:
+                    self.trials.stopped = f"after {most_alone} more modules failed in low precision"
                     return self._stopped()
             if keep is None:
-                return SearchResult(None, False)
+                return SearchResult(None, False, failed_alone=tuple(self.failed_alone))
             while True:
                 smaller = self._refine(self._smaller(keep))
                 if self.tree.normalized(smaller) == self.tree.normalized(keep):
@@ -168,7 +166,7 @@ class _Search:
 
     def _stopped(self) -> SearchResult:
         best = self.trials.best
-        return SearchResult(best, False, tuple(self._untried(best or ())), tuple(self.failed_alone))
+        return SearchResult(best, False, tuple(self._untried(best or ())))
 
     def passes(self, keep: Iterable[str]) -> bool:
         """Whether the base passes with ``keep`` in fp32; notes the error that is predicted for it without guesses."""

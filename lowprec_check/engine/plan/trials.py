@@ -296,9 +296,11 @@ class _Search:
         if not self.tree.types:
             return "no plan: no submodule is called, so none can be kept in fp32"
         failed = self.failed.get(self.tree.normalized(self.tree.children("")))
+        if failed is None and found.failed_alone:
+            tried = f"fails with one module in low precision (tried: {some(found.failed_alone)})"
+            return f"no plan: passes with every op in fp32, {tried}"
         if failed is None:
-            tried = f", fails with one module in low precision (tried: {some(found.failed_alone)})"
-            return f"no plan: passes {f'with every op in fp32{tried}' if found.failed_alone else 'only with every op in fp32'}"
+            return "no plan: passes only with every op in fp32"
         reason = self.proposer.objective.why_not(failed)
         if failed.exception is None or not failed.exception.module:
             # Keeping submodules in fp32 does not change a failure in the model's own forward.
