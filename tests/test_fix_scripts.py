@@ -139,6 +139,33 @@ for x, y in zip(X.split(32), Y.split(32)):
         ["unscale"],
         ["    scaler.unscale_(optimizer)\n    clip_grad_norm_(model[0]"],
     ),
+    "gradients read before a clipping, and cleared between two optimizers": (
+        """
+other = nn.Linear(20, 1)
+optimizer, two = (torch.optim.SGD(its.parameters(), lr=1e6) for its in (model, other))
+for number, (x, y) in enumerate(zip(X.split(32), Y.split(32))):
+    with torch.autocast("cpu", torch.float16):
+        loss = F.mse_loss(model(x), y) * 1e-7
+    optimizer.zero_grad()
+    loss.backward()
+    if number == 20:
+        print(model[0].weight.grad.norm())
+    for its in (model,):
+        clip_grad_norm_(its.parameters(), 1.0)
+    optimizer.step()
+    for p in other.parameters():
+        p.grad = None
+    with torch.autocast("cpu", torch.float16):
+        loss = F.mse_loss(other(x), y) * 1e-7
+    loss.backward()
+    two.step()
+""",
+        ["grad_scaler"],
+        [
+            "    scaler.unscale_(optimizer)\n    if number == 20:",
+            "    scaler.scale(loss).backward()\n    scaler.step(two)",
+        ],
+    ),
     "autocast around all steps": (
         """
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

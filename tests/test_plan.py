@@ -521,9 +521,15 @@ def test_a_scan_shows_what_its_search_found() -> None:
     result = scan(model, inputs(), precisions=["bfloat16"], times="off")
     assert [(its.base, its.kept) for its in result.attempts] == [("bfloat16", None)]
     said = [its.text for its in result.statements if its.kind == "no-plan"]
-    assert said == [f"{result.attempts[0].outcome} ({result.attempts[0].trials} trials)"]
-    helps = [its.help for its in result.diagnostics if its.code == "LP301"]
-    assert helps == ["judge by a metric, if the model tolerates the error: lowprec-check plan --metric"]
+    longer = "; lowprec-check plan searches longer"
+    assert said == [f"{result.attempts[0].outcome} ({result.attempts[0].trials} trials){longer}"]
+    assert "after 3 modules failed in low precision" in said[0]
+    whole = scan(model, inputs(), precisions=["bfloat16"], times="off", plan=True)
+    said = [its.text for its in whole.statements if its.kind == "no-plan"]
+    assert said == [f"{whole.attempts[0].outcome} ({whole.attempts[0].trials} trials)"]
+    helps = [its.help for its in whole.diagnostics if its.code == "LP301"]
+    metric = "define metric(model) and judge by it: lowprec-check plan --metric"
+    assert helps == [f"if the model tolerates the error, {metric}"]
     searched = msgspec.structs.replace(result, attempts=[])
     assert not [its for its in statements(searched) if its.kind == "no-plan"]
 
@@ -532,7 +538,7 @@ def test_all_ops_in_fp32_is_not_a_plan() -> None:
     model = nn.Sequential(Sink(8, 8), Sink(8, 8), Sink(8, 8)).eval()
     planning = find_plan(model, inputs(), dtype="bf16", base="cast")
     assert planning.plan is None
-    tried = "passes with every op in fp32, fails with one module in low precision (tried: 2)"
+    tried = "passes with every op in fp32, fails with one module in low precision (tried: 2, 1, 0)"
     assert planning.attempts[0].outcome == f"no plan: {tried}"
 
 

@@ -132,22 +132,40 @@ def test_all_ops_in_fp32_is_not_a_plan(verdict: Verdict) -> None:
         return verdict if keep == everything else Verdict(False)
 
     found = search(tree, NOTHING, Trials(tree, run, lambda count: None), lambda keep: NOTHING)
-    kinds = ("blocks.0.l0", "blocks.0.l1", "blocks.0.l2")
-    assert found == SearchResult(None, False, failed_alone=kinds if verdict.passes else ())
+    leaves = tuple(f"blocks.{block}.l{layer}" for block in range(3) for layer in range(3))
+    assert found == SearchResult(None, False, failed_alone=leaves if verdict.passes else ())
 
 
-@pytest.mark.parametrize(("most", "trials"), [(None, 8), (2, 7)])
-def test_modules_that_fail_alone_end_the_search(most: int | None, trials: int) -> None:
+def test_modules_that_fail_alone_end_the_search() -> None:
     tree = stack(3, layers=3)
     everything = tree.normalized(tree.children(""))
     likely = ["blocks.0.l0", "blocks.1.l0", "blocks.2.l0", "blocks.0.l1", "blocks.2.l2"]
     tried = Trials(tree, lambda keep: Verdict(keep == everything, any_low=keep != everything), lambda count: None)
-    found = search(tree, Suspects([], likely, False), tried, lambda keep: NOTHING, most_alone=most)
+    found = search(tree, Suspects([], likely, False), tried, lambda keep: NOTHING, most_alone=2)
     assert found.keep is None
-    assert found.failed_alone == ("blocks.0.l2", "blocks.1.l1", "blocks.2.l0")[:most]
-    alone = ("blocks.0.l0", "blocks.0.l1", "blocks.1", "blocks.2")
-    assert not tried.verdict(alone).passes
-    assert tried.count == trials
+    assert tried.stopped == "after 2 modules failed in low precision"
+    for alone in (
+        ("blocks.0.l0", "blocks.0.l1", "blocks.1", "blocks.2"),
+        ("blocks.0", "blocks.1.l0", "blocks.1.l2", "blocks.2"),
+    ):
+        assert not tried.verdict(alone).passes
+    assert tried.count == 7
+
+
+def test_a_container_can_be_in_low_precision_with_its_children_in_fp32() -> None:
+    tree = ModuleTree({"net": "Net", "net.head": "Linear"})
+    trials = Trials(
+        tree, lambda keep: Verdict("net.head" in keep or "net" in keep, any_low="net" not in keep), lambda count: None
+    )
+    suspects = Suspects([], ["net"], False, lowering=frozenset({"net", "net.head"}))
+    assert search(tree, suspects, trials, lambda keep: NOTHING).keep == ("net.head",)
+
+
+def test_any_module_of_a_kind_can_be_the_one_in_low_precision() -> None:
+    tree = ModuleTree({f"l.{number}": "Linear" for number in range(3)})
+    trials = Trials(tree, lambda keep: Verdict({"l.1", "l.2"} <= set(keep), any_low=len(keep) < 3), lambda count: None)
+    found = search(tree, Suspects([], ["l.0", "l.1"], False), trials, lambda keep: NOTHING)
+    assert found.keep == ("l.1", "l.2")
 
 
 @settings(max_examples=100, deadline=None)

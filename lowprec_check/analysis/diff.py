@@ -113,7 +113,7 @@ def diff_scans(
     changes: list[ScanChange] = []
     for was, is_now in pairs:
         if was is None or is_now is None:
-            changes += _only_one(was, is_now, new)
+            changes += _only_one(was, is_now, old, new)
         else:
             changes += _changes(was, is_now, old, new, error_factor, time_factor)
     changes += _recommendation(old, new)
@@ -171,17 +171,19 @@ def _side(result: ScanResult) -> DiffSide:
 # -- what changed
 
 
-def _only_one(before: Run | None, after: Run | None, new: ScanResult) -> Iterator[ScanChange]:
+def _only_one(before: Run | None, after: Run | None, old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
     """A missing run is worse if it passed before and was requested now: it may fail."""
     if after is not None:
-        yield ScanChange(kind="run", direction="other", run=label(after), what="not in the old scan", new=after.status)
+        status = effective_status(after, new.runs)
+        yield ScanChange(kind="run", direction="other", run=label(after), what="not in the old scan", new=status)
     elif before is not None:
         planned, asked = before.base is not None, _was_asked(before, new)
-        plan = ": the plan has another base" if new.plan is not None else ": no plan was made"
+        plan = ": the plan is another one" if new.plan is not None else ": no plan was made"
         why = plan if planned else "" if asked else ": not requested"
-        direction: Direction = "worse" if before.status == "ok" and asked and not planned else "other"
+        status = effective_status(before, old.runs)
+        direction: Direction = "worse" if status == "ok" and asked and not planned else "other"
         what = f"missing from the new scan{why}"
-        yield ScanChange(kind="run", direction=direction, run=label(before), what=what, old=before.status)
+        yield ScanChange(kind="run", direction=direction, run=label(before), what=what, old=status)
 
 
 def _was_asked(run: Run | Recommendation, result: ScanResult) -> bool:
@@ -194,15 +196,16 @@ def _was_asked(run: Run | Recommendation, result: ScanResult) -> bool:
 def _changes(
     before: Run, after: Run, old: ScanResult, new: ScanResult, error_factor: float, time_factor: float
 ) -> Iterator[ScanChange]:
-    if before.status != after.status:
-        was, is_now = effective_status(before, old.runs), effective_status(after, new.runs)
+    was, is_now = effective_status(before, old.runs), effective_status(after, new.runs)
+    if before.status == after.status == "ok" and "unjudged" not in (was, is_now):
+        yield from _elsewhere(before, after)
+    elif was != is_now:
         worse = look(is_now).rank - look(was).rank
         direction: Direction = "worse" if worse > 0 else "better" if worse < 0 else "other"
         odd = degenerate_output(after, new.runs)
         fails = plain(f"cannot be judged: {odd}") if odd else passes_but(after)
         what = fails.text if fails else why(after).text if after.status != "ok" else "passes now"
         yield ScanChange(kind="status", direction=direction, run=label(after), what=what, old=was, new=is_now)
-    yield from _elsewhere(before, after)
     yield from _gaps(before, after)
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
     same_output = same_output and before.training is after.training is None  # else it is that of the first step
@@ -225,7 +228,7 @@ def _changes(
 def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
     """Whether a run that passes on the inputs of the scan passes on further ones, of which one scan may have tried more."""
     failed, fails = passes_but(before), passes_but(after)
-    if not before.status == after.status == "ok" or (failed is None) == (fails is None):
+    if (failed is None) == (fails is None):
         return
     tried, tries = (run.further_inputs.tried if run.further_inputs is not None else 0 for run in (before, after))
     direction: Direction = "other"

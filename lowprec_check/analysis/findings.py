@@ -29,7 +29,7 @@ class Message(NamedTuple):
     """Figures that differ between its findings are ranges."""
     help: str | None
     severity: Severity
-    found: Sequence[Diagnostic] = ()
+    found: Sequence[Diagnostic]
     """The findings that it is about."""
 
     @property
@@ -103,9 +103,9 @@ class FindingGroup(NamedTuple):
         for its in self.messages:
             modules = list(dict.fromkeys(module_name(d.module) for d in its.found if d.module is not None))
             about = some(modules) if same else ", ".join(its.runs)
-            text = its.full if with_advice else its.text.rstrip(".") if its is not self.messages[-1] else its.text
+            text = its.full if with_advice else its.text
             said.append(f"{about}: {text}" if about and len(self.messages) > 1 else text)
-        return "; ".join(said)
+        return "; ".join([*(text.rstrip(".") for text in said[:-1]), *said[-1:]])
 
 
 def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:

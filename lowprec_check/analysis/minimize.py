@@ -10,18 +10,19 @@ the set return to low precision: a half, a quarter, at last single modules.
 Both end so: each container is replaced by its children if that passes. In the last round no single module could return to low precision:
 the plan is 1-minimal.
 
-If a set passes with which nothing is left in low precision, single modules return first, the least suspect of each kind: where none of
-them can, no more of them can, and there is no plan.
+If a set passes with which nothing is left in low precision, single modules return first, the least suspect of each kind before the others:
+where none of them can, there is no plan.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.predicted_error import Keep, ModuleTree, PredictedError
 from lowprec_check.analysis.suspects import Suspects
-from lowprec_check.schema.module_paths import paths_above
+from lowprec_check.schema.module_paths import is_inside, paths_above
 
 ROUNDS = 12
 """Runs that are analyzed op by op to find failures that the previous one hid."""
@@ -124,7 +125,7 @@ def search(
 
     ``suspects`` are those of the base without kept modules, which fails; ``explain`` returns those with modules kept. A trial passes
     if the error of the output is at most ``tolerance``; without it nothing is predicted. Where only fp32 is known to pass, the search
-    ends after ``most_alone`` modules that fail alone; by default after one of each kind.
+    ends after ``most_alone`` modules that fail; by default all are tried.
     """
     return _Search(tree, trials, explain, tolerance or 0.0).run(suspects, most_alone)
 
@@ -138,7 +139,7 @@ class _Search:
         self.needed: set[str] = set()
         """Modules without which a set failed that passed with them."""
         self.failed_alone: list[str] = []
-        """Modules that failed in low precision where nothing else, or little, was in it."""
+        """Modules that failed in low precision with all others in fp32."""
         self.prediction: PredictedError | None = None
         self.guessed = False
         """Whether the prediction contains guesses of hidden errors."""
@@ -148,8 +149,7 @@ class _Search:
             keep = self._first_passing(suspects)
             if keep is not None and not self.trials.verdict(keep).any_low:
                 keep = self._with_some_low(keep, suspects.lowering, most_alone)
-                if keep is not None and len(self.failed_alone) == most_alone:
-                    self.trials.stopped = f"after {most_alone} more modules failed in low precision"
+                if self.trials.stopped is not None:
                     return self._stopped()
             if keep is None:
                 return SearchResult(None, False, failed_alone=tuple(self.failed_alone))
@@ -275,26 +275,29 @@ class _Search:
         yield [*certain, *(path for group in ordered for path in group)]
 
     def _with_some_low(self, keep: Sequence[str], lowering: Collection[str], most: int | None) -> list[str] | None:
-        """``keep``, with which nothing is in low precision, without modules that can be, of each kind one; ``None`` if there is none.
+        """``keep``, with which nothing is in low precision, without modules that can be; ``None`` if there is none.
 
-        Ends after ``most`` modules that cannot be.
+        First the least suspect of each kind are tried, then the others. If ``most`` fail, the search ends there, so that fewer modules may do.
         """
-        leaves = self.tree.leaves(keep)
-        inside = leaves.intersection(lowering) or leaves
-        likeliest = sorted(
-            (path for path in self.tree.types if path in inside),
-            key=lambda path: self.rank.get(path, len(self.rank)),
-            reverse=True,
+        inside = {path for path in lowering if any(is_inside(path, around) for around in keep)} or self.tree.leaves(
+            keep
         )
-        found = None
-        for path, *_ in self.tree.by_role(likeliest).values():
-            if len(self.failed_alone) == most:
-                break
+        candidates = [path for path in self.tree.types if path in inside]
+        candidates.sort(key=lambda path: self.rank.get(path, len(self.rank)), reverse=True)
+        by_role = itertools.zip_longest(*self.tree.by_role(candidates).values())
+        found, failed = None, 0
+        for path in filter(None, itertools.chain.from_iterable(by_role)):
             others = self.tree.without(found or keep, path)
+            if not self.tree.normalized(others):
+                continue  # the base itself
             if not self.passes(others):
-                self.failed_alone.append(path)
+                failed += 1
+                self.failed_alone += [] if found else [path]
             elif self.trials.verdict(others).any_low:
                 found = others
+            if failed == most:
+                self.trials.stopped = f"after {failed} modules failed in low precision"
+                break
         return found
 
     # -- shrinking: find what can return to low precision

@@ -12,7 +12,7 @@ from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.plan import Attempt
 from lowprec_check.schema.precisions import plan_bases
-from lowprec_check.schema.run_key import EAGER, qualified
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, qualified
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
 from lowprec_check.schema.verdict import look
@@ -55,6 +55,8 @@ def plan_starts(runs: Sequence[Run], *, wanted: bool | None) -> list[Run]:
 
 def failed_search(run: Run, attempts: Sequence[Attempt]) -> Attempt | None:
     """The search of a scan for a plan that starts from ``run``, if it found none."""
+    if run.status in ("ok", "skipped") or run.memory_format != CONTIGUOUS:
+        return None
     from_run = (tried for tried in attempts if (tried.base, tried.backend) == (run.precision, run.backend))
     return next((tried for tried in from_run if tried.trials and tried.kept is None), None)
 

@@ -83,7 +83,7 @@ class PlainTrial:
                 runs.reference(instrumented=False)
                 plain = [runs.run(run.precision, instrumented=False) for run in plain]
             if self.goal != "glance":
-                others = [runs.run(name, measured=False, instrumented=False) for name in self.passing]
+                others = [runs.run(name, measured=proves, instrumented=False) for name in self.passing]
                 broken = [run for run in others if fails(run)]
                 found = msgspec.structs.replace(found, broken=[run.precision for run in broken])
                 plain += broken

@@ -31,7 +31,9 @@ _HOW_TO_READ = (
     "A run that passes or is inaccurate shows the error of its output against fp32 (relative L2){}; "
     "one that fails its first op without a kernel and the number of further ones."
 )
-_TRAINED = "Of a training, *off* is how far the weights end from those of fp32, relative to how far these have moved."
+_TRAINED = (
+    "Weights that are off: how far they end from those of fp32 in a training, relative to how far these have moved."
+)
 _FURTHER = "A run that passes on its batch but fails on further inputs is shown with their worst status."
 _TIMED = " and its speed against fp32, timed while other work may have run"
 _PREDICTED = "Predicted: emulated on a CPU, nothing ran on that device."

@@ -52,8 +52,7 @@ class Place(NamedTuple):
 
     def _where(self, message: Message) -> str:
         """`` (in blocks.0.mlp, timm/layers/mlp.py:42 and 3 more places)``; empty if it is the one place on the line itself."""
-        shown = message.found or self.found
-        found = dict.fromkeys((d.module or "", (d.source or "") if d.caller else "") for d in shown)
+        found = dict.fromkeys((d.module or "", (d.source or "") if d.caller else "") for d in message.found)
         first = next(iter(found))
         if not any(first) or (len(found) == 1 and not first[1]):
             return ""

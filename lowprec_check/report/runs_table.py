@@ -88,9 +88,8 @@ def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
             gradient = training.gradient_error
             figures["gradient error"] = "Inf/NaN" if gradient is None else f"{gradient:.1e}"
     elif not run.is_reference and error is not None:
-        is_share = error.rel_l2 is None and error.distance is not None
-        text = error_text(run) or "" if is_share else ""
-        figures["output error"] = ErrorOf(error.distance if is_share else error.rel_l2, run.tolerance, text)
+        text = (error_text(run) or "") if error.rel_l2 is None and error.distance is not None else ""
+        figures["output error"] = ErrorOf(error.distance, run.tolerance, text)
     return figures
 
 

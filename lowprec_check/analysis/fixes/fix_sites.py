@@ -33,10 +33,10 @@ def fails(run: Run) -> bool:
 
 
 def passing(runs: Iterable[Run]) -> tuple[str, ...]:
-    """The low precisions that pass as they are: no patch may break them."""
-    return tuple(
-        run.precision for run in runs if run.status == "ok" and run.is_low and run.base is None and not fails(run)
-    )
+    """The low precisions that pass as they are, in eager mode: no patch may break them."""
+    eager = [run for run in runs if run.is_low and run.backend == "eager" and run.base is None]
+    failing = {run.precision for run in eager if fails(run)}
+    return tuple(dict.fromkeys(run.precision for run in eager if run.status == "ok" and run.precision not in failing))
 
 
 _RANKS = {"ok": 0.0, "unjudged": 0.0, "skipped": 0.0, "inaccurate": 1.0, "nonfinite": 2.0}

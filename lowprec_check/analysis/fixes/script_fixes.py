@@ -121,46 +121,58 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
         step = _step_after(statement, source, steps)
         if step is None:
             return "no step follows in the function that clips gradients"
-        edits += unscaled.before(statement, f"{scaler}.unscale_({source.segment(step.of)})", source)
+        edits += unscaled.before(statement, step, f"{scaler}.unscale_({source.segment(step.of)})")
     why = "gradients of the loss in fp16 become zero: scale it"
     return source, SourceFix("grad_scaler", why, known[0].call, edits=tuple(edits))
 
 
 def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Call]) -> Iterator[ast.stmt]:
-    """The statements between ``backward()`` and ``step()`` that name ``.grad``, or the loops there around them."""
-    first, last = min(each.statement.lineno for each in backward), max(each.statement.lineno for each in steps)
+    """The statements between a ``backward()`` and the next ``step()`` that name ``.grad``, but those that clear it."""
+    lines = sorted((each.statement.lineno, each in backward) for each in (*backward, *steps))
     for node in ast.walk(source.tree):
-        if not (isinstance(node, ast.Attribute) and node.attr == "grad" and first < node.lineno < last):
-            continue
         statement = source.around(node, ast.stmt)
-        around = [statement]
-        while around[-1] is not None:
-            around.append(source.parents.get(around[-1]))
-        loops = [each for each in around if isinstance(each, _LOOPS) and each.lineno > first]
-        found = loops[-1] if loops else statement
-        if isinstance(found, ast.stmt) and source.around(found, _FUNCTIONS) is steps[0].function:
-            yield found
+        parent = source.parents.get(node)
+        is_called = isinstance(parent, ast.Call) and parent.func is node  # torch.autograd.grad
+        if (
+            not (isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(statement, ast.stmt))
+            or is_called
+        ):
+            continue
+        before = [is_backward for line, is_backward in lines if line < node.lineno]
+        clears = isinstance(statement, ast.Assign) and source.segment(statement.value) == "None"
+        step = _step_after(statement, source, steps)
+        if before[-1:] == [True] and not clears and step is not None:
+            block, _ = next(_blocks(source, step.statement))
+            if any(
+                block == its for its, _ in _blocks(source, statement)
+            ):  # else not each time that it is read, a step follows
+                yield statement
 
 
 class _Unscaled:
-    """The lines that unscale gradients, and the statements that they are put before: torch allows one for each step."""
+    """The lines that unscale gradients, by the block that they are in: torch allows one for each step."""
 
     def __init__(self) -> None:
-        self._before: list[tuple[str, object]] = []
+        self._lines: list[tuple[str, object]] = []
 
-    def before(self, statement: ast.stmt, line: str, source: SourceText) -> list[Edit]:
-        """``line`` before ``statement``; nothing if it is before another one in a block around it."""
-        blocks, at = list[object](), statement
-        while isinstance(parent := source.parents.get(at), ast.AST):
-            field = next(
-                (name for name, value in ast.iter_fields(parent) if isinstance(value, list) and at in value), ""
-            )
-            blocks.append((parent, field))
-            at = parent  # type: ignore[assignment]
-        if any(line == known and block in blocks for known, block in self._before):
+    def before(self, statement: ast.stmt, step: _Call, line: str) -> list[Edit]:
+        """``line`` before ``statement``, or before the loop or branch around it that ``step`` is not in; nothing if it is there already."""
+        source, of_step = step.source, {block for block, _ in _blocks(step.source, step.statement)}
+        around = [(block, node) for block, node in _blocks(source, statement) if block in of_step]
+        if any((line, block) in self._lines for block, _ in around):
             return []
-        self._before.append((line, blocks[0]))
-        return [source.line_before(statement, line)]
+        block, node = around[0]
+        self._lines.append((line, block))
+        return [source.line_before(node, line)]
+
+
+def _blocks(source: SourceText, node: ast.AST) -> Iterator[tuple[object, ast.stmt]]:
+    """The blocks that ``node`` is in, the innermost first, each with its statement around ``node``."""
+    while (parent := source.parents.get(node)) is not None:
+        for field, value in ast.iter_fields(parent):
+            if isinstance(value, list) and node in value and isinstance(node, ast.stmt):
+                yield (parent, field), node
+        node = parent
 
 
 def _step_after(statement: ast.stmt, source: SourceText, steps: Sequence[_Call]) -> _Call | None:
@@ -223,8 +235,7 @@ def _unscaled(
         none = "no step of a GradScaler follows in the function that clips gradients"
         return next((each for each in steps if isinstance(each, str)), none)
     optimizer = clip.source.segment(step.call.args[0])
-    line = f"{clip.source.segment(step.of)}.unscale_({optimizer})"
-    edits = unscaled.before(clip.statement, line, clip.source)
+    edits = unscaled.before(clip.statement, step, f"{clip.source.segment(step.of)}.unscale_({optimizer})")
     if not edits:
         return "unscaling them before the first clipping is enough"
     why = "gradients are clipped while they are scaled: unscale them first"

@@ -136,8 +136,9 @@ def _instead(run: Run, result: ScanResult) -> str:
 def _search(run: Run, result: ScanResult, passing: Recommendation | None) -> str:
     """The command that searches for modules to keep in fp32, or what to do if the scan has searched for them in vain."""
     searched = failed_search(run, result.attempts)
-    if searched is not None and passing is None and not searched.stopped_without_plan:
-        return "judge by a metric, if the model tolerates the error: lowprec-check plan --metric"
+    is_over = searched is not None and not searched.stopped_without_plan
+    if is_over and passing is None and result.prediction is None:
+        return "if the model tolerates the error, define metric(model) and judge by it: lowprec-check plan --metric"
     command, batches = "plan", "inputs-from"
     if result.prediction is not None:
         command, batches = "scan --plan", "batches"  # plan needs the device

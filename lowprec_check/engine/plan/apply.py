@@ -54,7 +54,7 @@ def _describe(module: nn.Module) -> str:
 
 
 def _check_device(model: nn.Module, planned: str) -> None:
-    found = {tensor.device.type for tensor in (*model.parameters(), *model.buffers())}
+    found = {tensor.device.type for tensor in [*model.parameters()] or model.buffers()}
     if found - {device_type(planned)}:
         where = " and ".join(sorted(found))
         raise UsageError(

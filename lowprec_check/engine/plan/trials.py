@@ -38,7 +38,7 @@ class Limits:
     max_trials: int = 200
     seconds: float = 600.0
     most_alone: int | None = None
-    """Modules that may fail alone in low precision before the search ends, where only fp32 is known to pass; ``None``: one of each kind."""
+    """Modules that may fail in low precision before the search ends, where only fp32 is known to pass; ``None``: all."""
 
 
 class Objective:
