@@ -587,7 +587,7 @@ def test_the_code_calls_the_extension_that_is_recommended() -> None:
     fails = a_way(status="inaccurate", divergence=OUTSIDE)
     best = advice(a_trained("autocast-bf16", fails, a_way("ipex-split")))
     assert best.way == "ipex-split"
-    assert "With Intel's extension, split weights." in best.reason
+    assert "It trains with Intel's extension, split weights." in best.reason
     assert "stay in fp32" not in best.reason
     lines = best.code.splitlines()
     assert "import intel_extension_for_pytorch as ipex" in lines

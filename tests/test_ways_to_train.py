@@ -123,7 +123,7 @@ def test_a_way_in_a_file_is_recommended_where_it_passes() -> None:
     assert result.recommendation.way == "twice"
     assert "class Twice:" in result.recommendation.code
     assert (
-        "With two steps at once; as it is, rounding loses 50 % of the updates of weights"
+        "It trains with two steps at once; as it is, rounding loses 50 % of the updates of weights"
         in result.recommendation.reason
     )
     assert [found.help for found in result.diagnostics if found.code == "LP503"] == [
