@@ -279,9 +279,8 @@ class _Search:
 
         First the least suspect of each kind are tried, then the others. If ``most`` fail, the search ends there, so that fewer modules may do.
         """
-        inside = {path for path in lowering if any(is_inside(path, around) for around in keep)} or self.tree.leaves(
-            keep
-        )
+        inside = {path for path in lowering if any(is_inside(path, around) for around in keep)}
+        inside = inside or self.tree.leaves(keep)
         candidates = [path for path in self.tree.types if path in inside]
         candidates.sort(key=lambda path: self.rank.get(path, len(self.rank)), reverse=True)
         by_role = itertools.zip_longest(*self.tree.by_role(candidates).values())

@@ -129,23 +129,19 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
 def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Call]) -> Iterator[ast.stmt]:
     """The statements between a ``backward()`` and the next ``step()`` that name ``.grad``, but those that clear it."""
     lines = sorted((each.statement.lineno, each in backward) for each in (*backward, *steps))
-    for node in ast.walk(source.tree):
-        statement = source.around(node, ast.stmt)
-        parent = source.parents.get(node)
+    for node in [each for each in ast.walk(source.tree) if isinstance(each, ast.Attribute) and each.attr == "grad"]:
+        parent, statement = source.parents[node], source.around(node, ast.stmt)
         is_called = isinstance(parent, ast.Call) and parent.func is node  # torch.autograd.grad
-        if (
-            not (isinstance(node, ast.Attribute) and node.attr == "grad" and isinstance(statement, ast.stmt))
-            or is_called
-        ):
+        if is_called or not isinstance(statement, ast.stmt):
             continue
         before = [is_backward for line, is_backward in lines if line < node.lineno]
         clears = isinstance(statement, ast.Assign) and source.segment(statement.value) == "None"
         step = _step_after(statement, source, steps)
         if before[-1:] == [True] and not clears and step is not None:
             block, _ = next(_blocks(source, step.statement))
-            if any(
-                block == its for its, _ in _blocks(source, statement)
-            ):  # else not each time that it is read, a step follows
+            if block in [
+                its for its, _ in _blocks(source, statement)
+            ]:  # else it may be read more often than a step follows
                 yield statement
 
 
