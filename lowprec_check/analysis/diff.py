@@ -9,16 +9,10 @@ import msgspec
 
 from lowprec_check.analysis.baseline import file_of, stable_path
 from lowprec_check.analysis.conclusion import OPTION, WITH_BASELINE
-from lowprec_check.analysis.run_summary import (
-    degenerate_output,
-    effective_status,
-    failing_gaps,
-    label,
-    memory_ratio,
-)
+from lowprec_check.analysis.run_summary import effective_status, failing_gaps, label, memory_ratio
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.analysis.statements.advice import in_fp32
-from lowprec_check.analysis.statements.status import error_text, passes_but, why
+from lowprec_check.analysis.statements.status import error_text, passes_but, why_not
 from lowprec_check.analysis.training_status import way_text
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.findings import Recommendation
@@ -202,9 +196,8 @@ def _changes(
     elif was != is_now:
         worse = look(is_now).rank - look(was).rank
         direction: Direction = "worse" if worse > 0 else "better" if worse < 0 else "other"
-        odd = degenerate_output(after, new.runs)
-        fails = plain(f"cannot be judged: {odd}") if odd else passes_but(after)
-        what = fails.text if fails else why(after).text if after.status != "ok" else "passes now"
+        fails = why_not(after, new.runs)
+        what = fails.sentence.text if fails else "passes now"
         yield ScanChange(kind="status", direction=direction, run=label(after), what=what, old=was, new=is_now)
     yield from _gaps(before, after)
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero

@@ -57,7 +57,7 @@ class SupportCell(Struct, frozen=True, kw_only=True):
     since_oldest: bool = False
     """Whether that is the oldest release in the catalog: it may have run before."""
     failed_before: bool = False
-    """Whether it is known that the release before did not run it, or otherwise."""
+    """Whether the release before is known not to run it, or to run it in another way."""
     fixed_in: str | None = msgspec.field(name="mended", default=None)
     """The first later release that runs it, if this one does not."""
     error: Ulp | None = None

@@ -31,7 +31,7 @@ class MatrixCell(Struct, frozen=True, kw_only=True):
     further_inputs: InputsTried | None = None
     """How a run that passes does on further inputs; ``None`` also in older files."""
     rel_l2: float | None = None
-    """Error of the output; of one of integers the share that differs."""
+    """Error of the output; of integers, the share that differs."""
     error: str | None = None
     """The same in words, where it is not a relative L2, or the model was trained; ``None`` otherwise and in older files."""
     time: float | None = None

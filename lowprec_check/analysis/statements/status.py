@@ -161,13 +161,18 @@ def passes_but(run: Run) -> Sentence | None:
 @per_run("failure", "runs", disproof="running the model so, several times in a row, without it")
 def failure(run: Run, result: ScanResult) -> Made:
     """Why a run fails, was not run, or cannot be judged."""
-    odd = degenerate_output(run, result.runs)
+    return None if run.is_reference else why_not(run, result.runs)
+
+
+def why_not(run: Run, runs: Sequence[Run]) -> Said | None:
+    """Why a run fails, was not run, or cannot be judged; ``None`` if it passes."""
+    odd = degenerate_output(run, runs)
     if odd is not None:
         return Said(say("cannot be judged: {odd:text}", odd=odd), "none")
     fails = passes_but(run)
     if fails is not None:
         return Said(fails, "bad")
-    if run.status == "ok" or run.is_reference:
+    if run.status == "ok":
         return None
     return Said(why(run), "none" if run.status in ("skipped", "unjudged") else "bad")
 
