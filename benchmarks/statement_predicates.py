@@ -786,7 +786,7 @@ CLAIMS: dict[str, dict[str, Claim]] = {
             for where in ("{line}", "{lines}, first {line},")
             for more in ("", " --plan")
         },
-        "and compares both": lambda c: c.result["plan"] is not None,
+        "and shows the size of both": lambda c: c.result["plan"] is not None,
     },
     "plan-passes": {
         "with {kept} in fp32 (the plan) it passes": lambda c, kept: c.plan is not None and kept == c.plan["keep_fp32"],

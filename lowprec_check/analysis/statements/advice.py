@@ -154,7 +154,7 @@ def _patch(result: ScanResult) -> Iterator[Made]:
         where, figures["lines"] = "{lines:count place}, first {line:text},", len(lines)
     if result.plan is not None:
         found, figures["kept"] = "the plan keeps {kept:count module} in fp32", len(result.plan.keep_fp32)
-        more, shows = " --plan", ", and compares both"
+        more, shows = " --plan", ", and shows the size of both"
     search = f"lowprec-check fix TARGET{more} searches for one{shows}"
     yield say(f"{found}; a patch of your code at {where} was not tried: {search}", **figures)
 
