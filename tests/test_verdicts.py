@@ -9,6 +9,7 @@ import itertools
 import math
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,11 @@ from torch.nn import functional as F
 from lowprec_check import render, scan
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.analysis.statements.status import why
+from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.apply import apply
 from lowprec_check.engine.plan.planner import find_plan
+from lowprec_check.engine.run.target_runs import RunOptions, open_runs
+from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -1035,3 +1039,52 @@ def test_a_model_with_fp8_weights_is_analyzed() -> None:
     run = result.run("half")
     assert (run.status, run.complete, run.notes) == ("nonfinite", True, [])
     assert [row.op for row in run.op_calls.rows() if row.spoils_output] == ["aten.mul.Tensor"]
+
+
+# -- how often a run calls the model
+
+
+class CountsCalls(Wrapped):
+    """Its output is far from fp32's in 16 bits; from a generator of its own it may draw what fp32 draws otherwise."""
+
+    def __init__(self, calls: Path, *, draws: bool) -> None:
+        super().__init__()
+        self.draws, self.path = draws, str(calls)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with open(self.path, "a") as calls:  # what is in memory is rewound
+            calls.write("x")
+        if self.draws:
+            generator = torch.Generator().manual_seed(3)
+            return self.linear(x[:1, :5]) + torch.randn(5, 8, dtype=x.dtype, generator=generator)
+        return self.linear(x) * (1.0 if x.dtype == torch.float32 else 2.0)
+
+
+@pytest.mark.parametrize(("status_only", "expected"), [(True, 1), (False, 3)])
+def test_a_failing_run_is_not_repeated_for_random_numbers_that_fp32_does_not_draw(
+    status_only: bool, expected: int, tmp_path: Path
+) -> None:
+    calls = tmp_path / "calls"
+    model = CountsCalls(calls, draws=False)
+    with open_runs(TargetSource(make_target(model, X)), RunOptions(), "none") as runs:
+        runs.reference()
+        calls.unlink()
+        found = runs.run("half", measured=False, instrumented=False, status_only=status_only)
+    assert (found.status, len(calls.read_text())) == ("inaccurate", expected)
+
+
+@pytest.mark.parametrize("status_only", [True, False])
+def test_a_generator_of_the_model_is_seen_in_fp32_so_that_the_same_numbers_are_compared(
+    status_only: bool, tmp_path: Path
+) -> None:
+    calls = tmp_path / "calls"
+    model = CountsCalls(calls, draws=True)
+    model.linear = nn.Linear(5, 8)
+    with open_runs(TargetSource(make_target(model, X)), RunOptions(), "none") as runs:
+        runs.reference()
+        calls.unlink()
+        found = runs.run("bfloat16", measured=False, instrumented=False, status_only=status_only)
+    assert found.status == "ok"
+    assert len(calls.read_text()) == 9, (
+        "three calls, three in which draws are recorded, three of fp32 with the same ones"
+    )

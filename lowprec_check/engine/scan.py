@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from lowprec_check.analysis.conclusion import as_wanted, conclude, wanted_runs
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.catalog.versions import release_of
+from lowprec_check.engine.core.output_comparison import digest_of
 from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, version
-from lowprec_check.engine.model.plain_run import digest_of
 from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.streamed_weights import AHEAD_BYTES, HELD_BYTES, WeightStream, stream_of
 from lowprec_check.engine.model.target import Calibration, make_target

@@ -20,8 +20,9 @@ from torch.utils._pytree import tree_leaves
 from lowprec_check.analysis.fixes.fix_sites import fails
 from lowprec_check.analysis.fixes.seen_values import Places, ScriptFacts, SourceTrial
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
+from lowprec_check.engine.core.output_comparison import digest_of
 from lowprec_check.engine.core.source_location import is_own_file
-from lowprec_check.engine.model.plain_run import digest_of, judge, output_tensors, run_once
+from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.script_steps import made_steps
 from lowprec_check.engine.model.streamed_weights import is_in_memory

@@ -6,8 +6,10 @@ A model that replaces functions of torch, such as `torch.isfinite` or `Tensor.ab
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -229,3 +231,14 @@ def _same_tensor(a: Tensor, b: Tensor) -> bool:
         return True
     nan = a.isnan()
     return is_float(a) and torch.equal(nan, b.isnan()) and torch.equal(a.masked_fill(nan, 0), b.masked_fill(nan, 0))
+
+
+def digest_of(tensors: Iterable[Tensor]) -> str:
+    """The SHA-256 of their dtypes, shapes and values, bit for bit; of a tensor that is not strided, without its values."""
+    found = hashlib.sha256()
+    for tensor in tensors:
+        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        if tensor.layout == torch.strided and tensor.numel():
+            values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+            found.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
+    return found.hexdigest()

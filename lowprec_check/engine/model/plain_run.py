@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import hashlib
 import math
 import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import msgspec
@@ -118,12 +116,13 @@ class PlainCalls:
         self.warnings: list[warnings.WarningMessage] = []
         """What was warned of in the calls."""
 
-    def run(self, *, seconds: float, too_slow: float = math.inf, hopeless: float = math.inf) -> PlainResult:
-        """Call the model :data:`COMPARED_CALLS` times, unless a call fails.
+    def run(
+        self, *, seconds: float, too_slow: float = math.inf, hopeless: float = math.inf, until_failed: bool = False
+    ) -> PlainResult:
+        """Call the model :data:`COMPARED_CALLS` times, unless a call raises, or, with ``until_failed``, gives an output that fails.
 
-        There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than
-        ``too_slow``, or than ``hopeless`` without the time that its threads waited for a core. A first call that compiles, or imports what the
-        model needs, proves none of these.
+        There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than ``too_slow``, or than
+        ``hopeless`` without the time that its threads waited for a core. A first call that compiles or imports proves none of these.
         """
         seed_everything(self._seed)
         before, frames, modules = generator_states(), compiled_frames(), len(sys.modules)
@@ -150,7 +149,8 @@ class PlainCalls:
                     del output, named
                     sets_up = self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules)
                     fast = min(taken) <= too_slow and fastest <= hopeless and sum(taken[1:]) + last <= seconds
-                    goes_on = (len(taken) == 1 and sets_up and not self._streams) or (len(taken) < most and fast)
+                    more = len(taken) < most and fast and not (until_failed and self._fails(len(taken) - 1))
+                    goes_on = more or (len(taken) == 1 and sets_up and not self._streams)
             except BaseException as error:
                 reraise_interrupt(error)
                 number = len(taken) + 1
@@ -179,6 +179,11 @@ class PlainCalls:
         if self._references is None:
             return found
         return judged(found, self.outputs, self._references, self._tolerance, self.paths)
+
+    def _fails(self, number: int) -> bool:
+        assert self._references is not None
+        status, _ = judge(self.outputs[number], self._references[number], self._tolerance)
+        return status in ("inaccurate", "nonfinite")
 
 
 def run_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> tuple[Any, float]:
@@ -275,17 +280,6 @@ def with_verdict(
 def output_tensors(output: Any) -> list[Tensor]:
     """The tensors of an output, detached, as plain dense tensors; numbers and NumPy arrays become tensors."""
     return [tensor for _, tensor in named_output_tensors(output)]
-
-
-def digest_of(tensors: Iterable[Tensor]) -> str:
-    """The SHA-256 of their dtypes, shapes and values, bit for bit; of a tensor that is not strided, without its values."""
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
-        if tensor.layout == torch.strided and tensor.numel():
-            values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            found.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
-    return found.hexdigest()
 
 
 def named_output_tensors(output: Any) -> list[tuple[str, Tensor]]:

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -224,9 +225,10 @@ class _Search:
     def _try(self, keep: Keep) -> Verdict:
         """Try ``keep`` on every batch, first on the one that failed last."""
         self._show_trial(keep, "kept")
-        runs = []
+        runs, by_error = [], self.proposer.objective.fp32_metric is None
         for batch in list(self.order):
-            run = batch.run(self.base, self.backend, keep_fp32=keep, measured=False, instrumented=False)
+            how: Any = {"measured": False, "instrumented": False, "status_only": by_error}
+            run = batch.run(self.base, self.backend, keep_fp32=keep, **how)
             if not self.proposer.objective.reached(run):
                 self.order.remove(batch)
                 self.order.insert(0, batch)

@@ -144,7 +144,10 @@ class PlainPart:
             made=made,
         )
         seconds = task.budget / 2 if task.measured else min(2.0, task.budget / 5)
-        result = calls.run(seconds=seconds, too_slow=task.slow_seconds, hopeless=task.hopeless_seconds)
+        ends_early = task.status_only and not task.draws  # what random numbers excuse is not known before the last call
+        result = calls.run(
+            seconds=seconds, too_slow=task.slow_seconds, hopeless=task.hopeless_seconds, until_failed=ends_early
+        )
         self.outputs, self.paths, self._warnings = calls.outputs, calls.paths, calls.warnings
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
         gaps = self.ready.call.gaps if isinstance(self.ready.call, OnBackend) else []
@@ -175,7 +178,8 @@ class PlainPart:
         if result.status == "error":
             return
         self._add(latency_ms=result.seconds * 1e3 if task.measured else None)
-        if result.status in ("inaccurate", "nonfinite") and not (task.saves_reference or self.too_slow):
+        may_draw = (task.draws or result.random) and not (task.saves_reference or self.too_slow)
+        if may_draw and result.status in ("inaccurate", "nonfinite"):
             self.draws = self._record_draws()
         if result.status == "inaccurate" and result.random and self._is_compiled and not self.draws:
             self.result = _without_verdict(result, OTHER_DRAWS)
@@ -360,6 +364,11 @@ def _without_verdict(result: PlainResult, why: str) -> PlainResult:
     return msgspec.structs.replace(result, status="unjudged", output_error=None, notes=(*result.notes, why))
 
 
+_SUMMED = 512
+"""Bytes of parameters whose sum stands for them in a checksum."""
+
+
+@torch_as_imported()
 def _fingerprint(model: nn.Module) -> int:
     """A checksum of all parameters."""
     found = 0
@@ -368,12 +377,10 @@ def _fingerprint(model: nn.Module) -> int:
         if not is_in_memory(parameter) or storage_key(parameter) in seen:
             continue
         seen.add(storage_key(parameter))
-        storage = parameter.untyped_storage()
-        if not storage.nbytes():  # its address is none, for which zlib starts anew
-            continue
-        if storage.device.type == "cpu":
-            found = zlib.crc32((c_char * storage.nbytes()).from_address(storage.data_ptr()), found)
-        else:
-            values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            found = hash((found, int(values.sum())))
+        values = torch.empty(0, dtype=torch.uint8, device=parameter.device).set_(parameter.untyped_storage())
+        whole = values.numel() // _SUMMED * _SUMMED
+        sums = values[:whole].view(torch.int64).view(-1, _SUMMED // 8).sum(1)  # much less than a checksum has to read
+        for part in (sums.view(torch.uint8).cpu(), values[whole:].cpu()):
+            if part.numel():  # else its address is none, for which zlib starts anew
+                found = zlib.crc32((c_char * part.numel()).from_address(part.data_ptr()), found)
     return found

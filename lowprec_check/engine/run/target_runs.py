@@ -107,6 +107,8 @@ class TargetRuns:
         """The time of fp32 here, which limits are derived from."""
         self._self_error = 0.0
         self._first_seconds = 0.0
+        self._draws = True
+        """Whether the ops of fp32 draw random numbers, or were not seen."""
         self._stream = stream_of(source.target.model)
         self._eager: dict[RunKey, Run] = {}
         """The eager runs without a plan, whose op-by-op analysis explains those on other backends."""
@@ -154,7 +156,8 @@ class TargetRuns:
                 "Remove clocks, unseeded generators, and state outside the model's attributes from the forward.",
             )
         self._first_seconds = plain.first_seconds
-        run = make_run(task, outcome)
+        run, explained = make_run(task, outcome), outcome.explained
+        self._draws = explained is None or not explained.complete or explained.draws or bool(explained.faults)
         self.training = outcome.training.setup if outcome.training is not None else None
         repeatable = self.training is None or self.training.repeatable
         run = msgspec.structs.replace(
@@ -241,9 +244,10 @@ class TargetRuns:
         measured: bool = True,
         instrumented: bool = True,
         errors: Errors | None = None,
+        status_only: bool = False,
     ) -> Run:
         """Run ``precision`` on ``backend``. ``measured`` adds time and memory, ``instrumented`` explains every op, with the
-        ``errors`` of the options unless others are given.
+        ``errors`` of the options unless others are given; ``status_only`` ends the calls with the first that fails.
 
         A crash, a hang or an exception is reported as the status. A run on another backend is explained by the eager run of
         the same precision and memory format, if there was one.
@@ -254,7 +258,7 @@ class TargetRuns:
         if reason is not None:
             return skipped(task.key, reason, task.evidence)
         eager = self._eager.get(task.key._replace(backend=EAGER)) if backend != EAGER and not keep_fp32 else None
-        task = dataclasses.replace(task, instrumented=instrumented and eager is None)
+        task = dataclasses.replace(task, instrumented=instrumented and eager is None, status_only=status_only)
         run = make_run(task, self._launcher.run(task))
         run = self._with_extension_ways(run, task)
         if measured:
@@ -372,6 +376,7 @@ class TargetRuns:
             "fp32_ms": self._fp32_ms,
             "fp32_peak": self.fp32.peak_memory_bytes if self.fp32 else None,
             "changes_parameters": self._launcher.changes_parameters or options.steps > 0,
+            "draws": self._draws,
             "accelerated": not self.is_slow(precision),
         }
         reads_once = self._stream is not None and self._stream.nbytes > HELD_BYTES and precision != REFERENCE

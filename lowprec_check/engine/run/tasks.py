@@ -213,6 +213,10 @@ class RunTask(AnalysisTask):
     """Number of batches that runs of their own try: further inputs are those after them."""
     timed: bool = True
     """Whether the times of its ops are kept."""
+    draws: bool = True
+    """Whether ops may draw random numbers: those of fp32 do, or were not seen."""
+    status_only: bool = False
+    """Whether nothing but the status is asked for: a call that fails is the last one."""
     reads_once: bool = False
     """Whether the output of the instrumented part is judged, so that weights in files are read once, if it is that of a plain call."""
 

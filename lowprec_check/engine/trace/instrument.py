@@ -201,6 +201,7 @@ def _pass(
         called_modules=called,
         function_mode=failures is not None,
         complete=error is None,
+        draws=recorder.drew or failures is not None,
         emulated=options.emulation.reasons(),
         faults=tuple(recorder.faults),
         notes=tuple(itertools.starmap(_UNKNOWN.format, lockstep.failures.items())),

@@ -34,6 +34,8 @@ class Instrumented(Struct, frozen=True, kw_only=True, tag="explained"):
     """What single places with values out of range do to the output of fp32."""
     lockstep_error: ErrorStats | None = None
     """Error of the output against the lockstep reference, which uses the random values and decisions of the run."""
+    draws: bool = True
+    """Whether an op may have drawn random numbers, as far as the recorder looks."""
     emulated: dict[str, str] = {}
     faults: tuple[str, ...] = ()
     """Failures of the instruments themselves."""

@@ -65,7 +65,7 @@ class Recorder(DispatchMode):
         self.faults: dict[str, None] = {}
         """Failures of the instruments themselves: messages, in order, each once."""
         self.drew = False
-        """Whether an op has drawn random numbers."""
+        """Whether an op has drawn random numbers: any op, if no errors are computed, else one that low-precision values reach."""
         self.flow = DataFlow()
         self.magnitudes = MagnitudeSamples()
         self.origins = None if lockstep.figures.deferred or errors == "none" else lockstep.origins
@@ -90,8 +90,9 @@ class Recorder(DispatchMode):
             return self._run_view(call)
         self._begin(call, sys._getframe(1))
         state = widened = None
-        if call.involved and self._errors != "none":
+        if call.involved or self._errors == "none":
             state = state_before(call)
+        if call.involved and self._errors != "none":
             widened = self._guarded(call, self._prepare, call, state is not None)
         out = self.execution.run(call)
         if self.execution.pending.any:
@@ -181,6 +182,8 @@ class Recorder(DispatchMode):
         row.to_python = int(call.involved and call.traits.packet == "aten::_local_scalar_dense")
         row.vanished = call.vanished_constant(outputs)
         call.involved = call.involved or any(map(is_narrow, outputs))
+        if self._errors == "none":
+            self.drew |= has_drawn(call, state)
         if self._timed and call.outcome == "ok":
             row.time_ms = _milliseconds(call.seconds)
         if call.involved and outputs and self._errors != "none":
