@@ -273,4 +273,5 @@ def test_the_ratio_survives_a_machine_that_changes_its_speed(seed: int, factor: 
     assert latency is not None
     assert latency.speedup is not None
     assert latency.speedup.median == pytest.approx(factor, rel=0.15)
-    assert statistics.fmean([latency.speedup.low, latency.speedup.high]) == pytest.approx(factor, rel=0.2)
+    center = math.sqrt(latency.speedup.low * latency.speedup.high)  # one round is known within a factor
+    assert center == pytest.approx(factor, rel=0.2)

@@ -186,6 +186,9 @@ CONFIDENCE = 0.95
 ONE_CALL = 3.0
 """The factor within which the ratio of two single calls, taken one after the other, is known."""
 
+ONE_ROUND = 2.0
+"""The same of one round that nothing disturbed. Where another program used a core now and then, such ratios were off by up to 1.2."""
+
 LONG_SECONDS = 1.0
 """The time of a longer call is an average over what else happens on a machine, and so within that factor even if it is disturbed."""
 
@@ -235,7 +238,7 @@ def speedup_in_rounds(mine: Rounds, fp32: Rounds, *, on_one_core: bool = False) 
     if (on_one_core and len(alone) >= FEW) or rather_on_one_core(mine, fp32):
         return msgspec.structs.replace(speedup_of(alone), one_core=True)
     if clean:
-        return speedup_of(clean)
+        return speedup_of(clean, ONE_ROUND)
     guessed = [
         min(one.on_one_core or one.seconds) / min(other.seconds)
         for one, other in ((fp32[number], mine[number]) for number in mine if number in fp32)
@@ -259,14 +262,15 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
     return low, median, high
 
 
-def speedup_of(ratios: Sequence[float]) -> Speedup:
-    """The median of ``ratios``, one per round, with an interval that contains the true median with :data:`CONFIDENCE`.
+def speedup_of(ratios: Sequence[float], single: float = ONE_CALL) -> Speedup:
+    """The median of ``ratios``, one per round, with an interval that contains the true median with :data:`CONFIDENCE`; a ``single`` one is
+    known within that factor.
 
     That is of order statistics, which assume nothing about the distribution; of few ratios, Student's interval of their logarithms.
     """
     ordered, count = sorted(ratios), len(ratios)
     if count == 1:
-        low, high = ordered[0] / ONE_CALL, ordered[0] * ONE_CALL
+        low, high = ordered[0] / single, ordered[0] * single
     elif count in _STUDENT:
         logarithms = [math.log(ratio) for ratio in ordered]
         center, spread = statistics.fmean(logarithms), statistics.stdev(logarithms)

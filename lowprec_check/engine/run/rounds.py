@@ -36,9 +36,6 @@ MOST = 30
 FAR = 1.5
 """So far from 1 that a few rounds tell."""
 
-VERY_SLOW = 8.0
-"""A run with long calls that is so many times slower than fp32 in one round that nothing disturbed is not called again."""
-
 SAME = 1.1
 """A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
 
@@ -163,7 +160,7 @@ class RoundSchedule:
         if latency is None or latency.speedup is None:
             return False
         speedup = latency.speedup
-        if latency.median_ms >= LONG_SECONDS * 1e3 and speedup.median <= 1 / VERY_SLOW:
+        if latency.median_ms >= LONG_SECONDS * 1e3 and _is_slower(speedup):  # its interval is wide after one round
             return True
         enough = speedup.rounds >= ENOUGH
         margin = SAME if enough else FAR
