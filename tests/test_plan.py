@@ -569,6 +569,19 @@ def test_a_double_model_is_planned_and_pasted_as_its_user_has_it(base: str) -> N
     assert torch.equal(space["output"], expected)
 
 
+def test_autocast_keeps_modules_in_fp32_whose_weights_are_given_in_16_bits() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).bfloat16(), nn.Linear(8, 4))
+    plan = plan_of(model, "autocast-bf16", ["1.0"])
+    space: dict[str, Any] = {"model": copy.deepcopy(model), "inputs": inputs()}
+    exec(plan.code, space)
+    with torch.no_grad():
+        first = model[0].bfloat16()(inputs().bfloat16())
+        kept = nn.functional.linear(first.float(), model[1][0].weight.float(), model[1][0].bias.float())
+        expected = model[2].bfloat16()(model[1][1](kept.bfloat16()))
+    assert torch.equal(space["output"], expected)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

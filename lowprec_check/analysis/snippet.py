@@ -30,6 +30,7 @@ def keep_in_fp32(model, names):  # run these modules on fp32 inputs, without aut
     to_fp32 = lambda t: t.float() if t.dtype == {dtype} else t
     cast_inputs = lambda module, args, kwargs: tree_map_only(torch.Tensor, to_fp32, (args, kwargs))
     for module in map(model.get_submodule, names):
+        module._apply(to_fp32)  # weights that are in 16 bits as given
         module.forward = partial(without_autocast, module.forward)
         module.register_forward_pre_hook(cast_inputs, with_kwargs=True, prepend=True)
 

@@ -225,9 +225,10 @@ class Autocast(Application):
     """Calls the model under ``torch.autocast``; its weights stay in fp32."""
 
     def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
-        """Run the modules in ``keep_fp32`` without autocast, on inputs widened to fp32; their outputs stay fp32."""
+        """Run the modules in ``keep_fp32`` without autocast, with weights and inputs widened to fp32; their outputs stay fp32."""
         for name in keep_fp32:
             module = model.get_submodule(name)
+            module._apply(Borders(self.dtype).widened)
             module.forward = functools.partial(_outside_autocast, device_type, module.forward)
             module.register_forward_pre_hook(Borders(self.dtype).enter, with_kwargs=True, prepend=True)
 
@@ -320,7 +321,11 @@ class Borders:
 
     def enter(self, _module: nn.Module, args: Any, kwargs: Any) -> Any:
         """Widen inputs in ``low`` to fp32."""
-        return tree_map_only(Tensor, lambda t: t.float() if t.dtype == self.low else t, (args, kwargs))
+        return tree_map_only(Tensor, self.widened, (args, kwargs))
+
+    def widened(self, tensor: Tensor) -> Tensor:
+        """``tensor``, in fp32 if it is in ``low``."""
+        return tensor.float() if tensor.dtype == self.low else tensor
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Narrow fp32 outputs to ``low``."""
