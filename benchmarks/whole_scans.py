@@ -292,8 +292,8 @@ def steps(events: list[Any], end: float) -> dict[str, float]:
     at, now = 0.0, "start"
     for moment, run, doing in [*events, [end, "", ""]]:
         spent[now] += moment - at
-        by_op = doing.startswith("op ")
-        at, now = moment, f"{Path(run).name}: {'op by op' if by_op else doing.partition(':')[0]}"
+        step = doing.rpartition(" · ")[2]  # without the verdict so far
+        at, now = moment, f"{Path(run).name}: {'op by op' if step.startswith('op ') else step.partition(':')[0]}"
         if run == "times":
             now = "times"
         if doing.startswith("trial "):

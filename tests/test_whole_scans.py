@@ -390,6 +390,45 @@ def test_progress_shows_the_trials_of_a_search() -> None:
     assert {run for run, _ in after} == {"plan from autocast-fp16"}
 
 
+class SlowOps(nn.Module):
+    """A product that bf16 computes within the tolerance, and which fails in half if ``raises``; each call takes a while."""
+
+    def __init__(self, *, raises: bool = False) -> None:
+        super().__init__()
+        self.linear, self.raises = nn.Linear(8, 8), raises
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = self.linear(x)
+        time.sleep(0.4)
+        return out @ torch.ones(8, 8) if self.raises and x.dtype == torch.half else out
+
+
+@pytest.mark.parametrize(
+    ("model", "precision", "words"),
+    [
+        (SlowOps(), "bfloat16", "ok so far, error"),
+        (SlowOps(raises=True), "half", "fails"),
+        (SlowOps(raises=True), "autocast-fp16", "ok so far, error"),
+    ],
+)
+def test_progress_shows_the_verdict_before_the_explanation(model: nn.Module, precision: str, words: str) -> None:
+    seen: list[str] = []
+    result = scan(
+        model.eval(),
+        torch.randn(4, 8),
+        precisions=[precision],
+        times="off",
+        device="cpu",
+        isolation="fork",
+        on_progress=lambda run, doing: seen.append(doing) if run == precision else None,
+    )
+    before, _, after = "\n".join(seen).partition(words)
+    assert before.replace("plain run", "").strip() == ""
+    assert after, seen
+    error = result.run(precision).output_error
+    assert error is None or f"{error.rel_l2:.1e} · " in after.splitlines()[0]
+
+
 def test_the_compiler_is_reset_only_if_it_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where there is a GPU, a reset imports inductor."""
     dynamo: Any = pytest.importorskip("torch._dynamo")

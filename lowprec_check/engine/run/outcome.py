@@ -38,7 +38,8 @@ from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.op_calls import OpCalls, concatenate, without_times
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import MEASURED, Gap, Run
-from lowprec_check.schema.verdict import Status
+from lowprec_check.schema.statements import say
+from lowprec_check.schema.verdict import Status, look
 from lowprec_check.schema.what_if import WhatIf
 
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
@@ -183,6 +184,17 @@ class Outcome:
         if self.position is None:
             return what
         return f"{what}, {'at' if self.position.in_op else 'after'} {describe_position(self.position)}"
+
+    @property
+    def verdict_so_far(self) -> str | None:
+        """What the plain calls showed, which further ones may change: ``ok so far, error 2.2e-03``; ``None`` before that is known."""
+        if self.plain is None:
+            return None
+        status, error = self.plain.status, self.plain.output_error
+        words = look(status).word if status == "error" else f"{look(status).word} so far"
+        if error is None or status not in ("ok", "inaccurate"):
+            return words
+        return f"{words}, {say('error {error:error}', error=error.distance).text}"
 
     def op_calls(self) -> OpCalls:
         """The op calls found, whether or not the instrumented part finished."""

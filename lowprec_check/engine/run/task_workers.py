@@ -171,7 +171,9 @@ def _report(event: Event, outcome: Outcome, task: ModelTask, source: TargetSourc
     (name, doing), read = task.progress, outcome.weight_read
     doing = f"{doing} in {read.module}" if read is not None else doing
     doing = describe_position(outcome.position) if outcome.position else doing
-    source.report(name, f"{doing}, {percent(read.share)} of the weights" if read is not None else doing)
+    doing = f"{doing}, {percent(read.share)} of the weights" if read is not None else doing
+    so_far = None if task.is_reference else outcome.verdict_so_far
+    source.report(name, f"{so_far} · {doing}" if so_far is not None else doing)
 
 
 # -- Slow tasks side by side
