@@ -1060,31 +1060,61 @@ class CountsCalls(Wrapped):
         return self.linear(x) * (1.0 if x.dtype == torch.float32 else 2.0)
 
 
-@pytest.mark.parametrize(("status_only", "expected"), [(True, 1), (False, 3)])
-def test_a_failing_run_is_not_repeated_for_random_numbers_that_fp32_does_not_draw(
-    status_only: bool, expected: int, tmp_path: Path
-) -> None:
-    calls = tmp_path / "calls"
-    model = CountsCalls(calls, draws=False)
+def runs_of_trials(model: nn.Module, calls: Path, precision: str, *, after_base: bool) -> tuple[Run, int]:
+    """The run of a trial that keeps the first layer in fp32, and how many calls it made."""
     with open_runs(TargetSource(make_target(model, X)), RunOptions(), "none") as runs:
         runs.reference()
+        if after_base:
+            runs.run(precision)
         calls.unlink()
-        found = runs.run("half", measured=False, instrumented=False, status_only=status_only)
-    assert (found.status, len(calls.read_text())) == ("inaccurate", expected)
+        how: Any = {"measured": False, "instrumented": False, "status_only": True}
+        return runs.run(precision, keep_fp32=("linear",), **how), len(calls.read_text())
 
 
-@pytest.mark.parametrize("status_only", [True, False])
-def test_a_generator_of_the_model_is_seen_in_fp32_so_that_the_same_numbers_are_compared(
-    status_only: bool, tmp_path: Path
+@pytest.mark.parametrize(("after_base", "expected"), [(True, 1), (False, 6)])
+def test_a_trial_that_fails_is_not_repeated_where_nothing_is_random(
+    after_base: bool, expected: int, tmp_path: Path
 ) -> None:
+    """Without the run of its base, three calls more look for random numbers."""
+    calls = tmp_path / "calls"
+    model = CountsCalls(calls, draws=False)
+    found, made = runs_of_trials(model, calls, "half", after_base=after_base)
+    assert (found.status, made) == ("inaccurate", expected)
+
+
+def test_a_trial_of_a_model_with_a_generator_is_compared_with_the_same_numbers(tmp_path: Path) -> None:
     calls = tmp_path / "calls"
     model = CountsCalls(calls, draws=True)
     model.linear = nn.Linear(5, 8)
-    with open_runs(TargetSource(make_target(model, X)), RunOptions(), "none") as runs:
-        runs.reference()
-        calls.unlink()
-        found = runs.run("bfloat16", measured=False, instrumented=False, status_only=status_only)
-    assert found.status == "ok"
-    assert len(calls.read_text()) == 9, (
-        "three calls, three in which draws are recorded, three of fp32 with the same ones"
-    )
+    found, made = runs_of_trials(model, calls, "bfloat16", after_base=True)
+    assert (found.status, made) == ("ok", 9), "three calls, three that record draws, three of fp32 with the same ones"
+
+
+class DrawsInSixteenBits(Wrapped):
+    """Adds noise of a generator of its own, which fp32 does not."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if y.dtype == torch.float32:
+            return y
+        return y + torch.rand(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(3))
+
+
+class DrawsLater(Wrapped):
+    """Draws from its second call on, from a generator of its own, what differs between fp32 and 16 bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.calls = nn.Linear(5, 8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        y = self.linear(x[:1, :5])
+        if self.calls == 1:
+            return y
+        return y + torch.randn(5, 8, dtype=y.dtype, generator=torch.Generator().manual_seed(3))
+
+
+@pytest.mark.parametrize(("model", "status"), [(DrawsInSixteenBits(), "unjudged"), (DrawsLater(), "ok")])
+def test_draws_that_a_call_of_fp32_does_not_show(model: nn.Module, status: str) -> None:
+    assert run_of(model, "bfloat16").status == status

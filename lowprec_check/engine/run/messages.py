@@ -46,6 +46,8 @@ class Measures(Struct, frozen=True, kw_only=True, tag="measures"):
     """Of a backend that quantizes."""
     further_inputs: InputsTried | None = None
     backend_check: BackendCheck | None = None
+    draws: bool | None = None
+    """Whether the calls of a run that fails drew random numbers, or could not be repeated; ``None`` if that was not looked for."""
 
 
 class ChangedInputStarted(Struct, frozen=True, tag="changed-input"):

@@ -180,7 +180,9 @@ class PlainPart:
         self._add(latency_ms=result.seconds * 1e3 if task.measured else None)
         may_draw = (task.draws or result.random) and not (task.saves_reference or self.too_slow)
         if may_draw and result.status in ("inaccurate", "nonfinite"):
-            self.draws = self._record_draws()
+            recorded = self._record_draws()
+            self.draws = recorded or []
+            self._add(draws=recorded != [])
         if result.status == "inaccurate" and result.random and self._is_compiled and not self.draws:
             self.result = _without_verdict(result, OTHER_DRAWS)
             self._send(self.result)
@@ -318,15 +320,15 @@ class PlainPart:
             result = msgspec.structs.replace(self.result, compared_module=probe.module)
             self.result = with_verdict(result, *judge(tensors, probe.tensors, self.task.tolerance))
 
-    def _record_draws(self) -> list[list[Draw]]:
-        """The random calls of each call; none if there are none, or the calls cannot be repeated exactly."""
+    def _record_draws(self) -> list[list[Draw]] | None:
+        """The random calls of each call; empty if there are none, ``None`` if the calls cannot be repeated exactly."""
         self._snapshot.rewind()
         found = []
         for output in self.outputs:
             with compiled_code_in_eager(), RecordDraws() as recorder:
                 again, _ = run_once(*self._call, self.task.seed)
             if not same_bits(output_tensors(again), output):
-                return []
+                return None
             found.append(recorder.draws)
         return found if any(found) else []
 
@@ -364,11 +366,6 @@ def _without_verdict(result: PlainResult, why: str) -> PlainResult:
     return msgspec.structs.replace(result, status="unjudged", output_error=None, notes=(*result.notes, why))
 
 
-_SUMMED = 512
-"""Bytes of parameters whose sum stands for them in a checksum."""
-
-
-@torch_as_imported()
 def _fingerprint(model: nn.Module) -> int:
     """A checksum of all parameters."""
     found = 0
@@ -377,10 +374,12 @@ def _fingerprint(model: nn.Module) -> int:
         if not is_in_memory(parameter) or storage_key(parameter) in seen:
             continue
         seen.add(storage_key(parameter))
-        values = torch.empty(0, dtype=torch.uint8, device=parameter.device).set_(parameter.untyped_storage())
-        whole = values.numel() // _SUMMED * _SUMMED
-        sums = values[:whole].view(torch.int64).view(-1, _SUMMED // 8).sum(1)  # much less than a checksum has to read
-        for part in (sums.view(torch.uint8).cpu(), values[whole:].cpu()):
-            if part.numel():  # else its address is none, for which zlib starts anew
-                found = zlib.crc32((c_char * part.numel()).from_address(part.data_ptr()), found)
+        storage = parameter.untyped_storage()
+        if not storage.nbytes():  # its address is none, for which zlib starts anew
+            continue
+        if storage.device.type == "cpu":
+            found = zlib.crc32((c_char * storage.nbytes()).from_address(storage.data_ptr()), found)
+        else:
+            values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+            found = hash((found, int(values.sum())))
     return found

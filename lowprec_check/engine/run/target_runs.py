@@ -107,8 +107,8 @@ class TargetRuns:
         """The time of fp32 here, which limits are derived from."""
         self._self_error = 0.0
         self._first_seconds = 0.0
-        self._draws = True
-        """Whether the ops of fp32 draw random numbers, or were not seen."""
+        self._drew: dict[RunKey, bool | None] = {}
+        """Whether a run without kept modules drew random numbers; ``None`` if that was not looked for."""
         self._stream = stream_of(source.target.model)
         self._eager: dict[RunKey, Run] = {}
         """The eager runs without a plan, whose op-by-op analysis explains those on other backends."""
@@ -157,7 +157,8 @@ class TargetRuns:
             )
         self._first_seconds = plain.first_seconds
         run, explained = make_run(task, outcome), outcome.explained
-        self._draws = explained is None or not explained.complete or explained.draws or bool(explained.faults)
+        if explained is not None and explained.complete and not explained.faults:
+            self._drew[task.key] = explained.draws
         self.training = outcome.training.setup if outcome.training is not None else None
         repeatable = self.training is None or self.training.repeatable
         run = msgspec.structs.replace(
@@ -183,8 +184,7 @@ class TargetRuns:
     def _self_error_in(self, measures: Measures | None) -> float:
         """How far two fp32 runs differ.
 
-        If they do in one process, after the state was rewound, they are compared in separate processes, so that the second
-        does not see state of the first.
+        If they do in one process, after the state was rewound, the second is made in another one, without state of the first.
         """
         found = measures.self_error if measures is not None else None
         if found is None:
@@ -193,8 +193,8 @@ class TargetRuns:
         if not within or self.isolation == "none":
             return within
         self._launcher.renew()
-        budget = self._reference_budget
-        again = self._launcher.execute(self._task(REFERENCE, budget=budget, measured=False, instrumented=False))
+        task = self._task(REFERENCE, budget=self._reference_budget, measured=False, instrumented=False)
+        again = self._launcher.execute(task)
         error = again.plain.output_error if again.plain else None
         if error is None or error.distance is None:
             return within
@@ -259,8 +259,13 @@ class TargetRuns:
             return skipped(task.key, reason, task.evidence)
         eager = self._eager.get(task.key._replace(backend=EAGER)) if backend != EAGER and not keep_fp32 else None
         task = dataclasses.replace(task, instrumented=instrumented and eager is None, status_only=status_only)
-        run = make_run(task, self._launcher.run(task))
-        run = self._with_extension_ways(run, task)
+        if keep_fp32 and self.fp32 is not None:  # it draws what is drawn without kept modules, or in fp32
+            drew = {self._drew.get(each) for each in (task.key, self.fp32.key)}
+            task = dataclasses.replace(task, draws=drew != {False})
+        outcome = self._launcher.run(task)
+        if not keep_fp32 and outcome.measures is not None:
+            self._drew[task.key] = outcome.measures.draws
+        run = self._with_extension_ways(make_run(task, outcome), task)
         if measured:
             run = self._timed(run, task)
         if backend == EAGER and instrumented and not keep_fp32:
@@ -376,7 +381,6 @@ class TargetRuns:
             "fp32_ms": self._fp32_ms,
             "fp32_peak": self.fp32.peak_memory_bytes if self.fp32 else None,
             "changes_parameters": self._launcher.changes_parameters or options.steps > 0,
-            "draws": self._draws,
             "accelerated": not self.is_slow(precision),
         }
         reads_once = self._stream is not None and self._stream.nbytes > HELD_BYTES and precision != REFERENCE

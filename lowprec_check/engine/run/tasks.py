@@ -214,7 +214,7 @@ class RunTask(AnalysisTask):
     timed: bool = True
     """Whether the times of its ops are kept."""
     draws: bool = True
-    """Whether ops may draw random numbers: those of fp32 do, or were not seen."""
+    """Whether its calls may draw random numbers."""
     status_only: bool = False
     """Whether nothing but the status is asked for: a call that fails is the last one."""
     reads_once: bool = False
