@@ -243,7 +243,7 @@ def inputs(result: ScanResult) -> Iterator[Made]:
     if reference is not None and reference.nondeterministic:
         yield Said(plain("two fp32 runs differ; each tolerance is at least three times their difference"), "warn")
     if any(run.random for run in result.runs):
-        yield plain("the model draws random numbers; all runs draw the same")
+        yield plain("the model draws random numbers; each run starts from the same seed")
 
 
 @per_scan("weights", "weights", evidence="declared", disproof="a scan with trained weights, --weights")

@@ -149,7 +149,9 @@ class PlainCalls:
                     del output, named
                     sets_up = self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules)
                     fast = min(taken) <= too_slow and fastest <= hopeless and sum(taken[1:]) + last <= seconds
-                    more = len(taken) < most and fast and not (until_failed and self._fails(len(taken) - 1))
+                    more = (
+                        len(taken) < most and fast and not (until_failed and not drew and self._fails(len(taken) - 1))
+                    )
                     goes_on = more or (len(taken) == 1 and sets_up and not self._streams)
             except BaseException as error:
                 reraise_interrupt(error)
