@@ -127,8 +127,7 @@ class PlainCalls:
         seed_everything(self._seed)
         before, frames, modules = generator_states(), compiled_frames(), len(sys.modules)
         most = len(self._made) or (COMPARED_CALLS if self._references is None else len(self._references))
-        taken: list[float] = []
-        fastest = math.inf
+        taken, fastest = list[float](), math.inf
         drew, loss, goes_on = False, None, True
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
@@ -149,9 +148,8 @@ class PlainCalls:
                     del output, named
                     sets_up = self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules)
                     fast = min(taken) <= too_slow and fastest <= hopeless and sum(taken[1:]) + last <= seconds
-                    more = (
-                        len(taken) < most and fast and not (until_failed and not drew and self._fails(len(taken) - 1))
-                    )
+                    failed = until_failed and not drew and self._fails(len(taken) - 1)
+                    more = len(taken) < most and fast and not failed
                     goes_on = more or (len(taken) == 1 and sets_up and not self._streams)
             except BaseException as error:
                 reraise_interrupt(error)
