@@ -19,6 +19,8 @@ from lowprec_check.analysis.speed import (
     latency_outside_rounds,
     speedup_of,
 )
+from lowprec_check.engine.model import call_times
+from lowprec_check.engine.model.call_times import CallTimes
 from lowprec_check.engine.run.messages import TurnFailed, TurnTimed
 from lowprec_check.engine.run.rounds import ENOUGH, MORE, MOST, RoundSchedule
 from lowprec_check.process import system
@@ -274,3 +276,39 @@ def test_the_ratio_survives_a_machine_that_changes_its_speed(seed: int, factor: 
     assert latency.speedup.median == pytest.approx(factor, rel=0.15)
     center = math.sqrt(latency.speedup.low * latency.speedup.high)  # one round is known within a factor
     assert center == pytest.approx(factor, rel=0.2)
+
+
+# -- the calls of a plain run
+
+
+def times_of(monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, bool]], **limits: float) -> CallTimes:
+    """As many ``calls`` as there are to be: seconds, and whether the call compiles."""
+    frames, left = [0], iter(calls)
+    monkeypatch.setattr(call_times, "compiled_frames", lambda: frames[0])
+    monkeypatch.setattr(system, "longest_wait", lambda: 0.0)
+    times = CallTimes(3, **{"seconds": 10.0, "too_slow": 2.0, "hopeless": 5.0} | limits)
+    while times.goes_on:
+        times.begin()
+        seconds, compiles = next(left)
+        frames[0] += compiles
+        times.end(seconds)
+    return times
+
+
+@pytest.mark.parametrize(
+    ("calls", "count", "fastest", "first"),
+    [
+        ([(1.0, False), (0.5, False), (0.6, False)], 3, 0.5, 1.0),
+        ([(9.0, True), (8.0, True), (0.5, False)], 3, 0.5, 16.5),  # a model that compiles again in its second call
+        ([(9.0, True), (8.0, True), (7.0, True)], 3, 7.0, 10.0),
+        ([(9.0, True), (3.0, False)], 2, 3.0, 9.0),  # too slow to be called again
+        ([(6.0, False)], 1, 6.0, 6.0),
+        ([(1.0, False), (11.0, False)], 2, 1.0, 1.0),  # another one would take longer than there is time
+    ],
+)
+def test_calls_that_compile_tell_nothing_of_others(
+    monkeypatch: pytest.MonkeyPatch, calls: list[tuple[float, bool]], count: int, fastest: float, first: float
+) -> None:
+    times = times_of(monkeypatch, calls)
+    assert (times.count, times.fastest, times.first) == (count, fastest, first)
+    assert times.is_hopeless == (fastest > 5.0)

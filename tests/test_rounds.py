@@ -43,7 +43,12 @@ def quiet(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def timed(
-    model: nn.Module, inputs: Any, *precisions: str, isolation: Isolation = "fork", progress: list[str] | None = None
+    model: nn.Module,
+    inputs: Any,
+    *precisions: str,
+    isolation: Isolation = "fork",
+    progress: list[str] | None = None,
+    slow: frozenset[str] = frozenset(),
 ) -> tuple[list[Run], TimedRuns]:
     """The runs as their plain parts leave them, and with times."""
 
@@ -53,7 +58,7 @@ def timed(
 
     source = TargetSource(make_target(model, inputs))
     source.on_progress = on_progress
-    with open_runs(source, RunOptions(errors="none"), isolation) as target_runs:
+    with open_runs(source, RunOptions(errors="none", slow_formats=slow), isolation) as target_runs:
         target_runs.reference()
         runs = [target_runs.run(name, instrumented=False) for name in precisions]
         return runs, target_runs.time(runs)
@@ -126,6 +131,36 @@ def test_a_run_that_fails_while_it_is_timed_costs_only_its_own_times(
         assert f"failed while it was timed: {reason}" in half.notes
         assert bfloat16.latency.speedup is not None
         assert bfloat16.latency.speedup.rounds >= 3
+
+
+class FillsCache(nn.Module):
+    """Its first call makes a table that the others use, which takes 0.4 s; a call in bf16 takes 5 ms, others 20."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(8, 8), None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            time.sleep(0.4)
+            self.table = torch.zeros(8)
+        time.sleep(0.005 if x.dtype == torch.bfloat16 else 0.02)
+        return self.linear(x) + self.table.to(x.dtype)
+
+
+@pytest.mark.usefixtures("quiet")
+@pytest.mark.parametrize("isolation", ["fork", "none"])
+def test_what_a_first_call_makes_for_others_is_part_of_no_time(isolation: Isolation) -> None:
+    slow = frozenset({"fp16", "bf16"})
+    _, found = timed(FillsCache(), torch.randn(4, 8), "half", "bfloat16", isolation=isolation, slow=slow)
+    fp32, half, bfloat16 = found.runs
+    assert not half.judged_by_one_call
+    for run in (fp32, half, bfloat16):
+        assert run.latency is not None
+        assert run.latency.median_ms < 200
+    assert bfloat16.latency is not None
+    assert bfloat16.latency.speedup is not None
+    assert bfloat16.latency.speedup.median > 2
 
 
 def test_a_run_that_is_much_slower_is_not_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

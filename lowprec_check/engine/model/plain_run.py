@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 import re
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -29,12 +28,12 @@ from lowprec_check.engine.core.source_location import (
     show_line,
     traceback_lines,
 )
+from lowprec_check.engine.model.call_times import CallTimes
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.errors import first_line, message_of, text_of, type_name
-from lowprec_check.process import system
 from lowprec_check.schema.backend_checks import InputChange
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.findings import Gap
@@ -53,9 +52,9 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     exception: ExceptionInfo | None = None
     output_error: ErrorStats | None = None
     seconds: float = 0.0
-    """Of the fastest call."""
+    """Of the fastest call, of those that compile and import nothing if there are any."""
     first_seconds: float = 0.0
-    """Of the first call, which may compile."""
+    """Of the first call, and what further ones took longer because they compile or import."""
     calls: int = 1
     """Calls in a row, the one that failed included."""
     judged_by_one_call: bool = False
@@ -119,26 +118,23 @@ class PlainCalls:
     def run(
         self, *, seconds: float, too_slow: float = math.inf, hopeless: float = math.inf, until_failed: bool = False
     ) -> PlainResult:
-        """Call the model :data:`COMPARED_CALLS` times, unless a call raises, or, with ``until_failed``, gives an output that fails.
-
-        There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than ``too_slow``, or than
-        ``hopeless`` without the time that its threads waited for a core. A first call that compiles or imports proves none of these.
+        """Call the model :data:`COMPARED_CALLS` times, or as often as the limits of :class:`CallTimes` allow, unless a call raises, or, with
+        ``until_failed``, gives an output that fails.
         """
         seed_everything(self._seed)
-        before, frames, modules = generator_states(), compiled_frames(), len(sys.modules)
+        before, frames = generator_states(), compiled_frames()
         most = len(self._made) or (COMPARED_CALLS if self._references is None else len(self._references))
-        taken, fastest = list[float](), math.inf
-        drew, loss, goes_on = False, None, True
+        times = CallTimes(most, seconds=seconds, too_slow=too_slow, hopeless=hopeless, reads_weights=self._streams)
+        drew, loss, failed = False, None, False
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("default")
             try:
-                while goes_on:
+                while times.goes_on and not failed:
                     if self._on_call is not None:
-                        self._on_call(len(taken) + 1)
-                    waited = system.longest_wait() or 0.0
+                        self._on_call(times.count + 1)
+                    times.begin()
                     output, last = self._call(self._ready, self._args, self._kwargs, self._seed)
-                    taken.append(last)
-                    fastest = min(fastest, last - max(0.0, (system.longest_wait() or 0.0) - waited))
+                    times.end(last, prepares=self._prepares)
                     drew = drew or generator_states() != before
                     if loss is None and isinstance(output, WithLoss) and math.isfinite(value := float(output.loss)):
                         loss = value
@@ -146,20 +142,16 @@ class PlainCalls:
                     self.outputs.append([tensor.clone() for _, tensor in named])
                     self.paths = self.paths or [path for path, _ in named]
                     del output, named
-                    sets_up = self._prepares or (compiled_frames(), len(sys.modules)) > (frames, modules)
-                    fast = min(taken) <= too_slow and fastest <= hopeless and sum(taken[1:]) + last <= seconds
-                    failed = until_failed and not drew and self._fails(len(taken) - 1)
-                    more = len(taken) < most and fast and not failed
-                    goes_on = more or (len(taken) == 1 and sets_up and not self._streams)
+                    failed = until_failed and not drew and self._fails(times.count - 1)
             except BaseException as error:
                 reraise_interrupt(error)
-                number = len(taken) + 1
+                number = times.count + 1
                 return PlainResult(
                     status="error",
                     exception=describe_error(error, self._ready.model),
                     calls=number,
                     failed_call=number if number > 1 else None,
-                    seconds=min(taken, default=0.0),
+                    seconds=times.fastest,
                 )
         self.warnings = list(caught)
         floating = [tensor for tensor in self.outputs[0] if is_float(tensor) and tensor.numel()]
@@ -171,10 +163,10 @@ class PlainCalls:
             fallbacks=tuple(dict.fromkeys(first_line(message) for message in messages if _FALLBACK.search(message))),
             loss=loss,
             output_is_zero=bool(floating) and all(map(is_zero, floating)),
-            seconds=min(taken),
-            first_seconds=taken[0],
-            calls=len(taken),
-            judged_by_one_call=fastest > hopeless,
+            seconds=times.fastest,
+            first_seconds=times.first,
+            calls=times.count,
+            judged_by_one_call=times.is_hopeless,
         )
         if self._references is None:
             return found

@@ -42,8 +42,7 @@ def time_instance(task: InstanceTask, target: Target, send: Send, receive: Recei
             target = target._replace(args=map_tensors(target.args, first), kwargs=map_tensors(target.kwargs, first))
         with prepared_for(task, target) as in_precision:
             calls = TimedCalls(task, target, on_backend(task, target, in_precision))
-            for _ in range(WARM_UP_CALLS):
-                calls.call()
+            calls.warm_up(WARM_UP_CALLS)
             send(Ready())
             receive()
             samples: list[float] = []

@@ -281,7 +281,8 @@ class TargetRuns:
 
         def task_of(run: Run) -> ModelTask:
             key, kept = run.key._replace(precision=run.base or run.precision), tuple(run.keep_fp32)
-            return self._usual_task(key, keep_fp32=kept, setup_budget=BACKENDS.get(run.backend).setup_budget)
+            how: dict[str, Any] = {"keep_fp32": kept, "usual_ms": run.latency_ms}
+            return self._usual_task(key, **how, setup_budget=BACKENDS.get(run.backend).setup_budget)
 
         return time_runs(self.fp32, runs, task_of, self._launcher)
 
@@ -317,11 +318,8 @@ class TargetRuns:
         outcome = self._launcher.execute(extension)
         found = outcome.training.run.ways if outcome.training is not None else []
         why = outcome.why_incomplete(extension.part_budget)
-        notes = [
-            *run.notes,
-            *outcome.faults,
-            *([f"not all ways of Intel's extension were tried: {why}"] if why else []),
-        ]
+        untried = [f"not all ways of Intel's extension were tried: {why}"] if why else []
+        notes = [*run.notes, *outcome.faults, *untried]
         training = msgspec.structs.replace(run.training, ways=[*run.training.ways, *found])
         return msgspec.structs.replace(run, training=training, notes=notes)
 
@@ -329,7 +327,8 @@ class TargetRuns:
         """``run`` with the times in the scenario, if one was asked for and the run gave an output."""
         if self.options.scenario is None or run.latency_ms is None:
             return run
-        task = dataclasses.replace(task, changes_parameters=self._launcher.changes_parameters or task.steps > 0)
+        changes = self._launcher.changes_parameters or task.steps > 0
+        task = dataclasses.replace(task, changes_parameters=changes, usual_ms=run.latency_ms)
         try:
             timing = time_in_scenario(task, self._launcher, self.options.scenario)
         except NotTimedError as reason:
@@ -379,6 +378,7 @@ class TargetRuns:
             "budget": self.budget,
             "explain_budget": options.budget or max(self.budget, forwards),
             "fp32_ms": self._fp32_ms,
+            "fp32_setup": max(0.0, self._first_seconds - fp32_ms / 1e3),
             "fp32_peak": self.fp32.peak_memory_bytes if self.fp32 else None,
             "changes_parameters": self._launcher.changes_parameters or options.steps > 0,
             "accelerated": not self.is_slow(precision),

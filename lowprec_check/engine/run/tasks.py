@@ -104,6 +104,10 @@ class ModelTask:
     setup_budget: float = 0.0
     """Seconds that the first calls may take beyond the budget, to prepare and compile the model."""
     fp32_ms: float | None = None
+    fp32_setup: float = 0.0
+    """Seconds that the first call of fp32 took longer, as it makes what later ones use."""
+    usual_ms: float | None = None
+    """The time of a call of its plain part, if that is known."""
     without_kernel: tuple[str, ...] = ()
     changes_parameters: bool = False
     """Whether calls write to parameters, whose values are then saved and restored."""
@@ -163,14 +167,17 @@ class ModelTask:
 
     @property
     def slow_seconds(self) -> float:
-        """A call that takes longer is not repeated: an eighth of the budget, or ten times fp32's time if that is more."""
-        return max(self.budget / 8, 10 * self.fp32_ms / 1e3) if self.fp32_ms is not None else math.inf
+        """A call that takes longer is not repeated: an eighth of the budget, or ten times fp32's time if that is more, and what a first one takes."""
+        if self.fp32_ms is None:
+            return math.inf
+        return self.fp32_setup + max(self.budget / 8, 10 * self.fp32_ms / 1e3)
 
     @property
     def hopeless_seconds(self) -> float:
         """A call that takes longer decides about the run, since the hardware cannot make it faster."""
         decides = self.fp32_ms is not None and not self.accelerated and not self.steps
-        return max(HOPELESS_SECONDS, HOPELESS_RATIO * (self.fp32_ms or 0.0) / 1e3) if decides else math.inf
+        longest = max(HOPELESS_SECONDS, HOPELESS_RATIO * (self.fp32_ms or 0.0) / 1e3)
+        return self.fp32_setup + longest if decides else math.inf
 
     @property
     def progress(self) -> tuple[str, str]:

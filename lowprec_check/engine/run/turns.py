@@ -79,6 +79,9 @@ SHORT_SECONDS = 0.005
 WARM_UP_CALLS = 3
 """Before the first turn of a compiled model: a traced graph is optimized in its second call."""
 
+FILLS = 2.0
+"""A long call that took so many times its usual time has made something that later ones use, as a table, which rewinding forgets."""
+
 IN_A_ROW = 3
 """The state of the model is rewound after so many calls: it need not survive more."""
 
@@ -93,21 +96,29 @@ class TimedCalls:
     def __init__(self, task: ModelTask, target: Target, ready: Prepared) -> None:
         self._task, self._ready, self._inputs = task, ready, target.inputs
         self._snapshot = Snapshot(ready.model, target.inputs, parameters=task.changes_parameters)
-        self._calls = 0
+        self._calls, self._fills_caches = 0, False
+        """Calls since the state was rewound; whether the first of them makes what the others use, and so is not timed."""
         self._events = None
         if has_events(ready.device):
-            self._events = EventCalls(ready, target.inputs, task.seed, self._snapshot.rewind)
+            self._events = EventCalls(ready, target.inputs, task.seed, self._rewind)
 
-    def warm_up(self) -> None:
+    def warm_up(self, calls: int | None = None) -> None:
         """Calls that are not timed: they compile, allocate, choose kernels."""
-        for _ in range(1 if self._task.backend == EAGER else WARM_UP_CALLS):
+        first = self.call()
+        for _ in range(1, calls or (1 if self._task.backend == EAGER else WARM_UP_CALLS)):
             self.call()
+        if self._is_unusual(first):
+            self._rewind()
+            self._fills_caches = self._is_unusual(self.call())
+
+    def _is_unusual(self, seconds: float) -> bool:
+        usual = self._task.usual_ms
+        return seconds >= LONG_SECONDS and usual is not None and seconds > FILLS * usual / 1e3
 
     def turn(self, row: int, number: int, *, on_one_core: bool, least: float = 0.0) -> TurnTimed:
         """The turn of ``row`` in round ``number``, of at least so many seconds; ``on_one_core`` adds calls that other programs do not disturb."""
         work = seconds_of_fixed_work()
-        self._snapshot.rewind()
-        self._calls = 0
+        self._rewind()
         started, before = system.perf_counter(), system.longest_wait()
         first = self.call()
         if self._events is not None and first < LONG_SECONDS:
@@ -166,8 +177,7 @@ class TimedCalls:
 
     def _call_alone(self) -> float | None:
         """Seconds of a call on one core, less those it waited for it; ``None`` if that cannot be told, or other threads worked too."""
-        self._snapshot.rewind()  # which restores the number of threads, too
-        self._calls = 0
+        self._rewind()  # which restores the number of threads, too
         torch.set_num_threads(1)
         before, cpu = system.own_wait(), system.time_of_other_threads()
         taken, after = self.call(), system.own_wait()
@@ -178,8 +188,18 @@ class TimedCalls:
 
     def call(self) -> float:
         """Seconds of a call."""
-        if self._calls and self._calls % IN_A_ROW == 0:
-            self._snapshot.rewind()
+        if self._calls >= IN_A_ROW:
+            self._rewind()
+        return self._call()
+
+    def _rewind(self) -> None:
+        self._snapshot.rewind()
+        self._calls = 0
+        if self._fills_caches:
+            self._call()
+            self._calls = 0
+
+    def _call(self) -> float:
         self._calls += 1
         with warnings.catch_warnings():  # the plain run has shown them
             warnings.simplefilter("ignore")

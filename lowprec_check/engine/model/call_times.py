@@ -1,0 +1,84 @@
+"""How long calls in a row took, and whether there is to be another one."""
+
+from __future__ import annotations
+
+import math
+import sys
+from typing import NamedTuple
+
+from lowprec_check.engine.core.compiled import compiled_frames
+from lowprec_check.process import system
+
+
+class _Call(NamedTuple):
+    """One call, in seconds."""
+
+    seconds: float
+    working: float
+    """Without the time that its threads waited for a core."""
+    sets_up: bool
+    """Whether it compiled, or imported what the model needs: that proves nothing about other calls."""
+
+
+class CallTimes:
+    """Times of at most ``most`` calls of a model in a row.
+
+    There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than ``too_slow``, or than
+    ``hopeless`` without the time that its threads waited for a core. After a call that sets something up there is one in any case, unless it
+    ``reads_weights``, which then takes long.
+    """
+
+    def __init__(
+        self, most: int, *, seconds: float, too_slow: float, hopeless: float, reads_weights: bool = False
+    ) -> None:
+        self._most, self._seconds, self._too_slow, self._hopeless = most, seconds, too_slow, hopeless
+        self._reads_weights = reads_weights
+        self._calls: list[_Call] = []
+        self.begin()
+
+    def begin(self) -> None:
+        """A call begins."""
+        self._known, self._waited = (compiled_frames(), len(sys.modules)), system.longest_wait() or 0.0
+
+    def end(self, seconds: float, *, prepares: bool = False) -> None:
+        """It took so many ``seconds``; whether its first one ``prepares`` the model."""
+        working = seconds - max(0.0, (system.longest_wait() or 0.0) - self._waited)
+        sets_up = (prepares and not self._calls) or (compiled_frames(), len(sys.modules)) > self._known
+        self._calls.append(_Call(seconds, working, sets_up))
+
+    @property
+    def count(self) -> int:
+        """Number of calls."""
+        return len(self._calls)
+
+    @property
+    def fastest(self) -> float:
+        """Seconds of the fastest call, of those that set nothing up if there are any; 0 before the first."""
+        return min((call.seconds for call in self._settled), default=0.0)
+
+    @property
+    def first(self) -> float:
+        """Seconds of the first call, and what further ones that set something up took longer than the fastest."""
+        more = (call.seconds - self.fastest for call in self._calls[1:] if call.sets_up)
+        return self._calls[0].seconds + sum(max(0.0, seconds) for seconds in more)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether no call is fast enough to be worth another one."""
+        return min((call.working for call in self._settled), default=math.inf) > self._hopeless
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether there is to be another call."""
+        if not self._calls:
+            return True
+        last = self._calls[-1]
+        if last.sets_up:
+            return not self._reads_weights and (self.count == 1 or self.count < self._most)
+        taken = sum(call.seconds for call in self._calls[1:] if not call.sets_up) + last.seconds
+        is_fast = self.fastest <= self._too_slow and not self.is_hopeless and taken <= self._seconds
+        return self.count < self._most and is_fast
+
+    @property
+    def _settled(self) -> list[_Call]:
+        return [call for call in self._calls if not call.sets_up] or self._calls
