@@ -21,7 +21,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from lowprec_check import Plan, UsageError, apply, find_plan, scan
+from lowprec_check import Plan, UsageError, apply, find_plan, render, scan
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.model.target import make_target
@@ -368,6 +368,42 @@ def test_every_batch_must_pass() -> None:
     assert one.plan.keep_fp32 == []
     assert two.plan.batches == 2
     assert two.plan.keep_fp32 == ["1"]
+
+
+class ScaledDown(nn.Linear):
+    """Its outputs overflow in half for large inputs."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).float() / 1e4
+
+
+class TwoInputs(nn.Module):
+    """Batch 0 overflows in ``a``, batch 1 in ``b``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = ScaledDown(16, 16), ScaledDown(16, 16)
+        with torch.no_grad():
+            self.a.weight.mul_(50)
+            self.b.weight.mul_(50)
+
+    def forward(self, x: Tensor, z: Tensor) -> Tensor:
+        return self.a(x) / 1e3 + self.b(z) / 1e3
+
+
+def test_an_ablation_passes_only_on_all_batches_and_a_plan_names_them() -> None:
+    def batch(number: int) -> tuple[Tensor, Tensor]:
+        x, z = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(number))
+        return (x * 5e3, z) if number == 0 else (x, z * 5e3)
+
+    torch.manual_seed(0)
+    result = scan(TwoInputs().eval(), batch, precisions="half", batches=2, times="off")
+    ablation, plan = result.run("half").ablation, result.run("plan")
+    assert ablation is not None
+    assert (ablation.keep_fp32, ablation.status) == (["a"], "nonfinite")
+    assert plan.batches is not None
+    assert (plan.keep_fp32, plan.batch_count, plan.batches.places) == (["a", "b"], 2, [])
+    assert "on each of 2 batches of inputs" in render(result, "markdown")
 
 
 def test_equal_batches_are_rejected() -> None:

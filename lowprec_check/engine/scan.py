@@ -154,7 +154,8 @@ def growing_scan(
         resumed = _resumed(source, result, earlier)
         for key in target_runs.in_order(wanted_runs(result)[1:]):
             run = resumed.get(key) or checked_on(
-                further, with_ablation(target_runs, target_runs.run(key.precision, key.backend, key.memory_format))
+                further,
+                with_ablation(target_runs, further, target_runs.run(key.precision, key.backend, key.memory_format)),
             )
             result = msgspec.structs.replace(
                 result,

@@ -18,6 +18,7 @@ from lowprec_check.analysis.speed import CLEAR, SHORT_MS, speed
 from lowprec_check.analysis.statements.status import why
 from lowprec_check.analysis.suspects import Suspects, at_fault, constants, suspects
 from lowprec_check.engine.model.prepared import shared_weights
+from lowprec_check.engine.run.further_runs import ranges_of
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.process import system
 from lowprec_check.schema.module_paths import module_around
@@ -285,9 +286,10 @@ class _Search:
         worst = max(runs, key=error_of)
         is_cast = PRECISIONS.get(self.base).kind == "cast"
         untied = shared_weights(self.proposer.batches[0].target.model, keep) if is_cast else []
-        return msgspec.structs.replace(
-            runs[0], precision=PLAN, base=self.base, untied=untied, output_error=worst.output_error
-        )
+        known: dict[str, Any] = {"untied": untied, "output_error": worst.output_error}
+        if runs[1:]:
+            known["batches"] = msgspec.structs.replace(ranges_of(runs), places=[])  # only the first is analyzed
+        return msgspec.structs.replace(runs[0], precision=PLAN, base=self.base, **known)
 
     def _outcome(self, found: SearchResult) -> str:
         if found.keep is not None:

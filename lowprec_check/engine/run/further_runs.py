@@ -38,19 +38,23 @@ SLOWEST_MS = 5000.0
 """A run that takes longer for a call is not repeated to test what its analysis blames."""
 
 
-def with_ablation(runs: TargetRuns, run: Run) -> Run:
+def with_ablation(runs: TargetRuns, further: Sequence[TargetRuns], run: Run) -> Run:
     """``run`` with its ablation, the same plain run with the modules blamed in fp32, if it fails by its error and its analysis
-    blames a module.
+    blames a module. Its status is that of the first of the ``further`` batches on which it fails.
     """
     blamed = blamed_modules(run) if run.is_eager and run.training is None else None
     if blamed is None or run.judged_by_one_call or (run.latency_ms or 0.0) > SLOWEST_MS:
         return run
     how: Any = {"memory_format": run.memory_format, "measured": False, "instrumented": False}
     kept = runs.run(run.precision, keep_fp32=blamed.modules, **how)
+    status = kept.status
+    for batch in further:
+        if status == "ok":
+            status = batch.run(run.precision, keep_fp32=blamed.modules, **how).status
     ablation = Ablation(
         keep_fp32=list(blamed.modules),
         blamed_for=blamed.blamed_for,
-        status=kept.status,
+        status=status,
         rel_l2=kept.output_error.rel_l2 if kept.output_error is not None else None,
         predicted=blamed.predicted,
     )
@@ -115,12 +119,16 @@ def _run_on(batch: TargetRuns, run: Run) -> Run:
 
 def _of_all(runs: Sequence[Run]) -> dict[str, Any]:
     """What ``runs`` of one precision, each on another batch, show together."""
-    ranges = BatchRanges(
+    return {"batches": ranges_of(runs), "uncalled_modules": never_called(runs)}
+
+
+def ranges_of(runs: Sequence[Run]) -> BatchRanges:
+    """The results of ``runs``, each on another batch, and the ranges of places."""
+    return BatchRanges(
         statuses=[run.status for run in runs],
         output_errors=[run.output_error.distance if run.output_error else None for run in runs],
         places=ranges_by_place([run.op_calls for run in runs]),
     )
-    return {"batches": ranges, "uncalled_modules": never_called(runs)}
 
 
 @contextlib.contextmanager
