@@ -17,9 +17,11 @@ from torch import Tensor, nn
 from lowprec_check import LayerError, QuantizedModel, UsageError, load_quantized, quantize, scan
 from lowprec_check.analysis.snippet import snippet
 from lowprec_check.engine.model.load_target import load_target
+from lowprec_check.engine.model.prepared import prepared
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.quantize import library as libraries
 from lowprec_check.engine.run.model_info import describe_target
+from lowprec_check.engine.run.preparation import OnBackend
 from lowprec_check.report.blocks import Table, cell_text
 from lowprec_check.report.registry import render
 from lowprec_check.report.runs_table import extra_blocks
@@ -392,3 +394,37 @@ def test_a_model_whose_weights_are_int8_already_is_scanned() -> None:
     assert (run.status, result.run("autocast-bf16").status) == ("ok", "ok")
     assert run.rel_l2 == pytest.approx(error, rel=1e-3)
     assert not run.notes
+
+
+def test_a_calibration_that_draws_gives_the_same_batches_each_time_it_is_read() -> None:
+    def batches() -> Iterator[Tensor]:
+        scale = torch.rand(())
+        for _ in range(3):
+            yield scale * torch.randn(2, 4)
+
+    target = make_target(nn.Linear(4, 4), torch.randn(2, 4), calibration=batches)
+    with prepared(target.model, PRECISIONS.get("fp32"), torch.device("cpu")) as ready:
+        on_backend = OnBackend(INT8, target, ready, seed=0)
+        before = torch.get_rng_state()
+        first = [args[0] for args, _ in on_backend._calibration()]
+        assert torch.equal(torch.get_rng_state(), before)
+        second = []
+        for args, _ in on_backend._calibration():
+            torch.manual_seed(7)  # as a quantizer may do between batches
+            second.append(args[0])
+    assert len(first) == 3
+    assert not torch.equal(first[0], first[1])
+    assert all(map(torch.equal, first, second))
+
+
+@needs_torchao
+def test_no_plan_is_searched_where_kept_modules_are_quantized_too() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
+    options: dict[str, Any] = {"precisions": "bf16", "backends": "int8-weight-only", "times": "off", "plan": True}
+    result = scan(model, torch.randn(16, 64), tolerance=1e-5, **options)
+    run = next(its for its in result.runs if its.backend == "int8-weight-only")
+    assert run.status == "inaccurate"
+    assert [attempt.outcome for attempt in result.attempts if attempt.backend == run.backend] == [
+        "not searched: int8-weight-only quantizes modules that are kept in fp32, too"
+    ]

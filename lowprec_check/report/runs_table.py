@@ -140,7 +140,9 @@ def extra_blocks(result: ScanResult) -> Iterator[Block]:
             Column("run", "run"),
             Column("layer", "module"),
             Column("op", "op"),
-            Column("by itself", "error", "Relative L2 error of the layer on the inputs that it gets in fp32."),
+            Column(
+                "by itself", "error", "Relative L2 error of the layer on the inputs that it gets without quantization."
+            ),
             Column("with those before it", "error", "Relative L2 error of the layer in the quantized model."),
         ]
         yield Heading("Quantized layers with the largest errors", anchor="layers")

@@ -126,7 +126,14 @@ def _instead(run: Run, result: ScanResult) -> str:
         layers = f"{calibrate}see the errors of its layers"
         largest = max((layer.accumulated or 0.0 for layer in run.layer_errors), default=math.inf)
         if largest < (run.rel_l2 or 0.0) / 2:  # then it is not theirs
-            layers = "the errors of its layers are smaller: see what docs/int8.md says of int8 without VNNI"
+            other_data = bool(calibrate and result.model.calibration)
+            where = " on the calibration data" if other_data else ""
+            hint = (
+                "calibrate on data like that of use"
+                if other_data
+                else "see what docs/int8.md says of int8 without VNNI"
+            )
+            layers = f"the errors of its layers are smaller{where}: {hint}"
         return f"{layers}{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"

@@ -21,6 +21,7 @@ from lowprec_check.engine.model.prepared import shared_weights
 from lowprec_check.engine.run.further_runs import ranges_of
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.process import system
+from lowprec_check.schema.axes import lowers_precision
 from lowprec_check.schema.module_paths import module_around
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
@@ -142,6 +143,9 @@ class Proposer:
             return Proposal(attempt=self.objective.attempt(base, outcome=f"not searched: {base.reason or base.status}"))
         if base.status == "unjudged":
             outcome = "not searched: its output cannot be compared, so no plan can be proven"
+            return Proposal(attempt=self.objective.attempt(base, outcome=outcome))
+        if lowers_precision(base.backend):
+            outcome = f"not searched: {base.backend} quantizes modules that are kept in fp32, too"
             return Proposal(attempt=self.objective.attempt(base, outcome=outcome))
         known = best_so_far.run.latency_ms if best_so_far is not None and best_so_far.run is not None else None
         if known is not None and base.latency_ms is not None and base.latency_ms > max(SHORT_MS, SLOWER * known):

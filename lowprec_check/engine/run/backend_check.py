@@ -60,7 +60,9 @@ class BackendChecker:
 
         ``given`` are the warnings of the calls on the backend; ``on_input`` gets the name of changed inputs before it is called on them.
         """
-        breaks = [CompilerRemark(kind="graph-break", text=text, source=line) for text, line in graph_breaks()]
+        breaks = [
+            CompilerRemark(kind="graph-break", text=text, source=line) for text, line in dict.fromkeys(graph_breaks())
+        ]
         if self._plain.status != "ok":
             self._add(remarks=_counted([*_warnings(given, None), *breaks]))
             return

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from lowprec_check.engine.core.devices import kept_generators
+from lowprec_check.engine.core.devices import generator_restorers, kept_generators, seed_everything
 from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.prepared import Prepared, prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -18,7 +18,7 @@ from lowprec_check.engine.model.target import Target
 from lowprec_check.engine.run.memory_limits import check_weights_fit
 from lowprec_check.engine.run.tasks import ModelTask
 from lowprec_check.engine.train.steps import TrainingStep, with_step
-from lowprec_check.schema.axes import BACKENDS, Backend, Example, UnsupportedOpsError
+from lowprec_check.schema.axes import BACKENDS, Backend, Call, Example, UnsupportedOpsError
 from lowprec_check.schema.findings import Gap
 from lowprec_check.schema.measures import LayerError
 from lowprec_check.schema.precisions import PRECISIONS
@@ -95,14 +95,16 @@ def in_eager_mode(ready: Prepared, target: Target) -> Prepared:
 
 def on_backend(task: ModelTask, target: Target, ready: Prepared) -> Prepared:
     """``ready``, called through the backend of ``task``."""
-    return ready if task.backend == EAGER else ready.calling(OnBackend(BACKENDS.get(task.backend), target, ready))
+    if task.backend == EAGER:
+        return ready
+    return ready.calling(OnBackend(BACKENDS.get(task.backend), target, ready, task.seed))
 
 
 class OnBackend:
     """Replaces the call of ``ready``; the backend prepares the model at the first call, whose inputs it gets as an example."""
 
-    def __init__(self, backend: Backend, target: Target, ready: Prepared) -> None:
-        self._backend, self._target, self._ready = backend, target, ready
+    def __init__(self, backend: Backend, target: Target, ready: Prepared, seed: int) -> None:
+        self._backend, self._target, self._ready, self._seed = backend, target, ready, seed
         self._call: Callable[..., Any] | None = None
         self.prepared: Callable[..., Any] | None = None
         """What replaces the model, without the loss; ``None`` before the first call."""
@@ -129,14 +131,28 @@ class OnBackend:
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
         """What the model is prepared for. It is not kept: a process that serves the model holds no copy of inputs."""
-        ready, calls = self._ready, self._target.calibration
+        ready = self._ready
         return Example(
             args=args,
             kwargs=kwargs,
             precision=ready.precision,
             device=ready.device.type,
-            calibration=lambda: (ready.inputs(*call) for call in calls()),
+            calibration=self._calibration,
         )
+
+    def _calibration(self) -> Iterator[Call]:
+        """The batches to calibrate on: the same each time they are read, whatever draws random numbers meanwhile."""
+        with kept_generators():
+            seed_everything(self._seed)
+            batches, states = iter(self._target.calibration()), list(generator_restorers())
+        while True:
+            with kept_generators():
+                for restore in states:
+                    restore()
+                batch, states = next(batches, None), list(generator_restorers())
+            if batch is None:
+                return
+            yield self._ready.inputs(*batch)
 
     def memory(self, measured: int | None) -> int | None:
         """Bytes that it takes at the peak of a call, as the backend knows them or as they were ``measured``."""
