@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -87,6 +88,11 @@ _POOLS = re.compile(r"(adaptive_|fractional_)?max_pool\d?d.*|(lu|ldl|linalg_lu|l
 def _pools(c: Case, flips: list[int]) -> bool:
     rows = [row for row in _all(c) if row["phase"] in (None, "forward") and _POOLS.fullmatch(short(row["op"]))]
     return flips == [sum(row["flips"] for row in rows), sum(row["compared_choices"] for row in rows)]
+
+
+def _op_counts(c: Any, run: Any) -> Counter[tuple[str, str]]:
+    """How often each module of a run calls each op."""
+    return Counter((row["module"], row["op"]) for row in Case(c.result, run, c.d).rows())
 
 
 def _lockstep(c: Case, same_: float, **first: float) -> bool:
@@ -364,6 +370,7 @@ FINDINGS: dict[str, dict[str, Claim]] = {
         "{share} of the integers or booleans in a tensor of the output differ, which is not judged": integers_differ,
         "the share of all such choices in the output error is {share}": lambda c, share: same(share, c.budget["decisions"]) and c.is_over,
         "output error {error}, but {same} with the same choices in fp32": lambda c, error, same: _lockstep(c, same, error=error),
+        "it calls {ops} where fp32 does not; output error {error}, but {same} where fp32 does the same": lambda c, ops, error, same: _lockstep(c, same, error=error) and set(ops) <= {op for _, op in _op_counts(c, c.run) - _op_counts(c, c.result["runs"][0])},
         "{share} of the values differ, but {same} with the same choices in fp32": lambda c, share, same: _lockstep(c, same, share=share),
         **_COMMON,
     },

@@ -340,6 +340,7 @@ def test_autocast_is_no_advice_where_it_fails_the_same_way() -> None:
         ),
         ([a_run("autocast-fp16", "error", gaps=[a_gap("torch.fft.rfft")])], ""),
         ([a_run("autocast-fp16", "error", complete=False)], ""),
+        ([a_run("autocast-fp16", "error", op_calls=to_columns([OpCall("aten.dot.default")]))], ""),
         (
             [a_run("autocast-fp16", "timeout", complete=False, op_calls=to_columns([OpCall("aten.dot.default")]))],
             ", or use autocast, where it runs",

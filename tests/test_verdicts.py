@@ -1118,3 +1118,38 @@ class DrawsLater(Wrapped):
 @pytest.mark.parametrize(("model", "status"), [(DrawsInSixteenBits(), "unjudged"), (DrawsLater(), "ok")])
 def test_draws_that_a_call_of_fp32_does_not_show(model: nn.Module, status: str) -> None:
     assert run_of(model, "bfloat16").status == status
+
+
+# -- choices, and code that depends on the dtype
+
+
+class ClampsHalf(nn.Module):
+    """One of many comparisons differs in half, which hardly matters; if ``by_dtype``, half is clamped too."""
+
+    def __init__(self, *, by_dtype: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second, self.by_dtype = nn.Linear(8, 64), nn.Linear(64, 8), by_dtype
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.first(x)
+        chosen = y > 0.1
+        if self.by_dtype and x.dtype == torch.float16:
+            y = y.clamp(-0.2, 0.2)
+        return self.second(torch.where(chosen, y, y * 0.99))
+
+
+def test_a_branch_on_the_dtype_is_not_called_a_choice() -> None:
+    x = torch.randn(256, 8, generator=torch.Generator().manual_seed(0))
+    result = scan(ClampsHalf(by_dtype=True).eval(), x, precisions="half", plan=False, times="off")
+    run = result.run("half")
+    assert sum(run.op_calls.flips) > 0
+    assert run.budget is not None
+    assert run.budget.decisions == 0.0
+    warning, *others = sorted(findings(result, "LP304"), key=lambda its: its.severity != "warning")
+    assert "it calls clamp where fp32 does not" in warning.message
+    assert warning.help == "look for code that depends on the dtype"
+    assert all("output error" not in its.message for its in others)
+    plain = ClampsHalf(by_dtype=False).eval()
+    same = scan(plain, x, precisions="half", plan=False, times="off").run("half")
+    assert same.status == "ok", "the comparison alone does not make it fail"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -10,7 +11,7 @@ from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, Modul
 from lowprec_check.schema.module_paths import is_inside, paths_above
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.statements import Sentence, chained, say
+from lowprec_check.schema.statements import Sentence, chained, say, short_op
 
 TRUSTED = 0.5
 """The first order names causes only if what it does not explain is at most this part of the squared error."""
@@ -350,6 +351,20 @@ def error_with_same_choices(run: Run) -> float | None:
         return None
     far = error.distance is None or error.distance > DECISIVE * in_lockstep
     return in_lockstep if far and in_lockstep <= (run.tolerance or 0.0) else None
+
+
+_COPIES = ("_to_copy", "copy_", "clone", "contiguous", "detach")
+
+
+def other_ops(run: Run, fp32: Run) -> list[str]:
+    """Ops that ``run`` calls more often in a module than ``fp32`` does, but to cast or copy, though no value decides what Python does: a branch
+    on the dtype. Empty if one of both was not analyzed to its end.
+    """
+    if not (run.complete and fp32.complete and fp32.op_calls) or any(run.op_calls.to_python):
+        return []
+    mine, its = (Counter((row.module, row.op) for row in each.op_calls.rows()) for each in (run, fp32))
+    found = dict.fromkeys(op for _, op in mine - its if not op.startswith("cast ") and short_op(op) not in _COPIES)
+    return list(found)
 
 
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.error_shares import error_with_same_choices, is_over_tolerance
+from lowprec_check.analysis.error_shares import error_with_same_choices, is_over_tolerance, other_ops
 from lowprec_check.analysis.rules.gaps import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
@@ -28,6 +28,7 @@ from lowprec_check.analysis.run_summary import (
     failing_gaps,
     judged_output,
     on_which_call,
+    reference_of,
 )
 from lowprec_check.schema.axes import calibrates, project_of
 from lowprec_check.schema.findings import Recommendation
@@ -283,7 +284,8 @@ def decision_flip(result: ScanResult) -> Iterator[Finding]:
     So does one read by `.tolist()` or `.numpy()`, but the scan does not see these calls.
 
     One finding counts the indices of max pooling and the pivots of a decomposition in the whole model: the values that
-    they select are nearly equal. It is a warning only if no other choice differs.
+    they select are nearly equal. It is a warning only if no other choice differs. Where the run calls ops that fp32
+    does not, as in a branch on the dtype, what choices alone do is not known: one finding names these ops.
 
     Usual causes: values so close to each other, or to a threshold, that rounding changes their order; ids or positions
     that pass through a 16-bit dtype, which holds whole numbers exactly only up to 2048 (fp16) or 256 (bf16).
@@ -307,7 +309,10 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     share = budget.decisions if budget is not None and is_over_tolerance(run) and run.status != "ok" else 0.0
     of_all = "the share of all such choices in the output error is {share:share}"
     by_budget = say(of_all, share=share) if share >= MATTERS else None
-    causes = [cause for cause in (by_budget, _decided_by_choices(run)) if cause is not None]
+    reference = reference_of(result.runs)
+    others = other_ops(run, reference) if reference is not None and run.is_eager else []
+    decided = _decided_by_choices(run, others)
+    causes = [cause for cause in (by_budget, decided if not others else None) if cause is not None]
     integers = differing_integers(run)
     is_harmless = integers is None and knowledge_of(run) in ("passes", "within tolerance", "explained")
 
@@ -338,6 +343,9 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
         calls = sum(row.flips > 0 for row in pooled)
         finding = Finding(message, run, "", pooled[0].op, pooled[0].source, calls=calls)
         yield finding if causes and found else weighed(finding)
+    if others and decided is not None:
+        finding = Finding(decided, run=run, help="look for code that depends on the dtype", severity="warning")
+        yield finding._replace(matters=True)
     if causes and not found and not flips:
         message = say("no op picks differently; values read by .tolist() or .numpy(), or Python code, may differ")
         yield weighed(Finding(message, run=run, help="compute them in fp32"))
@@ -353,14 +361,19 @@ def _choice(row: OpCall, wide: str) -> Sentence:
     return say(f"{{op:op}} differs from {wide} in {{flips:of element}}", op=row.op, flips=flips)
 
 
-def _decided_by_choices(run: Run) -> Sentence | None:
-    """The error of the output with the choices of the run and with those of fp32, if choices decide whether it passes."""
+def _decided_by_choices(run: Run, others: Sequence[str]) -> Sentence | None:
+    """The error of the output with the choices of the run, and with those of fp32, if choices decide whether it passes; or of the ``others``,
+    ops that fp32 does not call there.
+    """
     error, same = run.output_error, error_with_same_choices(run)
     if error is None or same is None:
         return None
     if error.rel_l2 is None and error.distance is not None:
         integers = "{share:percent} of the values differ, but {same:percent} with the same choices in fp32"
         return say(integers, share=error.distance, same=same)
+    if others:
+        words = "it calls {ops:ops} where fp32 does not; output error {error:error}, but {same:error} where fp32 does the same"
+        return say(words, ops=list(others), error=error.distance, same=same)
     errors = "output error {error:error}, but {same:error} with the same choices in fp32"
     return say(errors, error=error.distance, same=same)
 

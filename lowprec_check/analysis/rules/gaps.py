@@ -68,13 +68,15 @@ def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
     """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of the one named, if possible one that passes; empty if the op fails there too, or the output is wrong."""
 
     def runs(other: Run) -> bool:
-        """Whether it reached the op, neither that nor a function at its line, which may call it, needed help, and the output is not wrong."""
+        """Whether it reached the op, neither that nor a function at its line, which may call it, needed help, and it does not fail for another reason."""
         fails = any(
             its.op == gap.op or (its.layer == "function" and (its.module, its.source) == (gap.module, gap.source))
             for its in other.gaps
         )
         reached = other.complete or gap.op in other.op_calls.op
-        return not fails and reached and other.status not in ("inaccurate", "nonfinite") and not fails_elsewhere(other)
+        raises = other.status == "error" and not other.gaps  # what it raises is no missing kernel
+        is_wrong = other.status in ("inaccurate", "nonfinite") or raises or fails_elsewhere(other)
+        return not fails and reached and not is_wrong
 
     if run.is_autocast:
         return ""

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from lowprec_check.analysis.error_shares import other_ops
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.margin_part import with_input, with_interval
 from lowprec_check.engine.run.messages import (
@@ -209,6 +210,13 @@ def describe_position(position: Position) -> str:
 
 
 # -- The run
+
+
+def compared_with(run: Run, fp32: Run | None) -> Run:
+    """``run`` without a share of choices, if it calls other ops than ``fp32``: the difference of its reference to that is of these, too."""
+    if run.budget is None or fp32 is None or not other_ops(run, fp32):
+        return run
+    return msgspec.structs.replace(run, budget=msgspec.structs.replace(run.budget, decisions=0.0))
 
 
 def make_run(task: RunTask, outcome: Outcome) -> Run:

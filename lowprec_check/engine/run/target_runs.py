@@ -20,7 +20,7 @@ from lowprec_check.engine.model.streamed_weights import HELD_BYTES, stream_of
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.memory_limits import check_weights_fit, why_too_large
 from lowprec_check.engine.run.messages import Measures
-from lowprec_check.engine.run.outcome import explained_by, make_run
+from lowprec_check.engine.run.outcome import compared_with, explained_by, make_run
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.reference_errors import check_reference
 from lowprec_check.engine.run.target_source import TargetSource
@@ -265,7 +265,7 @@ class TargetRuns:
         outcome = self._launcher.run(task)
         if not keep_fp32 and outcome.measures is not None:
             self._drew[task.key] = outcome.measures.draws
-        run = self._with_extension_ways(make_run(task, outcome), task)
+        run = self._with_extension_ways(compared_with(make_run(task, outcome), self.fp32), task)
         if measured:
             run = self._timed(run, task)
         if backend == EAGER and instrumented and not keep_fp32:
