@@ -23,7 +23,6 @@ from torch.nn import functional as F
 
 from lowprec_check.analysis.conclusion import conclude, conclude_early
 from lowprec_check.cli.scan import _unfinished
-from lowprec_check.engine import machine
 from lowprec_check.engine.model import streamed_weights, weight_uploads
 from lowprec_check.engine.model.plain_run import PlainCalls
 from lowprec_check.engine.model.prepared import prepared
@@ -459,9 +458,8 @@ def test_what_no_analyzed_call_shows_is_run_as_its_user_runs_it(
 
 @pytest.mark.usefixtures("few_held")
 def test_the_time_of_an_analyzed_call_tells_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "_accelerates", lambda *_about: False)
-    for name in ("HOPELESS_RATIO", "HOPELESS_SECONDS"):
-        monkeypatch.setattr(tasks, name, -1e9)  # whatever a first call of fp32 takes
+    hopeless = property(lambda task: math.inf if task.is_reference else 0.0)
+    monkeypatch.setattr(tasks.ModelTask, "hopeless_seconds", hopeless)
     files = written(tmp_path)
     for once in (True, False):
         if not once:
