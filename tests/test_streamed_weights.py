@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import linecache
+import math
 import mmap
 import re
 import signal
