@@ -88,14 +88,14 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class LayerError(Struct, frozen=True, kw_only=True):
-    """How far the output of a quantized layer is from that before, in the precision of the run, over the inputs it was calibrated on."""
+    """How far the output of a quantized layer is from that of the layer that is not quantized, in the precision of the run, over the calibration inputs."""
 
     module: str
     """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
     op: str
     """``conv2d``."""
     local: float | None = None
-    """The rel_l2 of the layer alone, on inputs of the model before; ``None`` if it was not measured, or is not finite."""
+    """The rel_l2 of the layer alone, on the inputs that it gets without quantization; ``None`` if it was not measured, or is not finite."""
     accumulated: float | None = None
     """The rel_l2 in the quantized model, with the errors of the layers before it."""
 

@@ -97,7 +97,7 @@ class TimedCalls:
         self._task, self._ready, self._inputs = task, ready, target.inputs
         self._snapshot = Snapshot(ready.model, target.inputs, parameters=task.changes_parameters)
         self._calls, self._fills_caches = 0, False
-        """Calls since the state was rewound; whether the first of them makes what the others use, and so is not timed."""
+        """Timed calls since the state was rewound; whether one before them makes what they use."""
         self._events = None
         if has_events(ready.device):
             self._events = EventCalls(ready, target.inputs, task.seed, self._rewind)
@@ -190,6 +190,7 @@ class TimedCalls:
         """Seconds of a call."""
         if self._calls >= IN_A_ROW:
             self._rewind()
+        self._calls += 1
         return self._call()
 
     def _rewind(self) -> None:
@@ -197,10 +198,8 @@ class TimedCalls:
         self._calls = 0
         if self._fills_caches:
             self._call()
-            self._calls = 0
 
     def _call(self) -> float:
-        self._calls += 1
         with warnings.catch_warnings():  # the plain run has shown them
             warnings.simplefilter("ignore")
             return run_once(self._ready, *self._inputs, self._task.seed)[1]
