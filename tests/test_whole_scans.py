@@ -209,6 +209,24 @@ def test_slow_runs_that_use_one_core_are_done_side_by_side(two_cores: Callable[[
         assert mine.op_calls.local_error == its.op_calls.local_error
 
 
+class QuickInHalf(OnOneCore):
+    """But in half it returns at once."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x) if x.dtype == torch.half else super().forward(x)
+
+
+def test_slow_runs_are_done_side_by_side_after_an_accelerated_one(
+    two_cores: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    two_cores(1.0)
+    accelerating(monkeypatch, "fp16")
+    result = scan(QuickInHalf(tmp_path / "log").eval(), torch.randn(4, 8), **SLOW_RUNS)
+    assert [run.status for run in result.runs] == ["ok"] * 4
+    first, second, *_ = calls_of(tmp_path / "log")
+    assert second[0] < first[1]
+
+
 @pytest.mark.parametrize("used", [pytest.param(2.0, id="they use all cores"), pytest.param(0.5, id="others do")])
 def test_slow_runs_are_done_one_by_one_where_no_core_is_idle(
     two_cores: Callable[[float], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, used: float

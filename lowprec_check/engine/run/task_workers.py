@@ -348,8 +348,12 @@ class SideBySide:
             self._at_once = min(torch.get_num_threads() // round(used), most)
 
     def close(self) -> None:
-        """End what was begun and not asked for, and begin no more."""
+        """End what was begun, and begin no more."""
         self._expected.clear()
+        self.end_begun()
+
+    def end_begun(self) -> None:
+        """End what was begun and not asked for: it runs when it is asked for."""
         for worker in list(self._begun):
             if not self._begun[worker].ended:
                 self._discard(worker)
