@@ -93,6 +93,28 @@ def test_the_module_that_overflows_is_kept_in_fp32(at: int) -> None:
     assert ablation_text(run).endswith("and it passes")
 
 
+class NearlyEqual(nn.Module):
+    """The difference of two layers that are nearly the same, and round alike."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Linear(64, 64), nn.Linear(64, 64)
+        self.other.weight.data.copy_(self.one.weight + 1e-5 * torch.randn(64, 64))
+        self.other.bias.data.copy_(self.one.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.one(x) - self.other(x)
+
+
+def test_two_modules_whose_errors_cancel_are_kept_in_fp32_together() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), NearlyEqual(), nn.Linear(64, 64, bias=False)).eval()
+    run = quick_scan(model, torch.randn(32, 64), precisions=["autocast-bf16"]).run("autocast-bf16")
+    kept = set(run.ablation.keep_fp32)
+    assert kept in ({"2"}, {"2.one", "2.other"})
+    assert (run.status, run.ablation.status) == ("inaccurate", "ok")
+
+
 @pytest.mark.parametrize("tolerance", [None, 1e-9])
 def test_the_share_of_each_module_is_measured(tolerance: float | None) -> None:
     model, x = chain(nn.Tanh(), 1, 1.0), torch.randn(16, 32, generator=torch.Generator().manual_seed(1))

@@ -404,6 +404,23 @@ def test_measured_shares_of_modules_together_are_no_more_than_the_error() -> Non
     assert "70 % a (addmm, model.py:41), 50 % b (in part the same)" in budget_lines(a_result(one))[0]
 
 
+@pytest.mark.parametrize(
+    ("parts", "causes"),
+    [
+        pytest.param({"p.a": -1.5, "p.b": -1.6}, ["p"], id="each alone makes it worse"),
+        pytest.param({"p.a": 0.2, "p.b": 0.1}, ["p"], id="together they are more"),
+        pytest.param({"p.a": 0.5, "p.b": 0.4}, ["p.a", "p.b"], id="they explain it"),
+    ],
+)
+def test_of_modules_whose_errors_cancel_the_one_around_them_is_named(
+    parts: dict[str, float], causes: list[str]
+) -> None:
+    one = with_shares("autocast-fp16", "inaccurate", **{"p": 0.0, "p.a": 0.5, "p.b": 0.4, "q": 0.02})
+    assert [part.name for part in main_causes(tried(one, 0.2, p=0.99, **parts), 3)] == causes
+    whole = with_shares("autocast-fp16", "inaccurate", **{"p": 0.0, "p.a": 0.5, "p.b": 0.4})  # it says nothing of it
+    assert "p" not in [part.name for part in main_causes(tried(whole, 0.2, p=0.99, **parts), 3)]
+
+
 def test_a_share_that_may_be_chance_names_no_module() -> None:
     one = with_shares("half", "inaccurate", a=0.3, b=0.2)
     assert [part.name for part in main_causes(tried(one, 0.2, a=None, b=None), 3)] == []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Literal, NamedTuple
 
@@ -11,7 +10,7 @@ from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, Modul
 from lowprec_check.schema.module_paths import is_inside, paths_above
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.statements import Sentence, chained, say, short_op
+from lowprec_check.schema.statements import Sentence, chained, say
 
 TRUSTED = 0.5
 """The first order names causes only if what it does not explain is at most this part of the squared error."""
@@ -178,7 +177,7 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
 
 def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare, float]]:
     """The modules with ops of their own, and what is to be gained at each, the most first: a share without that of submodules, unless a plain run
-    has shown another.
+    has shown another, or that most of it goes only with several of them, whose errors cancel.
     """
     parts = {part.name: part for part in module_shares(run)}
     for module in dict.fromkeys(run.op_calls.module):
@@ -193,8 +192,13 @@ def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare,
         its = tried.get(part.name)
         if its is None or its.measured is None:
             return part.share
-        has_others = any(other != part.name and is_inside(other, part.name) for other in parts)
-        return min(part.share, its.measured) if has_others else its.measured
+        others = _outermost(name for name in parts if name != part.name and is_inside(name, part.name))
+        if not others:
+            return its.measured
+        alone = (tried[name].told if name in tried else parts[name].share for name in others)
+        together = its.measured - math.fsum(max(0.0, share) for share in alone)
+        holds_all = all(is_inside(module, part.name) for module in run.op_calls.module)
+        return together if together > its.measured / 2 and not holds_all else min(part.share, its.measured)
 
     def order(each: tuple[PartShare, float]) -> tuple[float, float]:
         """Of several that avoid all of it, each alone, the one whose own ops have the most."""
@@ -337,34 +341,6 @@ def harmful_trials(run: Run) -> list[RangeTrial]:
     """The places whose values out of range make the output of fp32 wrong, alone; the worst first."""
     harmful = [trial for trial in run.range_trials if trial.status != "ok"]
     return sorted(harmful, key=lambda trial: -(math.inf if trial.rel_l2 is None else trial.rel_l2))
-
-
-DECISIVE = 5
-"""Choices decide if the output error is more than so many times what is left with those of fp32."""
-
-
-def error_with_same_choices(run: Run) -> float | None:
-    """The error of the output that is left with the choices of fp32, if choices decide that the run fails; else ``None``."""
-    error, in_lockstep = run.output_error, run.lockstep_error.distance if run.lockstep_error else None
-    about_another_run = not run.is_eager or run.failed_call or run.compared_module or not run.complete
-    if run.status != "inaccurate" or about_another_run or error is None or in_lockstep is None:
-        return None
-    far = error.distance is None or error.distance > DECISIVE * in_lockstep
-    return in_lockstep if far and in_lockstep <= (run.tolerance or 0.0) else None
-
-
-_COPIES = ("_to_copy", "copy_", "clone", "contiguous", "detach")
-
-
-def other_ops(run: Run, fp32: Run) -> list[str]:
-    """Ops that ``run`` calls more often in a module than ``fp32`` does, but to cast or copy, though no value decides what Python does: a branch
-    on the dtype. Empty if one of both was not analyzed to its end.
-    """
-    if not (run.complete and fp32.complete and fp32.op_calls) or any(run.op_calls.to_python):
-        return []
-    mine, its = (Counter((row.module, row.op) for row in each.op_calls.rows()) for each in (run, fp32))
-    found = dict.fromkeys(op for _, op in mine - its if not op.startswith("cast ") and short_op(op) not in _COPIES)
-    return list(found)
 
 
 def _outermost(paths: Iterable[str]) -> tuple[str, ...]:

@@ -6,7 +6,8 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 
-from lowprec_check.analysis.error_shares import error_with_same_choices, is_over_tolerance, other_ops
+from lowprec_check.analysis.choices import error_with_same_choices, other_ops
+from lowprec_check.analysis.error_shares import is_over_tolerance
 from lowprec_check.analysis.rules.gaps import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, wide_dtype
 from lowprec_check.analysis.rules.relevance import (

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
+from lowprec_check.analysis.choices import error_with_same_choices
 from lowprec_check.analysis.error_shares import (
     BETWEEN,
     CHANCE,
     PartShare,
     cancelling,
     error_beside,
-    error_with_same_choices,
     fails_by_error,
     harmful_trials,
     is_confirmed,

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lowprec_check.analysis.error_shares import other_ops
+from lowprec_check.analysis.choices import other_ops
 from lowprec_check.engine.model.plain_run import PlainResult
 from lowprec_check.engine.run.margin_part import with_input, with_interval
 from lowprec_check.engine.run.messages import (
