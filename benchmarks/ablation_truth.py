@@ -53,8 +53,9 @@ from verdict_breadth import (
 
 from lowprec_check.analysis.error_shares import CHANCE, main_causes, trusted_budget
 from lowprec_check.engine.model.target import make_target
-from lowprec_check.engine.run.target_runs import RunOptions, open_runs
+from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.schema.scan_result import Run
 
 FAR, COUNTED, NEAR = 0.12, 0.1, 0.03

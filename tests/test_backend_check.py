@@ -31,8 +31,9 @@ from lowprec_check.engine.model.input_draws import changed_inputs
 from lowprec_check.engine.model.plain_run import describe_error
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run import backend_check, target_runs
-from lowprec_check.engine.run.target_runs import RunOptions, open_runs
+from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import project_of
 from lowprec_check.schema.backend_checks import BackendCheck, CompilerRemark

@@ -23,8 +23,9 @@ from torch import Tensor, nn
 import lowprec_check
 from lowprec_check.analysis.error_shares import TRUSTED
 from lowprec_check.engine.model.target import Target
-from lowprec_check.engine.run.target_runs import RunOptions, open_runs
+from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.engine.trace import instrument
 from lowprec_check.engine.trace.instrument import Options
 from lowprec_check.schema.measures import ErrorBudget, Share

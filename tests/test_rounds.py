@@ -20,8 +20,9 @@ from lowprec_check import Backend, Run, ScanResult, scan
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run import target_runs as run_options
 from lowprec_check.engine.run import timed_runs, turns
-from lowprec_check.engine.run.target_runs import RunOptions, open_runs
+from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.engine.run.timed_runs import TimedRuns
 from lowprec_check.process import Isolation, system
 

@@ -8,6 +8,7 @@ import ctypes
 import itertools
 import math
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,8 +25,9 @@ from lowprec_check.analysis.statements.status import why
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.plan.apply import apply
 from lowprec_check.engine.plan.planner import find_plan
-from lowprec_check.engine.run.target_runs import RunOptions, open_runs
+from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.schema.scan_result import Diagnostic, Run, ScanResult
 
 X = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
@@ -1071,11 +1073,11 @@ def runs_of_trials(model: nn.Module, calls: Path, precision: str, *, after_base:
         return runs.run(precision, keep_fp32=("linear",), **how), len(calls.read_text())
 
 
-@pytest.mark.parametrize(("after_base", "expected"), [(True, 1), (False, 6)])
+@pytest.mark.parametrize(("after_base", "expected"), [(True, 1), (False, 4)])
 def test_a_trial_that_fails_is_not_repeated_where_nothing_is_random(
     after_base: bool, expected: int, tmp_path: Path
 ) -> None:
-    """Without the run of its base, three calls more look for random numbers."""
+    """Without the run of its base, one call more looks for random numbers."""
     calls = tmp_path / "calls"
     model = CountsCalls(calls, draws=False)
     found, made = runs_of_trials(model, calls, "half", after_base=after_base)
@@ -1088,6 +1090,49 @@ def test_a_trial_of_a_model_with_a_generator_is_compared_with_the_same_numbers(t
     model.linear = nn.Linear(5, 8)
     found, made = runs_of_trials(model, calls, "bfloat16", after_base=True)
     assert (found.status, made) == ("ok", 9), "three calls, three that record draws, three of fp32 with the same ones"
+
+
+def test_an_ablation_is_not_made_again_as_a_trial(tmp_path: Path) -> None:
+    calls = tmp_path / "calls"
+    with open_runs(TargetSource(make_target(CountsCalls(calls, draws=False), X)), RunOptions(), "none") as runs:
+        runs.reference()
+        how: Any = {"keep_fp32": ("linear",), "measured": False, "instrumented": False}
+        ablation = runs.run("half", **how)
+        calls.unlink()
+        assert runs.run("half", **how, status_only=True) is ablation
+    assert not calls.exists()
+
+
+class SetsUp(Wrapped):
+    """Half has no kernel for it; its first call in fp32 takes ``seconds`` longer. Each call in fp32 is written to ``calls``."""
+
+    def __init__(self, calls: Path, seconds: float) -> None:
+        super().__init__()
+        self.path, self.seconds, self.is_set_up = str(calls), seconds, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.linear(x)
+        if x.dtype == torch.float32:
+            time.sleep(0.0 if self.is_set_up else self.seconds)
+            self.is_set_up = True
+            with open(self.path, "a") as calls:
+                calls.write("x")
+        return y @ torch.linalg.inv(self.linear.weight)
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0.0, 0), (0.5, 1)])
+def test_fp32_is_called_before_ops_have_a_limit_only_if_that_sets_something_up(
+    seconds: float, expected: int, tmp_path: Path
+) -> None:
+    calls = tmp_path / "calls"
+    model = SetsUp(calls, seconds)
+    model.linear = nn.Linear(8, 8)
+    with open_runs(TargetSource(make_target(model, X)), RunOptions(), "none") as runs:
+        runs.reference()
+        calls.write_text("")
+        run = runs.run("half")
+    assert (run.status, [gap.op for gap in run.gaps]) == ("error", ["aten.linalg_inv_ex.default"])
+    assert len(calls.read_text()) == expected
 
 
 class DrawsInSixteenBits(Wrapped):

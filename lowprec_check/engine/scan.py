@@ -27,9 +27,10 @@ from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.memory_limits import gibibytes
 from lowprec_check.engine.run.model_info import describe_target
-from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
+from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.target_spec import NOTICE, OnProgress
+from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation

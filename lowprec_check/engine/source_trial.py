@@ -31,8 +31,9 @@ from lowprec_check.engine.model.user_code import reraise_interrupt
 from lowprec_check.engine.model.value_probe import probed, start_probing
 from lowprec_check.engine.run.isolation import isolated, isolation_on
 from lowprec_check.engine.run.preparation import on_device
-from lowprec_check.engine.run.target_runs import RunOptions, open_runs
+from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
+from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.process import Isolation
 from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.precisions import PRECISIONS

@@ -20,9 +20,10 @@ from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
 from lowprec_check.engine.run.isolation import check_isolation
 from lowprec_check.engine.run.model_info import describe_target
-from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
+from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.target_spec import OnProgress
+from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation

@@ -13,9 +13,10 @@ import msgspec
 from lowprec_check.analysis.error_shares import blamed_modules
 from lowprec_check.analysis.run_summary import error_of, never_called, ranges_by_place
 from lowprec_check.engine.core.devices import kept_generators
-from lowprec_check.engine.run.target_runs import RunOptions, TargetRuns, open_runs
+from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.target_spec import OnProgress
+from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.measures import Ablation, BatchRanges

@@ -64,7 +64,7 @@ class Launcher:
         if not self._can_be_sent():
             self._forks_may_wait = False
             return self.execute(task)
-        self.side_by_side.end_begun()  # others would disturb its time
+        self.side_by_side.finish()  # others would disturb its time
         outcome = execute(task, self.source, "spawn")
         if outcome.ended in ("timeout", "stuck"):  # it was not because of the fork
             self._forks_may_wait = False
@@ -173,7 +173,7 @@ class Launcher:
         if begun is not None:
             return begun
         if isinstance(task, RunTask):  # neither may disturb the times of the other
-            self.side_by_side.end_begun()
+            self.side_by_side.finish()
         return execute(task, self.source, self.isolation, idle_limit=limit)
 
     def _can_be_sent(self) -> bool:

@@ -147,6 +147,16 @@ class Outcome:
         return self.plain is not None and self.plain.exception is None and not self.died_in_plain_part
 
     @property
+    def draws(self) -> bool | None:
+        """Whether its calls draw random numbers: as recorded, or as its plain calls and the first one op by op show; ``None`` if that is not known."""
+        if self.measures is not None and self.measures.draws is not None:
+            return self.measures.draws
+        if self.plain is not None and self.plain.random:
+            return True
+        found = self.explained
+        return found.draws if found is not None and found.complete and not found.faults else None
+
+    @property
     def died_in_plain_part(self) -> bool:
         """Whether the process died in a call of the plain part; what is measured after the calls does not count."""
         return self.ended == "crashed" and self.measures is None and self.position is None

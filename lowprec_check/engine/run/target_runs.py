@@ -24,12 +24,20 @@ from lowprec_check.engine.run.outcome import compared_with, explained_by, make_r
 from lowprec_check.engine.run.plain_part import Fp32Outputs
 from lowprec_check.engine.run.reference_errors import check_reference
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import ExtensionTask, ModelTask, RunTask, TaskFiles, WhatIfTask, open_task_files
+from lowprec_check.engine.run.tasks import (
+    ExtensionTask,
+    ModelTask,
+    RunOptions,
+    RunTask,
+    TaskFiles,
+    WhatIfTask,
+    open_task_files,
+)
 from lowprec_check.engine.run.timed_runs import NotTimedError, TimedRuns, time_in_scenario, time_runs, untimed
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
 from lowprec_check.schema.axes import BACKENDS, device_type
-from lowprec_check.schema.measures import Errors, PredictedDevice, Scenario
+from lowprec_check.schema.measures import Errors
 from lowprec_check.schema.precisions import FP16, PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Run, skipped
@@ -57,37 +65,6 @@ ERRORS_OF_FP32 = 3.0
 HIDDEN_STATE = "the model keeps state that a scan cannot rewind: plain and instrumented runs use separate processes"
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class RunOptions:
-    """Options of all runs; ``budget`` is in seconds, by default 20 or ten fp32 forwards, whichever is longer."""
-
-    device: str = "cpu"
-    """Where runs happen."""
-    predicted: PredictedDevice | None = None
-    """The device that they stand for, if it is not ``device``."""
-    budget: float | None = None
-    errors: Errors = "both"
-    budget_error: bool = True
-    limits_memory: bool = True
-    reference: str = "fp32"
-    tolerance: float | None = None
-    seed: int = 0
-    without_kernel: tuple[str, ...] = ()
-    scenario: Scenario | None = None
-    further_inputs: int | None = 0
-    """The number of further inputs that a run that passes is tried on; ``None``: as many as a small part of the time allows."""
-    batches: int = 1
-    """Number of batches that have runs of their own."""
-    steps: int = 0
-    """Steps of training; 0 if only the forward pass is run."""
-    timed: bool = True
-    """Whether times are compared."""
-    process_memory: bool = False
-    """Whether the memory is that of processes, since the runs of other backends hold more than tensors of torch."""
-    slow_formats: frozenset[str] = frozenset()
-    """Short names of the formats that the device does not accelerate: one call may decide about a run in them."""
-
-
 _FROM_OPTIONS = {field.name for field in dataclasses.fields(RunOptions)} & {
     field.name for field in dataclasses.fields(RunTask)
 }
@@ -110,6 +87,8 @@ class TargetRuns:
         self._drew: dict[RunKey, bool | None] = {}
         """Whether a run without kept modules drew random numbers; ``None`` if that was not looked for."""
         self._stream = stream_of(source.target.model)
+        self._kept: dict[tuple[RunKey, frozenset[str]], Run] = {}
+        """Plain runs with modules in fp32: an ablation may be a trial of a plan, too."""
         self._eager: dict[RunKey, Run] = {}
         """The eager runs without a plan, whose op-by-op analysis explains those on other backends."""
 
@@ -156,9 +135,8 @@ class TargetRuns:
                 "Remove clocks, unseeded generators, and state outside the model's attributes from the forward.",
             )
         self._first_seconds = plain.first_seconds
-        run, explained = make_run(task, outcome), outcome.explained
-        if explained is not None and explained.complete and not explained.faults:
-            self._drew[task.key] = explained.draws
+        run = make_run(task, outcome)
+        self._drew[task.key] = outcome.draws
         self.training = outcome.training.setup if outcome.training is not None else None
         repeatable = self.training is None or self.training.repeatable
         run = msgspec.structs.replace(
@@ -253,6 +231,9 @@ class TargetRuns:
         the same precision and memory format, if there was one.
         """
         key = RunKey(precision, backend, self.options.device, memory_format)
+        kept, is_plain = (key, frozenset(keep_fp32)), not (measured or instrumented)
+        if is_plain and kept in self._kept:
+            return self._kept[kept]
         task = self._usual_task(key, keep_fp32=keep_fp32, measured=measured, errors=errors or self.options.errors)
         reason = self._why_skipped(task.key)
         if reason is not None:
@@ -263,11 +244,13 @@ class TargetRuns:
             drew = {self._drew.get(each) for each in (task.key, self.fp32.key)}
             task = dataclasses.replace(task, draws=drew != {False})
         outcome = self._launcher.run(task)
-        if not keep_fp32 and outcome.measures is not None:
-            self._drew[task.key] = outcome.measures.draws
+        if not keep_fp32:
+            self._drew[task.key] = outcome.draws
         run = self._with_extension_ways(compared_with(make_run(task, outcome), self.fp32), task)
         if measured:
             run = self._timed(run, task)
+        if keep_fp32 and is_plain and not status_only:
+            self._kept[kept] = run
         if backend == EAGER and instrumented and not keep_fp32:
             self._eager[task.key] = run
         return run if eager is None else explained_by(run, eager)

@@ -8,7 +8,7 @@ import functools
 import math
 import os
 import pickle
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -46,9 +46,6 @@ WATCHED_SECONDS = 1.0
 
 BUSY = 0.9
 """A call that uses fewer cores waits for other programs."""
-
-WAITED = 0.1
-"""A call beside others that exceeds its budget, and waited for a core for a larger part of it, is not judged by that."""
 
 TaskWorker = FunctionWorker[TaskMessage]
 
@@ -195,10 +192,8 @@ class _Begun:
     """The time, and the processor time of the worker, at the start of the first call."""
     beside: bool = False
     """Whether others ran at the same time."""
-    waited_before: float = 0.0
-    """Seconds that its threads had waited for a core when the call started."""
     waited: float = 0.0
-    """The same since then."""
+    """Seconds that its threads have waited for a core, by which its limits were put off."""
     watched: bool = False
     """Whether it is known how many cores its call uses."""
     threads: int = 0
@@ -212,9 +207,8 @@ class _Begun:
 
 class SideBySide:
     """Runs the first attempts at slow tasks in forks, several at once if the first one leaves cores idle: kernels that are not made for a
-    format often use one core. A call beside others that uses several cores is ended, since its time would be wrong, and one that takes longer
-    than its budget, but waited for a core, is not judged: its task must run alone.
-    A failed run is explained beside the calls of others.
+    format often use one core. A call beside others that uses several cores is ended, since its time would be wrong: its task must run alone.
+    What a worker waits for a core does not count against its budget. A failed run is explained beside the calls of others.
     """
 
     def __init__(self, source: TargetSource) -> None:
@@ -233,10 +227,22 @@ class SideBySide:
 
     def outcome(self, task: ModelTask, idle_limit: float) -> Outcome | None:
         """That of the first attempt at ``task``; ``None`` if it must run alone. Waits for it, and may begin others meanwhile."""
+        with self._reading():
+            return self._outcome(task, idle_limit)
+
+    def finish(self) -> None:
+        """Wait for what was begun, so that what follows runs alone."""
+        with self._reading():
+            while self._running:
+                self._take_next(None)
+
+    @contextlib.contextmanager
+    def _reading(self) -> Iterator[None]:
+        """This process reads what the workers send."""
         for worker in self._running:
             worker.resume(system.monotonic() - self._left)
         try:
-            return self._outcome(task, idle_limit)
+            yield
         finally:
             self._left = system.monotonic()
 
@@ -249,28 +255,32 @@ class SideBySide:
         while mine := next((its for its in self._begun.values() if its.task == task), None):
             if mine.ended:
                 return self._begun.pop(mine.worker).outcome
-            event = next(self._events, None)
-            if event is None:  # there was no worker
-                self._events = self._supervisor.events()
-                continue
-            its = self._begun.get(event.worker)
-            if its is None:  # it was discarded
-                continue
-            try:
-                _take(event, its.outcome, its.own)
-            except (UsageError, WorkerError):
-                if its is mine:
-                    raise
-                self._discard(event.worker)  # it is raised when it is asked for
-                continue
-            if its is mine:
-                _report(event, its.outcome, its.own, self._source)
-            self._note(event, its)
+            self._take_next(mine)
             leaves_cores = isinstance(mine.task, RunTask) or mine.threads
             if self._expected and leaves_cores and not mine.ended and len(self._running) < self._at_once:
                 with contextlib.suppress(OSError, UsageError):  # it runs when it is asked for
                     self._begin(self._expected.pop(0), idle_limit)
         return None
+
+    def _take_next(self, asked: _Begun | None) -> None:
+        """Take the next event of any worker, and show as progress that of the one ``asked`` for."""
+        event = next(self._events, None)
+        if event is None:  # there was no worker
+            self._events = self._supervisor.events()
+            return
+        its = self._begun.get(event.worker)
+        if its is None:  # it was discarded
+            return
+        try:
+            _take(event, its.outcome, its.own)
+        except (UsageError, WorkerError):
+            if its is asked:
+                raise
+            self._discard(event.worker)  # it is raised when it is asked for
+            return
+        if its is asked:
+            _report(event, its.outcome, its.own, self._source)
+        self._note(event, its)
 
     def _begin(self, task: AnalysisTask, idle_limit: float) -> None:
         with contextlib.ExitStack() as files:
@@ -314,7 +324,6 @@ class SideBySide:
         worker, now = event.worker, system.monotonic()
         if isinstance(event, MessageEvent) and isinstance(event.message, CallStarted):
             its.called = its.called or (now, worker.processor_seconds())
-            its.waited_before, its.waited = worker.waited_seconds(), 0.0
         elif isinstance(event, MessageEvent) and isinstance(event.message, Ended):
             self._supervisor.release(worker)
             worker.end()
@@ -323,19 +332,15 @@ class SideBySide:
         elif isinstance(event, StateEvent) and event.state != "running":
             its.end()
             self._share_threads()
-            if event.state == "timeout" and its.waited > WAITED * its.task.call_budget:
-                self._at_once = 1
-                self._begun.pop(worker)
-        elif its.called is not None and isinstance(its.task, RunTask):
-            if its.beside:
-                its.waited = worker.waited_seconds() - its.waited_before
+        else:
+            waited, its.waited = its.waited, max(its.waited, worker.waited_seconds())
+            worker.deadline += its.waited - waited if its.beside else 0.0
+            if its.watched or its.called is None or not isinstance(its.task, RunTask):
+                return
             started, before = its.called
-            if its.watched:
-                return
-            if its.outcome.plain is None and now < started + WATCHED_SECONDS:
-                return
-            its.watched = True
-            self._learn(its, (worker.processor_seconds() - before) / max(now - started, 1e-3))
+            if its.outcome.plain is not None or now >= started + WATCHED_SECONDS:
+                its.watched = True
+                self._learn(its, (worker.processor_seconds() - before) / max(now - started, 1e-3))
 
     def _learn(self, its: _Begun, used: float) -> None:
         """Learn from the cores that a call has ``used`` whether others may run beside it."""
@@ -348,12 +353,8 @@ class SideBySide:
             self._at_once = min(torch.get_num_threads() // round(used), most)
 
     def close(self) -> None:
-        """End what was begun, and begin no more."""
+        """End what was begun and not asked for, and begin no more."""
         self._expected.clear()
-        self.end_begun()
-
-    def end_begun(self) -> None:
-        """End what was begun and not asked for: it runs when it is asked for."""
         for worker in list(self._begun):
             if not self._begun[worker].ended:
                 self._discard(worker)

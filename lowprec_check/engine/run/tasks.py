@@ -14,7 +14,7 @@ import torch
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import clear_shared, open_shared, shared_file
-from lowprec_check.schema.measures import Errors, PredictedDevice
+from lowprec_check.schema.measures import Errors, PredictedDevice, Scenario
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, MemoryFormat, RunKey
 from lowprec_check.schema.scan_result import Evidence
@@ -312,3 +312,37 @@ class InstanceTask(ModelTask):
     """Numbers of the processor cores that it runs on; empty: those that the process has."""
     single: bool
     """Whether it gets the first item of the inputs only."""
+
+
+# -- What the tasks of a target have in common
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RunOptions:
+    """Options of all runs; ``budget`` is in seconds, by default 20 or ten fp32 forwards, whichever is longer."""
+
+    device: str = "cpu"
+    """Where runs happen."""
+    predicted: PredictedDevice | None = None
+    """The device that they stand for, if it is not ``device``."""
+    budget: float | None = None
+    errors: Errors = "both"
+    budget_error: bool = True
+    limits_memory: bool = True
+    reference: str = "fp32"
+    tolerance: float | None = None
+    seed: int = 0
+    without_kernel: tuple[str, ...] = ()
+    scenario: Scenario | None = None
+    further_inputs: int | None = 0
+    """The number of further inputs that a run that passes is tried on; ``None``: as many as a small part of the time allows."""
+    batches: int = 1
+    """Number of batches that have runs of their own."""
+    steps: int = 0
+    """Steps of training; 0 if only the forward pass is run."""
+    timed: bool = True
+    """Whether times are compared."""
+    process_memory: bool = False
+    """Whether the memory is that of processes, since the runs of other backends hold more than tensors of torch."""
+    slow_formats: frozenset[str] = frozenset()
+    """Short names of the formats that the device does not accelerate: one call may decide about a run in them."""

@@ -84,6 +84,9 @@ from lowprec_check.schema.op_calls import FALLBACK_WARNING
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
 
+COLD = 0.1
+"""If a first call in fp32 takes longer by this part of the limit of an op, one is made before ops have a limit."""
+
 
 def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
     """Do ``task``; ``receive`` waits for what the parent sends meanwhile. Afterwards the model is restored.
@@ -256,8 +259,7 @@ def _instrument(
         fp32_outputs=None if saved is None else saved.probe.tensors if saved.probe else saved.outputs[0],
         probe=saved.probe if saved is not None else None,
     )
-    is_quick = (task.fp32_ms or 0.0) / 1e3 <= task.explain_budget / 20
-    if emulation.measure_once and is_quick and not task.is_reference:
+    if emulation.measure_once and task.fp32_setup > COLD * task.op_limit and not task.is_reference:
         # What a first call imports must not count against the time limit of an op.
         with prepared_for(in_fp32(task), target) as ready, contextlib.suppress(Exception):
             run_once(in_eager_mode(ready, target), target.args, target.kwargs, task.seed)
