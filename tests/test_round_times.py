@@ -188,6 +188,25 @@ def test_a_ratio_that_cannot_be_told_gets_enough_rounds(monkeypatch: pytest.Monk
         assert found == count
 
 
+def test_final_rounds_go_on_from_those_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounds of 4 s, of which the last decide: two more are as many as all of them need."""
+    first = RoundSchedule(3, seconds=60)
+    monkeypatch.setattr(system, "monotonic", lambda: first.number * 4)
+    taken(first, [1.0, 0.5, 0.5], noise=0.001)
+    count = len(first.turns[1])
+    assert count == FEW
+    final = RoundSchedule(3, seconds=12, final=True, earlier=first.turns)
+    monkeypatch.setattr(system, "monotonic", lambda: final.number * 4)
+    for row in final:
+        final.note(turn(row, final.number, 0.5 if row else 1.0))
+    assert [len(turns) for turns in final.turns] == [ENOUGH] * 3
+    assert len(first.turns[1]) == count
+    latency = final.latency(1)
+    assert latency is not None
+    assert latency.speedup is not None
+    assert latency.speedup.rounds == ENOUGH
+
+
 def test_a_run_that_fails_is_left_out_and_without_fp32_nothing_is_timed() -> None:
     schedule = RoundSchedule(3, seconds=60)
     found = []

@@ -230,10 +230,9 @@ class _Search:
     def _try(self, keep: Keep) -> Verdict:
         """Try ``keep`` on every batch, first on the one that failed last."""
         self._show_trial(keep, "kept")
-        runs, by_error = [], self.proposer.objective.fp32_metric is None
+        runs = []
         for batch in list(self.order):
-            how: Any = {"measured": False, "instrumented": False, "status_only": by_error}
-            run = batch.run(self.base, self.backend, keep_fp32=keep, **how)
+            run = self._run(batch, keep, instrumented=False)
             if not self.proposer.objective.reached(run):
                 self.order.remove(batch)
                 self.order.insert(0, batch)
@@ -254,13 +253,18 @@ class _Search:
         expected = PRECISIONS.get(self.base).kind == "custom" or has_low_op(self.failing)
         if expected and not all(map(_equals_fp32, runs)):
             return True
-        return has_low_op(self.order[0].run(self.base, self.backend, keep_fp32=keep, measured=False))
+        return has_low_op(self._run(self.order[0], keep, instrumented=True))
 
     def _explain(self, keep: Keep) -> Suspects:
         self._show_trial(keep, "kept, op by op")
-        run = self.order[0].run(self.base, self.backend, keep_fp32=keep, measured=False)
+        run = self._run(self.order[0], keep, instrumented=True)
         self.evidence.append(run)
         return suspects(run)
+
+    def _run(self, batch: TargetRuns, keep: Keep, *, instrumented: bool) -> Run:
+        """A run with ``keep`` in fp32, of which nothing but the status counts, or the metric, and what the analysis finds."""
+        how: Any = {"measured": False, "status_only": self.proposer.objective.fp32_metric is None}
+        return batch.run(self.base, self.backend, keep_fp32=keep, instrumented=instrumented, **how)
 
     def _show_trial(self, keep: Keep, how: str) -> None:
         count, limits, best = self.trials.count, self.proposer.limits, self.trials.best

@@ -6,7 +6,7 @@ Rounds go over all runs, fp32, half, bf16, … and back, so that what disturbs t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
@@ -52,40 +52,53 @@ FINAL = 3.0
 UNTOLD = 10.0
 """How many times as long the first :data:`ENOUGH` rounds may take where a ratio cannot be told without them."""
 
+Turns = Mapping[int, TurnTimed]
+"""The turns of a row, by the number of the round."""
+
 
 class RoundSchedule:
     """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was measured."""
 
-    def __init__(self, rows: int, seconds: float | None = None, *, final: bool = False, patient: bool = False) -> None:
+    def __init__(
+        self,
+        rows: int,
+        seconds: float | None = None,
+        *,
+        final: bool = False,
+        patient: bool = False,
+        earlier: Sequence[Turns] = (),
+    ) -> None:
         """``seconds``: how long rounds are repeated, after the first :data:`~lowprec_check.analysis.speed.FEW`; by default :data:`ROUNDS_SECONDS`.
 
         ``final``: whether it decides which of the rows is the fastest, until all others are told to be slower or as fast. ``patient``: whether
-        :data:`UNTOLD` counts for all rounds: on an accelerator, nothing else disturbs times.
+        :data:`UNTOLD` counts for all rounds: on an accelerator, nothing else disturbs times. ``earlier``: the turns of the rows in rounds that
+        they had before, and which count.
         """
         self._final, self._patient = final, patient
-        self.turns: list[dict[int, TurnTimed]] = [{} for _ in range(rows)]
+        self.turns: list[dict[int, TurnTimed]] = [dict(turns) for turns in earlier] or [{} for _ in range(rows)]
         """By row, its turn in each round."""
         self.failures: dict[int, str] = {}
         """Why a row could not be timed, though it had run before."""
         self._seconds = ROUNDS_SECONDS * (FINAL if final else 1.0) if seconds is None else seconds
-        self.number = 0
+        self.number = 1 + max((number for turns in self.turns for number in turns), default=-1)
         """The number of the round."""
 
     def __iter__(self) -> Iterator[int]:
-        started = system.monotonic()
-        for self.number in range(MOST):
+        started, first = system.monotonic(), self.number
+        for self.number in range(first, max(first + FEW, MOST)):
             rows = [0, *(row for row in range(1, len(self.turns)) if not self._is_settled(row))]
             if 0 in self.failures or (self.number and rows == [0]):
                 return
             least = FEW + self.is_disturbed  # the first round of fp32 is not yet repeated on one core
-            if self.number >= least:
+            done = self.number - first
+            if done and self.number >= least:
                 noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
                 limit = self._seconds * (MORE if noisy or self.is_disturbed else 1.0)
                 untold = [row for row in rows[1:] if not self._is_told(row)]
                 if (self._patient or self.number < ENOUGH) and untold:
                     limit = max(limit, self._seconds * (MORE if all(map(self._times_host, untold)) else UNTOLD))
                 elapsed = system.monotonic() - started
-                if elapsed + elapsed / self.number > limit:
+                if elapsed + elapsed / done > limit:
                     return
             for row in rows if self.number % 2 == 0 else reversed(rows):
                 if row not in self.failures:

@@ -23,7 +23,7 @@ from lowprec_check.engine.run import rounds
 from lowprec_check.engine.run.instance_times import INSTANCE_SECONDS
 from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, TaskMessage, TurnTimed
-from lowprec_check.engine.run.rounds import LONG_SECONDS, RoundSchedule
+from lowprec_check.engine.run.rounds import LONG_SECONDS, RoundSchedule, Turns
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.task_workers import TaskWorker, start_worker
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
@@ -64,13 +64,17 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
     latencies: dict[RunKey, Latency] = {}
     failures: dict[RunKey, str] = {}
     conditions: list[TimingConditions] = []
+    turns: dict[RunKey, Turns] = {}
+    are_together = len(timed) <= AT_ONCE
 
     def take(group: Sequence[Run], *, final: bool = False) -> None:
         tasks = [task_of(run) for run in group]
         forks = launcher.isolation == "fork" and tasks[0].device == "cpu" and _copies_fit(tasks, launcher.source)
-        schedule = time_in_rounds(tasks, launcher, in_forks=forks, final=final)
+        earlier = tuple(turns[run.key] for run in group) if final and are_together else ()
+        schedule = time_in_rounds(tasks, launcher, in_forks=forks, final=final, earlier=earlier)
         conditions.append(schedule.conditions())
         for row, run in enumerate(group):
+            turns[run.key] = schedule.turns[row]
             latency = schedule.latency(row)
             if latency is not None:
                 faster = [group[other].key.label for other in schedule.slower_than(row)]
@@ -155,10 +159,15 @@ def _copies_fit(tasks: Sequence[ModelTask], source: TargetSource) -> bool:
 
 
 def time_in_rounds(
-    tasks: Sequence[ModelTask], launcher: Launcher, *, in_forks: bool, final: bool = False
+    tasks: Sequence[ModelTask],
+    launcher: Launcher,
+    *,
+    in_forks: bool,
+    final: bool = False,
+    earlier: tuple[Turns, ...] = (),
 ) -> RoundSchedule:
-    """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process."""
-    schedule = RoundSchedule(len(tasks), final=final)
+    """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process; in further rounds after ``earlier`` ones."""
+    schedule = RoundSchedule(len(tasks), final=final, earlier=earlier)
     if in_forks:
         with Supervisor[TaskWorker, TaskMessage]() as supervisor:
             _Forks(tasks, launcher.source, schedule, supervisor).run()
@@ -166,7 +175,9 @@ def time_in_rounds(
         _report_round(launcher.source, 0)
         longest = max(task.call_budget for task in tasks)
         outcome = launcher.execute(
-            tasks[0].as_task(TimeTask, runs=tuple(tasks), final=final, budget=3 * longest, setup_budget=0.0)
+            tasks[0].as_task(
+                TimeTask, runs=tuple(tasks), final=final, earlier=earlier, budget=3 * longest, setup_budget=0.0
+            )
         )
         for turn in outcome.turns:
             schedule.note(turn)

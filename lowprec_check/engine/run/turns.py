@@ -216,7 +216,8 @@ def _enough(seconds: list[float], least: float) -> bool:
 
 def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
     """In one process: take all turns, with the model cast in place for each, and send each."""
-    schedule = RoundSchedule(len(task.runs), final=task.final, patient=torch.device(task.device).type != "cpu")
+    patient = torch.device(task.device).type != "cpu"
+    schedule = RoundSchedule(len(task.runs), final=task.final, patient=patient, earlier=task.earlier)
     changes_parameters = any(run.changes_parameters for run in task.runs)
     snapshot = Snapshot(target.model, target.inputs, parameters=changes_parameters)
     for row in schedule:
