@@ -578,7 +578,7 @@ NOTED = {
     "the script has another optimizer, Adam, made at train.py:14: the scan does not make its steps": "other = nn.Linear(8, 8)\n"
     "second = torch.optim.Adam(other.parameters())\nfor x, y in batches():\n    loss = F.cross_entropy(model(other(x)), y)\n"
     + STEP,
-    "2 of the 4 steps are observed: their batches are repeated, since the script makes no more": "for x, y in [*batches()][:2]:\n"
+    "2 of the 4 steps are observed: their batches are repeated, since there is no further one like that": "for x, y in [*batches()][:2]:\n"
     "    loss = F.cross_entropy(model(x), y)\n" + STEP,
     "1 of the 4 steps is observed: its batch is repeated, since train.py:16 calls other models than in the step before": "first = nn.Linear(8, 8)\n"
     "optimizer.add_param_group({'params': first.parameters()})\nfor step, (x, y) in enumerate(batches()):\n    out = model(first(x)) if step else model(x)\n    loss = F.cross_entropy(out, y)\n"

@@ -269,6 +269,19 @@ def test_a_default_of_the_inputs_is_kept_for_the_first_batch(here: Path, write: 
     assert target.args[0].shape == (4, 3)
 
 
+@pytest.mark.parametrize(
+    ("argument", "second"),
+    [("batch_size=4", 4), ("scale=4.0", 4), ("batch=0", 1), ("seed=4", 1), ("*batch", 1), ("device='cpu'", 4)],
+)
+def test_an_argument_with_a_default_is_the_number_of_the_batch_only_if_it_counts(
+    here: Path, write: Write, argument: str, second: int
+) -> None:
+    name = argument.lstrip("*").split("=")[0]
+    value = f"{name}[0] if {name} else 0" if "*" in argument else f"4 if {name} == 'cpu' else {name}"
+    text = f"{NET}model = Net().eval()\ndef inputs({argument}):\n    return ({value}) + 0.5 * torch.rand(4, 3)"
+    assert int(load_target(str(write(text))).batch(1).args[0].max()) == second
+
+
 def test_a_list_or_packed_sequence_is_one_argument_where_forward_takes_one(here: Path, write: Write) -> None:
     pack = "from torch.nn.utils.rnn import pack_sequence\nmodel = nn.GRU(3, 2).eval()\n"
     target = load_target(str(write(f"{NET}{pack}inputs = pack_sequence([torch.ones(4, 3)])")))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
+from lowprec_check.analysis.training_advice import keeps_weights
 from lowprec_check.analysis.training_status import Lost, first_way, passing_ways, trained_runs
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chained, percent, say
@@ -81,7 +82,7 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
 def what_recovers(run: Run, result: ScanResult) -> str:
     """The ways of ``run`` that passed and keep small updates, with their memory; or autocast."""
     autocast = [
-        other for other in low_runs(result) if other.key != run.key and other.is_autocast and other.status == "ok"
+        other for other in low_runs(result) if other.key != run.key and keeps_weights(other) and other.status == "ok"
     ]
     same = [other for other in autocast if other.format == run.format]
     names = [f"{other.key.label}, which keeps the weights in fp32" for other in (*same, *autocast)[:1] if run.format]

@@ -172,7 +172,7 @@ class BatchMaker:
     def _make(self, index: int) -> Any:
         given, position = self._given, index
         if is_function(given):
-            takes_number = accepts(given, index)
+            takes_number = _takes_number(given)
             given = given(index) if takes_number and (index or not accepts(given)) else given()
             if takes_number:
                 return given
@@ -201,6 +201,21 @@ class BatchMaker:
         return type(None), ()
 
 
+_NUMBERS = ("index", "number", "seed", "step")
+"""Names of arguments that are the number of a batch whatever their default value."""
+
+
+def _takes_number(function: Callable[..., Any]) -> bool:
+    """Whether a function that returns inputs takes the number of the batch: an argument without a default value, or with 0; others are
+    a size, a device, a scale.
+    """
+    first = next(iter(parameters_of(function).values()), None)
+    if not accepts(function, 0) or first is None:
+        return accepts(function, 0)
+    has_default = first.default is not inspect.Parameter.empty
+    return not has_default or first.name in _NUMBERS or (type(first.default) is int and first.default == 0)
+
+
 def is_function(value: Any) -> bool:
     """Whether inputs are given as a function that returns them."""
     return callable(value) and not isinstance(value, (Tensor, Mapping))
@@ -226,8 +241,7 @@ def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Ba
     """What ``forward`` needs of the batch ``first``, which ``code`` makes."""
     parameters = parameters_of(forward)
     kinds = {parameter.kind for parameter in parameters.values()}
-    takes_any_number = inspect.Parameter.VAR_POSITIONAL in kinds
-    required = 0 if takes_any_number else required_arguments(forward)
+    required = required_arguments(forward)  # 0: as many as there are
     if isinstance(first, Mapping):
         known = first if inspect.Parameter.VAR_KEYWORD in kinds else parameters
         names, others = [name for name in first if name in known], [name for name in first if name not in known]

@@ -141,6 +141,8 @@ class StepObserver:
             self._recorder.nodes.clear()
         if not self.found.steps:
             self._save((*module.parameters(), *module.buffers()))
+            for inside in module.modules():
+                self.found.modes.setdefault(inside, inside.training)
         node = Node.of(module, args, kwargs)
         node.given = map_tensors((args, kwargs), copy_of)
         node.restore_generators = list(generator_restorers())
@@ -215,10 +217,17 @@ class StepObserver:
             return  # without gradients, as a step is made to please a scheduler
         if takes_closure(optimizer):
             self.give_up(f"{type(optimizer).__name__}.step() needs a closure, and a scan calls step() without one")
+        settings, before = settings_of(optimizer), self.found.schedule.setdefault(optimizer, [])
+        if before and len(before[0]) != len(settings):
+            self.found.unlike = "the script adds parameters to its optimizer before the next one"
+            self._forget_step()
+            if not self.found.steps:
+                self.give_up("it adds parameters to its optimizer in its first step")
+            self._leave()
         clips = [clip for clip in self._clips.get(end, []) if any(known in trained for known in clip.parameters)]
         gradients = {} if self.found.steps else {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
         self._made_steps.append(OptimizerStep(optimizer, start, end, clips, gradients))
-        self.found.schedule.setdefault(optimizer, []).append(settings_of(optimizer))
+        before.append(settings)
         if self.found.problem is None and not self._is_complete():
             self._recorder.on = True
             return
@@ -276,9 +285,11 @@ class StepObserver:
         plan = plan_of(made, self._backwards, found.optimizers)
         program = Program(self._recorder.nodes[: plan[-1].nodes], plan, trained, self._recorder.copies)
         step = ObservedStep.of(program, found.steps[0] if found.steps else None)
+        used = {id(loss) for loss in program.losses}
+        backwards = [backward for backward in self._backwards if id(backward.loss) in used]
+        step = step._replace(loss=sum(float(backward.value) for backward in backwards))
         if not found.steps:
-            used = {id(loss) for loss in program.losses}
-            found.first = [backward for backward in self._backwards if id(backward.loss) in used]
+            found.first = backwards
             found.made_first = list(made)
             found.facts |= dict.fromkeys(found.facts_of(program))
         else:

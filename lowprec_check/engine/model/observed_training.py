@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -13,12 +14,15 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowprec_check.engine.core.devices import kept_generators
-from lowprec_check.engine.core.pytree import map_tensors
+from lowprec_check.engine.core.pytree import equal_tensors, map_tensors
 from lowprec_check.engine.model.call_recorder import Node, UnrepeatableError
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
+
+SAME_LOSS = 0.01
+"""The part of a loss by which another one may differ that is the same but for rounding."""
 
 DEFINE_PARTS = "Define `model`, `inputs`, `loss` and `optimizer` in a file and scan that: see docs/training.md."
 
@@ -120,6 +124,16 @@ class ObservedTraining(NamedTuple):
     optimizers: tuple[str, ...]
     """The lines that make the optimizers."""
     notes: tuple[str, ...]
+    losses: tuple[float, ...] = ()
+    """Of the script, in the steps that were observed; none if it trains under autocast, since fp32 gives others."""
+
+    def differs_in(self, losses: Sequence[float]) -> str | None:
+        """Where the ``losses`` of the scan in fp32 differ from those of the script, in words, and why that may be."""
+        for number, (its, mine) in enumerate(zip(self.losses, losses, strict=False), start=1):
+            if not abs(its - mine) <= SAME_LOSS * abs(its):
+                why = "what the script does to weights, gradients or settings between its steps is not part of the scan"
+                return f"in step {number} the loss of the script is {its:.4g}, and {mine:.4g} in the scan: {why}"
+        return None
 
 
 class OptimizerStep(NamedTuple):
@@ -142,6 +156,8 @@ class ObservedStep(NamedTuple):
     batch: ObservedBatch
     root: nn.Module
     """The model that the program calls, or a :class:`ScriptStep`."""
+    loss: float = math.nan
+    """What the script computed, summed over its backward passes."""
 
     @classmethod
     def of(cls, program: Program, first: ObservedStep | None) -> ObservedStep:
@@ -149,7 +165,9 @@ class ObservedStep(NamedTuple):
         call = program.single
         is_single = call is not None and (first is None or first.root is call.call)
         if first is not None and not is_single and not isinstance(first.root, ScriptStep):
-            raise UnrepeatableError(f"{program.calls[0].line} calls other models than in the step before")
+            is_same = all(node.call is first.root for node in program.calls)
+            what = "does not compute the loss of one call alone, as" if is_same else "calls other models than"
+            raise UnrepeatableError(f"{program.calls[0].line} {what} in the step before")
         if call is not None and is_single and isinstance(call.call, nn.Module):
             targets = program.bind(call.call, {})
             args, kwargs = call.given
@@ -186,6 +204,8 @@ class ObservedSteps:
     """Why the next step was not like those before it."""
     values: dict[int, tuple[Tensor, Tensor, Tensor, dict[str, Any]]] = dataclasses.field(default_factory=dict)
     """Of parameters and buffers, before the first step."""
+    modes: dict[nn.Module, bool] = dataclasses.field(default_factory=dict)
+    """Whether modules were in training mode, before the first step."""
     first: Sequence[Backward] = ()
     """Of the first step: those that it uses."""
     made_first: Sequence[OptimizerStep] = ()
@@ -233,7 +253,7 @@ class ObservedSteps:
             if self.problem is not None or not self.steps:
                 none = "it makes no step of a torch.optim.Optimizer with the gradients that it computes"
                 raise UnrepeatableError(self.problem or none)
-            program, _, root = self.steps[0]
+            program, _, root, _ = self.steps[0]
             forms: dict[str, Program] = {}
             for step in self.steps:
                 forms.setdefault(step.program.form, step.program)
@@ -257,8 +277,11 @@ class ObservedSteps:
             numbers = [list(forms).index(step.program.form) for step in self.steps]
             pairs = zip(batches, numbers, strict=True)
             batches = [batch.numbered(number, is_input=is_input) for batch, number in pairs]
+        elif all(equal_tensors(batch, batches[0]) for batch in batches):
+            batches = batches[:1]
         made = tuple(dict(self.made).get(one) or "" for one in self.optimizers)
-        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes)
+        losses = () if program.autocasts else tuple(step.loss for step in self.steps)
+        return ObservedTraining(root, loss, optimizer, batches, line, self.framework, made, notes, losses)
 
     def _optimizer(self, root: nn.Module) -> OptimizerLike | OptimizersLike:
         """What makes optimizers like those of the script, of the parameters of ``root``."""
@@ -274,7 +297,7 @@ class ObservedSteps:
 
     def _check(self, made: OptimizerLike | OptimizersLike, loss: ObservedLoss) -> None:
         """Make the first step again up to its gradients; raises :class:`UnrepeatableError` if they or the loss differ."""
-        program, batch, root = self.steps[0]
+        program, batch, root, _ = self.steps[0]
         given = batch.args if isinstance(root, ScriptStep) else batch.targets
         scale = self.first[0].scale
 
@@ -309,10 +332,12 @@ class ObservedSteps:
             self._restore()
 
     def _restore(self) -> None:
-        """Make parameters and buffers as they were before the first step."""
+        """Make parameters, buffers and modes as they were before the first step."""
         for saved in self.values.values():
             restore_tensor(*saved)
             saved[0].grad = None
+        for module, training in self.modes.items():
+            module.training = training
 
     def _notes(self, parts: Sequence[OptimizerLike]) -> Iterator[str]:
         for code in dict.fromkeys(clip.code for made in parts for clip in made.clips):
@@ -329,7 +354,7 @@ class ObservedSteps:
             yield "the optimizer starts from the state that it has in the script"
         count = len(self.steps)
         if count < self.wanted:
-            why = self.unlike or "the script makes no more"
+            why = self.unlike or "there is no further one like that"
             batches = "is observed: its batch is" if count == 1 else "are observed: their batches are"
             yield f"{count} of the {self.wanted} steps {batches} repeated, since {why}"
         trained = self.steps[0].program.trained

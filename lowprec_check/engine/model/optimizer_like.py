@@ -51,8 +51,14 @@ class OptimizerLike:
     ) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         position = {id(parameter): index for index, parameter in enumerate(trained)}
-        known = [[id(parameter) for parameter in group["params"]] for group in given.param_groups]
+        groups = (
+            given.param_groups[: len(schedule[0])] if schedule else given.param_groups
+        )  # a script may have added some
+        known = [[id(parameter) for parameter in group["params"]] for group in groups]
         self.parts = [self]
+        listed = [parameter for group in groups for parameter in group["params"]]
+        self.foreign = sum(each.requires_grad and id(each) not in position for each in listed)
+        """How many parameters it trains that are not of the model."""
         self._kind: Any = type(given)
         self._groups = [[position[each] for each in group if each in position] for group in known]
         self.schedule = list(schedule) or [[_without_warmup(settings) for settings in settings_of(given)]]

@@ -7,7 +7,7 @@ import json
 import math
 import pickle
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -40,21 +40,34 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
     Raises :class:`UsageError` if the file cannot be read, or does not fit the model.
     """
     found, code = _read(path)
-    key = None if _is_state(found) else next((key for key in _INSIDE if _is_state(found.get(key))), None)
-    if key is not None:
-        found, code = found[key], [*code[:-1], f"{code[-1]}[{json.dumps(key)}]"]
     if not _is_state(found):
-        raise UsageError(
-            f"{path} holds no state dict: names with tensors.", "Save one: torch.save(model.state_dict(), FILE)."
-        )
-    expected, state = model.state_dict(keep_vars=True), "state"
-    for prefix in _PREFIXES:
-        if expected.keys().isdisjoint(found) and all(name.startswith(prefix) for name in found):
-            found = {name.removeprefix(prefix): value for name, value in found.items()}
-            state = f'{{name.removeprefix("{prefix}"): value for name, value in state.items()}}'
+        states = [key for key, value in found.items() if _is_state(value)]
+        usual = [key for key in _INSIDE if key in states]
+        if not usual and len(states) != 1:
+            what = (
+                f"several state dicts ({', '.join(map(str, states))})" if states else "no state dict: tensors by name"
+            )
+            raise UsageError(f"{path} holds {what}.", "Save one: torch.save(model.state_dict(), FILE).")
+        key = (usual or states)[0]
+        found, code = found[key], [*code[:-1], f"{code[-1]}[{json.dumps(key)}]"]
+    expected = model.state_dict(keep_vars=True)
+    found, state = _without_prefixes(found, expected)
     tied = _check_names(path, expected, {name: tensor.shape for name, tensor in found.items()})
     model.load_state_dict(found, strict=not tied)
     return [*code, _loading_code(state, tied)]
+
+
+def _without_prefixes(found: dict[str, Any], expected: Container[str]) -> tuple[dict[str, Any], str]:
+    """``found`` without the prefixes of all its names that none of ``expected`` has, and the code that makes it of ``state``."""
+    names, removed = {name: name for name in found}, ""
+    while not any(name in expected for name in names.values()):
+        prefix = next((one for one in _PREFIXES if all(name.startswith(one) for name in names.values())), None)
+        if prefix is None:
+            return found, "state"
+        names = {old: name.removeprefix(prefix) for old, name in names.items()}
+        removed += f'.removeprefix("{prefix}")'
+    code = f"{{name{removed}: value for name, value in state.items()}}" if removed else "state"
+    return {name: found[old] for old, name in names.items()}, code
 
 
 def _loading_code(state: str, tied: list[str]) -> str:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.output_comparison import same_bits
 from lowprec_check.engine.model.memory import measure_memory
-from lowprec_check.engine.model.observed_training import ScriptStep
+from lowprec_check.engine.model.observed_training import DEFINE_PARTS, ScriptStep
 from lowprec_check.engine.model.optimizer_like import OptimizerLike, OptimizersLike
 from lowprec_check.engine.model.plain_run import PlainResult, describe_error, output_tensors
 from lowprec_check.engine.model.prepared import Prepared
@@ -48,6 +48,7 @@ from lowprec_check.engine.train.steps import (
 from lowprec_check.engine.train.trajectory import Samples, Trajectory
 from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.errors import UsageError
+from lowprec_check.schema.statements import counted
 from lowprec_check.schema.training import TrainingPhase, TrainingRun, TrainingSetup, TrainingWay
 from lowprec_check.schema.verdict import ExceptionInfo
 from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
@@ -104,7 +105,8 @@ class TrainingSteps:
 
     def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
         self.task, self.target, self.ready, self._send, self._batches = task, target, ready, send, batches
-        self._snapshot = Snapshot(ready.model, target.inputs, parameters=True)
+        loss = target.loss if target.observed is None else None  # that of a script has no state
+        self._snapshot = Snapshot(ready.model, (*target.inputs, loss), parameters=True)
         self._ways = ways_of(ready.precision, task.steps)
         """The ways to train; the first is that of the run."""
         self.explained = self._ways[0]
@@ -227,13 +229,22 @@ class ReferenceTraining(TrainingSteps):
                 f"No weight changes in fp32 in {steps} of training, so there is nothing to compare.",
                 "Check the learning rate (a warm-up may start at 0), and that the loss depends on the weights.",
             )
+        observed, notes = self.target.observed, list[str]()
+        differs = None if observed is None or loop.draws else observed.differs_in(base.losses)
+        foreign = getattr(self.target.optimizer, "foreign", 0) if observed is None else 0
+        if foreign:
+            whose = f"{counted(foreign, 'parameter')} of the optimizer that the model does not have"
+            notes.append(f"{whose}, perhaps of the loss: the scan does not train {'it' if foreign == 1 else 'them'}")
         finite = all(map(math.isfinite, base.losses)) and bool(base.weights[-1].isfinite().all())
+        if differs is not None and not finite:
+            raise UsageError(f"The training of the script cannot be scanned: {differs}.", DEFINE_PARTS)
         self.result = PlainResult(
             status="ok" if finite else "nonfinite",
             seconds=min(base.seconds, default=0.0),
             first_seconds=base.seconds[0] if base.seconds else 0.0,
             calls=max(1, base.steps),
             loss=base.losses[-1] if finite else None,
+            notes=(*notes, *filter(None, [differs])),
         )
         if finite:
             self._add_seeds(loop, gradients.found, step, stalls)
