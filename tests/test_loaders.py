@@ -370,6 +370,9 @@ def saved(found: Any, name: str) -> str:
         ("w.pt", lambda state: {f"module.{name}": value for name, value in state.items()}),
         ("w.pt", lambda state: {"model": {f"_orig_mod.{name}": value for name, value in state.items()}}),
         ("w.pt", lambda state: {name: value.half() for name, value in state.items()}),
+        ("w.pt", lambda state: {"net": state, "epoch": 3}),
+        ("w.pt", lambda state: {f"_orig_mod.module.{name}": value for name, value in state.items()}),
+        ("w.pt", lambda state: {"ema": {f"model._orig_mod.{name}": value for name, value in state.items()}}),
     ],
 )
 def test_weights_are_loaded_also_by_the_printed_code(
@@ -412,6 +415,7 @@ model, inputs = Tied().eval(), torch.tensor([[1, 2]])
     ("content", "message"),
     [
         (torch.ones(2), "holds no state dict"),
+        ({"one": {"a": torch.ones(1)}, "two": {"b": torch.ones(1)}}, r"holds several state dicts \(one, two\)"),
         ({"linear.weight": torch.ones(2, 3)}, r"1 of 2 names of the model are missing in the file \(linear.bias\)"),
         (
             {"linear.weight": torch.ones(5, 3), "linear.bias": torch.ones(2)},

@@ -419,6 +419,54 @@ def test_what_a_scan_does_otherwise_is_said(here: Path, write: Write, note: str)
     assert note in "\n".join(load_target("train.py", steps=4).notes)
 
 
+ONE_MODEL = """
+model = net()
+optimizer = torch.optim.SGD(model.parameters(), lr=0.2)
+for step, (x, y) in enumerate(batches()):
+    loss = F.cross_entropy(model(x), y)
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+"""
+
+
+@pytest.mark.parametrize(
+    ("between", "first_other"),
+    [
+        pytest.param("", None, id="nothing"),
+        pytest.param("    with torch.no_grad():\n        [p.mul_(0.5) for p in model.parameters()]\n", 2, id="decay"),
+        pytest.param("    if step == 1:\n        model[3].reset_parameters()\n", 3, id="new weights"),
+        pytest.param("    model[1].eval()\n", 2, id="another mode"),
+        pytest.param("    model[3].requires_grad_(False)\n", 2, id="frozen"),
+    ],
+)
+def test_what_a_script_does_between_its_steps_is_told_by_its_losses(
+    here: Path, write: Write, call: Call, between: str, first_other: int | None
+) -> None:
+    path = write(HEAD + ONE_MODEL + between, "train.py")
+    options = ["--train", "--steps", "3", "-p", "bf16", "--times", "off", "--errors", "none", "--json", "-"]
+    done = call("scan", str(path), *options, folder=here)
+    notes = ScanResult.from_json(done.stdout.encode()).runs[0].notes
+    expected = [] if first_other is None else [f"in step {first_other} the loss of the script is"]
+    assert [note[: len(start)] for note, start in zip(notes, expected, strict=True)] == expected
+
+
+def test_a_script_that_gives_its_optimizer_more_parameters_is_observed_until_then(here: Path, write: Write) -> None:
+    body = ONE_MODEL.replace("model.parameters()", "model[3].parameters()").replace(
+        "    loss =",
+        "    if step == 2:\n        optimizer.add_param_group({'params': [*model[0].parameters()]})\n    loss =",
+    )
+    write(HEAD + body, "train.py")
+    target = load_target("train.py", steps=3)
+    assert len(target.observed.batches) == 2
+    assert any("since the script adds parameters to its optimizer" in note for note in target.notes)
+
+
+def test_equal_batches_of_a_script_are_one(here: Path, write: Write) -> None:
+    write(HEAD + ONE_MODEL.replace("in enumerate(batches())", "in enumerate([(X, Y)] * 3)"), "train.py")
+    assert len(load_target("train.py", steps=3).observed.batches) == 1
+
+
 # -- Several optimizers, in every precision
 
 FIXED_GAN = """

@@ -435,3 +435,58 @@ def test_a_bias_before_a_batch_norm_has_no_gradient_to_compare(precision: str) -
     assert (zero.error, zero.error_share, zero.underflow) == (None, 0.0, 0.0)
     assert not [d for d in result.diagnostics if d.code == "LP501" and d.module == "0"]
     assert (by_name["0.weight"].error or 1.0) < 0.1
+
+
+# -- What the scan cannot see of a file
+
+
+class Normed(nn.Module):
+    """A loss with a state: it is divided by an average of its own values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.tensor(1.0))
+
+    def forward(self, output: Tensor) -> Tensor:
+        error = (output - 1).square().mean()
+        with torch.no_grad():
+            self.scale.mul_(0.5).add_(0.5 * error.float())
+        return error / self.scale
+
+
+def test_the_state_of_a_loss_is_rewound_for_each_way_to_train() -> None:
+    torch.manual_seed(0)
+    model, x = nn.Linear(16, 4), torch.randn(8, 16)
+    expected, loss, optimizer = copy.deepcopy(model), Normed(), sgd(0.2)
+    made, losses = optimizer(expected.parameters()), list[float]()
+    for _ in range(4):
+        value = loss(expected(x))
+        losses.append(float(value.detach()))
+        made.zero_grad()
+        value.backward()
+        made.step()
+    result = training(model, x, "bfloat16", steps=4, optimizer=optimizer, loss=Normed())
+    assert result.training.losses[:4] == pytest.approx(losses)
+    assert result.training.repeatable
+    ways = {way.name: way.losses[0] for way in trained(result, "bfloat16")[1].ways}
+    assert len(ways) > 1
+    assert all(first == pytest.approx(losses[0], rel=0.02) for first in ways.values()), (ways, losses)
+
+
+def test_parameters_of_a_loss_are_said_to_stay_as_they_are() -> None:
+    torch.manual_seed(0)
+    model, scale = nn.Linear(16, 4), nn.Parameter(torch.tensor(2.0))
+    optimizer = torch.optim.SGD([*model.parameters(), scale], lr=0.05)
+    result = training(model, torch.randn(8, 16), "bfloat16", steps=2, optimizer=optimizer)
+    assert result.runs[0].notes == [
+        "1 parameter of the optimizer that the model does not have, perhaps of the loss: the scan does not train it"
+    ]
+
+
+def test_lost_updates_are_not_avoided_by_an_autocast_run_with_weights_in_16_bits() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)).bfloat16()
+    result = training(model, torch.randn(8, 16), "bfloat16,autocast-bf16", steps=8, optimizer=sgd(1e-3))
+    advice = [found.help or "" for found in result.diagnostics if found.code == "LP503"]
+    assert advice
+    assert not any("autocast-bf16, which keeps the weights in fp32" in text for text in advice)

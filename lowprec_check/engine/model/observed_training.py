@@ -21,7 +21,7 @@ from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, Optim
 from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
 
-SAME_LOSS = 0.01
+SAME_LOSS = 1e-3
 """The part of a loss by which another one may differ that is the same but for rounding."""
 
 DEFINE_PARTS = "Define `model`, `inputs`, `loss` and `optimizer` in a file and scan that: see docs/training.md."
@@ -352,8 +352,7 @@ class ObservedSteps:
                 yield f"the learning rate is that of the script in each step: {rates[0]:g} to {rates[-1]:g}"
         if any(made.state for made in parts):
             yield "the optimizer starts from the state that it has in the script"
-        count = len(self.steps)
-        if count < self.wanted:
+        if (count := len(self.steps)) < self.wanted:
             why = self.unlike or "there is no further one like that"
             batches = "is observed: its batch is" if count == 1 else "are observed: their batches are"
             yield f"{count} of the {self.wanted} steps {batches} repeated, since {why}"

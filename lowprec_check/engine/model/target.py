@@ -105,6 +105,11 @@ class Target(NamedTuple):
         """Everything that is given to the model."""
         return self.args, self.kwargs
 
+    @property
+    def rewound(self) -> tuple[Any, ...]:
+        """What a call may change besides the model: the inputs, and the state of the user's loss; that of a script has none."""
+        return (*self.inputs, self.loss if self.observed is None else None)
+
     def calibration(self) -> Iterator[Call]:
         """Yield inputs to calibrate a quantized model on: those of the file's ``calibration()``, else the inputs.
 

@@ -63,7 +63,7 @@ def measured_shares(
         return
     limit, started = SECONDS + SHARE * seconds, system.thread_time()
     needed = OF_FAILING if budget.measured > (task.tolerance or 0.0) and call_seconds <= SLOWEST else 0
-    snapshot, longest = Snapshot(target.model, target.inputs, parameters=task.changes_parameters), 0.0
+    snapshot, longest = Snapshot(target.model, target.rewound, parameters=task.changes_parameters), 0.0
     for number, modules in enumerate(_in_order(budget)):
         before = system.thread_time()
         if number >= needed and before - started + longest > limit:

@@ -100,7 +100,7 @@ class PlainPart:
         self._memory = memory
         self.task, self.target, self.ready, self._send = task, target, ready, send
         self._call = (ready, target.args, target.kwargs)
-        self._snapshot = Snapshot(ready.model, target.inputs, parameters=task.changes_parameters)
+        self._snapshot = Snapshot(ready.model, target.rewound, parameters=task.changes_parameters)
         self._measures = Measures()
         self.result = PlainResult(status="error")
         self.outputs: list[list[Tensor]] = []

@@ -37,7 +37,7 @@ def on_device(target: Target, device: torch.device) -> Iterator[None]:
         yield
         return
     check_weights_fit(target.model, device)
-    snapshot = Snapshot(target.model, target.inputs)
+    snapshot = Snapshot(target.model, target.rewound)
     try:
         target.model.to(device)
         yield
@@ -57,7 +57,7 @@ def prepared_for(
         memory_format=task.memory_format,
         keep_fp32=task.keep_fp32,
         call=target.call(),
-        inputs=target.inputs,
+        inputs=target.rewound,
         changes_parameters=task.changes_parameters,
         snapshot=snapshot,
     )

@@ -105,8 +105,7 @@ class TrainingSteps:
 
     def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
         self.task, self.target, self.ready, self._send, self._batches = task, target, ready, send, batches
-        loss = target.loss if target.observed is None else None  # that of a script has no state
-        self._snapshot = Snapshot(ready.model, (*target.inputs, loss), parameters=True)
+        self._snapshot = Snapshot(ready.model, target.rewound, parameters=True)
         self._ways = ways_of(ready.precision, task.steps)
         """The ways to train; the first is that of the run."""
         self.explained = self._ways[0]

@@ -95,7 +95,7 @@ class TimedCalls:
 
     def __init__(self, task: ModelTask, target: Target, ready: Prepared) -> None:
         self._task, self._ready, self._inputs = task, ready, target.inputs
-        self._snapshot = Snapshot(ready.model, target.inputs, parameters=task.changes_parameters)
+        self._snapshot = Snapshot(ready.model, target.rewound, parameters=task.changes_parameters)
         self._calls, self._fills_caches = 0, False
         """Timed calls since the state was rewound; whether one before them makes what they use."""
         self._events = None
@@ -219,7 +219,7 @@ def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
     patient = torch.device(task.device).type != "cpu"
     schedule = RoundSchedule(len(task.runs), final=task.final, patient=patient, earlier=task.earlier)
     changes_parameters = any(run.changes_parameters for run in task.runs)
-    snapshot = Snapshot(target.model, target.inputs, parameters=changes_parameters)
+    snapshot = Snapshot(target.model, target.rewound, parameters=changes_parameters)
     for row in schedule:
         run = task.runs[row]
         turn: TurnTimed | TurnFailed

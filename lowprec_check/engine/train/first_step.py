@@ -79,7 +79,7 @@ def first_step_under(mode: DispatchMode, ready: Prepared, target: Target, seed: 
     step = TrainingStep(target, ready, PLAIN, target.model)
     watcher = FirstGradients({name: p for name, p in ready.model.named_parameters() if p.requires_grad})
     step.on_gradients = lambda: watcher.gradients(step)
-    snapshot = Snapshot(ready.model, target.inputs, parameters=True)
+    snapshot = Snapshot(ready.model, target.rewound, parameters=True)
     seed_everything(seed)
     inputs, named = ready.inputs(target.args, target.kwargs)
     try:
