@@ -22,7 +22,7 @@ from lowprec_check.engine.model.snapshot import restore_tensor
 from lowprec_check.errors import UsageError
 
 SAME_LOSS = 1e-3
-"""The part of a loss by which another one may differ that is the same but for rounding."""
+"""The part of the largest loss by which two may differ that are the same but for rounding."""
 
 DEFINE_PARTS = "Define `model`, `inputs`, `loss` and `optimizer` in a file and scan that: see docs/training.md."
 
@@ -130,7 +130,8 @@ class ObservedTraining(NamedTuple):
     def differs_in(self, losses: Sequence[float]) -> str | None:
         """Where the ``losses`` of the scan in fp32 differ from those of the script, in words, and why that may be."""
         for number, (its, mine) in enumerate(zip(self.losses, losses, strict=False), start=1):
-            if not abs(its - mine) <= SAME_LOSS * abs(its):
+            same = SAME_LOSS * max(map(abs, self.losses[:number]))
+            if math.isfinite(its) and not abs(its - mine) <= same:
                 why = "what the script does to weights, gradients or settings between its steps is not part of the scan"
                 return f"in step {number} the loss of the script is {its:.4g}, and {mine:.4g} in the scan: {why}"
         return None
@@ -233,8 +234,7 @@ class ObservedSteps:
             yield f"the script calls backward() {len(program.losses)} times for a step: {sums}"
         if len(self.optimizers) > 1:
             those = [f"{type(one).__name__} (made at {dict(self.made).get(one)})" for one in self.optimizers]
-            shown = "the loss that is shown is the sum of theirs"
-            yield f"a step is that of {len(those)} optimizers: {', '.join(those)}; {shown}"
+            yield f"a step is that of {len(those)} optimizers: {', '.join(those)}; the loss shown is the sum of theirs"
         if len(program.calls) > 1:
             names = ", ".join(dict.fromkeys(type(node.call).__name__ for node in program.calls))
             yield f"the loss follows from {len(program.calls)} calls ({names}): the scanned module makes all of them"

@@ -51,9 +51,8 @@ class OptimizerLike:
     ) -> None:
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         position = {id(parameter): index for index, parameter in enumerate(trained)}
-        groups = (
-            given.param_groups[: len(schedule[0])] if schedule else given.param_groups
-        )  # a script may have added some
+        count = len(schedule[0]) if schedule else None  # a script may have added some later
+        groups = given.param_groups[:count]
         known = [[id(parameter) for parameter in group["params"]] for group in groups]
         self.parts = [self]
         listed = [parameter for group in groups for parameter in group["params"]]
