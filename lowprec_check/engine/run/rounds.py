@@ -92,7 +92,8 @@ class RoundSchedule:
             least = FEW + self.is_disturbed  # the first round of fp32 is not yet repeated on one core
             done = self.number - first
             if done and self.number >= least:
-                noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
+                known = [latency.noisy for latency in map(self.latency, rows) if latency is not None]
+                noisy = any(known) and not first  # more rounds follow those before in any case
                 limit = self._seconds * (MORE if noisy or self.is_disturbed else 1.0)
                 untold = [row for row in rows[1:] if not self._is_told(row)]
                 if (self._patient or self.number < ENOUGH) and untold:
