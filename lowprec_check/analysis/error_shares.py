@@ -177,7 +177,7 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
 
 def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare, float]]:
     """The modules with ops of their own, and what is to be gained at each, the most first: a share without that of submodules, unless a plain run
-    has shown another, or that most of it goes only with several of them, whose errors cancel.
+    has shown another, or that less than half of it goes with the submodules, each alone, since their errors cancel.
     """
     parts = {part.name: part for part in module_shares(run)}
     for module in dict.fromkeys(run.op_calls.module):

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import as_real, is_float
+from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import nonfinite_unlike
 from lowprec_check.schema.verdict import ErrorStats
 
@@ -220,6 +221,12 @@ def _norm(values: Tensor) -> float:
 def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
     """Whether two outputs have the same number of tensors, dtypes, shapes and values; NaN equals NaN."""
     return len(outputs) == len(others) and all(map(_same_tensor, outputs, others))
+
+
+def same_values(one: Any, other: Any) -> bool:
+    """Whether two values hold the same tensors and numbers, in the same order."""
+    mine, others = ([tensor for _, tensor in leaves(value, numbers=True)] for value in (one, other))
+    return same_bits(mine, others)
 
 
 def _same_tensor(a: Tensor, b: Tensor) -> bool:

@@ -33,12 +33,6 @@ def leaves(value: Any, *, numbers: bool = False, shared: bool = False) -> Iterat
     yield from _leaves(value, "", frozenset(), shared if numbers else None)
 
 
-def equal_tensors(one: Any, other: Any) -> bool:
-    """Whether two values have equal tensors and numbers, in the same order."""
-    mine, others = ([tensor for _, tensor in leaves(value, numbers=True)] for value in (one, other))
-    return len(mine) == len(others) and all(map(torch.equal, mine, others))
-
-
 def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Those of ``value`` at ``path``, inside the objects ``above``; with ``shared`` ``None``, without numbers and arrays."""
     waiting = [(value, path, above)]  # not by recursion: outputs may be nested deeply

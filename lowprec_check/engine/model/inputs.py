@@ -206,14 +206,15 @@ _NUMBERS = ("index", "number", "seed", "step")
 
 
 def _takes_number(function: Callable[..., Any]) -> bool:
-    """Whether a function that returns inputs takes the number of the batch: an argument without a default value, or with 0; others are
-    a size, a device, a scale.
+    """Whether a function that returns inputs takes the number of the batch as its first argument. One with a default value other than 0 is
+    rather a size, a device or a scale.
     """
+    if not accepts(function, 0):
+        return False
     first = next(iter(parameters_of(function).values()), None)
-    if not accepts(function, 0) or first is None:
-        return accepts(function, 0)
-    has_default = first.default is not inspect.Parameter.empty
-    return not has_default or first.name in _NUMBERS or (type(first.default) is int and first.default == 0)
+    if first is None or first.default is first.empty or first.name in _NUMBERS:
+        return True
+    return type(first.default) is int and first.default == 0
 
 
 def is_function(value: Any) -> bool:

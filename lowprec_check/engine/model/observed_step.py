@@ -284,10 +284,10 @@ class StepObserver:
         trained = {known: p for optimizer in found.optimizers for known, p in _trained_by(optimizer).items()}
         plan = plan_of(made, self._backwards, found.optimizers)
         program = Program(self._recorder.nodes[: plan[-1].nodes], plan, trained, self._recorder.copies)
-        step = ObservedStep.of(program, found.steps[0] if found.steps else None)
         used = {id(loss) for loss in program.losses}
         backwards = [backward for backward in self._backwards if id(backward.loss) in used]
-        step = step._replace(loss=sum(float(backward.value) for backward in backwards))
+        loss = sum(float(backward.value) for backward in backwards)
+        step = ObservedStep.of(program, found.steps[0] if found.steps else None, loss)
         if not found.steps:
             found.first = backwards
             found.made_first = list(made)

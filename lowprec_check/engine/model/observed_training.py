@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lowprec_check.engine.core.devices import kept_generators
-from lowprec_check.engine.core.pytree import equal_tensors, map_tensors
+from lowprec_check.engine.core.output_comparison import same_values
+from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.model.call_recorder import Node, UnrepeatableError
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.optimizer_like import Clip, OptimizerLike, OptimizersLike, Settings
@@ -130,9 +131,8 @@ class ObservedTraining(NamedTuple):
     def differs_in(self, losses: Sequence[float]) -> str | None:
         """Where the ``losses`` of the scan in fp32 differ from those of the script, in words, and why that may be."""
         for number, (its, mine) in enumerate(zip(self.losses, losses, strict=False), start=1):
-            same = SAME_LOSS * max(map(abs, self.losses[:number]))
-            if math.isfinite(its) and not abs(its - mine) <= same:
-                why = "what the script does to weights, gradients or settings between its steps is not part of the scan"
+            if math.isfinite(its) and not abs(its - mine) <= SAME_LOSS * max(map(abs, self.losses[:number])):
+                why = "the scan does not repeat what it does to weights, gradients or settings between its steps"
                 return f"in step {number} the loss of the script is {its:.4g}, and {mine:.4g} in the scan: {why}"
         return None
 
@@ -157,11 +157,11 @@ class ObservedStep(NamedTuple):
     batch: ObservedBatch
     root: nn.Module
     """The model that the program calls, or a :class:`ScriptStep`."""
-    loss: float = math.nan
+    loss: float
     """What the script computed, summed over its backward passes."""
 
     @classmethod
-    def of(cls, program: Program, first: ObservedStep | None) -> ObservedStep:
+    def of(cls, program: Program, first: ObservedStep | None, loss: float) -> ObservedStep:
         """The step of ``program``; raises :class:`UnrepeatableError` if it calls other models than the ``first``."""
         call = program.single
         is_single = call is not None and (first is None or first.root is call.call)
@@ -172,7 +172,7 @@ class ObservedStep(NamedTuple):
         if call is not None and is_single and isinstance(call.call, nn.Module):
             targets = program.bind(call.call, {})
             args, kwargs = call.given
-            return cls(program, ObservedBatch(args, kwargs, tuple(targets)), call.call)
+            return cls(program, ObservedBatch(args, kwargs, tuple(targets)), call.call, loss)
         root = ScriptStep() if first is None else first.root
         names = {module: name for name, module in root.named_children()}
         for model in [node.call for node in program.calls if isinstance(node.call, nn.Module)]:
@@ -186,7 +186,7 @@ class ObservedStep(NamedTuple):
             if id(tensor) in program.trained and id(tensor) not in inside:
                 root.register_parameter(f"weight{len(inside)}", program.trained[id(tensor)])
                 inside.add(id(tensor))
-        return cls(program, ObservedBatch(tuple(program.bind(root, names)), {}, ()), root)
+        return cls(program, ObservedBatch(tuple(program.bind(root, names)), {}, ()), root, loss)
 
 
 @dataclasses.dataclass
@@ -277,7 +277,7 @@ class ObservedSteps:
             numbers = [list(forms).index(step.program.form) for step in self.steps]
             pairs = zip(batches, numbers, strict=True)
             batches = [batch.numbered(number, is_input=is_input) for batch, number in pairs]
-        elif all(equal_tensors(batch, batches[0]) for batch in batches):
+        elif all(same_values(batch, batches[0]) for batch in batches):
             batches = batches[:1]
         made = tuple(dict(self.made).get(one) or "" for one in self.optimizers)
         losses = () if program.autocasts else tuple(step.loss for step in self.steps)

@@ -15,7 +15,8 @@ from torch.utils._pytree import tree_map_only
 
 from lowprec_check.engine.core.compiled import in_training_mode
 from lowprec_check.engine.core.devices import kept_generators
-from lowprec_check.engine.core.pytree import equal_tensors, leaves
+from lowprec_check.engine.core.output_comparison import same_values
+from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import own_line, traceback_line
 from lowprec_check.engine.model import torchvision_ops
 from lowprec_check.engine.model.inputs import BatchMaker, NoBatchError, as_call, call_code, is_function, take_batch
@@ -158,7 +159,7 @@ class Target(NamedTuple):
             )
         batch = take_batch(self.make_batch(index), forward_of(self.model))
         args, kwargs, _ = as_call(batch.inputs, forward_of(self.model))
-        if equal_tensors(self.inputs, (args, kwargs)):
+        if same_values(self.inputs, (args, kwargs)):
             raise NoBatchError(f"`inputs` returns the same values for batch {index} as for batch 0.", _PASTE_BATCHES)
         calibration = self.calibration_inputs or self.inputs
         return self._replace(args=args, kwargs=kwargs, targets=batch.targets, calibration_inputs=calibration)

@@ -44,9 +44,8 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
         states = [key for key, value in found.items() if _is_state(value)]
         usual = [key for key in _INSIDE if key in states]
         if not usual and len(states) != 1:
-            what = (
-                f"several state dicts ({', '.join(map(str, states))})" if states else "no state dict: tensors by name"
-            )
+            several = f"several state dicts ({', '.join(map(str, states))})"
+            what = several if states else "no state dict (tensors by name)"
             raise UsageError(f"{path} holds {what}.", "Save one: torch.save(model.state_dict(), FILE).")
         key = (usual or states)[0]
         found, code = found[key], [*code[:-1], f"{code[-1]}[{json.dumps(key)}]"]

@@ -262,7 +262,7 @@ class _Search:
         return suspects(run)
 
     def _run(self, batch: TargetRuns, keep: Keep, *, instrumented: bool) -> Run:
-        """A run with ``keep`` in fp32, of which nothing but the status counts, or the metric, and what the analysis finds."""
+        """A run with ``keep`` in fp32; its calls end with the first that fails, unless a metric decides."""
         how: Any = {"measured": False, "status_only": self.proposer.objective.fp32_metric is None}
         return batch.run(self.base, self.backend, keep_fp32=keep, instrumented=instrumented, **how)
 

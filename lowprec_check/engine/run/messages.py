@@ -5,7 +5,7 @@ A verdict, the measures and the analysis are sent as they are; :class:`Ended` is
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -152,6 +152,10 @@ class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
     """Seconds of a fixed piece of work."""
     launched: tuple[float, float] | None = None
     """Seconds that a call takes the host, and the accelerator if it need not wait for the host; ``None`` if they are not known."""
+
+
+Turns = Mapping[int, TurnTimed]
+"""The turns of a run, by the number of the round."""
 
 
 class TurnFailed(Struct, frozen=True, tag="turn-failed"):

@@ -323,7 +323,7 @@ class PlainPart:
     def _record_draws(self) -> list[list[Draw]] | None:
         """The random calls of each call; empty if there are none, ``None`` if the calls cannot be repeated exactly.
 
-        Those after the first are not repeated if that draws nothing, and they give the same output.
+        Only the first is repeated if it draws nothing and the others give the same output.
         """
         self._snapshot.rewind()
         found = []

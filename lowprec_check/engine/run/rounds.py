@@ -6,7 +6,7 @@ Rounds go over all runs, fp32, half, bf16, … and back, so that what disturbs t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 
@@ -21,7 +21,7 @@ from lowprec_check.analysis.speed import (
     speedup_in_rounds,
     waits_for_host,
 )
-from lowprec_check.engine.run.messages import TurnFailed, TurnTimed
+from lowprec_check.engine.run.messages import TurnFailed, Turns, TurnTimed
 from lowprec_check.process import system
 from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
 
@@ -52,9 +52,6 @@ FINAL = 3.0
 UNTOLD = 10.0
 """How many times as long the first :data:`ENOUGH` rounds may take where a ratio cannot be told without them."""
 
-Turns = Mapping[int, TurnTimed]
-"""The turns of a row, by the number of the round."""
-
 
 class RoundSchedule:
     """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was measured."""
@@ -71,8 +68,8 @@ class RoundSchedule:
         """``seconds``: how long rounds are repeated, after the first :data:`~lowprec_check.analysis.speed.FEW`; by default :data:`ROUNDS_SECONDS`.
 
         ``final``: whether it decides which of the rows is the fastest, until all others are told to be slower or as fast. ``patient``: whether
-        :data:`UNTOLD` counts for all rounds: on an accelerator, nothing else disturbs times. ``earlier``: the turns of the rows in rounds that
-        they had before, and which count.
+        :data:`UNTOLD` counts for all rounds: on an accelerator, nothing else disturbs times. ``earlier``: the turns of each row in rounds before
+        these, which count too.
         """
         self._final, self._patient = final, patient
         self.turns: list[dict[int, TurnTimed]] = [dict(turns) for turns in earlier] or [{} for _ in range(rows)]
@@ -92,9 +89,9 @@ class RoundSchedule:
             least = FEW + self.is_disturbed  # the first round of fp32 is not yet repeated on one core
             done = self.number - first
             if done and self.number >= least:
-                known = [latency.noisy for latency in map(self.latency, rows) if latency is not None]
-                noisy = any(known) and not first  # more rounds follow those before in any case
-                limit = self._seconds * (MORE if noisy or self.is_disturbed else 1.0)
+                noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
+                is_longer = self.is_disturbed or (noisy and not first)  # those that follow others are more in any case
+                limit = self._seconds * (MORE if is_longer else 1.0)
                 untold = [row for row in rows[1:] if not self._is_told(row)]
                 if (self._patient or self.number < ENOUGH) and untold:
                     limit = max(limit, self._seconds * (MORE if all(map(self._times_host, untold)) else UNTOLD))

@@ -87,8 +87,8 @@ class TargetRuns:
         self._drew: dict[RunKey, bool | None] = {}
         """Whether a run without kept modules drew random numbers; ``None`` if that was not looked for."""
         self._stream = stream_of(source.target.model)
-        self._kept: dict[tuple[RunKey, frozenset[str]], Run] = {}
-        """Plain runs with modules in fp32: an ablation may be a trial of a plan, too."""
+        self._ablations: dict[tuple[RunKey, frozenset[str]], Run] = {}
+        """By the run and the modules in fp32: one may be a trial of a plan, too."""
         self._eager: dict[RunKey, Run] = {}
         """The eager runs without a plan, whose op-by-op analysis explains those on other backends."""
 
@@ -231,9 +231,9 @@ class TargetRuns:
         the same precision and memory format, if there was one.
         """
         key = RunKey(precision, backend, self.options.device, memory_format)
-        kept, is_plain = (key, frozenset(keep_fp32)), not (measured or instrumented)
-        if is_plain and kept in self._kept:
-            return self._kept[kept]
+        ablation = (key, frozenset(keep_fp32)) if keep_fp32 and not (measured or instrumented) else None
+        if ablation in self._ablations:
+            return self._ablations[ablation]
         task = self._usual_task(key, keep_fp32=keep_fp32, measured=measured, errors=errors or self.options.errors)
         reason = self._why_skipped(task.key)
         if reason is not None:
@@ -249,8 +249,8 @@ class TargetRuns:
         run = self._with_extension_ways(compared_with(make_run(task, outcome), self.fp32), task)
         if measured:
             run = self._timed(run, task)
-        if keep_fp32 and is_plain and not status_only:
-            self._kept[kept] = run
+        if ablation is not None and not status_only:
+            self._ablations[ablation] = run
         if backend == EAGER and instrumented and not keep_fp32:
             self._eager[task.key] = run
         return run if eager is None else explained_by(run, eager)

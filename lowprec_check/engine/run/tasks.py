@@ -6,12 +6,12 @@ import contextlib
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 
-from lowprec_check.engine.run.messages import TurnTimed
+from lowprec_check.engine.run.messages import Turns
 from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
 from lowprec_check.process.breadcrumb import clear_shared, open_shared, shared_file
@@ -285,8 +285,8 @@ class TimeTask(ModelTask):
     runs: tuple[ModelTask, ...]
     final: bool = False
     """Whether the rounds decide which of them is the fastest."""
-    earlier: tuple[Mapping[int, TurnTimed], ...] = ()
-    """The turns of each in earlier rounds, by their number; empty if there were none."""
+    earlier: tuple[Turns, ...] = ()
+    """The turns of each in earlier rounds; empty if there were none."""
 
     @property
     def uses_autocast(self) -> bool:

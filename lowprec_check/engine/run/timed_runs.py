@@ -22,8 +22,8 @@ from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.run import rounds
 from lowprec_check.engine.run.instance_times import INSTANCE_SECONDS
 from lowprec_check.engine.run.launcher import Launcher
-from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, TaskMessage, TurnTimed
-from lowprec_check.engine.run.rounds import LONG_SECONDS, RoundSchedule, Turns
+from lowprec_check.engine.run.messages import InstanceTimed, NextTurn, Ready, TaskMessage, Turns, TurnTimed
+from lowprec_check.engine.run.rounds import LONG_SECONDS, RoundSchedule
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.engine.run.task_workers import TaskWorker, start_worker
 from lowprec_check.engine.run.tasks import InstanceTask, ModelTask, TimeTask, TurnsTask
@@ -65,12 +65,12 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
     failures: dict[RunKey, str] = {}
     conditions: list[TimingConditions] = []
     turns: dict[RunKey, Turns] = {}
-    are_together = len(timed) <= AT_ONCE
 
     def take(group: Sequence[Run], *, final: bool = False) -> None:
         tasks = [task_of(run) for run in group]
         forks = launcher.isolation == "fork" and tasks[0].device == "cpu" and _copies_fit(tasks, launcher.source)
-        earlier = tuple(turns[run.key] for run in group) if final and are_together else ()
+        goes_on = final and len(timed) <= AT_ONCE  # rounds of several groups cannot be compared
+        earlier = tuple(turns[run.key] for run in group) if goes_on else ()
         schedule = time_in_rounds(tasks, launcher, in_forks=forks, final=final, earlier=earlier)
         conditions.append(schedule.conditions())
         for row, run in enumerate(group):

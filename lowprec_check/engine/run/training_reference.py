@@ -228,12 +228,9 @@ class ReferenceTraining(TrainingSteps):
                 f"No weight changes in fp32 in {steps} of training, so there is nothing to compare.",
                 "Check the learning rate (a warm-up may start at 0), and that the loss depends on the weights.",
             )
-        observed, notes = self.target.observed, list[str]()
+        observed = self.target.observed
         differs = None if observed is None or loop.draws else observed.differs_in(base.losses)
-        foreign = getattr(self.target.optimizer, "foreign", 0) if observed is None else 0
-        if foreign:
-            whose = f"{counted(foreign, 'parameter')} of the optimizer that the model does not have"
-            notes.append(f"{whose}, perhaps of the loss: the scan does not train {'it' if foreign == 1 else 'them'}")
+        note = _untrained(self.target.optimizer) if observed is None else differs
         finite = all(map(math.isfinite, base.losses)) and bool(base.weights[-1].isfinite().all())
         if differs is not None and not finite:
             raise UsageError(f"The training of the script cannot be scanned: {differs}.", DEFINE_PARTS)
@@ -243,7 +240,7 @@ class ReferenceTraining(TrainingSteps):
             first_seconds=base.seconds[0] if base.seconds else 0.0,
             calls=max(1, base.steps),
             loss=base.losses[-1] if finite else None,
-            notes=(*notes, *filter(None, [differs])),
+            notes=(note,) if note is not None else (),
         )
         if finite:
             self._add_seeds(loop, gradients.found, step, stalls)
@@ -348,3 +345,12 @@ def _failed_loss(error: ExceptionInfo, target: Target) -> tuple[str, str]:
     source = f" at {error.source}" if error.source else ""
     hint = f"It is called with {given}. Labels are the elements of a batch that the model does not take: `inputs` may be a DataLoader."
     return f"The loss fails in fp32{source}: {error.text}", hint
+
+
+def _untrained(optimizer: Any) -> str | None:
+    """What an optimizer of the user trains besides the model, in words."""
+    foreign = optimizer.foreign if isinstance(optimizer, OptimizerLike) else 0
+    if not foreign:
+        return None
+    whose = f"{counted(foreign, 'parameter')} of the optimizer that the model does not have, perhaps of the loss"
+    return f"{whose}: the scan does not train {'it' if foreign == 1 else 'them'}"

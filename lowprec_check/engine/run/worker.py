@@ -85,7 +85,7 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
 
 COLD = 0.1
-"""If a first call in fp32 takes longer by this part of the limit of an op, one is made before ops have a limit."""
+"""The model is called in fp32 before the time of an op is limited, if its first call took this part of the limit longer than others."""
 
 
 def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
