@@ -85,6 +85,29 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
     return TensorComparison(errors, max(-low, high), 0, 0, flushed, rms, count, subnormal)
 
 
+class Norm:
+    """The norm of a tensor as a figure that is not computed yet: those of many tensors take one op."""
+
+    __slots__ = ("order", "tensor")
+
+    def __init__(self, tensor: Tensor, order: float) -> None:
+        self.tensor, self.order = tensor, order
+
+    @property
+    def device(self) -> torch.device:
+        """Where it is computed."""
+        return self.tensor.device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the tensor."""
+        return self.tensor.dtype
+
+
+Figure = Tensor | Norm
+"""A tensor of one number, or a norm."""
+
+
 class UnreadComparison:
     """A comparison whose figures an accelerator still computes: nothing here waits for them.
 
@@ -92,41 +115,36 @@ class UnreadComparison:
     """
 
     def __init__(self, out: Tensor, references: Sequence[Tensor], *, count_flushed: bool) -> None:
-        self.tensors = _flat_together([as_real(tensor) for tensor in (out, *references)])
-        self._count_flushed = count_flushed and bool(references)
-        value, *others = self.tensors
+        value, *others = _flat_together([as_real(tensor) for tensor in (out, *references)])
+        self._dtype, self._count_flushed = value.dtype, count_flushed and bool(references)
         value = value.float() if value.dtype.itemsize == 1 else value
-        compared = [tensor for other in others for tensor in (torch.sub(value, other), other)]
-        wide = torch.float32 if value.dtype in NARROW else None
-        self.figures: list[Tensor] = [torch.linalg.vector_norm(value, math.inf, dtype=wide)]
-        """Numbers on the device: the largest magnitude, NaN if there is one; the 2-norms of each difference and reference; counts."""
-        if compared:
-            self.figures += torch._foreach_norm(compared)
+        self.norms = [Norm(value, math.inf), *(Norm(other, 2.0) for other in others)]
+        """The largest magnitude, NaN if there is one; the 2-norm of each reference."""
+        differences = [Norm(torch.sub(value, other), 2.0) for other in others]
+        self.figures: list[Figure] = [*self.norms, *differences]
+        self.nbytes = sum(norm.tensor.nbytes for norm in (*self.norms, *differences))
+        """The memory that it holds."""
         if self._count_flushed:
             reference = others[0]
-            below_normal, below_all = _limits(self.tensors[0].dtype, reference.dtype)
+            below_normal, below_all = _limits(self._dtype, reference.dtype)
             lost = torch.where(value == 0, reference, 0.0)  # these and the larger of these, besides all and the normal
             counted = (reference, torch.hardshrink(reference, below_normal), lost, torch.hardshrink(lost, below_all))
             self.figures += [tensor.count_nonzero() for tensor in counted]
 
-    @property
-    def nbytes(self) -> int:
-        """The memory that it holds."""
-        return sum(tensor.nbytes for tensor in self.tensors)
-
     def read(self, values: Sequence[float]) -> TensorComparison:
         """The comparison, given the values of its ``figures``."""
-        out, *references = self.tensors
-        absmax, norms = values[0], values[1 : 1 + 2 * len(references)]
-        tiny = absmax < _TINY and max((norm * norm for norm in norms[1::2]), default=1.0) < _TINY
+        out, *references = [norm.tensor for norm in self.norms]
+        count = len(references)
+        absmax, norms, differences = values[0], values[1 : 1 + count], values[1 + count : 1 + 2 * count]
+        tiny = absmax < _TINY and max((norm * norm for norm in norms), default=1.0) < _TINY
         if tiny or not math.isfinite(sum(values)):
-            return _compare_exactly(out, references, self._count_flushed)
-        errors = [_ratio(norms[index], norms[index + 1]) for index in range(0, len(norms), 2)]
+            return _compare_exactly(out.to(self._dtype), references, self._count_flushed)
+        errors = list(map(_ratio, differences, norms))
         flushed = subnormal = None
         if self._count_flushed:
             nonzero, normal, lost, lost_larger = map(int, values[-4:])
             flushed, subnormal = SmallValues(nonzero, nonzero - normal, lost - lost_larger).shares()
-        rms = norms[1] / math.sqrt(out.numel()) if references else None
+        rms = norms[0] / math.sqrt(out.numel()) if references else None
         return TensorComparison(errors, absmax, 0, 0, flushed, rms, out.numel(), subnormal)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from lowprec_check.engine.core.devices import generator_restorers
 from lowprec_check.engine.core.pytree import slots_of
+from lowprec_check.engine.core.tensor_comparison import is_dense
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -74,8 +75,7 @@ class Snapshot:
                 parameter.grad = grad
                 if parameter.requires_grad != requires_grad:  # not allowed for one made in inference mode
                     parameter.requires_grad_(requires_grad)
-        for saved in self._values:
-            restore_tensor(*saved)
+        _restore_tensors(self._values)
         for restore in self._globals:
             restore()
 
@@ -276,10 +276,28 @@ def saved_tensor(tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
     return tensor.data, tensor.detach().clone(), dict(vars(tensor))
 
 
+def _restore_tensors(saved: Iterable[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]) -> None:
+    """:func:`restore_tensor` of each; on an accelerator all values are copied at once, as to compare one waits for all that it computes."""
+    copies: dict[torch.device, list[tuple[Tensor, Tensor]]] = collections.defaultdict(list)
+    for tensor, data, values, attributes in saved:
+        if data.device.type != "cpu" and _is_at(tensor, data) and is_dense(data) and not tensor.is_inference():
+            _refill(vars(tensor), attributes)
+            copies[data.device].append((data, values))
+        else:
+            restore_tensor(tensor, data, values, attributes)
+    with torch.no_grad():
+        for pairs in copies.values():
+            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+
+
+def _is_at(tensor: Tensor, data: Tensor) -> bool:
+    return tensor.layout == torch.strided and tensor.data_ptr() == data.data_ptr() and tensor.shape == data.shape
+
+
 def restore_tensor(tensor: Tensor, data: Tensor, values: Tensor, attributes: dict[str, Any]) -> None:
     """Give ``tensor`` its memory, values and attributes back."""
     _refill(vars(tensor), attributes)
-    is_there = tensor.layout == torch.strided and tensor.data_ptr() == data.data_ptr() and tensor.shape == data.shape
+    is_there = _is_at(tensor, data)
     if data.layout == torch.strided:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # dtypes that torch cannot compare
             if torch.equal(data, values) and is_there:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.devices import MemoryLimit
 from lowprec_check.engine.core.floating_dtypes import is_float, is_narrow, rounding_of
-from lowprec_check.engine.core.tensor_comparison import CHUNK
+from lowprec_check.engine.core.tensor_comparison import CHUNK, Norm
 from lowprec_check.engine.trace.dispatched_call import DispatchedCall
 from lowprec_check.engine.trace.gradient_buffers import GradientBuffers, Part, pulled_back
 from lowprec_check.engine.trace.ops import Args, Kwargs
@@ -166,7 +167,7 @@ class ErrorTape:
             self._bytes += sum(its.nbytes for its in (out.values, *out.errors) if its is not None)
             kept = [index for index, error in enumerate(out.errors) if error is not None]
             if kept and self._figures.deferred:
-                some = [error.any() for error in out.errors if error is not None]
+                some = [Norm(error, math.inf) for error in out.errors if error is not None]
                 self._figures.read(some, functools.partial(self._drop_zeros, out.errors, kept))
         self._nodes.append(node)
         if self._bytes > self._limit.size:
@@ -190,8 +191,8 @@ class ErrorTape:
                 compact.append(error if error is not None and error.numel() else None)
                 continue
             values = torch.view_as_real(error.resolve_conj()) if error.is_complex() else error
-            values = values.detach().nan_to_num(0.0, 0.0, 0.0)
-            compact.append(values.to(COMPACT) if self._figures.deferred or bool(values.any()) else None)
+            values = values.detach().to(COMPACT).nan_to_num_(0.0, 0.0, 0.0)
+            compact.append(values if self._figures.deferred or bool(values.any()) else None)
         return compact
 
     # -- following errors to the output
@@ -305,7 +306,7 @@ def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | N
             if gradient is not None and error is not None:
                 real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
                 products.append(real.reshape(len(real), -1) @ error.reshape(-1).to(real.dtype))
-        found.append(torch.stack(products).sum(0) if products else None)
+        found.append(functools.reduce(torch.add, products) if products else None)
     return tuple(found)
 
 

@@ -310,7 +310,8 @@ def added_errors(
             rounding = (
                 torch.where(is_less, of_exact, rounding) if not waits else of_exact if bool(is_less) else rounding
             )
-        errors.append((out.to(known.dtype) - known - rounding, rounding))
+        wide = out.to(known.dtype) if out.dtype.itemsize == 1 else out  # 8 bits are not promoted
+        errors.append((torch.sub(wide, known).sub_(rounding), rounding))
     return errors
 
 

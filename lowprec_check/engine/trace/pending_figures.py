@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lowprec_check.engine.core.tensor_comparison import TensorComparison, UnreadComparison, compare_tensor
+from lowprec_check.engine.core.tensor_comparison import Figure, Norm, TensorComparison, UnreadComparison, compare_tensor
 
 HELD, PART_HELD = 256 << 20, 1 / 16
 """Bytes of tensors that unread comparisons hold before the oldest batch is waited for; or this part of the free memory, if that is more."""
@@ -78,8 +78,8 @@ class PendingFigures:
         self._add([figure], lambda values: pending.set(values[0]))
         return pending
 
-    def read(self, figures: list[Tensor], action: Callable[[list[float]], None]) -> None:
-        """Do ``action`` with the values of tensors of one number when they are known."""
+    def read(self, figures: Sequence[Figure], action: Callable[[list[float]], None]) -> None:
+        """Do ``action`` with the values of figures when they are known."""
         self._add(figures, action)
 
     def then(self, action: Callable[[], None]) -> None:
@@ -105,11 +105,11 @@ class PendingFigures:
         return self.deferred and (self._everywhere or tensor.device.type != "cpu")
 
     def _add(
-        self, figures: list[Tensor], action: Callable[[list[float]], None], compared: UnreadComparison | None = None
+        self, figures: Sequence[Figure], action: Callable[[list[float]], None], compared: UnreadComparison | None = None
     ) -> None:
-        if figures and self._open.stream_differs(figures[0]):
+        if figures and self._open.stream_differs(figures[0].device):
             self.settle()
-            self._open.stream_differs(figures[0])
+            self._open.stream_differs(figures[0].device)
         self._open.add(figures, action, compared)
         if len(self._open) >= BATCH or self._open.nbytes >= self._held * BATCH_PART:
             self._read(wait=False)
@@ -138,27 +138,27 @@ class _Held:
 
     def __init__(self, comparison: UnreadComparison) -> None:
         self.comparison = comparison
-        self.storages = [_storage(tensor) for tensor in comparison.tensors]
+        self.storages = [_storage(norm.tensor) for norm in comparison.norms]
 
     def copy(self, storages: set[int]) -> None:
-        tensors = self.comparison.tensors
-        self.comparison.tensors = [
-            tensor.clone() if key in storages else tensor for key, tensor in zip(self.storages, tensors, strict=True)
-        ]
-        self.storages = [_storage(tensor) for tensor in self.comparison.tensors]
+        for index, norm in enumerate(self.comparison.norms):
+            if self.storages[index] in storages:
+                norm.tensor = norm.tensor.clone()
+                self.storages[index] = _storage(norm.tensor)
 
 
-Column = tuple[torch.device, torch.dtype]
+Column = tuple[torch.device, torch.dtype, float | None]
+"""Where figures are, and the order of those that are norms."""
 
 
 class _Batch:
-    """Figures that are copied to the host together."""
+    """Figures that are copied to the host together. Its norms are computed when it is closed, by one op for all of a column."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         """Memory that its comparisons hold."""
         self.held: list[_Held] = []
-        self._figures: dict[Column, list[Tensor]] = defaultdict(list)
+        self._figures: dict[Column, list[Figure]] = defaultdict(list)
         self._actions: list[tuple[Callable[[list[float]], None], list[tuple[Column, int, int]]]] = []
         """Each with where its figures are: column, start, end."""
         self._copies: dict[Column, Tensor] = {}
@@ -168,19 +168,19 @@ class _Batch:
     def __len__(self) -> int:
         return len(self._actions)
 
-    def stream_differs(self, figure: Tensor) -> bool:
-        """Whether the figure is computed on another stream than those before it."""
-        stream = _stream(figure.device)
+    def stream_differs(self, device: torch.device) -> bool:
+        """Whether a figure there is computed on another stream than those before it."""
+        stream = _stream(device)
         if self._stream is None:
             self._stream = stream
         return bool(self._stream != stream)
 
     def add(
-        self, figures: list[Tensor], action: Callable[[list[float]], None], compared: UnreadComparison | None
+        self, figures: Sequence[Figure], action: Callable[[list[float]], None], compared: UnreadComparison | None
     ) -> None:
         """Add figures, what is done with their values, and the comparison that they belong to."""
         slots = []
-        for column, its in itertools.groupby(figures, lambda figure: (figure.device, figure.dtype)):
+        for column, its in itertools.groupby(figures, _column_of):
             known = self._figures[column]
             start = len(known)
             known.extend(its)
@@ -195,7 +195,10 @@ class _Batch:
         if self._stream is not None and _stream(self._stream[0]) != self._stream:
             torch.get_device_module(self._stream[0]).synchronize(self._stream[0])
         for column, figures in self._figures.items():
-            self._copies[column] = self._to_host(torch.stack(figures))
+            order = column[2]
+            tensors = [figure.tensor if isinstance(figure, Norm) else figure for figure in figures]
+            numbers = tensors if order is None else torch._foreach_norm(tensors, order)
+            self._copies[column] = self._to_host(torch.stack(numbers))
         self._figures.clear()
 
     def _to_host(self, tensor: Tensor) -> Tensor:
@@ -228,6 +231,10 @@ class _Batch:
             except Exception as failure:
                 failures.append(failure)
         return failures
+
+
+def _column_of(figure: Figure) -> Column:
+    return (figure.device, figure.dtype, figure.order if isinstance(figure, Norm) else None)
 
 
 def _stream(device: torch.device) -> Any:
