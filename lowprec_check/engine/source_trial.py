@@ -15,12 +15,12 @@ from typing import Any, Literal
 import msgspec
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lowprec_check.analysis.fixes.fix_sites import fails
 from lowprec_check.analysis.fixes.seen_values import Places, ScriptFacts, SourceTrial
 from lowprec_check.engine.core.floating_dtypes import torch_dtype
 from lowprec_check.engine.core.output_comparison import digest_of
+from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import is_own_file
 from lowprec_check.engine.model.plain_run import judge, output_tensors, run_once
 from lowprec_check.engine.model.prepared import prepared
@@ -73,18 +73,17 @@ class PlainTrial:
             further_inputs=options.further_inputs,
             timed=False,
         )
-        device, found = settings.device, SourceTrial()
+        device, found, measured = settings.device, SourceTrial(), self.goal != "glance"
         isolation = isolation or (isolation_on(device, source.best_on(device)) if self.apart else "none")
         source.isolated_by(isolation)
         with open_runs(source, settings, isolation) as runs:
-            runs.reference(self.fp32, instrumented=False)
-            plain = [runs.run(n, measured=False, instrumented=False) for n in options.names_of("precisions")]
-            proves = self.goal == "proof" or (self.goal == "step" and not any(map(fails, plain)))
+            runs.reference(None if measured else self.fp32, instrumented=False)
+            plain = [runs.run(n, measured=measured, instrumented=False) for n in options.names_of("precisions")]
+            given_pass = not any(fails(msgspec.structs.replace(run, further_inputs=None)) for run in plain)
+            proves = self.goal == "proof" or (self.goal == "step" and given_pass)
             if proves:
                 found = _isolated(source, isolation, device, lambda: _bits(source, device, options.seed))
-                runs.reference(instrumented=False)
-                plain = [runs.run(run.precision, instrumented=False) for run in plain]
-            if self.goal != "glance":
+            if measured:
                 others = [runs.run(name, measured=proves, instrumented=False) for name in self.passing]
                 broken = [run for run in others if fails(run)]
                 found = msgspec.structs.replace(found, broken=[run.precision for run in broken])
@@ -214,16 +213,20 @@ def _rounded_buffers(
     for precision in map(PRECISIONS.get, precisions):
         found: dict[str, list[str]] = {}
         with _ready(target, REFERENCE, device) as ready:
-            before = output_tensors(run_once(ready, target.args, target.kwargs, options.seed)[0])
+            changed = []
             for module in ready.model.modules() if precision.kind == "cast" else ():
                 code = getattr(type(module).__init__, "__code__", None)
                 names = found.setdefault(f"{getattr(code, 'co_filename', '')}:{type(module).__name__}", [])
                 for name, buffer in module.named_buffers(recurse=False):
                     if buffer.dtype == torch.float32 and is_in_memory(buffer):
                         rounded = buffer.to(torch_dtype(precision.format)).float()
-                        names += [] if torch.equal(rounded, buffer) or name in names else [name]
-                        module.register_buffer(name, rounded, persistent=name not in module._non_persistent_buffers_set)
-            if any(found.values()):
+                        if not torch.equal(rounded, buffer):
+                            names += [] if name in names else [name]
+                            changed.append((module, name, rounded))
+            if changed:
+                before = output_tensors(run_once(ready, target.args, target.kwargs, options.seed)[0])
+                for module, name, rounded in changed:
+                    module.register_buffer(name, rounded, persistent=name not in module._non_persistent_buffers_set)
                 after = output_tensors(run_once(ready, target.args, target.kwargs, options.seed)[0])
                 if judge(after, before, NEAR * (options.tolerance or precision.tolerance))[0] != "ok":
                     return {owner: names for owner, names in found.items() if names}
@@ -249,7 +252,7 @@ def _digests(ready: Any, target: Target, seed: int) -> tuple[str, str]:
             with torch.no_grad():
                 output, _ = run_once(ready, target.args, target.kwargs, seed)
         bits, generator = digest_of(output_tensors(output)), torch.Generator().manual_seed(0)
-        floating = [t for t in tree_leaves(output) if isinstance(t, Tensor) and t.requires_grad]
+        floating = [tensor for _, tensor in leaves(output) if tensor.requires_grad]
         # of one number, since torch imports sympy for gradients that it is given, which takes a second
         products = [(t * torch.randn(t.shape, generator=generator).to(t)).sum().real for t in floating]
         try:

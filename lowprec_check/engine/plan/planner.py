@@ -130,9 +130,10 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
 
 
 def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> Iterator[Proposal]:
-    """All bases without changes if one of them passes; else a search for each."""
+    """All bases without changes if one of them passes; else a search for each, which analyzes it op by op."""
+    backend = replaced([options.backend])[0][0]
     runs = {
-        name: [batch.run(name, replaced([options.backend])[0][0], measured=batch is batches[0]) for batch in batches]
+        name: [batch.run(name, backend, measured=batch is batches[0], instrumented=False) for batch in batches]
         for name in options.bases()
     }
     if any(proposer.passes_as_it_is(of_base) for of_base in runs.values()):

@@ -183,7 +183,11 @@ class _Search:
 
     def __init__(self, proposer: Proposer, runs: Sequence[Run]) -> None:
         self.proposer, self.base, self.backend = proposer, runs[0].precision, runs[0].backend
-        self.failing = next(run for run in runs if not proposer.objective.reached(run))
+        batch, self.failing = next(
+            pair for pair in zip(proposer.batches, runs, strict=False) if not proposer.objective.reached(pair[1])
+        )
+        if not proposer.explains:  # a scan has analyzed its runs
+            self.failing = self._run(batch, (), instrumented=True)
         self.evidence, self.failed = [self.failing], dict[Keep, Run]()
         self.order = list(proposer.batches)
         model = proposer.batches[0].target.model
