@@ -193,6 +193,19 @@ def test_other_options_or_versions_are_scanned_again(sound: str, scans: Scans, t
     assert scans == [sound] * 3
 
 
+def test_changed_weights_and_imported_modules_are_scanned_again(scans: Scans, tmp_path: Path) -> None:
+    weights, inner, other = tmp_path / "weights.pt", tmp_path / "net" / "scale.py", tmp_path / "unused.py"
+    inner.parent.mkdir()
+    (tmp_path / "net" / "__init__.py").write_text("from .scale import SCALE\n")
+    model = tmp_path / "model.py"
+    model.write_text("import net\n")
+    wanted = expand_requests([Request(str(model))], (*FAST, "--weights", str(weights)), [])
+    for path in (weights, inner, other, inner, weights):
+        path.write_text(path.read_text() + "# \n" if path.exists() else "SCALE = 1\n")
+        scan_all(wanted, tmp_path / "out")
+    assert len(scans) == 4  # ``unused`` is not read
+
+
 @pytest.mark.slow
 def test_a_cluster_of_two_workers(sound: str, gap: str, write: Write, tmp_path: Path) -> None:
     distributed = pytest.importorskip("distributed")

@@ -13,7 +13,7 @@ from lowprec_check.cli.options import Backends, Budget, Devices, Precisions, Qui
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.schema.axes import BACKENDS
 from lowprec_check.schema.precisions import PRECISIONS
-from lowprec_check.schema.statements import some
+from lowprec_check.schema.statements import counted, some
 
 if TYPE_CHECKING:
     from lowprec_check.schema.matrix import MatrixRow
@@ -80,8 +80,10 @@ def compat(
     if not requests:
         raise UsageError("There is nothing to scan.", "Pass at least one target, or --from-file LIST.")
     with ReportFolder(output, title, html=html) as folder:
+        scanned: list[MatrixRow] = []
 
         def on_row(done: int, of: int, row: MatrixRow, result: ScanResult | None) -> None:
+            scanned.append(row)
             folder.model(row, result)
             if not quiet:
                 print_status(f"[{done}/{of}] {_line(row)}")
@@ -101,10 +103,9 @@ def compat(
             print_status("Progress is saved; run the same command to resume.")
             raise
         without_pages = folder.index(matrix)
-    failed = sum(row.state == "failed" for row in matrix.rows)
-    print(
-        f"{len(matrix.rows)} row{'s' if len(matrix.rows) != 1 else ''}, {failed} could not be scanned: {visible(str(output / 'index.md'))}"
-    )
+    failed, kept = sum(row.state == "failed" for row in matrix.rows), len(matrix.rows) - len(scanned)
+    rows = counted(len(matrix.rows), "row") + (f" ({kept} of earlier runs)" if kept else "")
+    print(f"{rows}, {failed} could not be scanned: {visible(str(output / 'index.md'))}")
     if without_pages:
         print_status(
             f"warning: No page could be written for {some([row.target for row in without_pages], 5)}: the saved scans were removed.\n"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import collections
 import contextlib
 import functools
@@ -253,7 +254,7 @@ def scan_all(
     make_folder(folder)
     installed = {"tool": installed_version("lowprec-check"), "torch": installed_version("torch")}
     versions = {name: version for name, version in installed.items() if version is not None}
-    made_with = {request: versions | _file_digest(request.target) for request in requests}
+    made_with = {request: versions | _digest_of_files(request) for request in requests}
     rows = {
         request_of(row): row
         for row in load(folder / "matrix.json").rows
@@ -281,12 +282,53 @@ def scan_all(
     return matrix
 
 
-def _file_digest(target: str) -> dict[str, str]:
-    """A digest of the target's file, if it is one, so that an edited file is scanned again."""
-    path = re.sub(r"(\.py):[^:]*$", r"\1", target)
+SMALL_FILE = 1 << 20
+"""Bytes of a file that is read to find out whether it was changed; of a larger one, size and time tell."""
+
+
+def _digest_of_files(request: Request) -> dict[str, str]:
+    """A digest of the files that a scan reads: of the target, with what it imports from its folder, and of options, such as weights."""
+    target = re.sub(r"(\.py):[^:]*$", r"\1", request.target)
+    files: list[Path] = []
     with contextlib.suppress(OSError, ValueError):
-        return {"file": hashlib.sha256(Path(path).read_bytes()).hexdigest()[:12]}
-    return {}
+        values = [Path(word.partition("=")[2] or word) for word in request.options]
+        files = [*_with_imports(Path(target)), *(path for path in values if path.is_file())]
+        if target.startswith("hf:"):
+            files += sorted(path for path in Path(target[3:]).iterdir() if path.is_file())
+    found = hashlib.sha256()
+    for path in files:
+        with contextlib.suppress(OSError):
+            state = path.stat()
+            is_small = state.st_size <= SMALL_FILE
+            found.update(path.read_bytes() if is_small else repr((state.st_size, state.st_mtime_ns)).encode())
+    return {"file": found.hexdigest()[:12]} if files else {}
+
+
+def _with_imports(path: Path) -> list[Path]:
+    """A file of Python, and the modules in its folder that it or they import, by name; nothing if there is no such file."""
+    found, waiting = dict[Path, None](), [path] if path.is_file() else []
+    while waiting:
+        source = waiting.pop()
+        if source in found:
+            continue
+        found[source] = None
+        names: set[str] = set()
+        with contextlib.suppress(OSError, SyntaxError, ValueError):
+            for node in ast.walk(ast.parse(source.read_bytes())):
+                if isinstance(node, ast.Import):
+                    names.update(alias.name for alias in node.names)
+                elif isinstance(node, ast.ImportFrom):
+                    package = f"{node.module}." if node.module else ""
+                    names.update([package[:-1], *(package + alias.name for alias in node.names)])
+        for place in {source.parent, path.parent}:
+            candidates = [place.joinpath(*name.split(".")) for name in names if name]
+            waiting += [
+                file
+                for each in candidates
+                for file in (each.with_suffix(".py"), each / "__init__.py")
+                if file.is_file()
+            ]
+    return sorted(found)
 
 
 def _ordered(rows: dict[Request, MatrixRow], requests: list[Request]) -> Matrix:
