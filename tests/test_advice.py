@@ -19,7 +19,7 @@ from lowprec_check.analysis.rules.registry import diagnose
 from lowprec_check.analysis.statements.advice import in_fp32, verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import why
-from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer
+from lowprec_check.engine.plan.trials import Limits, Objective, Proposal, Proposer, best
 from lowprec_check.report.registry import render
 from lowprec_check.schema.backend_checks import CompilerCheck
 from lowprec_check.schema.findings import Recommendation
@@ -768,6 +768,17 @@ def test_no_op_is_blamed_for_an_exception_of_the_model() -> None:
     rows = to_columns([OpCall(op="aten.addmm.default", local_error=1e-3, source="net.py:9")])
     assert culprits(a_run("half", "inaccurate", op_calls=rows))
     assert not culprits(a_run("half", "error", op_calls=rows, exception=ExceptionInfo(type="ValueError", message="no")))
+
+
+def test_a_plan_that_keeps_a_container_is_not_smaller_than_one_that_keeps_two_of_its_modules() -> None:
+    run = a_run("half", "ok", latency_ms=1.0, keep_fp32=["body"])
+    attempt = Attempt(base="half", status="error", why="no", kept=10, outcome="passes")
+    container = Proposal(attempt=attempt, run=run)
+    two = Proposal(
+        attempt=msgspec.structs.replace(attempt, kept=2),
+        run=msgspec.structs.replace(run, keep_fp32=["body.a", "body.b"]),
+    )
+    assert best([container, two]) is two
 
 
 def test_a_base_that_is_slower_than_a_plan_is_shown_on_the_batch_on_which_it_fails() -> None:

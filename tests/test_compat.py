@@ -193,6 +193,18 @@ def test_other_options_or_versions_are_scanned_again(sound: str, scans: Scans, t
     assert scans == [sound] * 3
 
 
+def test_a_failed_row_that_was_not_asked_for_is_kept(sound: str, scans: Scans, tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    scan_all(requests_of(sound), folder)
+    data = json.loads((folder / "matrix.json").read_text())
+    data["rows"][0] |= {"state": "failed", "reason": "no"}
+    (folder / "matrix.json").write_text(json.dumps(data))
+    other = requests_of("other.py")
+    for _ in range(2):
+        found = scan_all(other, folder, retry_failed=True)
+        assert [row.state for row in found.rows] == ["scanned", "failed"]
+
+
 def test_changed_weights_and_imported_modules_are_scanned_again(scans: Scans, tmp_path: Path) -> None:
     weights, inner, other = tmp_path / "weights.pt", tmp_path / "net" / "scale.py", tmp_path / "unused.py"
     inner.parent.mkdir()

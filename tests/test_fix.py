@@ -73,6 +73,16 @@ def fixed(call: Call, file: Path, *options: str) -> Fixing:
     return msgspec.json.decode(done.stdout, type=Fixing)
 
 
+@pytest.mark.slow
+def test_gradients_of_an_output_in_a_dataclass_are_compared(tmp_path: Path, call: Call) -> None:
+    head = "from dataclasses import dataclass\n\n" + HEAD + "\n"
+    head = head.replace("class Net", "@dataclass\nclass Out:\n    y: torch.Tensor\n\n\nclass Net").rstrip("\n") + "\n"
+    file = write(tmp_path, "h = self.fc(x).masked_fill(x > 0.5, -1e9)\nreturn Out(h.softmax(-1))", head)
+    found = fixed(call, file)
+    assert found.changes
+    assert found.gradients_equal
+
+
 # -- Positions in the text
 
 

@@ -20,6 +20,7 @@ from generated import FAULTS, GAPS, STEPS, Fault, Norm, Overflow, Project, Quant
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 
 from lowprec_check import Plan, UsageError, apply, find_plan, render, scan
 from lowprec_check.analysis.snippet import snippet
@@ -434,11 +435,26 @@ def test_a_stopped_search_returns_the_best_plan_so_far() -> None:
     assert find_plan(model, x, dtype="bf16", base="cast", max_trials=1, metric=unpredicted, max_drop=0.1).plan is None
 
 
-def test_no_search_if_a_base_passes() -> None:
-    planning = find_plan(build([Project, Norm]), inputs())
+def test_no_search_if_a_base_passes(tmp_path: Path) -> None:
+    analyzed = tmp_path / "analyzed"
+
+    class Watched(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = build([Project, Norm])
+
+        def forward(self, x: Tensor) -> Tensor:
+            if _get_current_dispatch_mode() is not None:
+                with analyzed.open("a") as file:
+                    print(next(self.parameters()).dtype, file=file)
+            found: Tensor = self.inner(x)
+            return found
+
+    planning = find_plan(Watched(), inputs())
     assert planning.plan is not None
     assert planning.plan.keep_fp32 == []
     assert {attempt.trials for attempt in planning.attempts} == {0}
+    assert set(analyzed.read_text().split()) == {"torch.float32"}  # not those that pass
 
 
 def test_constants_that_do_not_fit_are_reported_with_their_replacement() -> None:

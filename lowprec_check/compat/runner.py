@@ -259,7 +259,12 @@ def scan_all(
         request_of(row): row
         for row in load(folder / "matrix.json").rows
         if row.made_with == made_with.get(request_of(row), row.made_with | versions)
-        and is_done(folder, row, pages if request_of(row) in made_with else (".md",), retry_failed=retry_failed)
+        and is_done(
+            folder,
+            row,
+            pages if request_of(row) in made_with else (".md",),
+            retry_failed=retry_failed and request_of(row) in made_with,
+        )
     }
     missing = [request for request in requests if request not in rows]
     threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 and engine is None else None

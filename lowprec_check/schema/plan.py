@@ -185,7 +185,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     rel_l2: float | None = None
     """Error of the output without a plan; ``None`` if it is not known."""
     kept: int | None = None
-    """Number of modules in fp32 in the plan; ``None`` if no plan was found."""
+    """Number of modules in fp32 in the plan, those inside others too; ``None`` if no plan was found."""
     predicted: float | None = None
     """rel_l2 of the output that the error budget predicted for the plan before it was tried."""
     proven: float | None = None

@@ -22,7 +22,7 @@ from lowprec_check.engine.run.further_runs import ranges_of
 from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.process import system
 from lowprec_check.schema.axes import lowers_precision
-from lowprec_check.schema.module_paths import module_around
+from lowprec_check.schema.module_paths import module_around, number_of
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.plan import STOPPED_WITHOUT_PLAN, Attempt
 from lowprec_check.schema.precisions import PRECISIONS, formats
@@ -191,6 +191,7 @@ class _Search:
         self.evidence, self.failed = [self.failing], dict[Keep, Run]()
         self.order = list(proposer.batches)
         model = proposer.batches[0].target.model
+        self.names = [name for name, _ in model.named_modules()]
         self.tree = ModuleTree(called_modules(model, [self.proposer.fp32, *runs]))
         self.trials = Trials(self.tree, self._try, proposer.stop_reason)
         self.started = system.monotonic()
@@ -212,7 +213,7 @@ class _Search:
             fp32, run = self.proposer.batches[0].time([self._measure(found.keep)]).runs
         attempt = self.proposer.objective.attempt(
             self.failing,
-            kept=len(found.keep) if found.keep is not None else None,
+            kept=number_of(found.keep, self.names) if found.keep is not None else None,
             predicted=self.trials.predicted.get(found.keep) if found.keep is not None else None,
             proven=_error(run) if run is not None else None,
             first_pass=self.trials.first_pass,
@@ -353,7 +354,7 @@ _FUSED_CHILDREN = ("self_attn", "linear1", "linear2", "norm1", "norm2")
 
 
 def best(proposals: Sequence[Proposal]) -> Proposal | None:
-    """None that is clearly slower than another; of these the one that keeps the fewest modules, then the most accurate."""
+    """None that is clearly slower than another; of these the one that keeps the fewest modules, those inside others too, then the most accurate."""
     passed = [proposal for proposal in proposals if proposal.run is not None]
     if not passed:
         return None
@@ -363,4 +364,4 @@ def best(proposals: Sequence[Proposal]) -> Proposal | None:
 
     fastest = min(map(latency, passed))
     equals = [proposal for proposal in passed if latency(proposal) <= max(CLEAR * fastest, SHORT_MS)]
-    return min(equals, key=lambda p: (len(p.run.keep_fp32), error_of(p.run)) if p.run else (0, 0.0))
+    return min(equals, key=lambda p: (p.attempt.kept or 0, error_of(p.run)) if p.run else (0, 0.0))
