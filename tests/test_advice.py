@@ -16,6 +16,7 @@ from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.analysis.fixes.fix_sites import culprits
 from lowprec_check.analysis.recommend import recommend
 from lowprec_check.analysis.rules.registry import diagnose
+from lowprec_check.analysis.run_summary import blames_backend
 from lowprec_check.analysis.statements.advice import in_fp32, verdict
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.analysis.statements.status import why
@@ -768,6 +769,31 @@ def test_no_op_is_blamed_for_an_exception_of_the_model() -> None:
     rows = to_columns([OpCall(op="aten.addmm.default", local_error=1e-3, source="net.py:9")])
     assert culprits(a_run("half", "inaccurate", op_calls=rows))
     assert not culprits(a_run("half", "error", op_calls=rows, exception=ExceptionInfo(type="ValueError", message="no")))
+
+
+def test_ops_of_eager_mode_explain_another_backend_only_if_both_fail_alike() -> None:
+    calls = to_columns([OpCall(op="aten.mul.Tensor", source="net.py:9", introduced_inf=3, compared_values=8)])
+    infinite = ErrorStats(rel_l2=None, max_abs=1.0, cosine=None, sqnr_db=None)
+    for backend, status, shown in (
+        ("eager", "inaccurate", True),
+        ("onnxruntime", "nonfinite", True),
+        ("onnxruntime", "inaccurate", False),
+        ("onnxruntime", "ok", False),
+    ):
+        run = a_run("half", status, backend=backend, op_calls=calls, lockstep_error=infinite, complete=True)
+        assert bool(diagnose(a_result(run), select=["LP201"])) == shown, (backend, status)
+
+
+@pytest.mark.parametrize("eager_error", [1e-3, 0.5])
+@pytest.mark.parametrize("fp32_status", ["ok", "inaccurate", None])
+def test_a_backend_is_blamed_if_fp32_fails_there_or_ops_in_eager_mode_pass(
+    eager_error: float, fp32_status: str | None
+) -> None:
+    found = {"backend": "jit", "tolerance": 0.05, "complete": True}
+    stats = ErrorStats(rel_l2=eager_error, max_abs=1.0, cosine=1.0, sqnr_db=None)
+    run = a_run("bfloat16", "inaccurate", lockstep_error=stats, **found)
+    runs = [FP32, run, *([a_run("fp32", fp32_status, **found)] if fp32_status else [])]
+    assert blames_backend(run, runs) == (eager_error < 0.05 or fp32_status == "inaccurate")
 
 
 def test_a_plan_that_keeps_a_container_is_not_smaller_than_one_that_keeps_two_of_its_modules() -> None:

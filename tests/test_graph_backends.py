@@ -321,6 +321,25 @@ def test_ops_that_onnxruntime_computes_in_fp32_are_notes(scanned: ScanResult) ->
 
 @needs_both
 @pytest.mark.slow
+def test_ops_on_integers_are_not_among_those_that_onnxruntime_computes_in_fp32() -> None:
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed = nn.Embedding(100, 16)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            positions = ids * 3  # the integers
+            hidden: Tensor = self.embed(positions)
+            return hidden * hidden  # the values
+
+    ids = torch.randint(0, 30, (4, 7))
+    result = scan(Net().eval(), ids, precisions="half", backends="onnxruntime", plan=False, times="off")
+    sources = [gap.source for gap in result.run("half", "onnxruntime").gaps if "mul" in gap.op]
+    assert sources == [line_of("# the values")]
+
+
+@needs_both
+@pytest.mark.slow
 def test_ops_that_the_libraries_lack() -> None:
     result = scan(
         Outer().eval(), torch.randn(4, 4), precisions="fp32", backends="openvino,onnxruntime", plan=False, times="off"

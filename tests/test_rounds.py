@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import os
 import time
 from collections.abc import Callable
@@ -17,12 +18,14 @@ from torch import Tensor, nn
 from user_files import NET
 
 from lowprec_check import Backend, Run, ScanResult, scan
+from lowprec_check.engine.core.compiled import compiled_frames, own_compiled_code
 from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.run import target_runs as run_options
 from lowprec_check.engine.run import timed_runs, turns
+from lowprec_check.engine.run.preparation import ready_for
 from lowprec_check.engine.run.target_runs import open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.tasks import RunOptions
+from lowprec_check.engine.run.tasks import ModelTask, RunOptions
 from lowprec_check.engine.run.timed_runs import TimedRuns
 from lowprec_check.process import Isolation, system
 
@@ -162,6 +165,24 @@ def test_what_a_first_call_makes_for_others_is_part_of_no_time(isolation: Isolat
     assert bfloat16.latency is not None
     assert bfloat16.latency.speedup is not None
     assert bfloat16.latency.speedup.median > 2
+
+
+@pytest.mark.slow
+def test_a_call_on_one_core_that_compiles_again_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turns, "ALONE", math.inf)  # other programs may work meanwhile
+    monkeypatch.setattr(turns, "SHORT_SECONDS", 0.0)
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    task = ModelTask(precision="fp32", device="cpu", files=None)  # type: ignore[arg-type]
+    target = make_target(torch.compile(nn.Linear(8, 8), backend="eager"), torch.randn(4, 8))
+    with own_compiled_code(autocast=False), ready_for(task, target) as ready:
+        calls = turns.TimedCalls(task, target, ready)
+        calls.warm_up()
+        frames = compiled_frames()
+        assert calls._call_alone() is None
+        assert compiled_frames() > frames  # else this test shows nothing
+        assert calls._call_alone() is not None
+    torch.set_num_threads(before)
 
 
 def test_a_run_that_is_much_slower_is_not_called_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

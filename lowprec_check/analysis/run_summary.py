@@ -12,7 +12,7 @@ from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.plan import Attempt
 from lowprec_check.schema.precisions import plan_bases
-from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, qualified
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, qualified
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
 from lowprec_check.schema.verdict import look
@@ -121,11 +121,26 @@ def changed_by_backend(run: Run) -> list[str]:
 
 
 def blames_backend(run: Run, runs: Sequence[Run]) -> bool:
-    """Whether a failure of ``run`` is due to its backend: it is in fp32, or eager mode passes in the same precision on the same inputs."""
+    """Whether a failure of ``run`` is due to its backend: it is in fp32, or fp32 fails there too, or eager mode passes in the same precision on the
+    same inputs.
+    """
     if run.backend == EAGER or run.failed_input is not None:
         return run.backend != EAGER
-    eager = run.key._replace(backend=EAGER)
-    return not run.is_low or (not run.is_quantized and any(its.key == eager and its.status == "ok" for its in runs))
+    if not run.is_low or run.is_quantized:
+        return not run.is_low
+    known = {its.key: its.status for its in runs}
+    in_eager_mode = known.get(run.key._replace(backend=EAGER)) or status_in_eager_mode(run)
+    return in_eager_mode == "ok" or look(known.get(run.key._replace(precision=REFERENCE), "ok")).tone == "bad"
+
+
+def status_in_eager_mode(run: Run) -> str | None:
+    """How the analysis op by op of ``run``, which is in eager mode on any backend, ends; ``None`` if that is not known."""
+    found = run.lockstep_error
+    if found is None or not run.complete or failing_gaps(run):
+        return None
+    if found.distance is None:
+        return "nonfinite"
+    return "ok" if found.distance <= (run.tolerance or 0.0) else "inaccurate"
 
 
 def fails_elsewhere(run: Run) -> InputsTried | None:

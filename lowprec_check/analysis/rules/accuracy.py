@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from lowprec_check.analysis.choices import error_with_same_choices, other_ops
 from lowprec_check.analysis.error_shares import is_over_tolerance
 from lowprec_check.analysis.rules.gaps import from_gaps
-from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, wide_dtype
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_with_ops, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
     Relevance,
     as_harmless,
@@ -301,7 +301,7 @@ def decision_flip(result: ScanResult) -> Iterator[Finding]:
         with torch.autocast(x.device.type, enabled=False):
             y = self.head(x.float()).argmax(-1)
     """
-    for run in low_runs(result):
+    for run in runs_with_ops(result):
         yield from _flips(run, result)
 
 

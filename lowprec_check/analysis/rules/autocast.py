@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_under_autocast
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_under_autocast, runs_with_ops
 from lowprec_check.analysis.run_summary import is_cast
 from lowprec_check.schema.scan_result import ScanResult
 from lowprec_check.schema.statements import chained, say
@@ -32,7 +32,7 @@ def cast_churn(result: ScanResult) -> Iterator[Finding]:
             x = x.to(torch.get_autocast_dtype(x.device.type))
         y = self.first(x) + self.second(x)
     """
-    for run in low_runs(result):
+    for run in runs_with_ops(result):
         cast = "aten._to_copy.default"
         casts = [row for row in run.op_calls.rows() if row.op == cast and row.is_forward] if run.is_autocast else []
         lines = Counter(row.source for row in casts if row.recast)

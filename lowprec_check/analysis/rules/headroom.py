@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from lowprec_check.analysis.rules.ranges import narrowest
-from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, wide_dtype
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_with_ops, wide_dtype
 from lowprec_check.analysis.rules.relevance import recommended_instead, that_passes, wider_range
 from lowprec_check.analysis.run_summary import fails_elsewhere, ranges_by_place
 from lowprec_check.analysis.statements.status import fails_on_further
@@ -65,7 +65,7 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
         y = (x / 64).square().mean(-1).sqrt() * 64
     """
     wide = wide_dtype(result)
-    for run in low_runs(result):
+    for run in runs_with_ops(result):
         places = list(_places(run, result)) if run.status == "ok" else []
         grown = [(place, place.growth(wide)) for place in places]
         growing = [(place, *growth) for place, growth in grown if growth is not None]

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from lowprec_check.analysis.error_shares import CAST_INPUT
 from lowprec_check.analysis.rules.gaps import from_gaps
-from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, wide_dtype
+from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_with_ops, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
     gives_inf,
     keep_in_fp32,
@@ -199,7 +199,7 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
         # after
         y = x / (x.norm() + torch.finfo(x.dtype).tiny)
     """
-    for run in low_runs(result):
+    for run in runs_with_ops(result):
         if not any(run.op_calls.vanished):
             continue
         found: dict[tuple[str, str | None, float], list[tuple[int, OpCall]]] = {}

@@ -12,6 +12,9 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
+import msgspec
+
+from lowprec_check.analysis.run_summary import status_in_eager_mode
 from lowprec_check.catalog.answers import find_fix
 from lowprec_check.catalog.aten import AtenCatalog
 from lowprec_check.catalog.known_issues import KnownIssue, Way, known_issues, matching
@@ -19,7 +22,7 @@ from lowprec_check.catalog.names import dtype_of
 from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
-from lowprec_check.schema.op_calls import OpCall
+from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.registry import modules_in
 from lowprec_check.schema.run_key import EAGER
 from lowprec_check.schema.scan_result import Diagnostic, Gap, Run, ScanResult, Severity
@@ -145,6 +148,13 @@ def rule(code: str, name: str, severity: Severity, *, timed: bool = False) -> Ca
 def low_runs(result: ScanResult) -> Iterator[Run]:
     """All runs but the reference."""
     return (run for run in result.runs if not run.is_reference)
+
+
+def runs_with_ops(result: ScanResult) -> Iterator[Run]:
+    """The same, those on another backend without their op calls: these are of eager mode, and kept if the run fails there as it does here."""
+    for run in low_runs(result):
+        is_explained = run.backend == EAGER or run.status == status_in_eager_mode(run) != "ok"
+        yield run if is_explained else msgspec.structs.replace(run, op_calls=OpCalls())
 
 
 def line_of(at: Gap | OpCall, result: ScanResult) -> str | None:

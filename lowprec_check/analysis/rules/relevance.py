@@ -19,7 +19,7 @@ from lowprec_check.analysis.error_shares import (
     share_sentence,
     trusted_budget,
 )
-from lowprec_check.analysis.rules.registry import Finding, line_of, low_runs
+from lowprec_check.analysis.rules.registry import Finding, line_of, runs_with_ops
 from lowprec_check.analysis.run_summary import candidates, fails_elsewhere, passes_all
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
@@ -59,7 +59,7 @@ def weighed_places(
     first; ``describe`` gives the message and what to do. ``by_trial``: what values out of range become, if it is about
     these, which the scan has tried alone.
     """
-    for run in low_runs(result):
+    for run in runs_with_ops(result):
         if run.status == "timeout":  # the model may never return what it had computed
             continue
         places = by_place(run, partial(keep, run), worst)

@@ -158,8 +158,8 @@ class GraphBackend(Backend):
         )
 
 
-def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str) -> list[Gap]:
-    """A gap for each place in a graph that calls one of ``ops``, as torch's decompositions of it name them."""
+def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str, dtype: str | None = None) -> list[Gap]:
+    """A gap for each place in a graph that calls one of ``ops``, as torch's decompositions of it name them, on tensors of ``dtype``."""
     from lowprec_check.engine.core.source_location import lines_of_trace
 
     wanted, calls = set(ops), Counter[tuple[str, str, Any, tuple[str, ...]]]()
@@ -168,11 +168,10 @@ def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str) -> li
             if str(node.target) in wanted:
                 module = list((node.meta.get("nn_module_stack") or {"": ("",)}).values())[-1][0].partition(".")[2]
                 given = (getattr(each.meta.get("val"), "dtype", None) for each in node.all_input_nodes)
-                floats = (dtype for dtype in given if dtype and (dtype.is_floating_point or dtype.is_complex))
-                dtypes = {str(dtype).removeprefix("torch.") for dtype in floats}
-                calls[
-                    str(node.target), module, lines_of_trace(node.meta.get("stack_trace")), tuple(sorted(dtypes))
-                ] += 1
+                floats = (each for each in given if each and (each.is_floating_point or each.is_complex))
+                dtypes = tuple(sorted({str(each).removeprefix("torch.") for each in floats}))
+                if dtype is None or dtype in dtypes:
+                    calls[str(node.target), module, lines_of_trace(node.meta.get("stack_trace")), dtypes] += 1
         wanted -= {op for op, *_ in calls}
     places = [*calls, *((op, "", lines_of_trace(None), ()) for op in sorted(wanted))]
     return [

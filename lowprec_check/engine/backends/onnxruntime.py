@@ -48,7 +48,7 @@ class OnnxRuntime(GraphBackend):
         run: Any = in_onnxruntime(graph)
         if precision == "fp16":
             message = "ONNX Runtime has no fp16 kernel on the CPU: it computes this op in fp32, between two casts"
-            run.gaps = gaps_at(program, _ops_in_fp32(graph), "missing-kernel", message)
+            run.gaps = gaps_at(program, _ops_in_fp32(graph), "missing-kernel", message, "float16")
         loaded: Callable[[list[Any]], Any] = run
         return loaded
 
@@ -84,7 +84,7 @@ class OnnxRuntime(GraphBackend):
 def _ops_in_fp32(graph: Any) -> list[str]:
     """The ops of an fp16 model for which the CPU provider has no fp16 kernel: around each, it inserts casts to fp32 and back.
 
-    Found by a session for one node of each kind, alone: casts between two such nodes are removed.
+    Found by a session for one node of each kind and dtypes, alone: casts between two such nodes are removed.
     """
     import onnx
     import onnxruntime
@@ -92,21 +92,23 @@ def _ops_in_fp32(graph: Any) -> list[str]:
 
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4
-    kinds = {node.op_type: node for node in graph.model.graph}
-    casted = set()
+    kinds: dict[Any, list[Any]] = {}
+    for node in graph.model.graph:
+        kinds.setdefault((node.domain, node.op_type, *(each and each.dtype for each in node.inputs)), []).append(node)
+    casted: list[Any] = []
     with tempfile.TemporaryDirectory() as folder:
         options.optimized_model_filepath = str(Path(folder, "prepared.onnx"))
-        for kind, node in kinds.items():
+        for node, *others in kinds.values():
             sides = ({each.name: each for each in values if each} for values in (node.inputs, node.outputs))
             given, found = ([serde.serialize_value(each) for each in side.values()] for side in sides)
-            alone = onnx.helper.make_graph([serde.serialize_node(node)], kind, given, found)
+            alone = onnx.helper.make_graph([serde.serialize_node(node)], node.op_type, given, found)
             model = onnx.helper.make_model(alone, opset_imports=graph.model_proto.opset_import)
             with contextlib.suppress(Exception):  # it needs the value of an input
                 onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
                 prepared = onnx.load(options.optimized_model_filepath).graph.node
                 if any(each.name.startswith("InsertedPrecisionFreeCast") for each in prepared):
-                    casted.add(kind)
-    places = (each.metadata_props.get("namespace", "") for each in graph.model.graph if each.op_type in casted)
+                    casted += [node, *others]
+    places = (each.metadata_props.get("namespace", "") for each in casted)
     return [place.split(": ")[-1] for place in places]
 
 

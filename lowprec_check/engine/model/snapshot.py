@@ -287,7 +287,7 @@ def _restore_tensors(saved: Iterable[tuple[Tensor, Tensor, Tensor, dict[str, Any
             restore_tensor(tensor, data, values, attributes)
     with torch.no_grad():
         for pairs in copies.values():
-            torch._foreach_copy_(*map(list, zip(*pairs, strict=True)))
+            torch._foreach_copy_([data for data, _ in pairs], [values for _, values in pairs])
 
 
 def _is_at(tensor: Tensor, data: Tensor) -> bool:

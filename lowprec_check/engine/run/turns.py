@@ -9,6 +9,7 @@ from collections.abc import Callable
 import msgspec
 import torch
 
+from lowprec_check.engine.core.compiled import compiled_frames
 from lowprec_check.engine.model.plain_run import call_once, run_once
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
@@ -176,12 +177,15 @@ class TimedCalls:
             torch.set_num_threads(threads)
 
     def _call_alone(self) -> float | None:
-        """Seconds of a call on one core, less those it waited for it; ``None`` if that cannot be told, or other threads worked too."""
+        """Seconds of a call on one core, less those it waited for it; ``None`` if that cannot be told, or other threads worked too, or it was
+        compiled again, as code is that was compiled for more threads.
+        """
         self._rewind()  # which restores the number of threads, too
         torch.set_num_threads(1)
-        before, cpu = system.own_wait(), system.time_of_other_threads()
+        before, cpu, frames = system.own_wait(), system.time_of_other_threads(), compiled_frames()
         taken, after = self.call(), system.own_wait()
-        if before is None or after is None or system.time_of_other_threads() - cpu > ALONE * taken:
+        others_worked = system.time_of_other_threads() - cpu > ALONE * taken
+        if before is None or after is None or others_worked or compiled_frames() > frames:
             return None
         waited = after - before
         return taken - waited if waited <= UNDISTURBED * taken or taken - waited >= SHORT_SECONDS else None
