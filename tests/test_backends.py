@@ -8,7 +8,7 @@ import re
 import runpy
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -334,6 +334,21 @@ def test_gaps_under_a_backend_are_explained_by_the_eager_run() -> None:
     assert not len(traced.op_calls)
     found = [d for d in result.diagnostics if d.code.startswith("LP1") and d.backend == "jit"]
     assert len(found) == 1
+
+
+def test_what_is_prepared_for_the_first_batch_is_called_on_the_others() -> None:
+    class Branch(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x.sin() if x.abs().max() < 500 else x.cos()
+
+    def data() -> Iterator[Tensor]:
+        for scale in (1.0, 1000.0, 1000.0):
+            yield scale * torch.randn(4, 16, generator=torch.Generator().manual_seed(0)) + scale / 1000
+
+    result = scan(Branch().eval(), data(), precisions="fp32", backends="eager,jit", batches=3, plan=False, times="off")
+    jit = result.run("fp32", "jit")
+    assert (jit.status, jit.failed_batch) == ("inaccurate", 1)
+    assert any("its first 3 items were used" in note for note in result.model.notes)
 
 
 def test_a_backend_alone_is_explained_in_eager_mode() -> None:

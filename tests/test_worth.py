@@ -539,12 +539,24 @@ def test_one_call_says_once_why_it_is_only_one(ratio: float, sentences: list[str
     assert "varied too much" not in result.recommendation.reason
 
 
-def test_ratios_of_calls_on_one_core_are_named() -> None:
-    alone = timed("half", 1.4, 1.3, 1.5)
-    latency = alone.latency
+def on_one_core(run: Run) -> Run:
+    latency = run.latency
     assert latency is not None
     assert latency.speedup is not None
     ratio = msgspec.structs.replace(latency.speedup, one_core=True)
-    alone = msgspec.structs.replace(alone, latency=msgspec.structs.replace(latency, speedup=ratio))
+    return msgspec.structs.replace(run, latency=msgspec.structs.replace(latency, speedup=ratio))
+
+
+@pytest.mark.parametrize(("ratio", "best"), [(4.3, "half"), (9.0, "fp32")])
+def test_a_ratio_on_one_core_and_one_on_all_are_compared_with_care(ratio: float, best: str) -> None:
+    other = timed("fp32", ratio, ratio * 0.95, ratio * 1.05)
+    other = msgspec.structs.replace(other, backend="onnxruntime")
+    result = concluded([FP32, on_one_core(timed("half", 2.4, 2.0, 3.0)), other])
+    assert result.recommendation is not None
+    assert result.recommendation.precision == best
+
+
+def test_ratios_of_calls_on_one_core_are_named() -> None:
+    alone = on_one_core(timed("half", 1.4, 1.3, 1.5))
     (found,) = said(concluded([FP32, alone, timed("bfloat16", 2.0, 1.9, 2.1)]), "one-core")
     assert found.runs == ["half"]

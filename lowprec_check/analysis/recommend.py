@@ -20,7 +20,7 @@ from lowprec_check.analysis.run_summary import (
     passes_all,
 )
 from lowprec_check.analysis.snippet import snippet
-from lowprec_check.analysis.speed import ALIKE, CLEAR, TOLD, Speed, is_faster, speed
+from lowprec_check.analysis.speed import ALIKE, CLEAR, ONE_CORE, TOLD, Speed, is_faster, speed
 from lowprec_check.analysis.training_status import passing_ways
 from lowprec_check.schema.findings import Prefer, Recommendation, Worth
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
@@ -165,16 +165,17 @@ def fastest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
     labels = {run.key.label for run in passed}
     rivals = [run for run in passed if run.latency is None or labels.isdisjoint(run.latency.slower_than)] or passed
     known = [(run, speed(run, runs)) for run in rivals]
-    safe = max((mine.low for _, mine in known), default=0.0) / ALIKE
 
-    def is_slower(run: Run, mine: Speed) -> bool:
-        return any(is_faster(found, mine, TOLD if alike(run, other) else CLEAR) for other, found in known)
+    def is_slower(run: Run, mine: Speed, other: Run, its: Speed) -> bool:
+        """Whether ``run`` is told to be slower than ``other``, or not told to be nearly as fast."""
+        found = [each.latency.speedup if each.latency is not None else None for each in (run, other)]
+        margin, slack = CLEAR, ALIKE
+        if found[0] is not None and found[1] is not None:
+            is_alike = found[0].one_core == found[1].one_core
+            margin, slack = (TOLD, ALIKE) if is_alike else (ONE_CORE, ONE_CORE)
+        return is_faster(its, mine, margin) or mine.low < its.low / slack
 
-    def alike(one: Run, other: Run) -> bool:
-        found = [run.latency.speedup if run.latency is not None else None for run in (one, other)]
-        return found[0] is not None and found[1] is not None and found[0].one_core == found[1].one_core
-
-    return [run for run, mine in known if mine.low >= safe and not is_slower(run, mine)]
+    return [run for run, mine in known if not any(is_slower(run, mine, other, its) for other, its in known)]
 
 
 def _is_smaller(run: Run, runs: Sequence[Run]) -> bool:

@@ -34,6 +34,10 @@ WIDE = 2.0
 CLEAR = 1.5
 """A larger factor decides between times that were not taken in rounds: those of two plans, and of runs without rounds."""
 
+ONE_CORE = 2.5
+"""The factor between a ratio to fp32 of calls on one core and one of calls on all: a format may use them less well than fp32. Some backends have
+calls on all alone."""
+
 WAITED, CHANGED = 0.1, 1.2
 """The share of waiting threads, and the change of the processor's speed, from which on they are said."""
 

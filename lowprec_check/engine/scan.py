@@ -138,7 +138,7 @@ def growing_scan(
             source.report(NOTICE, _estimate(stream, options, machine.runs_on))
         fp32 = target_runs.reference()
         run_references(further, fp32)
-        model = describe_target(target, fp32, trains=settings.steps > 0)
+        model = describe_target(target, fp32, trains=settings.steps > 0, batches=options.batches)
         notes = [*model.notes, *replaced(options.names_of("backends"))[1]]
         result = ScanResult(
             tool=f"lowprec-check {version()}",

@@ -136,6 +136,8 @@ def _instead(run: Run, result: ScanResult) -> str:
                 else "see what docs/int8.md says of int8 without VNNI"
             )
             layers = f"the errors of its layers are smaller{where}: {hint}"
+        if run.failed_batch:  # which it was not calibrated on
+            layers = "calibrate on data like that of use"
         return f"{layers}{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"

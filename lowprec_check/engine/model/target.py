@@ -90,8 +90,8 @@ class Target(NamedTuple):
     """Whether the inputs were made for a model by name, without being asked for."""
     calibrate: Any = None
     """The file's ``calibration``: a function that returns batches, or the batches; ``None`` if it defines none."""
-    calibration_inputs: Call | None = None
-    """What a quantized model is calibrated on without ``calibrate``, if not on the inputs: those of the first batch."""
+    first_inputs: Call | None = None
+    """Those of the first batch, if the inputs are of another one: a backend prepares the model for them, and calibrates on them without ``calibrate``."""
     weights: WeightsOrigin = "unknown"
     """Where the values of the weights come from."""
     remake: Callable[[int], nn.Module] | None = None
@@ -117,7 +117,7 @@ class Target(NamedTuple):
         Raises :class:`UsageError` if a batch is not like the inputs, or if there is none.
         """
         if self.calibrate is None:
-            yield self.calibration_inputs or self.inputs
+            yield self.first_inputs or self.inputs
             return
         number = 0
         batches: Any = call_function("calibration", self.calibrate) if is_function(self.calibrate) else self.calibrate
@@ -161,8 +161,8 @@ class Target(NamedTuple):
         args, kwargs, _ = as_call(batch.inputs, forward_of(self.model))
         if same_values(self.inputs, (args, kwargs)):
             raise NoBatchError(f"`inputs` returns the same values for batch {index} as for batch 0.", _PASTE_BATCHES)
-        calibration = self.calibration_inputs or self.inputs
-        return self._replace(args=args, kwargs=kwargs, targets=batch.targets, calibration_inputs=calibration)
+        first = self.first_inputs or self.inputs
+        return self._replace(args=args, kwargs=kwargs, targets=batch.targets, first_inputs=first)
 
     @property
     def called(self) -> nn.Module:

@@ -19,10 +19,13 @@ from lowprec_check.schema.scan_result import ModelInfo, Run
 IN_EVAL_MODE = "the file's model is in eval mode; it is trained after model.train()"
 
 
-def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> ModelInfo:
-    """Describe the model and its inputs; ``trains``: the scan is of training, which calls ``model.train()``."""
+def describe_target(target: Target, fp32: Run, *, trains: bool = False, batches: int = 1) -> ModelInfo:
+    """Describe the model and its inputs, of so many ``batches``; ``trains``: the scan is of training, which calls ``model.train()``."""
     model = target.model
     notes = _notes_on_training(target.notes) if trains else list(target.notes)
+    if batches > 1:
+        plural = {"batch": "batches", "item": "items"}
+        notes = [_FIRST.sub(lambda its: f"its first {batches} {plural[its[1]]} were used", note) for note in notes]
     if trains and not model.training and target.observed is None:
         notes.append(IN_EVAL_MODE)
     notes += fp32.notes
@@ -49,6 +52,7 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False) -> Model
     )
 
 
+_FIRST = re.compile(r"its first (batch|item) was used")
 _FIRST_BATCH = re.compile(
     r"(.*): its first (?:batch|item) was used(?:, (\d+) of its (\d+) elements: forward requires no more)?"
 )

@@ -101,7 +101,9 @@ def on_backend(task: ModelTask, target: Target, ready: Prepared) -> Prepared:
 
 
 class OnBackend:
-    """Replaces the call of ``ready``; the backend prepares the model at the first call, whose inputs it gets as an example."""
+    """Replaces the call of ``ready``; the backend prepares the model at the first call, whose inputs it gets as an example, or those of the
+    first batch.
+    """
 
     def __init__(self, backend: Backend, target: Target, ready: Prepared, seed: int) -> None:
         self._backend, self._target, self._ready, self._seed = backend, target, ready, seed
@@ -114,10 +116,11 @@ class OnBackend:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the backend prepared, and the loss if there is one."""
         if self._call is None:
-            backend = self._backend
+            backend, first = self._backend, self._target.first_inputs
+            example = (args, kwargs) if first is None else self._ready.inputs(*first)
             try:
                 with kept_generators():
-                    prepared: Any = backend.prepare(self._ready.model, self._example(args, kwargs))
+                    prepared: Any = backend.prepare(self._ready.model, self._example(*example))
             except UnsupportedOpsError as error:
                 self.gaps = error.gaps
                 raise

@@ -88,7 +88,11 @@ class KernelSupport:
             return known
         for dtype in {tensor.dtype for tensor in narrow}:
             support = self._find(func, DTYPES[dtype], "complex" if dtype.is_complex else "floating")
-            (self.assumed if support.state is None else self.known).add(str(func))
+            if support.state is None:
+                is_own = name == overload_name(func.name())
+                self.assumed.add(str(func) if is_own else f"{func.namespace}.{name}")
+            else:
+                self.known.add(str(func))
             fails_here = support.state == "some" and _fails_here(name, call, narrow, support.condition)
             if support.state == "none" or fails_here:
                 return self._refusal(name, call, DTYPES[dtype], support)
@@ -147,10 +151,13 @@ class KernelSupport:
         return row.registration if row is not None else None
 
     def _look_up(self, func: OpOverload, dtype: Dtype, numbers: Numbers) -> AtenSupport:
-        name = self.name_of(func)
+        name, own = self.name_of(func), overload_name(func.name())
         if func.namespace != "aten":
             return AtenSupport(state=None)
         if self._catalogs:
+            of_own = self._catalogs[dtype].of(own, numbers) if counterpart(own, self._device.name) else None
+            if of_own is not None and of_own.state is not None:
+                return of_own
             found = self._catalogs[dtype].of(name, numbers)
             base = name.partition(".")[0]
             return found if found.state is not None or base == name else self._catalogs[dtype].of(base, numbers)
