@@ -771,6 +771,14 @@ def test_no_op_is_blamed_for_an_exception_of_the_model() -> None:
     assert not culprits(a_run("half", "error", op_calls=rows, exception=ExceptionInfo(type="ValueError", message="no")))
 
 
+@pytest.mark.parametrize(("stopped", "shown"), [("no half here", True), ("another", False)])
+def test_an_exception_of_the_model_that_stops_the_analysis_too_is_an_error(stopped: str, shown: bool) -> None:
+    raised, by = (ExceptionInfo(type="ValueError", message=text) for text in ("no half here", stopped))
+    run = a_run("half", "error", exception=raised, complete=False, stopped_by=by)
+    found = {each.code: each.severity for each in diagnose(a_result(run), select=["LP108", "LP905"])}
+    assert found == ({"LP108": "error"} if shown else {}) | {"LP905": "warning"}
+
+
 def test_ops_of_eager_mode_explain_another_backend_only_if_both_fail_alike() -> None:
     calls = to_columns([OpCall(op="aten.mul.Tensor", source="net.py:9", introduced_inf=3, compared_values=8)])
     infinite = ErrorStats(rel_l2=None, max_abs=1.0, cosine=None, sqnr_db=None)

@@ -71,6 +71,15 @@ def test_a_message_can_be_reworded() -> None:
     assert at("output error 3.1e-01") == at("it differs by 3.1e-01")
 
 
+def test_another_exception_of_the_users_is_not_accepted() -> None:
+    def raised(text: str) -> Diagnostic:
+        return finding(code="LP108", op=None, figures={"when": "", "error": text})
+
+    first = baseline.fingerprint(raised("ValueError: 3 rows"))
+    assert baseline.fingerprint(raised("ValueError: 4 rows")) == first
+    assert baseline.fingerprint(raised("RuntimeError: no mask")) != first
+
+
 def test_a_baseline_accepts_its_own_scan(tmp_path: Path) -> None:
     path = tmp_path / "baseline.json"
     baseline.save(baseline.baseline_of(RESULT), path)

@@ -49,10 +49,12 @@ def fingerprint(diagnostic: Diagnostic) -> str:
     """16 hex digits from code, run, op, file and module, without lines, indices and figures.
 
     ``blocks.3.attn`` and ``blocks.4.attn`` have one fingerprint: a finding accepted for one layer of a stack is accepted
-    for all. The message does not count, so that it can be reworded.
+    for all. The message does not count, so that it can be reworded, but what code of the user's raises where no op is at fault.
     """
     d = diagnostic
-    parts = (d.code, d.run_label, d.op, stable_path(d.module), file_of(d.source), "")
+    raised = d.figures.get("error") if d.op is None else None
+    words = without_numbers(raised) if isinstance(raised, str) else ""
+    parts = (d.code, d.run_label, d.op, stable_path(d.module), file_of(d.source), words)
     text = "\x1f".join(part or "" for part in parts)
     return hashlib.sha256(encodable(text).encode()).hexdigest()[:16]
 

@@ -287,11 +287,12 @@ def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]
 def unexplained_error(result: ScanResult) -> Iterator[Finding]:
     """The run fails, and no op explains it.
 
-    Observed: the model raised an exception as the user would run it, but the instrumented part, which always runs in
-    eager mode, reached the end of the model and found no op that fails.
+    Observed: the model raised an exception as the user would run it. The instrumented part, which always runs in
+    eager mode, reached the end of the model and found no op that fails, or was stopped by the same exception (LP905).
 
-    Usual causes: the model fails when it is called again, because it keeps a tensor of another dtype between calls; the
-    backend cannot compile or run the model; code that only runs without instruments.
+    Usual causes: a check in Python that raises in this dtype; the model fails when it is called again, because it
+    keeps a tensor of another dtype between calls; the backend cannot compile or run the model; code that only runs
+    without instruments.
 
     What to do: read the exception. Use the eager backend or report the failure to the backend's project, or fix the
     line that the exception names; here, what the model keeps between calls:
@@ -305,7 +306,7 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
     """
     for run in low_runs(result):
         error, ways = run.exception, run.training.ways[:1] if run.training is not None else []
-        unexplained = run.status == "error" and run.complete and not failing_gaps(run)
+        unexplained = run.status == "error" and (run.complete or run.stopped_by == error) and not failing_gaps(run)
         if unexplained and error and not any(map(unscales_fp16, ways)):
             message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
