@@ -71,6 +71,15 @@ def test_a_message_can_be_reworded() -> None:
     assert at("output error 3.1e-01") == at("it differs by 3.1e-01")
 
 
+@pytest.mark.parametrize(("status", "complete", "gone"), [("ok", True, 1), ("timeout", True, 0), ("error", False, 0)])
+def test_what_was_not_looked_for_is_not_gone(status: str, complete: bool, gone: int) -> None:
+    known = baseline.baseline_of(msgspec.structs.replace(RESULT, diagnostics=[finding()]))
+    runs = [msgspec.structs.replace(each, status=status, complete=complete) for each in RESULT.runs]
+    now = msgspec.structs.replace(RESULT, runs=runs, diagnostics=[])
+    assert len(baseline.accept(now, known)[1]) == gone
+    assert len(baseline.baseline_of(now, known).findings) == 1 - gone
+
+
 def test_another_exception_of_the_users_is_not_accepted() -> None:
     def raised(text: str) -> Diagnostic:
         return finding(code="LP108", op=None, figures={"when": "", "error": text})

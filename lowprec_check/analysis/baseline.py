@@ -9,6 +9,7 @@ from pathlib import Path
 import msgspec
 
 from lowprec_check.analysis.rules.registry import is_selected, rules
+from lowprec_check.analysis.run_summary import was_checked
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.base import Struct, decode, encode, write_file
 from lowprec_check.schema.run_key import EAGER, MemoryFormat
@@ -104,9 +105,10 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
 
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
-    """Whether the scan ran the precision of the finding and selected its code."""
+    """Whether the scan ran the precision of the finding to its end and selected its code."""
     key = (entry.precision, entry.backend, entry.memory_format)
-    ran = entry.precision is None or any((run.precision, run.backend, run.memory_format) == key for run in result.runs)
+    checked = [(run.precision, run.backend, run.memory_format) for run in result.runs if was_checked(run)]
+    ran = entry.precision is None or key in checked
     return ran and is_selected(entry.code, result.options.get("select", ()), result.options.get("ignore", ()))
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from lowprec_check.analysis.baseline import file_of, stable_path
 from lowprec_check.analysis.conclusion import OPTION, WITH_BASELINE
-from lowprec_check.analysis.run_summary import effective_status, failing_gaps, label, memory_ratio
+from lowprec_check.analysis.run_summary import effective_status, failing_gaps, label, memory_ratio, was_checked
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.statements.status import error_text, passes_but, why_not
@@ -242,15 +242,10 @@ def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
         {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in failing_gaps(run)}
         for run in (before, after)
     )
-    new: tuple[Direction, str] = ("worse", "new") if _was_checked(before) else ("other", "not checked before")
+    new: tuple[Direction, str] = ("worse", "new") if was_checked(before) else ("other", "not checked before")
     yield from _gap_changes(after, [gap for place, gap in is_now.items() if place not in was], *new)
-    if _was_checked(after):
+    if was_checked(after):
         yield from _gap_changes(before, [gap for place, gap in was.items() if place not in is_now], "better", "fixed")
-
-
-def _was_checked(run: Run) -> bool:
-    """Whether the instrumented part checked the whole model, so that a gap not listed does not exist."""
-    return run.complete and run.status not in ("skipped", "timeout", "crashed")
 
 
 def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) -> Iterator[ScanChange]:

@@ -202,6 +202,11 @@ def never_called(runs: Sequence[Run]) -> list[str]:
     return [name for name in names if all(any(is_inside(name, other) for other in each) for each in lists)]
 
 
+def was_checked(run: Run) -> bool:
+    """Whether the whole model was analyzed, so that what is not listed does not exist."""
+    return run.complete and run.status not in ("skipped", "timeout", "crashed")
+
+
 def missing_kernels(run: Run) -> list[str]:
     """Ops without a kernel that nothing else computed, each once."""
     return list(dict.fromkeys(gap.op for gap in failing_gaps(run) if gap.kind in _NO_KERNEL))
