@@ -79,8 +79,9 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
     """All findings of ``result`` that do not rest on times, each fingerprint once, sorted; and those of ``known`` that this
     scan did not look for.
     """
-    kept = [entry for entry in known.findings if not _looked_for(entry, result)] if known else []
     found = {fingerprint(d): d for d in reversed(result.diagnostics) if not d.timed}
+    others = [entry for entry in known.findings if entry.fingerprint not in found] if known else []
+    kept = [entry for entry in others if not _looked_for(entry, result)]
     entries = [
         Entry(
             fingerprint=key,
