@@ -124,20 +124,17 @@ def _instead(run: Run, result: ScanResult) -> str:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:
         other = f", or use {best.elsewhere}" if best is not None and best.backend != run.backend else ""
-        calibrate = "calibrate on data like that of use: " if calibrates(run.backend) else ""
+        of_use = "calibrate on data like that of use"
+        calibrate = f"{of_use}: " if calibrates(run.backend) else ""
         layers = f"{calibrate}see the errors of its layers"
         largest = max((layer.accumulated or 0.0 for layer in run.layer_errors), default=math.inf)
         if largest < (run.rel_l2 or 0.0) / 2:  # then it is not theirs
             other_data = bool(calibrate and result.model.calibration)
             where = " on the calibration data" if other_data else ""
-            hint = (
-                "calibrate on data like that of use"
-                if other_data
-                else "see what docs/int8.md says of int8 without VNNI"
-            )
+            hint = of_use if other_data else "see what docs/int8.md says of int8 without VNNI"
             layers = f"the errors of its layers are smaller{where}: {hint}"
         if run.failed_batch:  # which it was not calibrated on
-            layers = "calibrate on data like that of use"
+            layers = of_use
         return f"{layers}{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
