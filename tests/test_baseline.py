@@ -80,6 +80,14 @@ def test_what_was_not_looked_for_is_not_gone(status: str, complete: bool, gone: 
     assert len(baseline.baseline_of(now, known).findings) == 1 - gone
 
 
+def test_an_accepted_error_does_not_accept_nan() -> None:
+    at = {"code": "LP301", "op": None, "module": None}
+    small, large = ({"error": error, "limit": 0.01} for error in (0.02, 7.0))
+    of_error = {baseline.fingerprint(finding(figures=figures, **at)) for figures in (small, large)}
+    assert len(of_error) == 1
+    assert baseline.fingerprint(finding(figures={"output": "output 0"}, **at)) not in of_error
+
+
 def test_another_exception_of_the_users_is_not_accepted() -> None:
     def raised(text: str) -> Diagnostic:
         return finding(code="LP108", op=None, figures={"when": "", "error": text})
@@ -221,6 +229,9 @@ def test_scan_with_a_baseline(tmp_path: Path, call: Call) -> None:
     assert call(*scan, "--update-baseline").returncode == 2
     done = call(*scan, "--baseline", path, "--update-baseline")
     assert (done.returncode, "findings accepted" in done.stderr) == (0, True)
+    if Path("/dev/full").exists():
+        lost = call(*scan, "--baseline", "/dev/full", "--update-baseline", "--json", tmp_path / "kept.json")
+        assert (lost.returncode, (tmp_path / "kept.json").exists(), bool(lost.stdout)) == (2, True, True)
     done = call(*scan, "--baseline", path, "--json", saved, "--report", sarif)
     assert (done.returncode, done.stderr) == (0, "")
     assert "accepted by the baseline" in done.stdout

@@ -261,7 +261,9 @@ def test_a_run_without_a_kernel_is_judged_by_its_error_with_the_kernel_replaced(
 
 def test_what_a_compiler_breaks_is_not_blamed_on_an_op() -> None:
     budget = a_budget(measured=1e-3)
-    assert not found(a_result(a_run(underflow("a", 0.9), backend="jit", budget=budget)), "LP202")  # that is of eager mode
+    assert not found(
+        a_result(a_run(underflow("a", 0.9), backend="jit", budget=budget)), "LP202"
+    )  # that is of eager mode
     assert "causes" not in explain_status(a_run(underflow("a", 0.9), backend="jit", budget=budget))
     [later] = found(a_result(a_run(underflow("a", 0.9), failed_call=2, budget=budget)), "LP202")
     assert (later.severity, later.matters) == ("warning", None)  # nothing is known of the second call

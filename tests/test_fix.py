@@ -558,11 +558,13 @@ def test_where_a_patch_that_comes_nearest_fails(after: Status, says: str) -> Non
         (["other.py"], "The saved scan is of net.py, not of other.py."),
         (["net.py", "--without-kernel", "aten.dot:half"], "The saved scan used a different --without-kernel."),
         (["net.py", "--tolerance", "1e-6"], "The saved scan used a different --tolerance."),
+        (["net.py"], "net.py has changed since the saved scan, at line 1."),
     ],
 )
 def test_a_saved_scan_is_of_what_is_to_be_fixed(call: Call, tmp_path: Path, arguments: list[str], reason: str) -> None:
     half = a_run("half", "error", exception=ExceptionInfo(type="RuntimeError", message="no kernel"))
-    saved = msgspec.structs.replace(shared_result(""), target="net.py", runs=[a_run("fp32"), half])
+    known = {"target": "net.py", "source_lines": {"net.py:1": "x = 1"}}
+    saved = msgspec.structs.replace(shared_result(""), runs=[a_run("fp32"), half], **known)
     saved.save(tmp_path / "s.json")
     for name in ("net.py", "other.py"):
         (tmp_path / name).write_text("raise SystemExit('loaded')")

@@ -179,6 +179,15 @@ def test_fingerprints_survive_a_precision_that_is_fixed_and_other_figures() -> N
     assert [*identities(with_findings(old)).values()] == [*identities(with_findings(new)).values()]
 
 
+def test_fingerprints_of_findings_without_an_op_are_those_of_their_words() -> None:
+    plain = {"op": None, "module": None, "code": "LP108"}
+    half = diagnostic(precision="half", message="ValueError: 3 rows", source="net.py:10", **plain)
+    bfloat16 = diagnostic(precision="bfloat16", message="IndexError: no row", source="net.py:12", **plain)
+    before = identities(with_findings(half, bfloat16))
+    for text, found in identities(with_findings(bfloat16)).items():  # where half is fixed
+        assert before[text] == found
+
+
 found = st.builds(
     diagnostic,
     code=st.sampled_from(["LP202", "LP301"]),

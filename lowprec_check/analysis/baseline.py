@@ -55,6 +55,8 @@ def fingerprint(diagnostic: Diagnostic) -> str:
     d = diagnostic
     raised = d.figures.get("error") if d.op is None else None
     words = without_numbers(raised) if isinstance(raised, str) else ""
+    if d.code == "LP301" and d.figures and d.figures.keys().isdisjoint({"error", "share", "note"}):
+        words = "NaN or Inf"  # which is worse than an error that was accepted
     parts = (d.code, d.run_label, d.op, stable_path(d.module), file_of(d.source), words)
     text = "\x1f".join(part or "" for part in parts)
     return hashlib.sha256(encodable(text).encode()).hexdigest()[:16]

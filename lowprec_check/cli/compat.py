@@ -63,7 +63,7 @@ def compat(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Scan the models that failed before again.")
     ] = False,
-    html: Annotated[bool, typer.Option("--html", help="Also write HTML pages (extra report).")] = False,
+    html: Annotated[bool, typer.Option("--html", help="Also write HTML pages.")] = False,
     title: Annotated[str, typer.Option(help="Title of the index page.")] = "Compatibility",
     quiet: Quiet = False,
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import linecache
 import re
 import subprocess
 import sys
@@ -36,7 +37,7 @@ from lowprec_check.cli.options import (
 )
 from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, check_reports, prints_json, save_files
-from lowprec_check.errors import UsageError
+from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.base import check_file, encode, write_file
 from lowprec_check.schema.options import FixOptions, declared_in
@@ -133,8 +134,7 @@ def fix(
         _write(texts, allow_dirty=allow_dirty)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
-    failed = fixing.due if check else not passes
-    raise typer.Exit(FINDINGS if failed else 0)
+    raise typer.Exit(FINDINGS if not passes or (check and fixing.due) else 0)
 
 
 def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOptions:
@@ -160,6 +160,11 @@ def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOpt
             differs = device_type(given or "") != saved if name == "device" else given != taken[name]
             if given != default and differs:
                 raise UsageError(f"The saved scan used a different --{name.replace('_', '-')}.", without)
+    for place, text in scanned.source_lines.items():
+        file, _, number = place.rpartition(":")
+        now = encodable(linecache.getline(file, int(number)).strip()[:200]) if number.isdigit() else ""
+        if Path(file).is_file() and now != text:
+            raise UsageError(f"{file} has changed since the saved scan, at line {number}.", without)
     return replace(options, **taken)
 
 

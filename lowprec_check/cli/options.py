@@ -100,7 +100,7 @@ Target = Annotated[str, typer.Argument(metavar="TARGET", help=f"Model: {FORMS}."
 Inputs = Annotated[
     list[str] | None,
     typer.Option(
-        "--inputs", help="Shape of an input, if the file defines no inputs: 1x3x224x224 or ids=1x128:int64; repeatable."
+        "--inputs", help="Shape of an input, in place of the file's inputs: 1x3x224x224 or ids=1x128:int64; repeatable."
     ),
 ]
 Weights = Annotated[

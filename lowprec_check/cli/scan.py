@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -115,16 +116,17 @@ def scan(
                 _save_so_far(so_far, json)
 
         result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step, earlier), grown)
+    saves: Saves = []
     with interrupts_ignored_after(ended_by):
         concluded = asked_to_fail_on(_conclude(result, ended_by), fail_on, with_baseline=baseline is not None)
         if ended_by is None:
-            concluded = _apply_baseline(concluded, accepted, baseline, update_baseline)
+            concluded, saves = _apply_baseline(concluded, accepted, baseline, update_baseline)
     try:
         print_report(concluded, printed.name, findings, verbose=verbose)
         sys.stdout.flush()
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
         with interrupts_ignored_after(ended_by):
-            saves = _save_plan(concluded, save_plan)
+            saves = [*saves, *_save_plan(concluded, save_plan)]
             complete = save_files(concluded, json, report or [], saves, verbose=verbose)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
@@ -143,16 +145,19 @@ def _known_findings(path: Path | None, update: bool) -> Baseline | None:
     return load(path) if path is not None else None
 
 
-def _apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | None, update: bool) -> ScanResult:
-    """Mark accepted findings in ``result``; report on stderr what was written and which findings no longer occur."""
+def _apply_baseline(
+    result: ScanResult, accepted: Baseline | None, path: Path | None, update: bool
+) -> tuple[ScanResult, Saves]:
+    """``result`` with accepted findings marked, and what saves the baseline; reports on stderr which findings no longer occur."""
     from lowprec_check.analysis.baseline import accept, baseline_of, save
 
+    saves: Saves = []
     if update and path is not None:
         accepted = baseline_of(result, accepted)
-        save(accepted, path)
+        saves = [(functools.partial(save, accepted), path)]
         print_status(f"{counted(len(accepted.findings), 'finding')} accepted in {path}")
     if accepted is None:
-        return result
+        return result, saves
     result, stale = accept(result, accepted)
     if stale:
         what = (
@@ -161,7 +166,7 @@ def _apply_baseline(result: ScanResult, accepted: Baseline | None, path: Path | 
             else "findings in the baseline no longer occur"
         )
         print_status(f"{len(stale)} {what}; --update-baseline removes them")
-    return result
+    return result, saves
 
 
 def _unfinished(path: Path | None) -> ScanResult | None:

@@ -25,7 +25,7 @@ def import_zoo(package: str) -> Any:
         return importlib.import_module(package)
     except Exception as error:
         if isinstance(error, ModuleNotFoundError) and error.name == package:
-            raise UsageError(f"{package} is not installed.", "pip install 'lowprec-check[zoo]'") from None
+            raise UsageError(f"{package} is not installed.", f"pip install {package}") from None
         raise UsageError(
             f"{package} is installed, but its import fails: {type_name(error)}: {first_line(message_of(error))}",
             f"Install a release of {package} for this torch.",

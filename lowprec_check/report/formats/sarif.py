@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 from urllib.parse import quote
 
+from lowprec_check.analysis.baseline import without_numbers
 from lowprec_check.analysis.rules.registry import rules
 from lowprec_check.errors import encodable
 from lowprec_check.report.foreign_text import visible, without_folders
@@ -174,13 +175,13 @@ def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, b
 def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
     """16 hex digits for each place, all different, that lines moving up or down and other figures do not change.
 
-    They are of the code, the file, and the op; then of the position among those that are the same in all of these, counted by line. A place that
-    several runs show keeps its fingerprint when one of them is fixed.
+    They are of the code, the file, and the op, or else the message; then of the position among those that are the same in all of these, counted by
+    line. A place that several runs show keeps its fingerprint when one of them is fixed.
     """
     alike: dict[str, list[int]] = {}
-    keys = [
-        "\x1f".join((place.group.code, place.line.file.replace("\\", "/"), place.group.op or "")) for place in merged
-    ]
+    keys = []
+    for group, file in ((place.group, place.line.file.replace("\\", "/")) for place in merged):
+        keys.append("\x1f".join((group.code, file, group.op or without_numbers(group.messages[0].text))))
     for index in sorted(range(len(merged)), key=lambda index: merged[index].line.number):
         alike.setdefault(keys[index], []).append(index)
     for index, key in enumerate(keys):
