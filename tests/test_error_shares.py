@@ -15,11 +15,11 @@ from lowprec_check.analysis.baseline import accept, baseline_of, fingerprint
 from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.analysis.error_shares import (
     BETWEEN,
+    blamed_modules,
     fails_by_error,
     line_shares,
     main_causes,
     module_shares,
-    origin,
     place_shares,
     trusted_budget,
 )
@@ -355,9 +355,9 @@ def test_no_cause_is_named_if_the_first_order_fails(unexplained: float) -> None:
     words = "predicts 1.6 times the error of the run" if unexplained < 0 else "explains only"
     assert line.startswith(f"half: first order {words}")
     assert share_rows(a_result(shown)) == []
-    found_first = origin(shown)
-    assert found_first is not None
-    assert (found_first.kind, found_first.title) == ("tolerance", "first to leave the tolerance")
+    blamed = blamed_modules(msgspec.structs.replace(shown, called_modules=["a"]))
+    assert blamed is not None
+    assert (blamed.modules, blamed.blamed_for) == (("a",), "tolerance")
 
 
 # -- the lines of the screen
@@ -480,7 +480,6 @@ def test_an_error_of_many_small_parts_is_spread() -> None:
         "half: shares of the error, estimated: spread over 50 modules, the largest is 2 % h0"
     ]
     assert explain_status(one) == "error 5.0e-01 over the tolerance 1e-02"
-    assert origin(one) is None
 
 
 def test_bf16_holds_tiny_outputs() -> None:

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 from lowprec_check.schema.measures import MATTERS, BlamedFor, ErrorBudget, ModuleShare, RangeTrial, Share
 from lowprec_check.schema.module_paths import is_inside, paths_above
 from lowprec_check.schema.op_calls import OpCall
 from lowprec_check.schema.scan_result import Run
-from lowprec_check.schema.statements import Sentence, chained, say
+from lowprec_check.schema.statements import Sentence, say
 
 TRUSTED = 0.5
 """The first order names causes only if what it does not explain is at most this part of the squared error."""
@@ -216,79 +216,6 @@ def cancelling(run: Run) -> str | None:
     return found.module if found is not None and found.told <= -least else None
 
 
-# -- The op call of a run to look at first: a cause of its error only if the error budget says so
-
-Kind = Literal["share", "nonfinite", "tolerance"]
-
-
-class Origin(NamedTuple):
-    """The op call to look at first, and why this one."""
-
-    position: int
-    """Of the call in the run, counted from 0."""
-    op_call: OpCall
-    kind: Kind
-    """``share``: at the place with the largest share of the output error; ``nonfinite``: the first Inf or NaN;
-    ``tolerance``: the first whose output is over the tolerance."""
-    share: float = 0.0
-    """Of all calls at its place, without ``leaving``."""
-    leaving: float = 0.0
-    """The share of the rounding of their results where these leave the module."""
-    calls: int = 1
-    """At its place."""
-
-    @property
-    def title(self) -> str:
-        """What it is, in a few words: ``largest share``, ``first NaN``, ``first to leave the tolerance``."""
-        if self.kind == "nonfinite":
-            return "first NaN" if self.op_call.introduced_nan else "first Inf"
-        return "largest share" if self.kind == "share" else "first to leave the tolerance"
-
-    def sentence(self) -> Sentence:
-        """What happens there, without the place."""
-        op_call = self.op_call
-        if self.kind == "share":
-            told = share_sentence(self.share, self.leaving)
-            return chained(told, say("{calls:count call}", calls=self.calls) if self.calls > 1 else None, between=", ")
-        if self.kind == "nonfinite":
-            number = op_call.introduced_inf + op_call.introduced_nan
-            return say("{values:of value}", values=[number, op_call.compared_values])
-        grows = "the error grows from {before:error} to {after:error}"
-        return say(grows, before=op_call.input_error or 0.0, after=op_call.accumulated_error or 0.0)
-
-
-def origin(run: Run) -> Origin | None:
-    """The op call of ``run`` to look at first; ``None`` if no op stands out, or no error was measured."""
-    if run.failed_call:  # the op calls are those of the first call
-        return None
-    largest = _largest_share(run) if trusted_budget(run) is not None else None
-    if largest is not None:
-        return largest
-    over = None
-    for index, row in enumerate(run.op_calls.rows()):
-        if row.spoils_output:
-            return Origin(index, row, "nonfinite")
-        if over is None and run.tolerance and (row.accumulated_error or 0.0) > run.tolerance:
-            over = Origin(index, row, "tolerance")
-    return over
-
-
-def _largest_share(run: Run) -> Origin | None:
-    shares, leaving = place_shares(run), leaving_shares(run)
-    called: dict[Place, tuple[int, OpCall]] = {}
-    for index, row in enumerate(run.op_calls.rows()):
-        known = called.get(row.place)
-        if row.place in shares and (known is None or (row.share or 0.0) > (known[1].share or 0.0)):
-            called[row.place] = (index, row)
-    if not called:
-        return None
-    place = max(called, key=lambda place: shares[place].share + leaving.get(place, 0.0))
-    own, rounding = shares[place].share, leaving.get(place, 0.0)
-    if own + rounding < MATTERS:
-        return None
-    return Origin(*called[place], "share", own, rounding, shares[place].calls)
-
-
 # -- The modules that the analysis of a failing run blames, which an ablation then keeps in fp32, and whether that helped
 
 MOST = 3
@@ -331,10 +258,21 @@ def blamed_modules(run: Run) -> BlamedModules | None:
     harmful = _outermost(trial.module for trial in harmful_trials(run) if trial.module in run.called_modules)
     if harmful:
         return BlamedModules(harmful, "range", None)
-    first = origin(run)
-    if first is None or first.kind != "tolerance" or first.op_call.module not in run.called_modules:
+    first = _first_over_tolerance(run)
+    return BlamedModules((first.module,), "tolerance", None) if first and first.module in run.called_modules else None
+
+
+def _first_over_tolerance(run: Run) -> OpCall | None:
+    """The first op call whose output is over the tolerance; ``None`` if the budget names a cause, or an Inf or NaN reaches the output."""
+    shares, leaving = place_shares(run), leaving_shares(run)
+    rows = list(run.op_calls.rows())
+    known = (shares[row.place].share + leaving.get(row.place, 0.0) for row in rows if row.place in shares)
+    if any(row.spoils_output for row in rows) or (
+        trusted_budget(run) is not None and max(known, default=0.0) >= MATTERS
+    ):
         return None
-    return BlamedModules((first.op_call.module,), "tolerance", None)
+    over = (row for row in rows if run.tolerance and (row.accumulated_error or 0.0) > run.tolerance)
+    return next(over, None)
 
 
 def harmful_trials(run: Run) -> list[RangeTrial]:

@@ -199,7 +199,7 @@ class ScanOptions(DeclaredOptions):
     budget_error: Literal["auto", "on", "off"] = option(
         "auto",
         "Find out which ops the error of the output comes from; takes time, and memory for all activations. Needs both errors. "
-        "auto: within 2.2 times the memory of fp32, or 4 GiB; on: within the memory that is free.",
+        "auto: within 2.2 times the memory of fp32, or 4 GiB; on: half of the memory that is free.",
     )
     reference: Reference = option("fp32", "Precision of the reference for the errors of each op.")
     tolerance: float | None = _tolerance()
