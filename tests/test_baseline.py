@@ -15,7 +15,8 @@ from lowprec_check.analysis import baseline
 from lowprec_check.analysis.conclusion import asked_to_fail_on, failure
 from lowprec_check.analysis.rules.registry import diagnose, rules
 from lowprec_check.errors import UsageError
-from lowprec_check.schema.op_calls import OpCall, to_columns
+from lowprec_check.report.registry import render
+from lowprec_check.schema.op_calls import OpCall, OpCalls, to_columns
 from lowprec_check.schema.scan_result import Diagnostic, ScanResult
 from lowprec_check.schema.verdict import ExceptionInfo
 
@@ -78,6 +79,32 @@ def test_what_was_not_looked_for_is_not_gone(status: str, complete: bool, gone: 
     now = msgspec.structs.replace(RESULT, runs=runs, diagnostics=[])
     assert len(baseline.accept(now, known)[1]) == gone
     assert len(baseline.baseline_of(now, known).findings) == 1 - gone
+
+
+def test_a_scan_that_ended_early_fails_when_it_is_decided_again() -> None:
+    early = msgspec.structs.replace(RESULT, complete=False, diagnostics=[])
+    assert not failure(asked_to_fail_on(msgspec.structs.replace(early, complete=True), "error")).fails
+    assert failure(asked_to_fail_on(early, "error")).fails
+    assert not failure(asked_to_fail_on(early, "never")).fails
+    assert 'type="incomplete"' in render(asked_to_fail_on(early, "error"), "junit")
+
+
+def test_targets_may_share_a_file() -> None:
+    one, other = (msgspec.structs.replace(RESULT, target=f"src/{name}.py") for name in ("one", "other"))
+    both = baseline.baseline_of(
+        msgspec.structs.replace(other, diagnostics=[finding(code="LP102")]),
+        baseline.baseline_of(msgspec.structs.replace(one, diagnostics=[finding()])),
+    )
+    assert {entry.target for entry in both.findings} == {"one.py", "other.py"}
+    fixed = msgspec.structs.replace(one, target="one.py", diagnostics=[])
+    assert [entry.code for entry in baseline.accept(fixed, both)[1]] == ["LP101"]
+
+
+def test_what_is_told_by_errors_of_ops_is_not_gone_where_none_are_computed() -> None:
+    known = baseline.baseline_of(msgspec.structs.replace(RESULT, diagnostics=[finding(code="LP302")]))
+    runs = [msgspec.structs.replace(each, op_calls=OpCalls()) for each in RESULT.runs]
+    assert len(baseline.accept(msgspec.structs.replace(RESULT, diagnostics=[]), known)[1]) == 1
+    assert not baseline.accept(msgspec.structs.replace(RESULT, runs=runs, diagnostics=[]), known)[1]
 
 
 def test_an_accepted_error_does_not_accept_nan() -> None:

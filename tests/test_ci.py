@@ -354,7 +354,7 @@ def test_inputs_are_data(project: Project, noting: Noting, name: str, text: str)
         assert words[-2] == "--"
     elif name == "args":
         assert words is not None
-        assert words[words.index("off") + 1 :][: len(text.split())] == text.split()
+        assert words[words.index("8") + 1 :][: len(text.split())] == text.split()
     elif name in ("base", "python"):
         assert (done.returncode != 0, words) == (True, None)
 

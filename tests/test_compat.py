@@ -193,6 +193,16 @@ def test_other_options_or_versions_are_scanned_again(sound: str, scans: Scans, t
     assert scans == [sound] * 3
 
 
+def test_a_failed_row_of_another_list_does_not_fail(sound: str, scans: Scans, tmp_path: Path, call: Call) -> None:
+    folder = tmp_path / "out"
+    scan_all(requests_of(sound), folder)
+    data = json.loads((folder / "matrix.json").read_text())
+    data["rows"][0] |= {"state": "failed", "reason": "no"}
+    (folder / "matrix.json").write_text(json.dumps(data))
+    done = call("compat", "other.py", "-o", folder, "-q")
+    assert (done.returncode, "2 rows (1 of earlier runs), 0 could not" in done.stdout) == (0, True)
+
+
 def test_a_failed_row_that_was_not_asked_for_is_kept(sound: str, scans: Scans, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     scan_all(requests_of(sound), folder)

@@ -31,6 +31,8 @@ class Entry(Struct, frozen=True, kw_only=True):
     op: str | None = None
     file: str | None = None
     message: str = ""
+    target: str | None = None
+    """The name of what was scanned, without folders; unknown in older files."""
 
 
 class Baseline(Struct, frozen=True, kw_only=True):
@@ -72,6 +74,11 @@ def file_of(source: str | None) -> str:
     return re.sub(r":\d+$", "", encodable(source or "")).replace("\\", "/")
 
 
+def _file_name(target: str) -> str:
+    """``net.py:model`` of ``src/net.py:model``: the scan may run in another folder."""
+    return re.split(r"[/\\]", encodable(target))[-1]
+
+
 def without_numbers(message: str) -> str:
     """``message`` with N for every number."""
     return re.sub(r"(?<![\w.])[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "N", message)
@@ -96,6 +103,7 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
             op=d.op,
             file=file_of(d.source),
             message=without_numbers(d.message)[:200],
+            target=_file_name(result.target),
         )
         for key, d in found.items()
     ]
@@ -108,10 +116,14 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
 
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
-    """Whether the scan ran the precision of the finding to its end and selected its code."""
+    """Whether the scan is of the target of the finding, ran its precision to its end, and selected its code."""
     key = (entry.precision, entry.backend, entry.memory_format)
-    checked = [(run.precision, run.backend, run.memory_format) for run in result.runs if was_checked(run)]
-    ran = entry.precision is None or key in checked
+    if entry.target not in (None, _file_name(result.target)):
+        return False
+    runs = [run for run in result.runs if was_checked(run)]
+    if entry.op is not None and entry.code.startswith(("LP2", "LP3")):  # these rest on the errors of ops
+        runs = [run for run in runs if any(error is not None for error in run.op_calls.accumulated_error)]
+    ran = entry.precision is None or key in [(run.precision, run.backend, run.memory_format) for run in runs]
     return ran and is_selected(entry.code, result.options.get("select", ()), result.options.get("ignore", ()))
 
 

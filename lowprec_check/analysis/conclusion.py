@@ -84,18 +84,20 @@ OPTION, WITH_BASELINE = "fail_on", "baseline"
 
 
 class ScanFailure(NamedTuple):
-    """Why a scan fails; it does not if ``no_pass`` is false and there are no ``findings``."""
+    """Why a scan fails, if any of these is true or not empty."""
 
     fail_on: FailOn
     no_pass: bool
     """Whether it fails because no precision passes."""
     findings: list[Diagnostic]
     """Those that it fails for."""
+    ended_early: bool = False
+    """Whether the scan did not reach its end."""
 
     @property
     def fails(self) -> bool:
         """Whether the exit code is 1."""
-        return self.no_pass or bool(self.findings)
+        return self.no_pass or bool(self.findings) or self.ended_early
 
 
 def asked_to_fail_on(result: ScanResult, fail_on: FailOn, *, with_baseline: bool = False) -> ScanResult:
@@ -119,4 +121,4 @@ def failure(result: ScanResult) -> ScanFailure:
     counting = [d for d in result.diagnostics if not d.accepted and not (has_baseline and d.timed)]
     severe = SEVERITIES[: SEVERITIES.index(fail_on) + 1] if fail_on != "no-pass" else ()
     found = [d for d in counting if d.severity in severe]
-    return ScanFailure(fail_on, no_pass=result.recommendation is None, findings=found)
+    return ScanFailure(fail_on, result.recommendation is None, found, ended_early=not result.complete)

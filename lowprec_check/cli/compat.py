@@ -103,7 +103,9 @@ def compat(
             print_status("Progress is saved; run the same command to resume.")
             raise
         without_pages = folder.index(matrix)
-    failed, kept = sum(row.state == "failed" for row in matrix.rows), len(matrix.rows) - len(scanned)
+    asked = {request.slug for request in requests}
+    failed = sum(row.state == "failed" and row.slug in asked for row in matrix.rows)
+    kept = len(matrix.rows) - len(scanned)
     rows = counted(len(matrix.rows), "row") + (f" ({kept} of earlier runs)" if kept else "")
     print(f"{rows}, {failed} could not be scanned: {visible(str(output / 'index.md'))}")
     if without_pages:

@@ -91,13 +91,15 @@ def _add_outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, 
 
 
 def _add_verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: str) -> None:
-    """The case of the whole scan: it fails if no precision passes, or for findings that are about no run."""
+    """The case of the whole scan: it fails if no precision passes, or for findings that are about no run; it is an error if the scan ended early."""
 
     def is_of_scan(diagnostic: Diagnostic) -> bool:
         return not any(diagnostic.is_about(run) for run in result.runs)
 
     found = [d for d in result.diagnostics if not d.accepted and is_of_scan(d)]
     counting = [d for d in why.findings if is_of_scan(d)]
+    if why.ended_early:
+        SubElement(case, "error", message="the scan ended early", type="incomplete")
     if why.no_pass or counting:
         text = visible(verdict) if why.no_pass else f"{counted(len(counting), 'finding')} about the whole scan"
         failed = SubElement(case, "failure", message=text, type="no-pass" if why.no_pass else "findings")
