@@ -121,6 +121,8 @@ def test_another_exception_of_the_users_is_not_accepted() -> None:
 
     first = baseline.fingerprint(raised("ValueError: 3 rows"))
     assert baseline.fingerprint(raised("ValueError: 4 rows")) == first
+    texts = [f"RuntimeError: <C object at 0x{end}> of /tmp/x{end}/a.py" for end in ("7f01", "7fa8f7b331d0")]
+    assert len({*map(baseline.fingerprint, map(raised, texts))}) == 1
     assert baseline.fingerprint(raised("RuntimeError: no mask")) != first
 
 

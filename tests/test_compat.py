@@ -25,7 +25,7 @@ from shared_result import gap as gap_of
 from shared_result import run, shared_result
 
 from lowprec_check.compat.report_folder import ReportFolder
-from lowprec_check.compat.runner import map_unordered, scan_all
+from lowprec_check.compat.runner import _with_imports, map_unordered, scan_all
 from lowprec_check.compat.scan_process import (
     Request,
     ScanLimits,
@@ -193,6 +193,27 @@ def test_other_options_or_versions_are_scanned_again(sound: str, scans: Scans, t
     assert scans == [sound] * 3
 
 
+def test_the_files_that_a_target_imports(tmp_path: Path) -> None:
+    inside = {
+        "proj/pkg/__init__.py": "",
+        "proj/pkg/models/__init__.py": "from ..layers import deep",
+        "proj/pkg/models/net.py": "import pkg.other\nfrom . import near",
+        "proj/pkg/models/near.py": "",
+        "proj/pkg/layers/__init__.py": "from .deep import x",
+        "proj/pkg/layers/deep.py": "def broken(:",
+        "proj/pkg/other.py": "import torch",
+    }
+    for name, text in inside.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "proj" / "pkg" / "unused.py").touch()
+    found = _with_imports(tmp_path / "proj" / "pkg" / "models" / "net.py")
+    assert {path.relative_to(tmp_path).as_posix() for path in found} == {*inside}
+    deep = tmp_path / "deep.py"
+    deep.write_text("x = " + "+".join(["1"] * 50_000))
+    assert _with_imports(deep) == [deep]
+
+
 def test_a_failed_row_of_another_list_does_not_fail(sound: str, scans: Scans, tmp_path: Path, call: Call) -> None:
     folder = tmp_path / "out"
     scan_all(requests_of(sound), folder)
@@ -221,7 +242,7 @@ def test_changed_weights_and_imported_modules_are_scanned_again(scans: Scans, tm
     (tmp_path / "net" / "__init__.py").write_text("from .scale import SCALE\n")
     model = tmp_path / "model.py"
     model.write_text("import net\n")
-    wanted = expand_requests([Request(str(model))], (*FAST, "--weights", str(weights)), [])
+    wanted = expand_requests([Request(str(model))], (*FAST, f"--weights={weights}", "--keep", "x" * 300), [])
     for path in (weights, inner, other, inner, weights):
         path.write_text(path.read_text() + "# \n" if path.exists() else "SCALE = 1\n")
         scan_all(wanted, tmp_path / "out")

@@ -186,6 +186,12 @@ def test_fingerprints_of_findings_without_an_op_are_those_of_their_words() -> No
     before = identities(with_findings(half, bfloat16))
     for text, found in identities(with_findings(bfloat16)).items():  # where half is fixed
         assert before[text] == found
+    both = [
+        diagnostic(precision=name, message=f"ValueError: no {dtype}", source="net.py:10", **plain)
+        for name, dtype in (("half", "torch.float16"), ("bfloat16", "torch.bfloat16"))
+    ]
+    [at_once] = identities(with_findings(*both)).values()
+    assert [*identities(with_findings(both[1])).values()] == [at_once]
 
 
 found = st.builds(

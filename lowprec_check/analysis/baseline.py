@@ -80,7 +80,8 @@ def _file_name(target: str) -> str:
 
 
 def without_numbers(message: str) -> str:
-    """``message`` with N for every number."""
+    """``message`` with N for every number and address, and without folders."""
+    message = re.sub(r"(?<![\w.])(?:/[\w.+~-]+)+/", "", re.sub(r"\b0x[0-9a-fA-F]+", "N", message))
     return re.sub(r"(?<![\w.])[-+]?\d[\d.,]*(?:e[-+]?\d+)?", "N", message)
 
 

@@ -294,12 +294,11 @@ SMALL_FILE = 1 << 20
 def _digest_of_files(request: Request) -> dict[str, str]:
     """A digest of the files that a scan reads: of the target, with what it imports from its folder, and of options, such as weights."""
     target = re.sub(r"(\.py):[^:]*$", r"\1", request.target)
-    files: list[Path] = []
-    with contextlib.suppress(OSError, ValueError):
-        values = [Path(word.partition("=")[2] or word) for word in request.options]
-        files = [*_with_imports(Path(target)), *(path for path in values if path.is_file())]
-        if target.startswith("hf:"):
-            files += sorted(path for path in Path(target[3:]).iterdir() if path.is_file())
+    words = [Path(part) for word in request.options for part in (word, word.partition("=")[2])]
+    files = [*_with_imports(Path(target)), *filter(_is_file, words)]
+    if target.startswith("hf:"):
+        with contextlib.suppress(OSError):
+            files += sorted(filter(_is_file, Path(target[3:]).iterdir()))
     found = hashlib.sha256()
     for path in files:
         with contextlib.suppress(OSError):
@@ -310,30 +309,40 @@ def _digest_of_files(request: Request) -> dict[str, str]:
 
 
 def _with_imports(path: Path) -> list[Path]:
-    """A file of Python, and the modules in its folder that it or they import, by name; nothing if there is no such file."""
-    found, waiting = dict[Path, None](), [path] if path.is_file() else []
+    """A file of Python, and the modules that it or they import from its folder or its package; nothing if there is no such file."""
+    root, found, waiting = path.parent, dict[Path, None](), [path] if _is_file(path) else []
+    while waiting and _is_file(root / "__init__.py"):
+        waiting.append(root / "__init__.py")
+        root = root.parent
     while waiting:
         source = waiting.pop()
         if source in found:
             continue
         found[source] = None
-        names: set[str] = set()
-        with contextlib.suppress(OSError, SyntaxError, ValueError):
-            for node in ast.walk(ast.parse(source.read_bytes())):
-                if isinstance(node, ast.Import):
-                    names.update(alias.name for alias in node.names)
-                elif isinstance(node, ast.ImportFrom):
-                    package = f"{node.module}." if node.module else ""
-                    names.update([package[:-1], *(package + alias.name for alias in node.names)])
-        for place in {source.parent, path.parent}:
-            candidates = [place.joinpath(*name.split(".")) for name in names if name]
-            waiting += [
-                file
-                for each in candidates
-                for file in (each.with_suffix(".py"), each / "__init__.py")
-                if file.is_file()
-            ]
+        try:
+            nodes = list(ast.walk(ast.parse(source.read_bytes())))
+        except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # its scan says why
+            continue
+        for node in nodes:
+            places, names = {source.parent, path.parent, root}, [""]
+            if isinstance(node, ast.ImportFrom):
+                places = {source.parents[node.level - 1]} if 0 < node.level <= len(source.parents) else places
+                names = [f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names]
+            elif isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            for parts in (name.split(".") for name in names if name):
+                bases = [place.joinpath(*parts[: end + 1]) for place in places for end in range(len(parts))]
+                waiting += filter(
+                    _is_file, [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py")]
+                )
     return sorted(found)
+
+
+def _is_file(path: Path) -> bool:
+    try:
+        return path.is_file()
+    except (OSError, ValueError):  # its name is too long, or has a null byte
+        return False
 
 
 def _ordered(rows: dict[Request, MatrixRow], requests: list[Request]) -> Matrix:

@@ -306,7 +306,9 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
     """
     for run in low_runs(result):
         error, ways = run.exception, run.training.ways[:1] if run.training is not None else []
-        unexplained = run.status == "error" and (run.complete or run.stopped_by == error) and not failing_gaps(run)
+        stop = run.stopped_by  # the text may have addresses
+        is_same = stop is not None and error is not None and (stop.type, stop.source) == (error.type, error.source)
+        unexplained = run.status == "error" and (run.complete or is_same) and not failing_gaps(run)
         if unexplained and error and not any(map(unscales_fp16, ways)):
             message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"

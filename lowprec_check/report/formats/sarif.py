@@ -172,6 +172,10 @@ def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, b
     }
 
 
+_DTYPES = re.compile(r"\b(?:torch\.)?(?:b?float\d+\w*|half|c?double|Complex\w+|BFloat16|Half|Float)\b")
+"""Those that an exception may name: it is the same one in another precision."""
+
+
 def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
     """16 hex digits for each place, all different, that lines moving up or down and other figures do not change.
 
@@ -181,7 +185,8 @@ def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
     alike: dict[str, list[int]] = {}
     keys = []
     for group, file in ((place.group, place.line.file.replace("\\", "/")) for place in merged):
-        keys.append("\x1f".join((group.code, file, group.op or without_numbers(group.messages[0].text))))
+        words = _DTYPES.sub("dtype", without_numbers(group.messages[0].text))
+        keys.append("\x1f".join((group.code, file, group.op or words)))
     for index in sorted(range(len(merged)), key=lambda index: merged[index].line.number):
         alike.setdefault(keys[index], []).append(index)
     for index, key in enumerate(keys):
