@@ -802,6 +802,10 @@ def test_a_backend_is_blamed_if_fp32_fails_there_or_ops_in_eager_mode_pass(
     stats = ErrorStats(rel_l2=eager_error, max_abs=1.0, cosine=1.0, sqnr_db=None)
     run = a_run("bfloat16", "inaccurate", lockstep_error=stats, **found)
     runs = [FP32, run, *([a_run("fp32", fp32_status, **found)] if fp32_status else [])]
+    if fp32_status is None:
+        assert not blames_backend(
+            msgspec.structs.replace(run, failed_call=2), runs
+        )  # eager mode was analyzed in the first
     assert blames_backend(run, runs) == (eager_error < 0.05 or fp32_status == "inaccurate")
 
 

@@ -90,13 +90,13 @@ def test_a_scan_that_ended_early_fails_when_it_is_decided_again() -> None:
 
 
 def test_targets_may_share_a_file() -> None:
-    one, other = (msgspec.structs.replace(RESULT, target=f"src/{name}.py") for name in ("one", "other"))
+    one, other = (msgspec.structs.replace(RESULT, target=f"{name}/model.py") for name in ("one", "other"))
     both = baseline.baseline_of(
         msgspec.structs.replace(other, diagnostics=[finding(code="LP102")]),
         baseline.baseline_of(msgspec.structs.replace(one, diagnostics=[finding()])),
     )
-    assert {entry.target for entry in both.findings} == {"one.py", "other.py"}
-    fixed = msgspec.structs.replace(one, target="one.py", diagnostics=[])
+    assert {entry.target for entry in both.findings} == {"one/model.py", "other/model.py"}
+    fixed = msgspec.structs.replace(one, diagnostics=[])
     assert [entry.code for entry in baseline.accept(fixed, both)[1]] == ["LP101"]
 
 

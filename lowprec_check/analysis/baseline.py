@@ -32,7 +32,7 @@ class Entry(Struct, frozen=True, kw_only=True):
     file: str | None = None
     message: str = ""
     target: str | None = None
-    """The name of what was scanned, without folders; unknown in older files."""
+    """What was scanned; unknown in older files."""
 
 
 class Baseline(Struct, frozen=True, kw_only=True):
@@ -74,9 +74,10 @@ def file_of(source: str | None) -> str:
     return re.sub(r":\d+$", "", encodable(source or "")).replace("\\", "/")
 
 
-def _file_name(target: str) -> str:
-    """``net.py:model`` of ``src/net.py:model``: the scan may run in another folder."""
-    return re.split(r"[/\\]", encodable(target))[-1]
+def _without_machine(target: str) -> str:
+    """``src/net.py:model``, of an absolute path ``net.py:model``."""
+    shown = encodable(target).replace("\\", "/")
+    return shown.rpartition("/")[2] if re.match(r"/|[A-Za-z]:/", shown) else shown
 
 
 def without_numbers(message: str) -> str:
@@ -104,7 +105,7 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
             op=d.op,
             file=file_of(d.source),
             message=without_numbers(d.message)[:200],
-            target=_file_name(result.target),
+            target=_without_machine(result.target),
         )
         for key, d in found.items()
     ]
@@ -119,7 +120,7 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
     """Whether the scan is of the target of the finding, ran its precision to its end, and selected its code."""
     key = (entry.precision, entry.backend, entry.memory_format)
-    if entry.target not in (None, _file_name(result.target)):
+    if entry.target not in (None, _without_machine(result.target)):
         return False
     runs = [run for run in result.runs if was_checked(run)]
     if entry.op is not None and entry.code.startswith(("LP2", "LP3")):  # these rest on the errors of ops

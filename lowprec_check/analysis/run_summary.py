@@ -136,7 +136,7 @@ def blames_backend(run: Run, runs: Sequence[Run]) -> bool:
 def status_in_eager_mode(run: Run) -> str | None:
     """How the analysis op by op of ``run``, which is in eager mode on any backend, ends; ``None`` if that is not known."""
     found = run.lockstep_error
-    if found is None or not run.complete or failing_gaps(run):
+    if found is None or not run.complete or failing_gaps(run) or run.failed_call:  # it is of the first call
         return None
     if found.distance is None:
         return "nonfinite"

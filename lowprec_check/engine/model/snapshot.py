@@ -280,7 +280,8 @@ def _restore_tensors(saved: Iterable[tuple[Tensor, Tensor, Tensor, dict[str, Any
     """:func:`restore_tensor` of each; on an accelerator all values are copied at once, as to compare one waits for all that it computes."""
     copies: dict[torch.device, list[tuple[Tensor, Tensor]]] = collections.defaultdict(list)
     for tensor, data, values, attributes in saved:
-        if data.device.type != "cpu" and _is_at(tensor, data) and is_dense(data) and not tensor.is_inference():
+        is_odd = data.is_conj() or data.is_neg() or tensor.is_inference()
+        if data.device.type != "cpu" and not is_odd and _is_at(tensor, data) and is_dense(data):
             _refill(vars(tensor), attributes)
             copies[data.device].append((data, values))
         else:
