@@ -5,6 +5,7 @@ from __future__ import annotations
 import linecache
 import math
 import mmap
+import os
 import re
 import signal
 import subprocess
@@ -535,6 +536,10 @@ def test_runs_of_another_source_are_not_resumed(where: str, tmp_path: Path) -> N
     changed.write_text(
         changed.read_text().replace("-1e9", "-6e4" if where == "constant" else "torch.finfo(x.dtype).min")
     )
+    later = (
+        changed.stat().st_mtime + 2
+    )  # of the same size, within a second, it would be taken from the file of its bytecode
+    os.utime(changed, (later, later))
     linecache.clearcache()  # another command reads it anew
     sys.modules.pop(changed.stem, None)
     *_, repaired = resumed(files, early, plan=False)
