@@ -480,7 +480,7 @@ def test_helpers_take_a_precision(project: pytest.Pytester) -> None:
         assert (x @ x.T).dtype == torch.bfloat16
     assert "<autocast-fp16: error 5.0e-01 is over the tolerance 1e-02" in repr(lowprec.allclose(x * 1.5, x, "amp-fp16"))
     gate = repr(lowprec.allclose({"x": x, "gate": torch.ones(3) / 8}, {"x": x, "gate": torch.zeros(3)}, "half"))
-    assert "<half: not zero where the reference is: error inf (max_abs 1.2e-01) is over" in gate
+    assert "<half: the reference is zero, the output is not: error inf is over the tolerance 1e-02 (max_abs 1.2e-01)" in gate
     result = lowprec.check(nn.Linear(8, 8), x, precision="fp16,amp_bf16")
     assert [run.precision for run in result.runs if run.is_low] == ["half", "autocast-bf16"]
     assert lowprec.check(nn.Linear(8, 8), x, precision=torch.bfloat16).run("bfloat16").status == "ok"

@@ -35,8 +35,8 @@ CLEAR = 1.5
 """A larger factor decides between times that were not taken in rounds: those of two plans, and of runs without rounds."""
 
 ONE_CORE = 2.5
-"""The factor between a ratio to fp32 of calls on one core and one of calls on all: a format may use them less well than fp32. Some backends have
-calls on all alone."""
+"""A speed measured on one core and one measured on all cores may differ by this factor, since formats use several cores more or less well.
+They are compared where a backend can only be timed on all cores."""
 
 WAITED, CHANGED = 0.1, 1.2
 """The share of waiting threads, and the change of the processor's speed, from which on they are said."""

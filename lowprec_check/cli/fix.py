@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import linecache
 import re
 import subprocess
 import sys
@@ -37,7 +36,7 @@ from lowprec_check.cli.options import (
 )
 from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, check_reports, prints_json, save_files
-from lowprec_check.errors import UsageError, encodable
+from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.base import check_file, encode, write_file
 from lowprec_check.schema.options import FixOptions, declared_in
@@ -160,10 +159,12 @@ def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOpt
             differs = device_type(given or "") != saved if name == "device" else given != taken[name]
             if given != default and differs:
                 raise UsageError(f"The saved scan used a different --{name.replace('_', '-')}.", without)
+    from lowprec_check.analysis.fixes.source_text import texts_of_lines
+
+    now = texts_of_lines(scanned.source_lines, target)
     for place, text in scanned.source_lines.items():
         file, _, number = place.rpartition(":")
-        now = encodable(linecache.getline(file, int(number)).strip()[:200]) if number.isdigit() else ""
-        if Path(file).is_file() and now != text:
+        if now.get(place, "") != text and (place in now or Path(file).is_file()):
             raise UsageError(f"{file} has changed since the saved scan, at line {number}.", without)
     return replace(options, **taken)
 

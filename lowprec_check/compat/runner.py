@@ -324,13 +324,13 @@ def _with_imports(path: Path) -> list[Path]:
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # its scan says why
             continue
         for node in nodes:
-            places, names = {source.parent, path.parent, root}, [""]
+            places, names = {source.parent, path.parent, root}, list[str]()
             if isinstance(node, ast.ImportFrom):
                 places = {source.parents[node.level - 1]} if 0 < node.level <= len(source.parents) else places
                 names = [f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
-            for parts in (name.split(".") for name in names if name):
+            for parts in (name.split(".") for name in names):
                 bases = [place.joinpath(*parts[: end + 1]) for place in places for end in range(len(parts))]
                 waiting += filter(
                     _is_file, [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py")]

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.analysis.conclusion import as_wanted, conclude, wanted_runs
+from lowprec_check.analysis.fixes.source_text import texts_of_lines
 from lowprec_check.analysis.rules.registry import check_codes
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core.output_comparison import digest_of
@@ -21,7 +22,6 @@ from lowprec_check.engine.model.prepared import application_of
 from lowprec_check.engine.model.streamed_weights import AHEAD_BYTES, HELD_BYTES, WeightStream, stream_of
 from lowprec_check.engine.model.target import Calibration, make_target
 from lowprec_check.engine.model.training import MakeOptimizer
-from lowprec_check.engine.model.user_code import texts_of_lines
 from lowprec_check.engine.plan.planner import plan_for_scan
 from lowprec_check.engine.run.further_runs import checked_on, open_batches, run_references, with_ablation
 from lowprec_check.engine.run.isolation import check_isolation

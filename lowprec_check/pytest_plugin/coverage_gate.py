@@ -151,7 +151,7 @@ class CoverageGate:
             return None
         lost = [precision_of(key) for key in self.baseline.dtypes if key not in self.changes.new.dtypes]
         if self.changes.new_gaps:
-            what = "it would accept the new gaps. To accept them, add -o lowprec_baseline= -o lowprec_fail_on= in place of these options"
+            what = "it would accept the new gaps. To accept them, run with -o lowprec_baseline= -o lowprec_fail_on=, without these two options"
         elif lost:
             what = f"it would lose {', '.join(lost)}. Add --lowprec-coverage {','.join(lost)}"
         else:

@@ -9,11 +9,14 @@ from __future__ import annotations
 import ast
 import difflib
 import io
+import linecache
 import re
 import tokenize
 from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
+
+from lowprec_check.errors import encodable
 
 Span = tuple[int, int]
 """Start and end, in characters from the start of the text."""
@@ -202,3 +205,25 @@ def unified_diff(old: str, new: str, name: str) -> str:
     """What changes between two texts of a file, as ``git apply`` takes it."""
     lines = difflib.unified_diff(lines_of(old).texts, lines_of(new).texts, f"a/{name}", f"b/{name}")
     return "".join(line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines)
+
+
+# -- Lines by their names
+
+
+def texts_of_lines(sources: Iterable[str | None], target: str) -> dict[str, str]:
+    """The text of each line ``model.py:41``, without its indentation; those of files that are not found are left out.
+
+    A file outside the current folder is shown by its name alone: it is looked for beside ``target``, the user's name for it. At most
+    2,000 lines, of 200 characters each.
+    """
+    found: dict[str, str] = {}
+    folder = Path(target.partition(":")[0]).parent
+    for source in dict.fromkeys(sources):
+        file, _, line = (source or "").rpartition(":")
+        if not file or not line.isdecimal() or len(found) == 2000:
+            continue
+        # linecache also finds `package/file.py` on the import path.
+        text = linecache.getline(file, int(line)) or linecache.getline(str(folder / file), int(line))
+        if source and text.strip():
+            found[source] = encodable(text.strip()[:200])
+    return found

@@ -151,7 +151,7 @@ def low_runs(result: ScanResult) -> Iterator[Run]:
 
 
 def runs_with_ops(result: ScanResult) -> Iterator[Run]:
-    """The same, those on another backend without their op calls: these are of eager mode, and kept if the run fails there as it does here."""
+    """All runs but the reference. A run on another backend has no op calls, since these are of eager mode, unless eager mode fails in the same way."""
     for run in low_runs(result):
         is_explained = run.backend == EAGER or run.status == status_in_eager_mode(run) != "ok"
         yield run if is_explained else msgspec.structs.replace(run, op_calls=OpCalls())

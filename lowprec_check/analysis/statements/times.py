@@ -78,7 +78,7 @@ def one_call(run: Run, result: ScanResult) -> Made:
     reasons = {"slower": "it is too slow to call it often", "noisy": "too few to compare it with fp32's"}
     why = reasons.get(speed(run, result.runs).told)
     if run.status in ("error", "crashed", "timeout"):
-        why = "what fails later is not called again"
+        why = "a run that fails is not called again"
     return Said(chained(say(words, calls=run.calls), plain(why) if why else None, between=": "), "warn")
 
 

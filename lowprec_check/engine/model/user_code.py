@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import ast
 import inspect
-import linecache
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,7 +15,7 @@ from torch import nn
 
 from lowprec_check.engine.core.devices import says_device_is_absent
 from lowprec_check.engine.core.source_location import is_own_file, is_user_code, show_file, show_line
-from lowprec_check.errors import Terminated, UsageError, encodable, message_of, text_of, type_name
+from lowprec_check.errors import Terminated, UsageError, message_of, text_of, type_name
 from lowprec_check.process.function_worker import end_if_forked, in_worker
 
 T = TypeVar("T")
@@ -185,22 +184,3 @@ def _names_in(node: ast.stmt) -> list[str | None]:
     targets = getattr(node, "targets", [getattr(node, "target", None)])
     targets = [part for target in targets for part in getattr(target, "elts", [target])]
     return [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]
-
-
-def texts_of_lines(sources: Iterable[str | None], target: str) -> dict[str, str]:
-    """The text of each line ``model.py:41``, without its indentation; those of files that are not found are left out.
-
-    A file outside the current folder is shown by its name alone: it is looked for beside ``target``, the user's name for it. At most
-    2,000 lines, of 200 characters each.
-    """
-    found: dict[str, str] = {}
-    folder = Path(target.partition(":")[0]).parent
-    for source in dict.fromkeys(sources):
-        file, _, line = (source or "").rpartition(":")
-        if not file or not line.isdecimal() or len(found) == 2000:
-            continue
-        # linecache also finds `package/file.py` on the import path.
-        text = linecache.getline(file, int(line)) or linecache.getline(str(folder / file), int(line))
-        if source and text.strip():
-            found[source] = encodable(text.strip()[:200])
-    return found
