@@ -497,7 +497,7 @@ DESCRIPTORS = [
         f"scan odd.py {HALF}",
         2,
         "File too large",
-        file(f"{BASE}import resource as r; r.setrlimit(r.RLIMIT_FSIZE, (512, 512))"),
+        file(f"{BASE}import resource as r, sys; sys.dont_write_bytecode = 1; r.setrlimit(r.RLIMIT_FSIZE, (512, 512))"),
     ),
 ]
 

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).parent.parent
 LIMIT = 20_000
 """Bytes of a file under the limit of file sizes."""
+NO_BYTECODE = {"PYTHONDONTWRITEBYTECODE": "1"}
+"""Needed under such a limit: Python before 3.12.8 keeps what it could write of a compiled module (gh-126606), and later imports fail."""
 
 
 class Ended(NamedTuple):
@@ -33,6 +35,8 @@ def run_command(how: str, arguments: list[str], folder: Path) -> Ended:
         "closed": lambda: os.close(1),
         "limit": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, LIMIT)),
     }
+    if how == "limit":
+        environment |= NO_BYTECODE
     if how == "ascii":
         environment |= {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONIOENCODING": "ascii"}
     if how in ("full", "read-only"):

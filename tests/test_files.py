@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from conftest import ROOT, Call, call_process
+from odd_processes import NO_BYTECODE
 
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.base import check_file, make_folder, write_file
@@ -46,7 +47,8 @@ def test_a_report_that_does_not_fit_leaves_the_old_one(old: Path) -> None:
     def limit() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
 
-    done = call_process("report", SAVED, "-o", old, "-f", "md", preexec_fn=limit)
+    environment = os.environ | NO_BYTECODE
+    done = call_process("report", SAVED, "-o", old, "-f", "md", preexec_fn=limit, env=environment)
     assert (done.returncode, done.stderr.splitlines()[0]) == (2, f"error: Cannot write {old}: File too large.")
     assert "Traceback" not in done.stderr
     assert (old.read_text(), listed(old.parent)) == ("old", ["file.txt"])
