@@ -21,7 +21,7 @@ from lowprec_check.report.diff import diff_document, verdict
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import FORMATS, diff_formats
 from lowprec_check.schema.measures import InputsTried
-from lowprec_check.schema.scan_result import Run, ScanResult
+from lowprec_check.schema.scan_result import ExceptionInfo, Run, ScanResult
 
 
 def render(diff: ScanDiff, format: str) -> str:
@@ -195,6 +195,18 @@ def test_a_memory_format_that_was_not_requested_is_no_regression() -> None:
 def test_plans_of_different_bases_are_not_compared() -> None:
     old, new = (result_of(run("plan", base=base, rel_l2=error)) for base, error in (("half", 1e-4), ("bfloat16", 1e-2)))
     assert {change.kind for change in diff_scans(old, new).changes} == {"run"}
+
+
+@pytest.mark.parametrize(("message", "shown"), [("no CPU", True), ("8 rows", False)])
+def test_another_exception_of_a_run_that_failed_before_is_shown(message: str, shown: bool) -> None:
+    old, new = (
+        run("half", "error", exception=ExceptionInfo(type="ValueError", message=each)) for each in ("4 rows", message)
+    )
+    found = diff_scans(result_of(old), result_of(new)).changes
+    raised = ScanChange(
+        kind="status", direction="other", run="half", what=f"ValueError: {message}; before: ValueError: 4 rows"
+    )
+    assert found == ([raised] if shown else [])
 
 
 def test_a_run_that_passes_on_the_given_inputs_only_does_not_pass_now() -> None:

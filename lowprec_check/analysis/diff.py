@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from lowprec_check.analysis.baseline import file_of, stable_path
+from lowprec_check.analysis.baseline import file_of, stable_path, without_numbers
 from lowprec_check.analysis.conclusion import OPTION, WITH_BASELINE
 from lowprec_check.analysis.run_summary import effective_status, failing_gaps, label, memory_ratio, was_checked
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
@@ -199,7 +199,16 @@ def _changes(
         fails = why_not(after, new.runs)
         what = fails.sentence.text if fails else "passes now"
         yield ScanChange(kind="status", direction=direction, run=label(after), what=what, old=was, new=is_now)
-    yield from _gaps(before, after)
+    gaps = list(_gaps(before, after))
+    yield from gaps
+    raised = [without_numbers(run.exception.text) if run.exception is not None else "" for run in (before, after)]
+    if was == is_now == "error" and raised[0] != raised[1] and not gaps:
+        reasons = [
+            fails.sentence.text
+            for run, runs in ((after, new.runs), (before, old.runs))
+            if (fails := why_not(run, runs))
+        ]
+        yield ScanChange(kind="status", direction="other", run=label(after), what="; before: ".join(reasons))
     same_output = before.compared_module == after.compared_module and before.output_is_zero == after.output_is_zero
     same_output = same_output and before.training is after.training is None  # else it is that of the first step
     if before.distance is not None and after.distance is not None and not after.is_reference and same_output:
