@@ -397,8 +397,35 @@ def test_int8_linear_layers_are_those_of_torchao(backend: Any, monkeypatch: pyte
     assert 1e-4 < (layers[1].local or 0) < error
 
 
+class OddCalls(nn.Module):
+    """Passes arguments of layers by name, draws random numbers, and has layers that torchao leaves alone or that are not called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last, self.idle = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(8, 8)
+        self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = nn.functional.dropout(self.first(input=x), 0.3, training=True)
+        return self.last(input=x + self.attention(x, x, x)[0])
+
+
 @needs_torchao
-def test_a_model_without_linear_layers_is_an_error() -> None:
-    with pytest.raises(UsageError, match="int8 quantizes linear layers, and found none in Conv2d"):
-        quantize_linear(nn.Conv2d(3, 3, 3).eval(), "Int8WeightOnlyConfig", None)
+@torch.no_grad()
+def test_errors_of_linear_layers_are_those_of_the_same_call_and_of_quantized_layers_alone() -> None:
+    torch.manual_seed(0)
+    model, call = OddCalls().eval(), example(torch.randn(2, 4, 64))
+    prepared = int8.DYNAMIC.prepare(model, call)
+    layers = int8.DYNAMIC.layer_errors(prepared, model, call)
+    assert [layer.module for layer in layers] == ["first", "last"]
+    assert all(layer.accumulated is not None and layer.accumulated < 0.05 for layer in layers)  # of other numbers: 0.7
+
+
+@needs_torchao
+@pytest.mark.parametrize(
+    "model", [nn.Conv2d(3, 3, 3), nn.MultiheadAttention(64, 4)], ids=["Conv2d", "MultiheadAttention"]
+)
+def test_a_model_without_a_linear_layer_to_quantize_is_an_error(model: nn.Module) -> None:
+    with pytest.raises(UsageError, match=f"int8 quantizes linear layers, and found none in {type(model).__name__}"):
+        quantize_linear(model.eval(), "Int8WeightOnlyConfig", None)
     assert linear_errors(Sum(), Sum(), list) == []

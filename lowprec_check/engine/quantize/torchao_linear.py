@@ -10,17 +10,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from lowprec_check.engine.core.devices import seed_everything
 from lowprec_check.engine.quantize.quantized import Calibration, SquaredError, nothing_to_quantize, quiet
+from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 
 
 def quantize_linear(model: nn.Module, config: str, calibration: Calibration | None) -> Any:
     """A copy with weights in int8, compiled with constant weights; with ``calibration``, smoothed on it (SmoothQuant).
 
-    ``config`` is the name of a class of ``torchao.quantization``. Raises :class:`UsageError` if there is no linear layer.
+    ``config`` is the name of a class of ``torchao.quantization``. Raises :class:`UsageError` if it quantizes no linear layer.
     """
-    if not any(isinstance(module, nn.Linear) for module in model.modules()):
-        raise nothing_to_quantize(model, "linear layers")
     quantized = copy.deepcopy(model)
     with quiet(), torch.no_grad():
         import torch._inductor.config as inductor
@@ -36,35 +36,48 @@ def quantize_linear(model: nn.Module, config: str, calibration: Calibration | No
             for args, kwargs in calibration():
                 quantized(*args, **kwargs)
             library.quantize_(quantized, SmoothQuantConfig(made, "convert"))
+        if not quantized_layers(quantized):
+            raise nothing_to_quantize(model, "linear layers")
         inductor.freezing = True
         return torch.compile(quantized)
 
 
+def quantized_layers(model: nn.Module) -> list[str]:
+    """Names of the linear layers with a quantized weight; torchao leaves those of subclasses alone, such as in attention."""
+    linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    return [name for name, module in linear.items() if type(module.weight) not in (nn.Parameter, torch.Tensor)]
+
+
 def linear_errors(fp32: nn.Module, quantized: nn.Module, calibration: Calibration) -> list[LayerError]:
-    """Relative L2 errors of the outputs of the linear layers over all calls of ``calibration``, in the order of the modules."""
-    layers = [name for name, module in fp32.named_modules() if isinstance(module, nn.Linear)]
+    """Relative L2 errors of the outputs of the quantized layers over all calls of ``calibration``, in the order of the modules; a layer
+    that is not called has none.
+    """
+    layers = quantized_layers(quantized)
     local, accumulated = defaultdict[str, SquaredError](SquaredError), defaultdict[str, SquaredError](SquaredError)
-    for args, kwargs in calibration():
-        expected, found = (_called(model, layers, args, kwargs) for model in (fp32, quantized))
+    for number, call in enumerate(calibration()):
+        expected, found = (_called(model, layers, call, number) for model in (fp32, quantized))
         for name in layers:
-            for (given, wanted), (_, output) in zip(expected[name], found[name], strict=False):
+            for (args, kwargs, wanted), (*_, output) in zip(expected[name], found[name], strict=False):
                 accumulated[name].add(output, wanted)
                 with torch.no_grad():
-                    local[name].add(quantized.get_submodule(name)(*given), wanted)
+                    local[name].add(quantized.get_submodule(name)(*args, **kwargs), wanted)
     return [
         LayerError(module=name, op="linear", local=local[name].rel_l2, accumulated=accumulated[name].rel_l2)
         for name in layers
+        if name in local
     ]
 
 
-def _called(model: nn.Module, layers: list[str], args: Any, kwargs: Any) -> dict[str, list[tuple[Any, Any]]]:
-    """By layer, the inputs and outputs of its calls in one call of ``model``."""
-    found = defaultdict[str, list[tuple[Any, Any]]](list)
+def _called(model: nn.Module, layers: list[str], call: Call, seed: int) -> dict[str, list[tuple[Any, Any, Any]]]:
+    """By layer, the arguments, keyword arguments and outputs of its calls in one call of ``model``."""
+    found = defaultdict[str, list[tuple[Any, Any, Any]]](list)
 
     def keep(name: str) -> Callable[..., None]:
-        return lambda _, given, output: found[name].append((tuple(each.clone() for each in given), output.clone()))
+        return lambda _, args, kwargs, output: found[name].append(copy.deepcopy((args, kwargs, output)))
 
-    handles = [model.get_submodule(name).register_forward_hook(keep(name)) for name in layers]
+    handles = [model.get_submodule(name).register_forward_hook(keep(name), with_kwargs=True) for name in layers]
+    args, kwargs = call
+    seed_everything(seed)  # a model that draws random numbers draws the same
     try:
         with torch.no_grad():
             model(*args, **kwargs)
