@@ -194,6 +194,7 @@ def test_check_fails_over_the_tolerance(project: pytest.Pytester) -> None:
 def test_check_rejects_wrong_precisions(project: pytest.Pytester) -> None:
     assert "Unknown precision 'fp8'" in one(project, 'lowprec.check(net, x, precision="fp8")')
     assert "fp32 is the baseline" in one(project, 'lowprec.check(net, x, precision="fp32")')
+    one(project, 'lowprec.check(net, x, precision="fp32", backend="jit", calibration=[x])', passed=1)
 
 
 def test_assertions_keep_the_model_and_the_random_state(project: pytest.Pytester) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterator, Sequence
 
@@ -11,12 +10,15 @@ from lowprec_check.analysis.error_shares import is_over_tolerance
 from lowprec_check.analysis.rules.gaps import from_gaps
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_with_ops, wide_dtype
 from lowprec_check.analysis.rules.relevance import (
+    CALIBRATE,
+    OTHER_RANGES,
     Relevance,
     as_harmless,
     by_place,
     knowledge_of,
     passing_elsewhere,
     place_finding,
+    plan_command,
     recommended_instead,
     that_passes,
     weighed_places,
@@ -124,18 +126,19 @@ def _instead(run: Run, result: ScanResult) -> str:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:
         other = f", or use {best.elsewhere}" if best is not None and best.backend != run.backend else ""
-        of_use = "calibrate on data like that of use"
-        calibrate = f"{of_use}: " if calibrates(run.backend) else ""
-        layers = f"{calibrate}see the errors of its layers"
-        largest = max((layer.accumulated or 0.0 for layer in run.layer_errors), default=math.inf)
-        if largest < (run.rel_l2 or 0.0) / 2:  # then it is not theirs
-            other_data = bool(calibrate and result.model.calibration)
-            where = " on the calibration data" if other_data else ""
-            hint = of_use if other_data else "see what docs/int8.md says of int8 without VNNI"
-            layers = f"the errors of its layers are smaller{where}: {hint}"
-        if run.failed_batch:  # which it was not calibrated on
-            layers = of_use
-        return f"{layers}{other}"
+        known = [layer.accumulated or 0.0 for layer in run.layer_errors]
+        calibrated = calibrates(run.backend)
+        if calibrated and (run.failed_batch or not known):
+            hint = CALIBRATE
+        elif not known:
+            hint = OTHER_RANGES
+        elif max(known) >= (run.rel_l2 or 0.0) / 2:
+            hint = f"see the errors of its layers; {OTHER_RANGES}"
+        elif calibrated and result.model.calibration:
+            hint = f"the errors of its layers are smaller on the calibration data: {CALIBRATE}"
+        else:
+            hint = "the errors of its layers are smaller: see what docs/int8.md says of int8 without VNNI"
+        return f"{hint}{other}"
     if best is not None and best.keep_fp32 and best.precision == run.precision:
         return "keep the modules in fp32 that the recommendation names"
     return _search(run, result, best if best is not None and not best.keep_fp32 else None)
@@ -147,14 +150,7 @@ def _search(run: Run, result: ScanResult, passing: Recommendation | None) -> str
     is_over = searched is not None and not searched.stopped_without_plan
     if is_over and passing is None and result.prediction is None:
         return "if the model tolerates the error, define metric(model) and judge by it: lowprec-check plan --metric"
-    command, batches = "plan", "inputs-from"
-    if result.prediction is not None:
-        command, batches = "scan --plan", "batches"  # plan needs the device
-    elif passing is not None:  # which would end a search over all bases
-        command = f"plan -p {run.precision} --base {'autocast' if run.is_autocast else 'cast'}"
-    if run.failed_batch:
-        command += f" --{batches} {run.failed_batch + 1}"
-    search = f"find the modules to keep in fp32: lowprec-check {command}"
+    search = f"find the modules to keep in fp32: {plan_command(run, result, passing, run.failed_batch)}"
     return f"use {passing.label}, or {search}" if passing is not None else search
 
 

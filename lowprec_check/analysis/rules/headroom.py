@@ -7,9 +7,17 @@ from typing import NamedTuple
 
 from lowprec_check.analysis.rules.ranges import narrowest
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_with_ops, wide_dtype
-from lowprec_check.analysis.rules.relevance import recommended_instead, that_passes, wider_range
+from lowprec_check.analysis.rules.relevance import (
+    CALIBRATE,
+    OTHER_RANGES,
+    plan_command,
+    recommended_instead,
+    that_passes,
+    wider_range,
+)
 from lowprec_check.analysis.run_summary import fails_elsewhere, ranges_by_place
 from lowprec_check.analysis.statements.status import fails_on_further
+from lowprec_check.schema.axes import calibrates
 from lowprec_check.schema.measures import InputsTried
 from lowprec_check.schema.precisions import FP32, FloatFormat
 from lowprec_check.schema.scan_result import Run, ScanResult
@@ -214,11 +222,12 @@ def input_dependent(result: ScanResult) -> Iterator[Finding]:
 
 
 def _advice(run: Run, found: InputsTried, result: ScanResult) -> Sentence:
+    best = recommended_instead(run, result)
     if found.kind == "resampled":
         search = plain("check it on inputs of yours: make `inputs` a function of the batch number")
+    elif run.is_quantized:
+        search = plain(CALIBRATE if calibrates(run.backend) else OTHER_RANGES)
     else:
-        batches = (found.first_failed or 1) + 1
-        search = say("find modules to keep in fp32: lowprec-check plan --inputs-from {batches:number}", batches=batches)
-    best = recommended_instead(run, result)
+        search = plain(f"find modules to keep in fp32: {plan_command(run, result, best, found.first_failed or 1)}")
     instead = say("use {run:text}, which passes on every input tried", run=best.elsewhere) if best is not None else None
     return chained(instead, search, between="; or ")

@@ -38,6 +38,9 @@ ADVICE = {
 }
 """What to do about an op outside the forward pass."""
 
+CALIBRATE, OTHER_RANGES = "calibrate on data like that of use", "docs/int8.md lists backends with other ranges"
+"""What to do about int8 that fails on data that it was not calibrated on, or anyway."""
+
 
 def advice_for(phase: Phase | None, run: Run, forward: Any) -> Any:
     """What to do about an op of a part of a training step; ``forward`` is about one in the forward pass, or in fp32 weights' step."""
@@ -337,3 +340,13 @@ def tried_runs(result: ScanResult) -> list[Run]:
 def _wider(run: Run) -> list[FloatFormat]:
     here = run.format
     return [known for known in LOW_FORMATS if here is not None and known.max_exponent > here.max_exponent]
+
+
+def plan_command(run: Run, result: ScanResult, passing: Recommendation | None, batch: int | None) -> str:
+    """The command that searches for modules to keep in fp32 where ``run`` fails, on the batches from ``batch`` on, counted from 0."""
+    command, batches = "plan", "inputs-from"
+    if result.prediction is not None:
+        command, batches = "scan --plan", "batches"  # plan needs the device
+    elif passing is not None:  # which would end a search over all bases
+        command = f"plan -p {run.precision} --base {'autocast' if run.is_autocast else 'cast'}"
+    return f"lowprec-check {command}" + (f" --{batches} {batch + 1}" if batch else "")

@@ -139,17 +139,18 @@ class Proposer:
     def propose(self, runs: Sequence[Run], *, best_so_far: Proposal | None = None) -> Proposal:
         """Search the base of ``runs``, unless it is too slow to beat ``best_so_far``."""
         base = runs[0]
-        if base.status in ("timeout", "skipped"):
-            return Proposal(attempt=self.objective.attempt(base, outcome=f"not searched: {base.reason or base.status}"))
-        if base.status == "unjudged":
+        failing = next((run for run in runs if not self.objective.reached(run)), base)
+        if failing.status in ("timeout", "skipped"):
+            outcome = f"not searched: {failing.reason or failing.status}"
+            return Proposal(attempt=self.objective.attempt(failing, outcome=outcome))
+        if failing.status == "unjudged":
             outcome = "not searched: its output cannot be compared, so no plan can be proven"
-            return Proposal(attempt=self.objective.attempt(base, outcome=outcome))
+            return Proposal(attempt=self.objective.attempt(failing, outcome=outcome))
         if lowers_precision(base.backend):
             outcome = f"not searched: {base.backend} quantizes modules that are kept in fp32, too"
-            return Proposal(attempt=self.objective.attempt(base, outcome=outcome))
+            return Proposal(attempt=self.objective.attempt(failing, outcome=outcome))
         known = best_so_far.run.latency_ms if best_so_far is not None and best_so_far.run is not None else None
         if known is not None and base.latency_ms is not None and base.latency_ms > max(SHORT_MS, SLOWER * known):
-            failing = next((run for run in runs if not self.objective.reached(run)), base)
             took = f"{base.latency_ms / known:.1f} times as long as the fastest with the plan found"
             outcome = f"not searched: its fastest call took {took}"
             return Proposal(attempt=self.objective.attempt(failing, outcome=outcome))
