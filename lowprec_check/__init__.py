@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from lowprec_check import catalog
-    from lowprec_check.analysis.diff import ScanDiff, diff_scans
+    from lowprec_check.analysis.diff import diff_scans
     from lowprec_check.engine.model.prepared import Application
     from lowprec_check.engine.model.quantized_model import QuantizedModel, load_quantized, quantize
     from lowprec_check.engine.plan.apply import apply
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from lowprec_check.schema.plan import Plan, Planning
     from lowprec_check.schema.precisions import FloatFormat, Precision
     from lowprec_check.schema.run_key import RunKey
+    from lowprec_check.schema.scan_diff import ScanDiff
     from lowprec_check.schema.scan_result import Diagnostic, Gap, ModelInfo, ResultError, Run, ScanResult
     from lowprec_check.schema.verdict import ErrorStats, ExceptionInfo
     from lowprec_check.schema.ways_to_train import WayToTrain
@@ -35,7 +36,7 @@ if TYPE_CHECKING:
 _MODULES = {
     name: module
     for module, names in {
-        "analysis.diff": ("ScanDiff", "diff_scans"),
+        "analysis.diff": ("diff_scans",),
         "engine.model.prepared": ("Application",),
         "engine.model.quantized_model": ("QuantizedModel", "load_quantized", "quantize"),
         "engine.plan.apply": ("apply",),
@@ -50,6 +51,7 @@ _MODULES = {
         "schema.plan": ("Plan", "Planning"),
         "schema.precisions": ("FloatFormat", "Precision"),
         "schema.run_key": ("RunKey",),
+        "schema.scan_diff": ("ScanDiff",),
         "schema.scan_result": ("ModelInfo", "ResultError", "Run", "ScanResult"),
         "schema.verdict": ("ErrorStats", "ExceptionInfo"),
         "schema.ways_to_train": ("WayToTrain",),

@@ -16,11 +16,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from shared_result import gap, run, shared_result
 
-from lowprec_check.analysis.diff import ScanChange, ScanDiff, diff_scans
+from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.report.diff import diff_document, verdict
 from lowprec_check.report.layout.text import text
 from lowprec_check.report.registry import FORMATS, diff_formats
 from lowprec_check.schema.measures import InputsTried
+from lowprec_check.schema.scan_diff import ScanChange, ScanDiff
 from lowprec_check.schema.scan_result import ExceptionInfo, Run, ScanResult
 
 

@@ -131,6 +131,10 @@ def test_the_op_is_named_in_which_a_gradient_becomes_nan() -> None:
     unknown = one("LP502", a_trained("half", gradients=wrong, calls=[backward_call()]))
     assert unknown.severity == "warning"
     assert "originates" not in unknown.message
+    assert (unknown.help or "").startswith("try the forward op in fp32")
+    large = [msgspec.structs.replace(wrong[0], absmax=1.6e5)]
+    scaled = one("LP502", a_trained("half", gradients=large, calls=[backward_call()]))
+    assert "scale the loss down, as GradScaler does: in fp32 they are up to 1.6e+05, over 65504" in (scaled.help or "")
 
 
 def test_gradients_that_are_not_finite_follow_from_the_loss_or_from_fp32() -> None:
@@ -231,6 +235,11 @@ def test_an_epsilon_of_zero_and_the_implementations_that_differ() -> None:
     finding = one("LP506", a_trained("half", epsilon=checks))
     assert "with loop and foreach, not with fused" in finding.message
     assert "fused=True avoids it too" in (finding.help or "")
+    given = EpsilonCheck(implementation="as given", nonfinite=0.0)
+    assert finding.severity == "warning"
+    note = one("LP506", a_trained("half", epsilon=[given, *checks[1:]]))
+    assert (note.severity, note.help) == ("note", None)
+    assert note.message.startswith("not with the optimizer as given: a step with zero gradients")
     failed = EpsilonCheck(implementation="fused", nonfinite=1.0, error="RuntimeError: no")
     assert not found("LP506", a_trained("half", epsilon=[checks[3], failed]))
 

@@ -10,9 +10,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from training_loops import mean_square, sgd, trained, training
+from training_loops import losses_of_loop, mean_square, sgd, trained, training
 
 from lowprec_check.analysis.statements.kinds import statements
+from lowprec_check.engine.model.optimizer_like import OptimizerLike, settings_of
+from lowprec_check.engine.train.lost_updates import check_epsilon
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.scan_result import ScanResult
 
@@ -267,7 +269,69 @@ def test_a_suggested_scale_is_better_than_the_default(factor: float, better: boo
         assert f"init_scale={scale.scale}" in result.recommendation.code
 
 
+def test_a_scale_below_one_is_suggested_for_gradients_that_do_not_fit() -> None:
+    result = training(
+        perceptron(), BATCH, "autocast-fp16", optimizer=adamw, loss=lambda output: (3e5 * output.float()).sum()
+    )
+    _, figures = trained(result, "autocast-fp16")
+    assert figures.loss_scale is not None
+    assert figures.loss_scale.largest * 2 * figures.loss_scale.scale <= 65504 < figures.loss_scale.largest
+    assert (figures.loss_scale.scale < 1, figures.loss_scale.skipped_steps) == (True, 0)
+    skips = next(found for found in result.diagnostics if found.code == "LP509")
+    assert skips.help == f"use GradScaler(init_scale={figures.loss_scale.scale}), which skipped no step"
+
+
+# -- what is like a script's
+
+
+def test_the_last_loss_is_of_the_first_batch() -> None:
+    torch.manual_seed(0)
+    model, batches = nn.Linear(8, 4), [factor * torch.randn(4, 8) for factor in (1.0, 2.0, 3.0)]
+    result = training(copy.deepcopy(model), iter(batches), "bfloat16", steps=4, optimizer=sgd(0.1))
+    losses_of_loop(model, batches, sgd(0.1), 4)
+    assert result.training is not None
+    assert result.training.losses[-1] == pytest.approx(mean_square(model(batches[0])).item())
+
+
+def test_weight_decay_is_that_of_each_step_without_what_the_optimizer_remembers() -> None:
+    torch.manual_seed(0)
+    model = nn.Linear(64, 64)
+
+    def like(settings: list[dict[str, Any]], state: dict[int, Any] | None = None) -> OptimizerLike:
+        given = torch.optim.SGD(model.parameters(), lr=0.5, momentum=0.9)
+        return OptimizerLike(given, model, state=state, schedule=[[given.defaults | each] for each in settings])
+
+    def lost(optimizer: OptimizerLike) -> float | None:
+        _, figures = trained(
+            training(model, BATCH[:, :1].expand(16, 64), "bfloat16", steps=4, optimizer=optimizer), "bfloat16"
+        )
+        return next(found.decay_lost for found in figures.lost_updates if found.name == "weight")
+
+    warm_up = [{"lr": 1e-4, "weight_decay": 0.1}, *[{"lr": 0.5, "weight_decay": 0.1}] * 3]
+    assert lost(like(warm_up)) == pytest.approx(0.25, abs=0.01)  # all of the first step
+    momentum = {number: {"momentum_buffer": torch.ones_like(p)} for number, p in enumerate(model.parameters())}
+    assert lost(like([{}], momentum)) is None
+
+
+def test_each_implementation_of_an_optimizer_of_a_script_is_tried() -> None:
+    model = nn.Linear(8, 8)
+    given = torch.optim.Adam(model.parameters(), lr=1e-3)
+    like = OptimizerLike(given, model, schedule=[settings_of(given)] * 2)
+    checks = check_epsilon(list(model.half().parameters()), like)
+    assert {check.implementation: check.nonfinite for check in checks} == {
+        "as given": 1.0, "loop": 1.0, "foreach": 1.0, "fused": 0.0
+    }  # fmt: skip
+
+
 # -- advice
+
+
+def test_autocast_of_a_model_in_float64_is_not_recommended() -> None:
+    best = training(
+        perceptron().double(), BATCH.double(), "autocast-bf16", optimizer=adamw, errors="both"
+    ).recommendation
+    assert best is not None
+    assert (best.precision, best.stay_in_fp32) == ("autocast-bf16", True)
 
 
 def test_an_op_that_a_checkpoint_computes_again_is_found_beside_its_missing_derivative() -> None:

@@ -480,7 +480,25 @@ def test_a_difference_names_what_changed() -> None:
     assert [change.what for change in found.changes if change.kind == "status"] == [
         "loss diverges from step 3 (head.out.weight): 1.956, 0.033 above its limit"
     ]
-    assert "1 regression" in laid_out(diff_document(found))
+    assert "2 regressions" in laid_out(diff_document(found))
+    lossy = way("plain", lost_updates=0.5, distances=distances(0.1))
+    ways = [way("plain", lost_updates=0.1), way("master-weights"), way("kahan", "inaccurate")]
+    runs = [
+        changed(RESULT.run("bfloat16"), ways=ways),
+        changed(RESULT.run("bfloat16"), ways=[lossy, way("master-weights", "nonfinite"), way("kahan")]),
+    ]
+    old, new = (
+        msgspec.structs.replace(RESULT, runs=[RESULT.runs[0], msgspec.structs.replace(one, status="ok")])
+        for one in runs
+    )
+    assert [
+        (change.direction, change.what) for change in diff_scans(old, new).changes if change.kind in ("error", "status")
+    ] == [
+        ("worse", "the weights end 4.9 times as far from those of fp32 as before"),
+        ("worse", "rounding loses more updates of weights"),
+        ("worse", "fp32 master weights: passes no longer"),
+        ("better", "Kahan summation: passes now"),
+    ]
     untrained = msgspec.structs.replace(RESULT, training=None, options={})
     assert any("option train" in warning for warning in diff_scans(untrained, RESULT).warnings)
 

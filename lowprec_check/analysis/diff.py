@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -13,16 +13,13 @@ from lowprec_check.analysis.run_summary import effective_status, failing_gaps, l
 from lowprec_check.analysis.speed import SHORT_MS, is_faster, speed
 from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.statements.status import error_text, passes_but, why_not
-from lowprec_check.analysis.training_status import way_text
-from lowprec_check.schema.base import Struct
+from lowprec_check.analysis.training_status import LOST, first_way, way_text
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.run_key import EAGER, RunKey
-from lowprec_check.schema.scan_result import Evidence, Gap, Run, ScanResult
+from lowprec_check.schema.scan_diff import DiffSide, Direction, Kind, RunPair, ScanChange, ScanDiff
+from lowprec_check.schema.scan_result import Gap, Run, ScanResult
 from lowprec_check.schema.statements import chained, counted, milliseconds, percent, plain, say
 from lowprec_check.schema.verdict import look
-
-Kind = Literal["status", "gap", "error", "speed", "memory", "run", "recommendation"]
-Direction = Literal["worse", "better", "other"]
 
 ERROR_FACTOR = 2.0
 """One bit. The same kernels give the same error to the last digit; others (another blocking, another thread count) sum
@@ -40,59 +37,6 @@ _ERROR_FLOOR = 1e-7
 """Errors below fp32's own rounding carry no information."""
 
 _MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
-
-
-class ScanChange(Struct, frozen=True, kw_only=True):
-    """One difference."""
-
-    kind: Kind
-    direction: Direction
-    run: str
-    """Precision and backend, as reports name it; empty for the whole scan."""
-    what: str
-    old: str | None = None
-    new: str | None = None
-    ratio: float | None = None
-    """New over old, for figures."""
-
-
-class RunPair(Struct, frozen=True, kw_only=True):
-    """One run in both results; fields are ``None`` if a result lacks it."""
-
-    run: str
-    old_status: str | None = None
-    new_status: str | None = None
-    old_error: float | None = None
-    new_error: float | None = None
-    old_time: float | None = None
-    """Times fp32's latency, in the same result."""
-    new_time: float | None = None
-    old_memory: float | None = None
-    new_memory: float | None = None
-
-
-class DiffSide(Struct, frozen=True, kw_only=True):
-    """Where one of the two results comes from."""
-
-    target: str
-    model: str
-    tool: str
-    torch: str
-    device: str
-    evidence: Evidence = "measured"
-
-
-class ScanDiff(Struct, frozen=True, kw_only=True):
-    """All differences; ``warnings`` lists the conditions that differ and make the results hard to compare."""
-
-    schema: int = 1
-    old: DiffSide
-    new: DiffSide
-    warnings: list[str] = []
-    runs: list[RunPair] = []
-    changes: list[ScanChange] = []
-    regressions: int = 0
-    improvements: int = 0
 
 
 def diff_scans(
@@ -216,6 +160,7 @@ def _changes(
         if not 1 / error_factor <= ratio <= error_factor:
             what = _compared("the output error is {times:times}", ratio, "as large as before", "smaller than before")
             yield _moved("error", after, ratio, what, error_text(before) or "", error_text(after) or "")
+    yield from _training(before, after, error_factor)
     yield from _speed(before, after, old, new, time_factor)
     of_fp32, now_of_fp32 = memory_ratio(before, old.runs), memory_ratio(after, new.runs)
     of_processes = [run.process_memory_bytes is not None for run in (before, after)]  # an older file counts tensors
@@ -225,6 +170,33 @@ def _changes(
             what = _compared("the peak memory is {times:times}", ratio, "as large as before", "smaller than before")
             shares = f"{percent(of_fp32)} of fp32's", f"{percent(now_of_fp32)} of fp32's"
             yield _moved("memory", after, ratio, what, *shares)
+
+
+def _training(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
+    """How far the weights end from those of fp32, what rounding loses of their updates, and whether other ways to train pass."""
+    if before.training is None or after.training is None:
+        return
+    was, is_now = first_way(before), first_way(after)
+    if was is not None and is_now is not None and was.distances and is_now.distances:
+        far, is_at = (max(way.distances[-1], _ERROR_FLOOR) for way in (was, is_now))
+        if not 1 / factor <= is_at / far <= factor:
+            near = "nearer to those of fp32 than before"
+            what = _compared("the weights end {times:times}", is_at / far, "as far from those of fp32 as before", near)
+            yield _moved("error", after, is_at / far, what, f"{far:.1e}", f"{is_at:.1e}")
+    lost, loses = (way.lost_updates if way is not None else None for way in (was, is_now))
+    direction: Direction
+    if lost is not None and loses is not None and abs(loses - lost) >= LOST:
+        direction, how = ("worse", "more") if loses > lost else ("better", "fewer")
+        what, shares = f"rounding loses {how} updates of weights", (percent(lost), percent(loses))
+        yield _moved("error", after, loses / max(lost, _ERROR_FLOOR), what, *shares, direction)
+    for way in after.training.ways:
+        known, is_other = before.training.way(way.name), way is not is_now and not way.declared.is_trap
+        if known is not None and is_other and (known.status == "ok") != (way.status == "ok"):
+            direction, how = ("better", "passes now") if way.status == "ok" else ("worse", "passes no longer")
+            what, ended = f"{way.declared.words}: {how}", way.status
+            yield ScanChange(
+                kind="status", direction=direction, run=label(after), what=what, old=known.status, new=ended
+            )
 
 
 def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:

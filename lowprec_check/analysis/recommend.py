@@ -115,12 +115,12 @@ def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
 
 
 def changes_nothing(run: Run) -> bool:
-    """Whether autocast is seen to compute no op in 16 bits, on other inputs, which are not analyzed op by op, by its output; not of training."""
-    is_seen = run.evidence == "measured" and run.complete and run.training is None
+    """Whether autocast is seen to compute no op in 16 bits, on other inputs, which are not analyzed op by op, by its output, and of training by those of the first step."""
+    is_seen = run.evidence == "measured" and run.complete
     if not is_seen or not run.is_autocast or run.format is None:
         return False
     tried = run.further_inputs.tried if run.further_inputs is not None else 0
-    if part_of_tolerance(run) and run.batch_count + tried > 1:
+    if run.training is None and part_of_tolerance(run) and run.batch_count + tried > 1:
         return False
     ops = run.op_calls.dtypes
     return bool(ops) and not any(run.format.mark in dtypes for dtypes in ops)

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, ScanDiff, diff_scans
+from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, diff_scans
 from lowprec_check.analysis.suite_coverage import CoverageDiff, coverage_of, diff_coverages, kind_of
 from lowprec_check.cli.app import (
     FINDINGS,
@@ -26,6 +26,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, ReportFormat, diff_formats, document_of, format_of, suffixes
 from lowprec_check.schema.base import write_file
 from lowprec_check.schema.registry import choices
+from lowprec_check.schema.scan_diff import ScanDiff
 
 _SAVE = f"{SAVE_SCAN}, or a coverage with: pytest --lowprec-coverage half --lowprec-report FILE"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowprec_check.analysis.diff import Direction, ScanDiff
 from lowprec_check.report.blocks import (
     Block,
     Column,
@@ -18,6 +17,7 @@ from lowprec_check.report.blocks import (
     cell_text,
     speed_of,
 )
+from lowprec_check.schema.scan_diff import Direction, ScanDiff
 from lowprec_check.schema.statements import Tone, counted
 from lowprec_check.schema.verdict import look
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import ClassVar
 
-from lowprec_check.analysis.diff import ScanDiff
 from lowprec_check.analysis.suite_coverage import CoverageDiff
 from lowprec_check.errors import UsageError
 from lowprec_check.report.blocks import Document
@@ -17,6 +16,7 @@ from lowprec_check.report.diff import diff_document
 from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.base import write_file
 from lowprec_check.schema.registry import Registry, objects_in
+from lowprec_check.schema.scan_diff import ScanDiff
 from lowprec_check.schema.scan_result import ScanResult
 
 

@@ -89,7 +89,7 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
 def _scaling(run: Run, way: TrainingWay | None) -> Sentence:
     """How to scale the loss, in the ``way`` that was tried."""
     scale = way.initial_scale if way is not None else None
-    first = "" if scale in (None, DEFAULT_SCALE) else f", init_scale={scale:.0f}"
+    first = "" if scale in (None, DEFAULT_SCALE) else f", init_scale={scale:.15g}"
     needs = "" if run.is_autocast else ", with fp32 weights: under autocast, or as fp32 master weights"
     code = f'torch.amp.GradScaler("{device_type(run.device)}"{first})'
     return say(f"{'scale' if way is not None else 'try to scale'} the loss: {{code:text}}{needs}", code=code)
@@ -116,8 +116,8 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
     Usual causes: an op whose derivative divides by something that is zero in the dtype, such as a norm, a square root
     or a small determinant; a sum of many gradients that exceeds 65504 in fp16.
 
-    What to do: use bf16 if it passes in the same scan. Or compute the forward op of this place in fp32, so that its
-    derivative is computed in fp32 too:
+    What to do: use bf16 if it passes in the same scan. Scale the loss down if the gradients of fp32 are too large for
+    the dtype. Or compute the forward op of this place in fp32, so that its derivative is computed in fp32 too:
 
         # before
         y = x.square().sum(-1).sqrt()
@@ -134,7 +134,12 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
             parameters=[found.parameter for found in wrong],
             values=[elements, sum(found.elements for found in wrong)],
         )
-        forward = say("try the forward op in fp32, on x.float()")
+        forward, largest = say("try the forward op in fp32, on x.float()"), max(found.absmax or 0.0 for found in wrong)
+        if run.format is not None and largest > run.format.largest:
+            words = (
+                "scale the loss down, as GradScaler does: in fp32 they are up to {largest:figure}, over {limit:scale}"
+            )
+            forward = say(words, largest=largest, limit=run.format.largest)
         advice = chained(forward, passing_elsewhere(run, result), between=", or ")
         first_tried, setup = first_way(run), result.training
         fails = setup is None or first_tried is None or told(first_tried, setup)
@@ -187,7 +192,7 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
             advice = "try a smaller initial scale"
             if suggested is not None and suggested.scale < initial and suggested.skipped_steps is not None:
                 fewer = counted(suggested.skipped_steps, "step") if suggested.skipped_steps else "no step"
-                advice = f"use GradScaler(init_scale={suggested.scale:.0f}), which skipped {fewer}"
+                advice = f"use GradScaler(init_scale={suggested.scale:.15g}), which skipped {fewer}"
             elif way.final_scale and way.final_scale < initial:
                 advice += f": it ended at {way.final_scale:g}"
             yield Finding(message, run, help=advice)

@@ -6,16 +6,13 @@ from collections.abc import Iterator, Sequence
 
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.training_advice import keeps_weights
-from lowprec_check.analysis.training_status import Lost, first_way, passing_ways, trained_runs
+from lowprec_check.analysis.training_status import LOST, Lost, first_way, passing_ways, trained_runs
 from lowprec_check.schema.scan_result import Run, ScanResult
 from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chained, percent, say
 from lowprec_check.schema.training import LostUpdates
 
-LOST = 0.1
-"""A share of lost updates of weights or averages that is worth a finding."""
-
 STALLED = 0.5
-"""The same for buffers and the state of the optimizer: an average that loses less still follows."""
+"""A share of lost updates of buffers and the state of the optimizer that is worth a finding: an average that loses less still follows."""
 
 
 class _Loss(Lost):
@@ -75,7 +72,8 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
         averages = [tensor for tensor in training.lost_updates if tensor.values == "average"]
         if averages and (average := _Loss(averages)).share >= LOST:
             words = "{lost:percent} of the updates of the average of the weights are lost to rounding"
-            advice = "keep the average in fp32: AveragedModel(model.float())"
+            wide = "copy.deepcopy(model).float()"
+            advice = f"keep the average in fp32: AveragedModel({wide}), updated by update_parameters({wide})"
             yield Finding(say(words, lost=average.share), run, average.module, help=advice)
 
 
@@ -143,7 +141,7 @@ def zero_epsilon(result: ScanResult) -> Iterator[Finding]:
 
     Observed: a step with zero gradients makes weights NaN or Inf. Adam divides by `sqrt(v) + eps`, and its default
     `eps` of 1e-8 is zero in fp16: 0 / 0. The scan tries each implementation that the optimizer has: a loop over the
-    parameters, `foreach`, and `fused`, which may compute in fp32.
+    parameters, `foreach`, and `fused`, which may compute in fp32. It is a note if the optimizer as given has no such step.
 
     Usual causes: weights in fp16, whose optimizer state is in fp16 too; parameters that get no gradient in some steps,
     or one that underflows.
@@ -166,6 +164,9 @@ def zero_epsilon(result: ScanResult) -> Iterator[Finding]:
         works = " and ".join(name for name, share in checks.items() if not share and name != "as given")
         if fails and works:
             message = chained(message, say("with {fails:text}, not with {works:text}", fails=fails, works=works))
-        settings = [f"{name}=True" for name in ("fused", "foreach") if checks.get("as given") and checks.get(name) == 0]
+        if not checks.get("as given", True):
+            yield Finding(chained(say("not with the optimizer as given"), message, between=": "), run, severity="note")
+            continue
+        settings = [f"{name}=True" for name in ("fused", "foreach") if checks.get(name) == 0]
         too = f"; {settings[0]} avoids it too" if settings else ""
         yield Finding(message, run, help=what_recovers(run, result) + too)

@@ -216,7 +216,9 @@ class StepObserver:
         if self._is_elsewhere or start == end:
             return  # without gradients, as a step is made to please a scheduler
         if takes_closure(optimizer):
-            self.give_up(f"{type(optimizer).__name__}.step() needs a closure, and a scan calls step() without one")
+            self.give_up(
+                f"{type(optimizer).__name__}.step() needs a closure, and a scan calls step() without one: it needs another optimizer"
+            )
         settings, before = settings_of(optimizer), self.found.schedule.setdefault(optimizer, [])
         if before and len(before[0]) != len(settings):
             self.found.unlike = "the script adds parameters to its optimizer before the next one"

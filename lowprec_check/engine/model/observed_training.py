@@ -317,7 +317,8 @@ class ObservedSteps:
                         parameter.grad = None
                     losses = program.run(root, map_tensors(given, copy_of), again=again, phase=number)
                     for found, value in zip(losses, values, strict=False):
-                        if not torch.allclose(found, value, rtol=_rounding(found), atol=0, equal_nan=True):
+                        rounding = 0.0 if found.device.type == "cpu" else 1e-4  # accelerators may add in another order
+                        if not torch.allclose(found, value, rtol=rounding, atol=0, equal_nan=True):
                             raise UnrepeatableError(
                                 f"computed again from the same batch, the loss at {loss.line} is {found.item():g}, not {value.item():g}"
                             )
@@ -327,7 +328,7 @@ class ObservedSteps:
                             if parameter.grad is not None:
                                 parameter.grad.div_(scale)
                         optimizers[index].step()
-                        _check_gradients(own[index], next(steps), loss.line, program.gradient_rounding)
+                        _check_gradients(own[index], next(steps), loss.line, program.gradient_rounding, scale)
         finally:
             self._restore()
 
@@ -365,25 +366,23 @@ class ObservedSteps:
         yield from self.facts
 
 
-def _check_gradients(parameters: Sequence[nn.Parameter], step: OptimizerStep, line: str | None, same: float) -> None:
-    """Raise :class:`UnrepeatableError` if the gradients of ``parameters`` differ from those of the script."""
+def _check_gradients(
+    parameters: Sequence[nn.Parameter], step: OptimizerStep, line: str | None, same: float, scale: float
+) -> None:
+    """Raise :class:`UnrepeatableError` if the gradients of ``parameters`` differ from those of the script, of the loss times ``scale``."""
     known = {id(parameter): parameter.grad for parameter in parameters}
-    found = [(known[key], wanted) for key, wanted in step.gradients.items() if key in known]
-    pairs = [(torch.zeros_like(wanted) if gradient is None else gradient, wanted) for gradient, wanted in found]
+    found = {key: wanted for key, wanted in step.gradients.items() if key in known}
+    pairs = [(torch.zeros_like(b) if (a := known[key]) is None else a, b) for key, b in found.items()]
     error = sum(float((a - b).double().square().sum()) for a, b in pairs) ** 0.5
     norm = sum(float(b.double().square().sum()) for _, b in pairs) ** 0.5
     if not error <= same * norm:
-        together = not known.keys() >= {parameter for clip in step.clips for parameter in clip.parameters}
-        clips = "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone"
-        raise UnrepeatableError(
-            f"the gradients that the optimizer gets differ from those of the loss at {line} by {error / (norm or 1.0):.1%}"
-            f"{clips if together else ''}"
-        )
-
-
-def _rounding(tensor: Tensor) -> float:
-    """How far two results may differ: not at all on the CPU; kernels of accelerators may add in another order."""
-    return 0.0 if tensor.device.type == "cpu" else 1e-4
+        why = ""
+        if not known.keys() >= {parameter for clip in step.clips for parameter in clip.parameters}:
+            why = "; the script clips them together with those of other parameters, the scan clips those of each optimizer alone"
+        elif scale != 1 and step.clips:
+            why = "; if they are clipped before scaler.unscale_(optimizer), `lowprec-check fix --train` adds that call"
+        by = f"the gradients that the optimizer gets differ from those of the loss at {line} by {error / (norm or 1.0):.1%}"
+        raise UnrepeatableError(f"{by}{why}")
 
 
 def _detach(module: nn.Module, facts: dict[str, None]) -> None:

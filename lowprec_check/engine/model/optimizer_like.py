@@ -18,6 +18,10 @@ Settings = list[dict[str, Any]]
 """Of each parameter group, everything but its parameters."""
 
 
+IMPLEMENTATION = ("foreach", "fused", "capturable", "differentiable")
+"""Settings that choose how a step is computed, which no scheduler changes."""
+
+
 class Clip(NamedTuple):
     """A call of ``clip_grad_norm_`` or ``clip_grad_value_``."""
 
@@ -94,7 +98,8 @@ class OptimizerLike:
                 settings = self.schedule[min(done, len(self.schedule) - 1)]
                 for group, values in zip(optimizer.param_groups, settings, strict=True):
                     rate = group.get("lr")
-                    group.update(copy.deepcopy(values))
+                    changed = {name: value for name, value in values.items() if name not in IMPLEMENTATION}
+                    group.update(copy.deepcopy(changed))
                     if isinstance(rate, Tensor):  # as a scheduler does
                         group["lr"] = rate.fill_(values["lr"])
             done += 1

@@ -229,7 +229,7 @@ class ReferenceTraining(TrainingSteps):
                 "Check the learning rate (a warm-up may start at 0), and that the loss depends on the weights.",
             )
         observed = self.target.observed
-        differs = None if observed is None or loop.draws else observed.differs_in(base.losses)
+        differs = None if observed is None or loop.draws else observed.differs_in(base.losses[: base.steps])
         note = _untrained(self.target.optimizer) if observed is None else differs
         finite = all(map(math.isfinite, base.losses)) and bool(base.weights[-1].isfinite().all())
         if differs is not None and not finite:

@@ -29,8 +29,8 @@ from lowprec_check.engine.train.ways.usual import PLAIN
 from lowprec_check.schema.training import ParameterGradient
 from lowprec_check.schema.ways_to_train import DEFAULT_SCALE
 
-MOST, LEAST = 2.0**24, 1.0
-"""Limits of the suggested loss scale."""
+MOST = 2.0**24
+"""The largest loss scale that is suggested."""
 
 MARGIN = 2.0
 """How many times larger the gradients may become before one overflows."""
@@ -201,4 +201,4 @@ def suggested_scale(largest: float, maximum: float) -> float:
     """The largest power of two with which gradients up to :data:`MARGIN` · ``largest`` stay below ``maximum``, that of the dtype."""
     if not largest or not math.isfinite(largest):
         return DEFAULT_SCALE
-    return min(MOST, max(LEAST, 2.0 ** math.floor(math.log2(maximum / (MARGIN * largest)))))
+    return min(MOST, 2.0 ** math.floor(math.log2(maximum / (MARGIN * largest))))

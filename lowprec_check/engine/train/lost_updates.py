@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.floating_dtypes import widened_dtype
+from lowprec_check.engine.model.optimizer_like import Settings, settings_of
 from lowprec_check.engine.model.training import MakeOptimizer
 from lowprec_check.engine.train.steps import TrainingStep, Watcher
 from lowprec_check.engine.train.trajectory import Samples, Trajectory
@@ -51,17 +52,18 @@ class LostUpdateCounter(Watcher):
         self._state_before: dict[str, dict[str, Any]] = {}
         self._average: tuple[Any, list[Tensor]] | None = None
         """A wider copy of the average, and its parameters before the step."""
-        self._decay: dict[str, float | None] = {}
+        self._decay: defaultdict[str, _Count] = defaultdict(_Count)
+        self._decay_by: dict[str, dict[str, _Count]] = {}
+        """What weight decay alone changes in one step, by the settings of the optimizer."""
         self._groups: dict[str, int] = {}
         """By name, the parameter group."""
 
     def before(self, step: TrainingStep) -> None:
-        """Keep the values, and on the first step count what weight decay alone changes."""
+        """Keep the values."""
         optimizer = step.updates.optimizer
         if not self._groups:
             groups = {id(p): index for index, group in enumerate(optimizer.param_groups) for p in group["params"]}
             self._groups = {name: groups[id(p)] for name, p in self._parameters.items() if id(p) in groups}
-            self._decay = self._lost_decay()
         if step.average is not None:
             self._average = self._wider(step.average), [tensor.clone() for tensor in _floats(step.average)]
 
@@ -86,7 +88,9 @@ class LostUpdateCounter(Watcher):
                 wide = {key: self._copy(value) for key, value in _tensors(state) if key != "step"}
                 others = {key: value for key, value in state.items() if key not in wide}
                 self._optimizer.state[mine] = copy.deepcopy(others) | wide
-        getattr(self._optimizer, "parts", [self._optimizer])[step.number].step()
+        optimizer = _part(self._optimizer, step.number)
+        optimizer.step()
+        self._count_decay(step.number, optimizer)
         for name, parameter in self._updated.items():
             before = self._before[name]
             self._count((name, "weight"), before, parameter.detach(), self._copies[name].detach())
@@ -122,22 +126,41 @@ class LostUpdateCounter(Watcher):
         module = copy.deepcopy(module)
         return module.double() if self._wide == torch.float64 else module.float()
 
-    def _lost_decay(self) -> dict[str, float | None]:
-        """By name, the share of the updates by weight decay alone, with gradients of zero, that are lost."""
-        low = {name: nn.Parameter(parameter.detach().clone()) for name, parameter in self._parameters.items()}
-        wide = {name: nn.Parameter(self._copy(p)) for name, p in self._parameters.items()}
+    def _count_decay(self, number: int, optimizer: Any) -> None:
+        """Count what weight decay alone changes in a step of ``optimizer``, which has the settings of this step."""
+        settings = settings_of(optimizer)
+        if not any(group.get("weight_decay", True) for group in settings):
+            return
+        key = repr((number, settings))
+        if key not in self._decay_by:
+            self._decay_by[key] = self._decay_of(number, settings)
+        for name, (elements, wanted, lost) in self._decay_by[key].items():
+            known = self._decay[name]
+            self._decay[name] = _Count(elements, known.wanted + wanted, known.lost + lost)
+
+    def _decay_of(self, number: int, settings: Settings) -> dict[str, _Count]:
+        """The same of one step, by name: of an optimizer with these ``settings`` and no state, with gradients of zero."""
+        low = {name: nn.Parameter(self._before[name].clone()) for name in self._updated}
+        wide = {name: nn.Parameter(self._copy(p)) for name, p in low.items()}
         for copies in (low, wide):
-            for parameter in copies.values():
-                parameter.grad = torch.zeros_like(parameter)
+            others = {name: nn.Parameter(p.detach()) for name, p in self._parameters.items() if name not in copies}
             try:
-                self._make(list(copies.values())).step()
+                made = _part(self._make([(copies | others)[name] for name in self._parameters]), number)
+                made.state.clear()
+                made._optimizer_step_pre_hooks.clear()  # which clip, and set what each step of a script had
+                for group, given in zip(made.param_groups, copy.deepcopy(settings), strict=True):
+                    group.update(given)
+                for parameter in copies.values():
+                    parameter.grad = torch.zeros_like(parameter)
+                made.step()
             except Exception:  # an optimizer that fails on such gradients: the run itself shows it
                 return {}
-        found: dict[str, float | None] = {}
-        for name, original in self._parameters.items():
-            wanted = wide[name] != original.to(wide[name].dtype)
-            count, lost = int(wanted.sum()), int((wanted & (low[name] == original)).sum())
-            found[name] = lost / count if count and low[name].dtype != wide[name].dtype else None
+        found = {}
+        for name, mine in wide.items():
+            before = self._before[name]
+            wanted = mine != before.to(mine.dtype)
+            if low[name].dtype != mine.dtype:
+                found[name] = _Count(mine.numel(), int(wanted.sum()), int((wanted & (low[name] == before)).sum()))
         return found
 
     def figures(self) -> list[LostUpdates]:
@@ -150,10 +173,11 @@ class LostUpdateCounter(Watcher):
                 lost=count.lost / count.wanted,
                 updates=count.wanted,
                 group=self._groups.get(name) if values == "weight" else None,
-                decay_lost=self._decay.get(name) if values == "weight" else None,
+                decay_lost=decay.lost / decay.wanted if values == "weight" and decay.wanted else None,
             )
             for (name, values), count in self._counts.items()
             if count.wanted
+            for decay in [self._decay[name]]
         ]
 
     def share(self) -> float | None:
@@ -207,6 +231,11 @@ def lost_buffer_updates(run: Trajectory, base: Trajectory, samples: Samples, nar
             size = samples.sizes[name]
             found.append(LostUpdates(name=name, values="buffer", elements=size, lost=lost / wanted, updates=wanted))
     return found
+
+
+def _part(optimizer: Any, number: int) -> Any:
+    """The optimizer of that number, of several."""
+    return getattr(optimizer, "parts", [optimizer])[number]
 
 
 def _tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:

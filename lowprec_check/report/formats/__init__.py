@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from lowprec_check.analysis.diff import ScanDiff
 from lowprec_check.analysis.findings import SEVERITIES, Message, tally
 from lowprec_check.analysis.suite_coverage import CoverageDiff
 from lowprec_check.report.blocks import Detail, Document
@@ -13,6 +12,7 @@ from lowprec_check.report.places import Place, places, told
 from lowprec_check.report.registry import ReportFormat
 from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.base import encode
+from lowprec_check.schema.scan_diff import ScanDiff
 from lowprec_check.schema.scan_result import ScanResult
 
 
