@@ -6,10 +6,12 @@ import json
 import subprocess
 import sys
 import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor, nn
@@ -397,6 +399,44 @@ def test_int8_linear_layers_are_those_of_torchao(backend: Any, monkeypatch: pyte
     assert 1e-4 < (layers[1].local or 0) < error
 
 
+@needs_torchao
+@pytest.mark.usefixtures("freezing")
+def test_the_printed_code_calibrates_on_batches_like_the_inputs(monkeypatch: pytest.MonkeyPatch) -> None:
+    if int8.SMOOTHQUANT.skip_reason(PRECISIONS.get("bfloat16"), "cpu", "contiguous") is not None:
+        pytest.skip("SmoothQuant needs another torchao")
+    info = describe_target(
+        make_target(Mlp().eval(), torch.randn(4, 64)), Run(precision="fp32", device="cpu", status="ok")
+    )
+    info = msgspec.structs.replace(info, setup=["inputs = inputs()"], calibration="calibration()")
+    code = snippet(RunKey("bfloat16", int8.SMOOTHQUANT.name, "cpu"), info)
+    file = "def inputs(): return torch.randn(4, 64)\ndef calibration(): yield inputs(); yield inputs()\n"
+    monkeypatch.setattr(torch, "compile", lambda each: each)
+    values = {"model": Mlp().eval(), "torch": torch}
+    with warnings.catch_warnings(action="ignore"):
+        exec(file + code, values)  # below the user's own definitions
+    assert values["output"].dtype == torch.bfloat16
+
+
+@needs_torchao
+@pytest.mark.usefixtures("freezing")
+@torch.no_grad()
+def test_weights_alone_stay_in_int8_when_the_model_is_compiled() -> None:
+    from torch._inductor.utils import run_and_get_code
+
+    x = torch.randn(4, 64)
+    _, codes = run_and_get_code(int8.WEIGHT_ONLY.prepare(Mlp().eval(), example(x)), x)
+    assert any("int8" in code for code in codes)
+
+
+@pytest.fixture
+def freezing() -> Iterator[None]:
+    """What a backend sets for its process stays in the test."""
+    import torch._inductor.config as inductor
+
+    with inductor.patch(freezing=False):
+        yield
+
+
 class OddCalls(nn.Module):
     """Passes arguments of layers by name, draws random numbers, and has layers that torchao leaves alone or that are not called."""
 
@@ -411,6 +451,7 @@ class OddCalls(nn.Module):
 
 
 @needs_torchao
+@pytest.mark.usefixtures("freezing")
 @torch.no_grad()
 def test_errors_of_linear_layers_are_those_of_the_same_call_and_of_quantized_layers_alone() -> None:
     torch.manual_seed(0)
@@ -427,5 +468,5 @@ def test_errors_of_linear_layers_are_those_of_the_same_call_and_of_quantized_lay
 )
 def test_a_model_without_a_linear_layer_to_quantize_is_an_error(model: nn.Module) -> None:
     with pytest.raises(UsageError, match=f"int8 quantizes linear layers, and found none in {type(model).__name__}"):
-        quantize_linear(model.eval(), "Int8WeightOnlyConfig", None)
+        quantize_linear(model.eval(), "Int8WeightOnlyConfig", None, freezes=False)
     assert linear_errors(Sum(), Sum(), list) == []

@@ -9,8 +9,10 @@ import json
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import msgspec
+
 from lowprec_check.catalog.versions import release_of, version_key
-from lowprec_check.schema.axes import BACKENDS, Backend, device_type, project_of
+from lowprec_check.schema.axes import BACKENDS, Backend, calibrates, device_type, project_of
 from lowprec_check.schema.measures import InputLayout
 from lowprec_check.schema.precisions import PRECISIONS, Precision
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, RunKey
@@ -132,12 +134,19 @@ def prepare(
     is_old = bool(since and torch_version) and version_key(release_of(torch_version)) < version_key(since)
     imports = ["import torch", *([provider] if is_old else [])]
     body: list[str] = []
+    if (
+        model.calibration
+        and calibrates(key.backend)
+        and any(line.startswith("inputs = inputs(") for line in model.setup)
+    ):
+        body.append(f"batches = list({model.calibration})  # which may call inputs()")
+        model = msgspec.structs.replace(model, calibration="batches")
     for line in model.setup:
         (imports if line.startswith(("import ", "from ")) else body).append(line)
     moved = key.device if device != "cpu" else None
     if moved is not None:
         body.append(f'model = model.to("{moved}")')
-    autocast, dtype = None, None
+    autocast, conversion = None, conversion_of(key)
     if precision.kind == "autocast":
         if keep_fp32:
             names = _listed(keep_fp32)
@@ -145,12 +154,10 @@ def prepare(
         autocast = f'torch.autocast("{device}", dtype={precision.format.dtype})'
     elif precision.kind == "cast":
         body.append(_cast(precision, keep_fp32, untied))
-        dtype = precision.format.dtype
     elif precision.snippet is not None:
         body.append(precision.snippet(device, keep_fp32))
     if key.memory_format != CONTIGUOUS:
         body.append(f"model = model.to(memory_format=torch.{key.memory_format})")
-    conversion = Conversion(dtype, precision.method if dtype else None, moved, key.memory_format)
     body += convert_inputs(model, conversion)
     backend = BACKENDS.get(key.backend).code(key, model)
     imports += backend.imports
@@ -223,6 +230,15 @@ class Conversion(NamedTuple):
         return " and ".join(filter(None, steps))
 
 
+def conversion_of(key: RunKey) -> Conversion:
+    """What the run of ``key`` does to its inputs."""
+    precision, device = PRECISIONS.get(key.precision), device_type(key.device)
+    dtype = precision.format.dtype if precision.kind == "cast" else None
+    return Conversion(
+        dtype, precision.method if dtype else None, key.device if device != "cpu" else None, key.memory_format
+    )
+
+
 def convert_inputs(model: ModelInfo, conversion: Conversion) -> list[str]:
     """Lines that convert ``inputs``; none if there is nothing to do."""
     layout, concerned = model.layout, conversion.concerns(model.layout)
@@ -242,10 +258,10 @@ def convert_inputs(model: ModelInfo, conversion: Conversion) -> list[str]:
         return [f"{item} = {converted(key, item)}" for key, item in items.items()]
     if layout.kind == "sequence" and len(concerned) <= _LISTED:
         return ["inputs = list(inputs)", *(f"inputs[{key}] = {converted(key, f'inputs[{key}]')}" for key in concerned)]
-    return _convert_nested(conversion)
+    return convert_nested(conversion, "inputs")
 
 
-def _convert_nested(conversion: Conversion, name: str = "inputs") -> list[str]:
+def convert_nested(conversion: Conversion, name: str) -> list[str]:
     """Lines for tensors anywhere in ``name`` that are not known by name."""
     steps = []
     if conversion.dtype or conversion.device:
@@ -259,4 +275,4 @@ def _convert_nested(conversion: Conversion, name: str = "inputs") -> list[str]:
 
 def convert_targets(conversion: Conversion) -> list[str]:
     """Lines that convert ``targets``, what the loss gets of a batch; none if there is nothing to do."""
-    return _convert_nested(conversion._replace(memory_format=CONTIGUOUS), "targets")
+    return convert_nested(conversion._replace(memory_format=CONTIGUOUS), "targets")

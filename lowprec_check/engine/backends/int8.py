@@ -69,14 +69,16 @@ class Int8(Quantizing):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """The same calls of the library."""
-        return quantization_code(model)
+        return quantization_code(key, model)
 
 
 class Int8Linear(Quantizing):
-    """Quantizes the weights of linear layers by a config of torchao, and compiles the model with constant weights."""
+    """Quantizes the weights of linear layers by a config of torchao, and compiles the model."""
 
     config: ClassVar[str]
     """A class of ``torchao.quantization``."""
+    freezes: ClassVar[bool] = True
+    """Whether the compiler may take the weights for constants."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """It is for weights in fp32 or bf16 on the CPU, without autocast."""
@@ -93,7 +95,7 @@ class Int8Linear(Quantizing):
         from lowprec_check.engine.quantize.torchao_linear import quantize_linear
 
         calibration = example.calibration if self.calibrates else None
-        found: Callable[..., Any] = quantize_linear(model, self.config, calibration)
+        found: Callable[..., Any] = quantize_linear(model, self.config, calibration, freezes=self.freezes)
         return found
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
@@ -107,18 +109,18 @@ class Int8Linear(Quantizing):
         smooth = (
             f'quantize_(model, SmoothQuantConfig({self.config}(), "prepare"))',
             "with torch.no_grad():",
-            *(f"    {line}" for line in calibrating(model, "model(")),
+            *(f"    {line}" for line in calibrating(key, model, "model(")),
             f'quantize_(model, SmoothQuantConfig({self.config}(), "convert"))',
         )
         return Code(
             imports=(
-                "import torch._inductor.config",
+                *(["import torch._inductor.config"] if self.freezes else []),
                 *(["from torchao.prototype.smoothquant import SmoothQuantConfig"] if self.calibrates else []),
                 f"from torchao.quantization import {self.config}, quantize_",
             ),
             before=(
                 *(smooth if self.calibrates else [f"quantize_(model, {self.config}())"]),
-                "torch._inductor.config.freezing = True  # without it, the weights are converted in each call",
+                *(["torch._inductor.config.freezing = True  # the weights are constants"] if self.freezes else []),
                 "model = torch.compile(model)",
             ),
         )
@@ -131,6 +133,7 @@ class WeightOnly(Int8Linear):
     summary = "torchao: weights of linear layers in int8"
     aliases = ("int8-weights", "w8a16")
     config = "Int8WeightOnlyConfig"
+    freezes = False  # in fp32, constants would be what the weights in int8 stand for, in fp32
 
 
 class Dynamic(Int8Linear):

@@ -7,10 +7,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from lowprec_check.analysis.snippet import conversion_of, convert_nested
 from lowprec_check.catalog.versions import installed_version
 from lowprec_check.engine.core.installation import extension_problem, minor_version
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import Call, Code
+from lowprec_check.schema.run_key import RunKey
 from lowprec_check.schema.scan_result import ModelInfo
 
 if TYPE_CHECKING:
@@ -98,20 +100,21 @@ def load(path: str | Path, extra: Iterable[str]) -> tuple[Quantized, dict[str, s
     return load_torchao(path, extra)
 
 
-def calibrating(model: ModelInfo, called: str) -> tuple[str, ...]:
-    """The code to paste that calls ``called``, the start of a call (``prepared(``), on the calibration data."""
+def calibrating(key: RunKey, model: ModelInfo, called: str) -> tuple[str, ...]:
+    """The code to paste that calls ``called``, the start of a call (``prepared(``), on the calibration data of the run of ``key``."""
     call = model.call.replace("model(", called)
     if not model.calibration:
         return (call,)
-    return f"for batch in {model.calibration}:", f"    {call.replace('inputs', 'batch')}"
+    lines = [line for text in convert_nested(conversion_of(key), "batch") for line in text.splitlines()]
+    return f"for batch in {model.calibration}:", *(f"    {line}" for line in (*lines, call.replace("inputs", "batch")))
 
 
-def quantization_code(model: ModelInfo) -> Code:
-    """The code to paste that quantizes ``model`` by the :func:`library`."""
+def quantization_code(key: RunKey, model: ModelInfo) -> Code:
+    """The code to paste that quantizes ``model`` by the :func:`library`, for the run of ``key``."""
     args, kwargs = model.arguments
     traced = args if args != "()" else f"example_kwarg_inputs={kwargs}"
     example = traced if args == "()" else f"example_inputs={args}"
-    calibrate = calibrating(model, "prepared(")
+    calibrate = calibrating(key, model, "prepared(")
     if library() == "ipex":
         return Code(
             imports=("import copy", "import intel_extension_for_pytorch as ipex"),

@@ -16,8 +16,8 @@ from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
 
 
-def quantize_linear(model: nn.Module, config: str, calibration: Calibration | None) -> Any:
-    """A copy with weights in int8, compiled with constant weights; with ``calibration``, smoothed on it (SmoothQuant).
+def quantize_linear(model: nn.Module, config: str, calibration: Calibration | None, *, freezes: bool) -> Any:
+    """A copy with weights in int8, compiled, with constant weights if it ``freezes``; with ``calibration``, smoothed on it (SmoothQuant).
 
     ``config`` is the name of a class of ``torchao.quantization``. Raises :class:`UsageError` if it quantizes no linear layer.
     """
@@ -38,7 +38,7 @@ def quantize_linear(model: nn.Module, config: str, calibration: Calibration | No
             library.quantize_(quantized, SmoothQuantConfig(made, "convert"))
         if not quantized_layers(quantized):
             raise nothing_to_quantize(model, "linear layers")
-        inductor.freezing = True
+        inductor.freezing = freezes
         return torch.compile(quantized)
 
 
