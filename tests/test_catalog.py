@@ -270,6 +270,17 @@ def test_usual_names_are_found(query: str, first: str) -> None:
     assert find(query, measured.sweep_of("cpu").records)[0].op == first
 
 
+@pytest.mark.parametrize("query", ["torch.vander", "torch.cond", "torch.sparse.mm", "sparse.mm"])
+def test_a_function_is_not_an_operator_of_similar_name(query: str) -> None:
+    with pytest.raises(UsageError, match=f"{query} is not measured") as raised:
+        find(query, measured.sweep_of("cpu").records)
+    assert "is another operator" in str(raised.value.hint)
+
+
+def test_a_function_is_not_a_special_method_of_its_name() -> None:
+    assert all(found.op != "__rand__" for found in find("torch.rand", measured.sweep_of("cpu").records))
+
+
 def test_a_short_name_finds_several() -> None:
     found = [found.op for found in find("svd", measured.sweep_of("cpu").records)]
     assert found == ["svd", "linalg.svd"]

@@ -70,6 +70,9 @@ _FUNCTION = {
 }
 """The function that a module calls, if it has another name than the module."""
 
+_OTHERS = {"sparse.mm": "sparse.mm.reduce", "torch.cond": "linalg.cond", "torch.vander": "linalg.vander"}
+"""Functions that OpInfo does not describe, and an operator with the same name or a variant, which is another one."""
+
 _RECURRENT = re.compile(r"^_*(mkldnn_|thnn_fused_|quantized_)?(lstm|gru|rnn)|transformer")
 _NOT_IN_OPINFO = re.compile(r"^(fold|lp_?pool(\dd)?|crossmaplrn2d|adaptivelogsoftmaxwithloss)$")
 _CONTAINERS = re.compile(r"^((base|data|distributed)?(module|parameter|parallel)\w*|container|sequential|identity)$")
@@ -79,7 +82,7 @@ def functions_of(module: str, ops: Iterable[str]) -> list[str]:
     """The functions that a module of ``torch.nn`` calls, variants included: ``nn.functional.batch_norm`` for ``LazyBatchNorm2d``."""
     name = re.sub(r"^(lazy|sync)", "", module.lower())
     stem = re.sub(r"\dd$", "", name)
-    ops = list(ops)
+    ops = [op for op in ops if not op.startswith("__")]
     for wanted in (name, stem, name.removesuffix("loss")):
         function = _FUNCTION.get(wanted, wanted).replace("_", "")
         for space in ("nn.functional.", ""):
@@ -201,7 +204,14 @@ def search(query: str, records: Mapping[str, OpRecord]) -> FoundOps:
 
     Raises :class:`UsageError` that suggests similar names if there is none.
     """
-    exact = re.sub(r"^F\.", "nn.functional.", query.strip().removeprefix("torch.").removesuffix("()"))
+    asked = query.strip().removesuffix("()")
+    exact = re.sub(r"^F\.", "nn.functional.", asked.removeprefix("torch."))
+    other = _OTHERS.get(asked, _OTHERS.get(exact))
+    if other in records and exact not in records:
+        raise UsageError(
+            f"{query} is not measured: OpInfo, torch's description of its operators, does not include it.",
+            f"{other} is another operator.",
+        )
     if exact in records and "." in exact:
         return FoundOps([records[exact]])
     name = bare(query)

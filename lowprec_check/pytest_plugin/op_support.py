@@ -14,7 +14,7 @@ from lowprec_check.analysis.run_summary import label, shorten
 from lowprec_check.analysis.suite_coverage import WITHOUT_KERNEL
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.measured import at_release, history, sweep_of
-from lowprec_check.catalog.names import find
+from lowprec_check.catalog.names import bare, find
 from lowprec_check.catalog.records import (
     SHORT,
     Dtype,
@@ -116,7 +116,7 @@ def _named(asked: str, device: str) -> list[OpRecord]:
     """The operators of exactly that name; if there are none, all that it may refer to."""
     sweep = sweep_of(device) if history(device) else sweep_of("cpu")
     found = find(asked, sweep.records)
-    exact = [record for record in found if record.op == asked.rpartition("::")[2].removeprefix("torch.")]
+    exact = [record for record in found if record.op == bare(asked)]
     return exact or found
 
 
