@@ -346,6 +346,20 @@ def test_only_what_is_calibrated_is_to_be_calibrated_on_other_data() -> None:
         assert ["calibrate on data" in text for text in advice] == [calibrated]
 
 
+def test_an_error_that_knows_what_to_do_says_so() -> None:
+    raised = ExceptionInfo(
+        type="UsageError", message="The model is in training mode.", hint="Call model.eval() in your file."
+    )
+    for hint, advice in ((raised.hint, raised.hint), (None, "use the eager backend, or fix this exception")):
+        failed = a_run("fp32", "error", backend="int8", exception=msgspec.structs.replace(raised, hint=hint))
+        [found] = [
+            d
+            for d in conclude(msgspec.structs.replace(shared_result(), runs=[a_run("fp32", "ok"), failed])).diagnostics
+            if d.code == "LP108"
+        ]
+        assert found.help == advice
+
+
 def test_a_backend_without_code_prints_none(register: Register) -> None:
     _, result = planted(register, lambda model, x: model(x))
     assert result.recommendation is not None

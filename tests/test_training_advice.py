@@ -458,6 +458,15 @@ def test_another_way_is_recommended_if_no_run_passes_as_it_is() -> None:
     assert advice(a_trained("bfloat16", *ways), scaled).way == "grad-scaler-suggested"
 
 
+def test_a_plan_is_not_recommended_over_a_way_that_takes_less_memory() -> None:
+    bad = a_way(status="nonfinite", losses=NAN_LOSSES)
+    plan = a_trained("plan", a_way(), base="half", keep_fp32=["body", "head"], peak_memory_bytes=8 << 20)
+    for peak, way in ((7 << 20, "master-weights"), (9 << 20, "plain")):
+        half = a_trained("half", bad, a_way("master-weights", peak_memory_bytes=peak))
+        best = advice(half, plan)
+        assert (best.precision, best.way, bool(best.keep_fp32)) == ("half", way, way == "plain")
+
+
 def test_nothing_is_recommended_if_nothing_passes() -> None:
     assert conclude(a_result(a_trained("half", BAD, a_way("one-autocast")))).recommendation is None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -179,7 +180,7 @@ def recommend_training(
 ) -> Recommendation | None:
     """The best way to train that passed, without its reason, which is made of statements; ``None`` if none passed. ``environment`` as in :func:`~lowprec_check.analysis.recommend.recommend`.
 
-    1. Runs that passed as their user would write them (the first way): those under autocast, which keeps the weights in fp32,
+    1. Runs that passed as their user would write them (the first way), unless only plans did, and another way takes less memory: those under autocast, which keeps the weights in fp32,
        before casts of the whole model, of them those for which what trains in a script has a switch; among these by the rules for
        inference, with the distance of the weights as the error. Of ``GradScaler`` with its own and with the suggested scale, the one that skips fewer steps, or keeps more gradients.
     2. If there is none, the other ways, in their order: autocast with ``GradScaler`` or the suggested scale, then those that keep more
@@ -198,7 +199,8 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
     setup, trained = result.training, [run for run in candidates(result.runs) if run.status != "skipped"]
     ways = [Trained(run, way) for run in trained for way in passing_ways(run)]
     first = {found.run.key: found for found in ways if found.is_first}
-    if first:
+    smaller = _smaller_than_plans(ways)
+    if first and not smaller:
         runs = [found.run for found in first.values()]
         if prefer == "speed":
             runs = [run for run in runs if keeps_weights(run)] or runs
@@ -218,13 +220,24 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
         """Autocast before casts, then the order of the ways."""
         return not keeps_weights(found.run), order.index(found.way.name)
 
-    ways = [found for found in ways if found.way.name in order and not found.way.declared.is_trap]
+    ways = smaller or [found for found in ways if found.way.name in order and not found.way.declared.is_trap]
     if not ways:
         return None
     least = min(map(rank, ways))
     best_ways = {found.run.key: found for found in ways if rank(found) == least}
     runs = [found.run for found in best_ways.values()]
     return best_ways[best_of(runs, runs, environment, "accuracy", lambda run: best_ways[run.key].distance).key]
+
+
+def _smaller_than_plans(ways: Sequence[Trained]) -> list[Trained]:
+    """Where only plans pass as their user would write them: other ways of whole models that take less memory than each of these."""
+    first = [found for found in ways if found.is_first]
+    peaks = [found.run.peak_memory_bytes for found in first if found.run.keep_fp32 and found.run.peak_memory_bytes]
+    if not peaks or len(peaks) < len(first):
+        return []
+    known = WAYS.names()
+    others = [its for its in ways if not its.run.keep_fp32 and its.way.name in known and not its.way.declared.is_trap]
+    return [found for found in others if (found.way.peak_memory_bytes or math.inf) < min(peaks)]
 
 
 def keeps_weights(run: Run) -> bool:

@@ -93,6 +93,8 @@ class ExceptionInfo(Struct, frozen=True, kw_only=True):
     """The innermost line of the user's own code, if ``source`` is in an installed package; empty if there is none."""
     phase: Phase | None = None
     """The part of a training step that raised it; ``None`` if only the forward pass was run."""
+    hint: str | None = None
+    """What to do, if a way to run the model raised it that knows."""
 
     @property
     def text(self) -> str:

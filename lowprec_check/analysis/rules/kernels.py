@@ -313,7 +313,7 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
             message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
             left = "the weights that the steps before left, and " if run.training is not None else ""
-            advice = f"look at {left}what the model keeps between calls" if run.failed_call else advice
+            advice = f"look at {left}what the model keeps between calls" if run.failed_call else error.hint or advice
             yield Finding(message, run, error.module, None, error.source, help=advice)
 
 

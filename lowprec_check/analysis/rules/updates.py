@@ -141,7 +141,8 @@ def zero_epsilon(result: ScanResult) -> Iterator[Finding]:
 
     Observed: a step with zero gradients makes weights NaN or Inf. Adam divides by `sqrt(v) + eps`, and its default
     `eps` of 1e-8 is zero in fp16: 0 / 0. The scan tries each implementation that the optimizer has: a loop over the
-    parameters, `foreach`, and `fused`, which may compute in fp32. It is a note if the optimizer as given has no such step.
+    parameters, `foreach`, and `fused`, which may compute in fp32. It is a note if the optimizer
+    as given has no such step.
 
     Usual causes: weights in fp16, whose optimizer state is in fp16 too; parameters that get no gradient in some steps,
     or one that underflows.

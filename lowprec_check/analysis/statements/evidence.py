@@ -283,10 +283,15 @@ def prediction(result: ScanResult) -> Iterator[Made]:
     policy = f"; its autocast policy: torch {device.autocast}" if device.autocast != device.torch else ""
     assumed = sorted({op for run in result.runs for op in run.assumed_ops})
     known = {op for run in result.runs for op in run.known_ops} - {*assumed}
-    unfinished = any(run.is_low and run.status in ("timeout", "crashed", "skipped") for run in result.runs)
-    covered = plain(
-        "which ops run in 16 bits is not known, since a run did not end" if unfinished else "no op ran in 16 bits"
+    statuses = {run.status for run in result.runs if run.is_low}
+    why = (
+        "a run did not end"
+        if statuses & {"timeout", "crashed"}
+        else "a run was skipped"
+        if "skipped" in statuses
+        else ""
     )
+    covered = plain(f"which ops run in 16 bits is not known, since {why}" if why else "no op ran in 16 bits")
     if known or assumed:
         knows = "the catalog knows {known:number} of {total:count op} in 16 bits"
         covered = say(knows, known=len(known), total=len(known) + len(assumed))

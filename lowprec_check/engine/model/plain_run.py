@@ -33,7 +33,7 @@ from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.streamed_weights import stream_of
 from lowprec_check.engine.model.target import WithLoss
 from lowprec_check.engine.model.user_code import reraise_interrupt
-from lowprec_check.errors import first_line, message_of, text_of, type_name
+from lowprec_check.errors import UsageError, first_line, message_of, text_of, type_name
 from lowprec_check.schema.backend_checks import InputChange
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.findings import Gap
@@ -207,6 +207,7 @@ def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
         module=module,
         source=lines.source or (at[-1] if at else None),
         caller=lines.caller,
+        hint=error.hint if isinstance(error, UsageError) else None,
     )
 
 
