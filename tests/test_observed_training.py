@@ -151,6 +151,20 @@ def test_steps_in_mixed_precision_are_made_again(here: Path, write: Write, how: 
     assert "clip_grad_norm_(parameters, 0.1)" in notes
 
 
+@pytest.mark.parametrize(("around", "noted"), [("", True), (", cache_enabled=False", False), (None, False)])
+def test_one_autocast_block_around_several_steps_is_said(
+    here: Path, write: Write, around: str | None, noted: bool
+) -> None:
+    block = "with torch.autocast('cpu', torch.bfloat16{}):\n"
+    step = "loss = F.cross_entropy(model(x), y)\noptimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"
+    if around is None:
+        step = block.format("") + textwrap.indent(step, "    ")
+    loop = "for x, y in batches():\n" + textwrap.indent(step, "    ")
+    write(HEAD + MODEL + (loop if around is None else block.format(around) + textwrap.indent(loop, "    ")), "train.py")
+    found = [note for note in load_target("train.py", steps=3).notes if "several steps in one autocast block" in note]
+    assert bool(found) == noted
+
+
 def test_a_conversion_that_changes_nothing_in_fp32_is_made_in_other_precisions(here: Path, write: Write) -> None:
     step = "out = model(x)\nloss = F.cross_entropy(out.float(), y) + out.exp().mean()\n"
     step += "optimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"

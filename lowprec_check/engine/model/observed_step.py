@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from lowprec_check.engine.core.devices import generator_restorers
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import own_line
-from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError
+from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError, autocasts_now
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.observed_training import ObservedStep, ObservedSteps, OptimizerStep
@@ -47,6 +47,12 @@ _EVALUATED = 100
 """Calls that are kept of models in eval mode or without gradients: of an evaluation, unless a ``backward()`` follows."""
 
 
+_ONE_AUTOCAST = (
+    "the script makes several steps in one autocast block, where its own model computes with the weights of the first: "
+    "`lowprec-check fix --train` repairs that, and printed code must be outside the block"
+)
+
+
 class StepObserver:
     """Observes ``steps`` steps of the first optimizer that makes one, in this thread; :attr:`found` is what was observed.
 
@@ -64,6 +70,8 @@ class StepObserver:
         self._scaled: dict[int, tuple[Tensor, Tensor, float]] = {}
         self._clips: dict[int, list[Clip]] = {}
         """By the number of backward passes before them."""
+        self._in_autocast = False
+        """Whether a step was made in the autocast block that is open."""
         self._made_steps: list[OptimizerStep] = []
         """Of the step that is not complete."""
         self.found = ObservedSteps(steps)
@@ -83,6 +91,7 @@ class StepObserver:
             (torch.autograd, "backward", self._backward),
             (torch.autograd, "grad", self._grad),
             (torch.amp.GradScaler, "scale", self._scale),
+            (torch, "clear_autocast_cache", self._leave_autocast),
             (Optimizer, "__init__", self._made),
             (Optimizer, "zero_grad", self._zero_grad),
             (nn.Module, "zero_grad", self._zero_grad),
@@ -168,6 +177,10 @@ class StepObserver:
             self._scaled[id(scaled)] = (scaled, outputs, float(scaler.get_scale()))
         return scaled
 
+    def _leave_autocast(self, kept: Callable[..., Any]) -> None:
+        self._in_autocast = False
+        kept()
+
     def _made(self, kept: Callable[..., Any], optimizer: Any, *args: Any, **kwargs: Any) -> Any:
         self.found.made.append((optimizer, own_line(sys._getframe(2))))
         return kept(optimizer, *args, **kwargs)
@@ -226,6 +239,10 @@ class StepObserver:
             if not self.found.steps:
                 self.give_up("it adds parameters to its optimizer in its first step")
             self._leave()
+        is_cached = torch.is_autocast_cache_enabled() and bool(autocasts_now())
+        if is_cached and self._in_autocast:
+            self.found.facts[_ONE_AUTOCAST] = None
+        self._in_autocast = is_cached
         clips = [clip for clip in self._clips.get(end, []) if any(known in trained for known in clip.parameters)]
         gradients = {} if self.found.steps else {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
         self._made_steps.append(OptimizerStep(optimizer, start, end, clips, gradients))
