@@ -88,7 +88,7 @@ def check_in_eval_mode(model: nn.Module, way: str) -> None:
         raise UsageError(f"The model is in training mode; {way} is for inference.", "Call model.eval() in your file.")
 
 
-def nothing_to_quantize(model: nn.Module, what: str = "2-d convolutions and linear layers") -> UsageError:
+def nothing_to_quantize(model: nn.Module, what: str = "convolutions and linear layers") -> UsageError:
     """The error for a model of which no layer was quantized, whose row would be fp32 under another name."""
     return UsageError(
         f"int8 quantizes {what}, and found none in {type_name(model)}.",
