@@ -14,6 +14,7 @@ from training_loops import losses_of_loop, mean_square, sgd, trained, training
 
 from lowprec_check.analysis.statements.kinds import statements
 from lowprec_check.engine.model.optimizer_like import OptimizerLike, settings_of
+from lowprec_check.engine.run.training_part import TrainingPart
 from lowprec_check.engine.train.lost_updates import check_epsilon
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.scan_result import ScanResult
@@ -288,9 +289,22 @@ def test_the_last_loss_is_of_the_first_batch() -> None:
     torch.manual_seed(0)
     model, batches = nn.Linear(8, 4), [factor * torch.randn(4, 8) for factor in (1.0, 2.0, 3.0)]
     result = training(copy.deepcopy(model), iter(batches), "bfloat16", steps=4, optimizer=sgd(0.1))
+    _, figures = trained(result, "bfloat16")  # in the same process, which has read the iterator
+    assert figures.ways[0].losses == pytest.approx(result.training.losses if result.training else [], rel=0.05)
     losses_of_loop(model, batches, sgd(0.1), 4)
     assert result.training is not None
     assert result.training.losses[-1] == pytest.approx(mean_square(model(batches[0])).item())
+
+
+def test_a_run_that_ends_early_is_compared_on_the_batch_of_its_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(TrainingPart, "_limit", property(lambda _: 0.0, lambda *_: None), raising=False)
+    torch.manual_seed(0)
+    batches = [factor * torch.randn(4, 8) for factor in (1.0, 2.0, 3.0)]
+    result = training(nn.Linear(8, 4), iter(batches), "bfloat16", steps=3, optimizer=sgd(0.1))
+    _, figures = trained(result, "bfloat16")
+    assert result.training is not None
+    assert len(figures.ways[0].losses) == 2
+    assert figures.ways[0].losses == pytest.approx(result.training.losses[:2], rel=0.02)
 
 
 def test_weight_decay_is_that_of_each_step_without_what_the_optimizer_remembers() -> None:

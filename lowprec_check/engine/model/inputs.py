@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
 
-from lowprec_check.engine.core.pytree import leaves
+from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.model.user_code import call_user_code, parameters_of, required_arguments
 from lowprec_check.errors import UsageError, first_line, message_of
 
@@ -149,8 +149,8 @@ class BatchMaker:
 
     def __init__(self, given: Any, call: Callable[[Callable[[], Any]], Any]) -> None:
         self._given, self._call = given, call
-        self._taken = 1
-        """Items taken from an iterator: the first one by :func:`take_batch`."""
+        self._taken: list[Any] = []
+        """Items of an iterator, after the first one, which :func:`take_batch` takes; several runs of one process ask for them."""
         self._pass: tuple[int, Iterator[Any]] | None = None
         """A pass over a loader or dataset, and the number of the batch that it gives next."""
 
@@ -170,7 +170,7 @@ class BatchMaker:
         return self._call(lambda: self._make(index))
 
     def _make(self, index: int) -> Any:
-        given, position = self._given, index
+        given = self._given
         if is_function(given):
             takes_number = _takes_number(given)
             given = given(index) if takes_number and (index or not accepts(given)) else given()
@@ -178,14 +178,15 @@ class BatchMaker:
                 return given
         if index == 0 or not isinstance(given, (DataLoader, Dataset, Iterator)):
             return given
-        if given is self._given and isinstance(given, Iterator):
-            position, self._taken = max(0, index - self._taken), index + 1
 
         def take() -> Any:
+            if given is self._given and isinstance(given, Iterator):
+                self._taken += itertools.islice(given, max(0, index - len(self._taken)))
+                return map_tensors(self._taken[index - 1], torch.clone) if index <= len(self._taken) else _NOTHING
             goes_on = given is self._given and self._pass is not None and self._pass[0] == index
             items = self._pass[1] if goes_on and self._pass is not None else None
             if items is None:
-                items = itertools.islice(_items(given), position, None)
+                items = itertools.islice(_items(given), index, None)
             item = next(items, _NOTHING)
             self._pass = (index + 1, items) if given is self._given else None
             return default_collate([item]) if item is not _NOTHING and isinstance(given, Dataset) else item

@@ -291,8 +291,9 @@ class Loop:
         self.samples, self.buffer_samples = Samples.of(self.parameters), Samples.of(self.buffers)
 
     def run(self, steps: int, *, may_continue: Callable[[float], bool] = lambda _seconds: True) -> Trajectory:
-        """Do ``steps`` updates, fewer if ``may_continue``, which gets the seconds so far, says no; then compute the loss of the first once more.
+        """Do ``steps`` updates, fewer if ``may_continue``, which gets the seconds so far, says no; then compute the loss of the first batch once more.
 
+        After fewer steps it is the loss of the next batch, which runs that make more have at this place.
         It ends early after a loss that is not finite, and if a ``GradScaler`` skips every step. Raises :class:`StepFailedError`.
         """
         found = self.trajectory
@@ -303,7 +304,7 @@ class Loop:
                 if found.skipped > MAX_SKIPPED or not all(map(math.isfinite, found.losses[-1:])):
                     return found
             # With gradients, which a model or a loss may compute itself, as in a gradient penalty.
-            inputs = self._inputs(0)
+            inputs = self._inputs(0 if found.steps == steps else found.steps)
             with _failures():
                 _, loss = call_model(self._step.forward, inputs, {})
                 found.losses.append(float(loss.detach()))
