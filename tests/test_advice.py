@@ -837,3 +837,23 @@ def test_a_base_that_is_slower_than_a_plan_is_shown_on_the_batch_on_which_it_fai
         "inaccurate",
         "not searched: int8 quantizes modules that are kept in fp32, too",
     )
+
+
+class Nearest(nn.Module):
+    """Chooses a row by rounded scores, and casts what it chose."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scores, self.rows = nn.Linear(16, 64), nn.Embedding(64, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rows(self.scores(x).argmax(-1)).float()
+
+
+@pytest.mark.parametrize("precision", ["autocast-bf16", "bfloat16"])
+def test_casts_are_no_code_that_depends_on_the_dtype(precision: str) -> None:
+    torch.manual_seed(0)
+    result = scan(Nearest(), torch.randn(300, 16), precisions=precision, plan=False, times="off")
+    [flip] = [found for found in result.diagnostics if found.code == "LP304"]
+    assert (flip.op, flip.severity) == ("aten.argmax.default", "warning")
+    assert "depends on the dtype" not in (flip.help or "")

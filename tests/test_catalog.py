@@ -270,7 +270,7 @@ def test_usual_names_are_found(query: str, first: str) -> None:
     assert find(query, measured.sweep_of("cpu").records)[0].op == first
 
 
-@pytest.mark.parametrize("query", ["torch.vander", "torch.cond", "torch.sparse.mm", "sparse.mm"])
+@pytest.mark.parametrize("query", ["torch.vander", "aten::vander", "torch.cond", "torch.sparse.mm", "sparse.mm"])
 def test_a_function_is_not_an_operator_of_similar_name(query: str) -> None:
     with pytest.raises(UsageError, match=f"{query} is not measured") as raised:
         find(query, measured.sweep_of("cpu").records)

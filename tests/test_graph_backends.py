@@ -437,17 +437,29 @@ def freezing() -> Iterator[None]:
         yield
 
 
+class WithoutWeight(nn.Linear):
+    """Makes its weight when it is called, as factored layers do."""
+
+    def __init__(self, *size: int) -> None:
+        super().__init__(*size)
+        del self.weight
+
+
 class OddCalls(nn.Module):
-    """Passes arguments of layers by name, draws random numbers, and has layers that torchao leaves alone or that are not called."""
+    """Passes arguments of layers by name, computes gradients, draws random numbers, and has layers that torchao leaves alone or that are
+    not called.
+    """
 
     def __init__(self) -> None:
         super().__init__()
+        self.without_weight = WithoutWeight(8, 8)
         self.first, self.last, self.idle = nn.Linear(64, 64), nn.Linear(64, 64), nn.Linear(8, 8)
         self.attention = nn.MultiheadAttention(64, 4, batch_first=True)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = nn.functional.dropout(self.first(input=x), 0.3, training=True)
-        return self.last(input=x + self.attention(x, x, x)[0])
+        with torch.enable_grad():
+            x = nn.functional.dropout(self.first(input=x.requires_grad_()), 0.3, training=True)
+            return self.last(input=x + self.attention(x, x, x)[0])
 
 
 @needs_torchao

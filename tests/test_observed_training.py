@@ -151,12 +151,16 @@ def test_steps_in_mixed_precision_are_made_again(here: Path, write: Write, how: 
     assert "clip_grad_norm_(parameters, 0.1)" in notes
 
 
-@pytest.mark.parametrize(("around", "noted"), [("", True), (", cache_enabled=False", False), (None, False)])
+@pytest.mark.parametrize(
+    ("around", "noted"), [("", True), (", cache_enabled=False", False), (None, False), ("inner", True)]
+)
 def test_one_autocast_block_around_several_steps_is_said(
     here: Path, write: Write, around: str | None, noted: bool
 ) -> None:
     block = "with torch.autocast('cpu', torch.bfloat16{}):\n"
     step = "loss = F.cross_entropy(model(x), y)\noptimizer.zero_grad()\nloss.backward()\noptimizer.step()\n"
+    if around == "inner":  # the block around all steps keeps the casts of those inside
+        step, around = block.format("") + textwrap.indent(step, "    "), ", enabled=False"
     if around is None:
         step = block.format("") + textwrap.indent(step, "    ")
     loop = "for x, y in batches():\n" + textwrap.indent(step, "    ")
@@ -393,6 +397,13 @@ def test_a_scan_trains_as_the_script_does(here: Path, write: Write, call: Call, 
         patch.setattr(torch, "save", lambda *_: None)
         losses, _ = run_as_it_is(path)
     assert result.training.losses[:2] == pytest.approx(losses[:2], rel=1e-6)
+
+
+def test_two_optimizers_after_one_loss_are_scanned(here: Path, write: Write, call: Call) -> None:
+    path = write(HEAD + SEVERAL["two optimizers of one model"][1], "train.py")
+    options = ["--train", "--steps", "2", "-p", "autocast-bf16", "--times", "off", "--no-plan", "--json", "-"]
+    result = ScanResult.from_json(call("scan", str(path), *options, folder=here).stdout.encode())
+    assert result.run("autocast-bf16").status == "ok"
 
 
 def test_the_line_of_a_loss_is_that_of_its_last_term(here: Path, write: Write, call: Call) -> None:

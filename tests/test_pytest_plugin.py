@@ -195,6 +195,9 @@ def test_check_rejects_wrong_precisions(project: pytest.Pytester) -> None:
     assert "Unknown precision 'fp8'" in one(project, 'lowprec.check(net, x, precision="fp8")')
     assert "fp32 is the baseline" in one(project, 'lowprec.check(net, x, precision="fp32")')
     one(project, 'lowprec.check(net, x, precision="fp32", backend="jit", calibration=[x])', passed=1)
+    runs = 'lowprec.check(net, x, precision="fp32", backend=(name for name in ["jit"])).runs'
+    one(project, f'assert "jit" in [run.backend for run in {runs}]', passed=1)
+    assert "torch.rand is not measured itself" in one(project, 'lowprec.assert_supported("torch.rand")')
 
 
 def test_assertions_keep_the_model_and_the_random_state(project: pytest.Pytester) -> None:

@@ -198,6 +198,26 @@ def test_a_dtype_mismatch_is_not_a_missing_kernel() -> None:
     assert found.complete
 
 
+class BesideFloat64(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        square = x[:, :4] + torch.eye(4, dtype=x.dtype)
+        right = x if x.dtype == torch.float32 else x.double()
+        return self.linear(torch.linalg.solve(square, right).float())
+
+
+def test_a_mismatch_with_fp64_of_an_op_without_kernel_hides_no_other_gap() -> None:
+    _, found = run(BesideFloat64(), (inputs()[:4],), "half")
+    assert [(gap.kind, gap.op) for gap in found.gaps] == [
+        ("dtype-mismatch", "aten._linalg_solve_ex.default"),
+        ("dtype-mismatch", "aten.addmm.default"),
+    ]
+    assert found.complete
+
+
 class FailsBothWays(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -481,7 +481,7 @@ def test_a_difference_names_what_changed() -> None:
         "loss diverges from step 3 (head.out.weight): 1.956, 0.033 above its limit"
     ]
     assert "2 regressions" in laid_out(diff_document(found))
-    lossy = way("plain", lost_updates=0.5, distances=distances(0.1))
+    lossy = way("plain", lost_updates=0.5, distances=distances(0.1)[:-1])  # it ended early
     ways = [way("plain", lost_updates=0.1), way("master-weights"), way("kahan", "inaccurate")]
     runs = [
         changed(RESULT.run("bfloat16"), ways=ways),
@@ -494,7 +494,7 @@ def test_a_difference_names_what_changed() -> None:
     assert [
         (change.direction, change.what) for change in diff_scans(old, new).changes if change.kind in ("error", "status")
     ] == [
-        ("worse", "the weights end 4.9 times as far from those of fp32 as before"),
+        ("worse", "the weights end 5.3 times as far from those of fp32 as before"),
         ("worse", "rounding loses more updates of weights"),
         ("worse", "fp32 master weights: passes no longer"),
         ("better", "Kahan summation: passes now"),

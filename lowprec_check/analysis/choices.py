@@ -21,7 +21,7 @@ def error_with_same_choices(run: Run) -> float | None:
     return in_lockstep if far and in_lockstep <= (run.tolerance or 0.0) else None
 
 
-_COPIES = ("_to_copy", "copy_", "clone", "contiguous", "detach")
+_COPIES = ("to_copy", "copy_", "clone", "contiguous", "detach")
 
 
 def other_ops(run: Run, fp32: Run) -> list[str]:

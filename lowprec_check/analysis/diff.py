@@ -178,7 +178,8 @@ def _training(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
         return
     was, is_now = first_way(before), first_way(after)
     if was is not None and is_now is not None and was.distances and is_now.distances:
-        far, is_at = (max(way.distances[-1], _ERROR_FLOOR) for way in (was, is_now))
+        last = min(len(was.distances), len(is_now.distances)) - 1  # one may have ended early
+        far, is_at = (max(way.distances[last], _ERROR_FLOOR) for way in (was, is_now))
         if not 1 / factor <= is_at / far <= factor:
             near = "nearer to those of fp32 than before"
             what = _compared("the weights end {times:times}", is_at / far, "as far from those of fp32 as before", near)
@@ -188,7 +189,7 @@ def _training(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
     if lost is not None and loses is not None and abs(loses - lost) >= LOST:
         direction, how = ("worse", "more") if loses > lost else ("better", "fewer")
         what, shares = f"rounding loses {how} updates of weights", (percent(lost), percent(loses))
-        yield _moved("error", after, loses / max(lost, _ERROR_FLOOR), what, *shares, direction)
+        yield ScanChange(kind="error", direction=direction, run=label(after), what=what, old=shares[0], new=shares[1])
     for way in after.training.ways:
         known, is_other = before.training.way(way.name), way is not is_now and not way.declared.is_trap
         if known is not None and is_other and (known.status == "ok") != (way.status == "ok"):

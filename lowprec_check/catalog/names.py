@@ -70,7 +70,7 @@ _FUNCTION = {
 }
 """The function that a module calls, if it has another name than the module."""
 
-_OTHERS = {"sparse.mm": "sparse.mm.reduce", "torch.cond": "linalg.cond", "torch.vander": "linalg.vander"}
+_OTHERS = {"sparse.mm": "sparse.mm.reduce", "cond": "linalg.cond", "vander": "linalg.vander"}
 """Functions that OpInfo does not describe, and an operator with the same name or a variant, which is another one."""
 
 _RECURRENT = re.compile(r"^_*(mkldnn_|thnn_fused_|quantized_)?(lstm|gru|rnn)|transformer")
@@ -204,17 +204,16 @@ def search(query: str, records: Mapping[str, OpRecord]) -> FoundOps:
 
     Raises :class:`UsageError` that suggests similar names if there is none.
     """
-    asked = query.strip().removesuffix("()")
-    exact = re.sub(r"^F\.", "nn.functional.", asked.removeprefix("torch."))
-    other = _OTHERS.get(asked, _OTHERS.get(exact))
-    if other in records and exact not in records:
-        raise UsageError(
-            f"{query} is not measured: OpInfo, torch's description of its operators, does not include it.",
-            f"{other} is another operator.",
-        )
+    name, exact = (
+        bare(query),
+        re.sub(r"^F\.", "nn.functional.", query.strip().removeprefix("torch.").removesuffix("()")),
+    )
+    other = _OTHERS.get(name) if re.search(r"[.:]", query) else None  # the last part alone means any
+    if other in records and name not in records:
+        missing = "is not measured: OpInfo, torch's description of its operators, does not include it."
+        raise UsageError(f"{query} {missing}", f"{other} is another operator.")
     if exact in records and "." in exact:
         return FoundOps([records[exact]])
-    name = bare(query)
     is_module, spelled = (
         name[:1].isupper() and not name.isupper(),
         _spelled(name, {op: _last_parts(op) for op in records}),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
@@ -14,7 +15,7 @@ from lowprec_check.analysis.run_summary import label, shorten
 from lowprec_check.analysis.suite_coverage import WITHOUT_KERNEL
 from lowprec_check.catalog import declared
 from lowprec_check.catalog.measured import at_release, history, sweep_of
-from lowprec_check.catalog.names import bare, find
+from lowprec_check.catalog.names import bare, search
 from lowprec_check.catalog.records import (
     SHORT,
     Dtype,
@@ -115,7 +116,10 @@ def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False)
 def _named(asked: str, device: str) -> list[OpRecord]:
     """The operators of exactly that name; if there are none, all that it may refer to."""
     sweep = sweep_of(device) if history(device) else sweep_of("cpu")
-    found = find(asked, sweep.records)
+    found, dispatching = search(asked, sweep.records)
+    if dispatching and re.match(r"(torch|F|Tensor|nn)\.(?!ops\.)", asked):
+        names = ", ".join(record.op for record in found[:4])
+        raise UsageError(f"{asked} is not measured itself.", f"Operators that dispatch aten::{dispatching}: {names}.")
     exact = [record for record in found if record.op == bare(asked)]
     return exact or found
 

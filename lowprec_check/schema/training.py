@@ -81,7 +81,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     version that added such noise to all.
     """
     losses: list[float] = []
-    """The loss of fp32 before each step, and after the last."""
+    """The loss of fp32 before each step, and after the last that of the first batch."""
     loss_low: list[float] = []
     """The lower end of the loss of the other seeds, after each step."""
     loss_high: list[float] = []
@@ -136,7 +136,7 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     failed_step: int | None = None
     """The step in which it failed or first gave a loss that is not finite, counted from 1."""
     losses: list[float | None] = []
-    """The loss before each step, and after the last; ``None`` where it is not finite."""
+    """The loss before each step, and after the last that of the first batch; ``None`` where it is not finite."""
     distances: list[float] = []
     """After each step, how far the weights are from those of fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖."""
     progress: float | None = None

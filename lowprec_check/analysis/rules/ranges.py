@@ -73,7 +73,7 @@ def overflow(result: ScanResult) -> Iterator[Finding]:
 
 def _advice(run: Run, result: ScanResult, row: OpCall) -> Sentence | str:
     if run.status == "ok" and not fails_elsewhere(run):
-        return "ignore this, or try the module in fp32"
+        return "on other inputs Inf may become NaN: stay within torch.finfo(x.dtype), or try the module in fp32"
     if row.op.startswith(CAST_INPUT):
         return chained(_KEEP_INPUT, passing_elsewhere(run, result), between=", or ")
     return wider_range(run, result, row.module)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from lowprec_check.analysis.recommend import changes_nothing
 from lowprec_check.analysis.rules.registry import Finding, low_runs, rule
 from lowprec_check.analysis.training_advice import keeps_weights
 from lowprec_check.analysis.training_status import LOST, Lost, first_way, passing_ways, trained_runs
@@ -80,7 +81,9 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
 def what_recovers(run: Run, result: ScanResult) -> str:
     """The ways of ``run`` that passed and keep small updates, with their memory; or autocast."""
     autocast = [
-        other for other in low_runs(result) if other.key != run.key and keeps_weights(other) and other.status == "ok"
+        other
+        for other in low_runs(result)
+        if other.key != run.key and keeps_weights(other) and other.status == "ok" and not changes_nothing(other)
     ]
     same = [other for other in autocast if other.format == run.format]
     names = [f"{other.key.label}, which keeps the weights in fp32" for other in (*same, *autocast)[:1] if run.format]

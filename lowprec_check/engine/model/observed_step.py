@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook, 
 from lowprec_check.engine.core.devices import generator_restorers
 from lowprec_check.engine.core.pytree import leaves, map_tensors
 from lowprec_check.engine.core.source_location import own_line
-from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError, autocasts_now
+from lowprec_check.engine.model.call_recorder import CallRecorder, Node, UnrepeatableError
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.loss_program import Backward, Phase, Program, copy_of
 from lowprec_check.engine.model.observed_training import ObservedStep, ObservedSteps, OptimizerStep
@@ -48,7 +48,7 @@ _EVALUATED = 100
 
 
 _ONE_AUTOCAST = (
-    "the script makes several steps in one autocast block, where its own model computes with the weights of the first: "
+    "the script makes several steps in one autocast block, which uses its casts of fp32 weights in the first step in all of them: "
     "`lowprec-check fix --train` repairs that, and printed code must be outside the block"
 )
 
@@ -239,10 +239,12 @@ class StepObserver:
             if not self.found.steps:
                 self.give_up("it adds parameters to its optimizer in its first step")
             self._leave()
-        is_cached = torch.is_autocast_cache_enabled() and bool(autocasts_now())
-        if is_cached and self._in_autocast:
+        in_block = torch.autocast_increment_nesting() > 1
+        torch.autocast_decrement_nesting()
+        casts = torch.is_autocast_cache_enabled() and any(step.program.autocasts for step in self.found.steps[:1])
+        if self._in_autocast and casts:
             self.found.facts[_ONE_AUTOCAST] = None
-        self._in_autocast = is_cached
+        self._in_autocast = in_block
         clips = [clip for clip in self._clips.get(end, []) if any(known in trained for known in clip.parameters)]
         gradients = {} if self.found.steps else {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
         self._made_steps.append(OptimizerStep(optimizer, start, end, clips, gradients))

@@ -242,6 +242,7 @@ class _Surroundings:
 
     def __init__(self) -> None:
         self._stream, self._gradients = sys.stderr, torch.is_grad_enabled()
+        self._cached = torch.is_autocast_cache_enabled()
         self._functions, self._dispatched = function_modes(), torch._C._len_torch_dispatch_stack()
         self._hooks = set(_hooks_of_torch())
         self._in_main_thread = threading.current_thread() is threading.main_thread()
@@ -267,6 +268,7 @@ class _Surroundings:
         while torch.autocast_decrement_nesting() > 0:
             pass
         torch.clear_autocast_cache()
+        torch.set_autocast_cache_enabled(self._cached)
         while torch._C._len_torch_dispatch_stack() > self._dispatched:
             dispatch_modes._pop_mode()
         device_of_the_file = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

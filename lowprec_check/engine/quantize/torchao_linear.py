@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from lowprec_check.engine.core.devices import seed_everything
+from lowprec_check.engine.core.pytree import map_tensors
 from lowprec_check.engine.quantize.quantized import Calibration, SquaredError, nothing_to_quantize, quiet
 from lowprec_check.schema.axes import Call
 from lowprec_check.schema.measures import LayerError
@@ -45,7 +46,8 @@ def quantize_linear(model: nn.Module, config: str, calibration: Calibration | No
 def quantized_layers(model: nn.Module) -> list[str]:
     """Names of the linear layers with a quantized weight; torchao leaves those of subclasses alone, such as in attention."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    return [name for name, module in linear.items() if type(module.weight) not in (nn.Parameter, torch.Tensor)]
+    plain = (nn.Parameter, torch.Tensor, type(None))
+    return [name for name, module in linear.items() if type(getattr(module, "weight", None)) not in plain]
 
 
 def linear_errors(fp32: nn.Module, quantized: nn.Module, calibration: Calibration) -> list[LayerError]:
@@ -73,7 +75,7 @@ def _called(model: nn.Module, layers: list[str], call: Call, seed: int) -> dict[
     found = defaultdict[str, list[tuple[Any, Any, Any]]](list)
 
     def keep(name: str) -> Callable[..., None]:
-        return lambda _, args, kwargs, output: found[name].append(copy.deepcopy((args, kwargs, output)))
+        return lambda _, *call: found[name].append(map_tensors(call, lambda tensor: tensor.detach().clone()))
 
     handles = [model.get_submodule(name).register_forward_hook(keep(name), with_kwargs=True) for name in layers]
     args, kwargs = call

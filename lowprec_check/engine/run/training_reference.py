@@ -331,9 +331,7 @@ class ReferenceTraining(TrainingSteps):
         super()._keep_outputs(result)
         self._count = len(output_tensors((result.output, result.loss)))
         target = self.target
-        output = (
-            result.output[0] if isinstance(target.optimizer, OptimizersLike) else result.output
-        )  # of its first phase
+        output = result.output[0] if result.phases > 1 else result.output  # of its first phase
         self._loss = describe_loss(target.loss, output, target.form, target.targets_code)
 
 

@@ -233,11 +233,11 @@ class Retry:
         dtypes = {tensor.dtype for tensor in self.floating if not tensor.is_complex()}
         return len(dtypes) > 1 and not dtypes.isdisjoint(NARROW)
 
-    def unified(self) -> Any:
-        """Run with every real floating input in the low dtype."""
+    def unified(self, dtype: torch.dtype) -> Any:
+        """Run with every real floating input in ``dtype``."""
 
         def unify(value: Any) -> Any:
-            return value.to(self.low) if isinstance(value, Tensor) and value.is_floating_point() else value
+            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
 
         return self.run(unify)
 
@@ -293,14 +293,13 @@ def find_rescue(retry: Retry, error: BaseException, layer: Layer) -> Rescue | No
     """Explain ``error`` by rerunning the call; ``None`` if it fails in every dtype, so that the model itself is the cause."""
     if not isinstance(error, Exception) or is_out_of_memory(error):
         return None
-    text = message_of(error)
-    no_kernel = (
-        isinstance(error, NotImplementedError) or "Could not run 'aten::" in text or "not currently impl" in text
-    )
+    words = ("Could not run 'aten::", "not currently impl")
+    no_kernel = isinstance(error, NotImplementedError) or any(each in message_of(error) for each in words)
     elsewhere = any(tensor.device.type != "cpu" for tensor in retry.floating)
     attempts: list[tuple[bool, GapKind, Callable[[], Any]]] = [
-        (retry.mixed, "dtype-mismatch", retry.unified),
+        (retry.mixed, "dtype-mismatch", lambda: retry.unified(retry.low)),
         (retry.low_precision, gap_kind(error, layer), retry.widened),
+        (retry.mixed, "dtype-mismatch", lambda: retry.narrowed(retry.unified(torch.float32))),  # beside fp64
         (no_kernel and elsewhere, "no-backend-kernel", retry.on_cpu),
     ]
     for applies, kind, run in attempts:

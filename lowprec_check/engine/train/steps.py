@@ -45,6 +45,8 @@ class StepResult(NamedTuple):
     gradients: list[Tensor]
     weights: list[Tensor]
     """Parameters and buffers."""
+    phases: int = 1
+    """Of several, ``output`` is a list."""
 
 
 class TrainingStep:
@@ -136,6 +138,7 @@ class TrainingStep:
             _total(losses),
             [parameter.grad for parameter in parameters if parameter.grad is not None],
             [tensor.detach() for tensor in (*parameters, *self.model.buffers())],
+            len(outputs),
         )
 
     def _plan(self, args: tuple[Any, ...]) -> Sequence[StepPhase]:
