@@ -857,3 +857,44 @@ def test_casts_are_no_code_that_depends_on_the_dtype(precision: str) -> None:
     [flip] = [found for found in result.diagnostics if found.code == "LP304"]
     assert (flip.op, flip.severity) == ("aten.argmax.default", "warning")
     assert "depends on the dtype" not in (flip.help or "")
+
+
+class LargeSum(nn.Module):
+    """A sum in ``forward`` itself, of what a layer gives, exceeds fp16."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.linear(x) * 1e5).sum(-1).square().log()
+
+
+class OfLargeInputs(nn.Module):
+    """Depends on differences of inputs that are far from zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.linear(x - 3000.0)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "advice"),
+    [
+        (LargeSum(), torch.randn(4, 8), "find a patch of the model's own code: lowprec-check fix TARGET -p half"),
+        (
+            OfLargeInputs(),
+            torch.randn(64, 8) + 3000.0,
+            "pass the input in fp32, or scale it before the cast: that cast alone exceeds the tolerance",
+        ),
+        (nn.Sequential(LargeSum()), torch.randn(4, 8), "find the modules to keep in fp32: lowprec-check plan"),
+    ],
+    ids=["own code", "input", "module"],
+)
+def test_a_plan_is_advised_only_where_a_module_in_fp32_may_help(model: nn.Module, inputs: Tensor, advice: str) -> None:
+    result = scan(model.eval(), inputs, precisions="half", plan=False, times="off", further_inputs=0)
+    [mismatch] = [found for found in result.diagnostics if found.code == "LP301"]
+    assert mismatch.help == advice

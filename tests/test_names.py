@@ -106,7 +106,7 @@ def test_a_version_may_start_with_v() -> None:
         ("special.expit", "sigmoid"),
         ("special_i0", "i0"),
         ("inverse", "linalg.inv"),
-        ("sparse.mm", "sparse.mm.reduce"),
+        ("sparse.mm.reduce", "sparse.mm.reduce"),
         ("F.unfold", "nn.functional.unfold"),
         ("sdpa", "nn.functional.scaled_dot_product_attention"),
     ],

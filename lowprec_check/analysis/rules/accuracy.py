@@ -18,8 +18,8 @@ from lowprec_check.analysis.rules.relevance import (
     knowledge_of,
     passing_elsewhere,
     place_finding,
-    plan_command,
     recommended_instead,
+    search_advice,
     that_passes,
     weighed_places,
 )
@@ -150,7 +150,7 @@ def _search(run: Run, result: ScanResult, passing: Recommendation | None) -> str
     is_over = searched is not None and not searched.stopped_without_plan
     if is_over and passing is None and result.prediction is None:
         return "if the model tolerates the error, define metric(model) and judge by it: lowprec-check plan --metric"
-    search = f"find the modules to keep in fp32: {plan_command(run, result, passing, run.failed_batch)}"
+    search = search_advice(run, result, passing, run.failed_batch)
     return f"use {passing.label}, or {search}" if passing is not None else search
 
 

@@ -10,8 +10,8 @@ from lowprec_check.analysis.rules.registry import Finding, low_runs, rule, runs_
 from lowprec_check.analysis.rules.relevance import (
     CALIBRATE,
     OTHER_RANGES,
-    plan_command,
     recommended_instead,
+    search_advice,
     that_passes,
     wider_range,
 )
@@ -228,6 +228,6 @@ def _advice(run: Run, found: InputsTried, result: ScanResult) -> Sentence:
     elif run.is_quantized:
         search = plain(CALIBRATE if calibrates(run.backend) else OTHER_RANGES)
     else:
-        search = plain(f"find modules to keep in fp32: {plan_command(run, result, best, found.first_failed or 1)}")
+        search = plain(search_advice(run, result, best, found.first_failed or 1))
     instead = say("use {run:text}, which passes on every input tried", run=best.elsewhere) if best is not None else None
     return chained(instead, search, between="; or ")

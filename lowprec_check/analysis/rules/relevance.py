@@ -8,6 +8,7 @@ from functools import cached_property, partial
 from typing import Any, Literal
 
 from lowprec_check.analysis.error_shares import (
+    CAST_INPUT,
     Place,
     error_beside,
     fails_by_error,
@@ -21,6 +22,7 @@ from lowprec_check.analysis.error_shares import (
 )
 from lowprec_check.analysis.rules.registry import Finding, line_of, runs_with_ops
 from lowprec_check.analysis.run_summary import candidates, fails_elsewhere, passes_all
+from lowprec_check.analysis.suspects import suspects
 from lowprec_check.schema.findings import Recommendation
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.module_paths import is_inside
@@ -342,11 +344,24 @@ def _wider(run: Run) -> list[FloatFormat]:
     return [known for known in LOW_FORMATS if here is not None and known.max_exponent > here.max_exponent]
 
 
-def plan_command(run: Run, result: ScanResult, passing: Recommendation | None, batch: int | None) -> str:
-    """The command that searches for modules to keep in fp32 where ``run`` fails, on the batches from ``batch`` on, counted from 0."""
+def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, batch: int | None) -> str:
+    """How to find what makes ``run`` pass on the batches from ``batch`` on, counted from 0: by modules in fp32, unless the model's own code, or the
+    cast of its inputs, would make it fail alone.
+    """
+    own, limit = suspects(run), run.tolerance or math.inf
+    budget = trusted_budget(run)
+    rounded = sum(its.share for its in budget.shares if its.op == CAST_INPUT) if budget is not None else 0.0
+    error = math.sqrt(max(0.0, rounded)) * (budget.measured or 0.0) if budget is not None else 0.0
+    by_input = any(row.spoils_output and row.op.startswith(CAST_INPUT) for row in run.op_calls.rows())
     command, batches = "plan", "inputs-from"
     if result.prediction is not None:
         command, batches = "scan --plan", "batches"  # plan needs the device
+    elif by_input or error > limit:
+        why = "" if by_input else ": that cast alone exceeds the tolerance"
+        return f"pass the input in fp32, or scale it before the cast{why}"
+    elif own.root or (own.causes is not None and own.causes.error * math.sqrt(own.causes.shares.get("", 0.0)) > limit):
+        return f"find a patch of the model's own code: lowprec-check fix TARGET -p {run.precision}"
     elif passing is not None:  # which would end a search over all bases
         command = f"plan -p {run.precision} --base {'autocast' if run.is_autocast else 'cast'}"
-    return f"lowprec-check {command}" + (f" --{batches} {batch + 1}" if batch else "")
+    search = f"find the modules to keep in fp32: lowprec-check {command}"
+    return search + (f" --{batches} {batch + 1}" if batch else "")

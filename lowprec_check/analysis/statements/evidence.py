@@ -117,7 +117,8 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     budget = run.budget
     if budget is None or not is_told(run, result) or trusted_budget(run) is not None or is_confirmed(run):
         return None
-    if not budget.known and (harmful_trials(run) or error_with_same_choices(run) is not None):
+    spoils = any(row.spoils_output for row in run.op_calls.rows())
+    if not budget.known and (spoils or harmful_trials(run) or error_with_same_choices(run) is not None):
         return None
     if not budget.known:
         reason = budget.reason or "it was not computed"
