@@ -134,11 +134,8 @@ def prepare(
     is_old = bool(since and torch_version) and version_key(release_of(torch_version)) < version_key(since)
     imports = ["import torch", *([provider] if is_old else [])]
     body: list[str] = []
-    if (
-        model.calibration
-        and calibrates(key.backend)
-        and any(line.startswith("inputs = inputs(") for line in model.setup)
-    ):
+    hides_function = any(line.startswith("inputs = inputs(") for line in model.setup)
+    if hides_function and model.calibration and calibrates(key.backend):
         body.append(f"batches = list({model.calibration})  # which may call inputs()")
         model = msgspec.structs.replace(model, calibration="batches")
     for line in model.setup:

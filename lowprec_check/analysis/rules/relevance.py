@@ -348,18 +348,21 @@ def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, 
     """How to find what makes ``run`` pass on the batches from ``batch`` on, counted from 0: by modules in fp32, unless the model's own code, or the
     cast of its inputs, would make it fail alone.
     """
-    own, limit = suspects(run), run.tolerance or math.inf
-    budget = trusted_budget(run)
-    rounded = sum(its.share for its in budget.shares if its.op == CAST_INPUT) if budget is not None else 0.0
-    error = math.sqrt(max(0.0, rounded)) * (budget.measured or 0.0) if budget is not None else 0.0
-    by_input = any(row.spoils_output and row.op.startswith(CAST_INPUT) for row in run.op_calls.rows())
+    found, budget, limit = suspects(run), trusted_budget(run), run.tolerance or math.inf
+    of_input = sum(its.share for its in budget.shares if its.op == CAST_INPUT) if budget is not None else 0.0
+    of_root = found.causes.shares.get("", 0.0) if found.causes is not None else 0.0
+    by_input, by_root = (
+        found.causes is not None and found.causes.error * math.sqrt(max(0.0, share)) > limit
+        for share in (of_input, of_root)
+    )
+    overflows = any(row.spoils_output and row.op.startswith(CAST_INPUT) for row in run.op_calls.rows())
     command, batches = "plan", "inputs-from"
     if result.prediction is not None:
         command, batches = "scan --plan", "batches"  # plan needs the device
-    elif by_input or error > limit:
-        why = "" if by_input else ": that cast alone exceeds the tolerance"
+    elif overflows or by_input:
+        why = ": that cast alone exceeds the tolerance" if by_input else ""
         return f"pass the input in fp32, or scale it before the cast{why}"
-    elif own.root or (own.causes is not None and own.causes.error * math.sqrt(own.causes.shares.get("", 0.0)) > limit):
+    elif found.root or by_root:
         return f"find a patch of the model's own code: lowprec-check fix TARGET -p {run.precision}"
     elif passing is not None:  # which would end a search over all bases
         command = f"plan -p {run.precision} --base {'autocast' if run.is_autocast else 'cast'}"

@@ -285,14 +285,9 @@ def prediction(result: ScanResult) -> Iterator[Made]:
     assumed = sorted({op for run in result.runs for op in run.assumed_ops})
     known = {op for run in result.runs for op in run.known_ops} - {*assumed}
     statuses = {run.status for run in result.runs if run.is_low}
-    why = (
-        "a run did not end"
-        if statuses & {"timeout", "crashed"}
-        else "a run was skipped"
-        if "skipped" in statuses
-        else ""
-    )
-    covered = plain(f"which ops run in 16 bits is not known, since {why}" if why else "no op ran in 16 bits")
+    reasons = {"timeout": "did not end", "crashed": "did not end", "skipped": "was skipped"}
+    why = next((reason for status, reason in reasons.items() if status in statuses), None)
+    covered = plain(f"which ops run in 16 bits is not known, since a run {why}" if why else "no op ran in 16 bits")
     if known or assumed:
         knows = "the catalog knows {known:number} of {total:count op} in 16 bits"
         covered = say(knows, known=len(known), total=len(known) + len(assumed))
