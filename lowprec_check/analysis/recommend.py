@@ -115,7 +115,9 @@ def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
 
 
 def changes_nothing(run: Run) -> bool:
-    """Whether autocast is seen to compute no op in 16 bits, on other inputs, which are not analyzed op by op, by its output, and of training by those of the first step."""
+    """Whether autocast is seen to compute no op in 16 bits: none of the analyzed ops, which are those of the first step of training. On further inputs, which
+    are not analyzed, the output must equal that of fp32.
+    """
     is_seen = run.evidence == "measured" and run.complete
     if not is_seen or not run.is_autocast or run.format is None:
         return False

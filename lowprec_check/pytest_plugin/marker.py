@@ -8,20 +8,15 @@ import math
 import numbers
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import pytest
 
-from lowprec_check.catalog.names import dtype_of
-from lowprec_check.catalog.records import LOW
 from lowprec_check.errors import UsageError, text_of, type_name
 from lowprec_check.schema.axes import BACKENDS, DEVICES, device_of, device_type
-from lowprec_check.schema.precisions import PRECISIONS, Precision, low_names, low_precisions
+from lowprec_check.schema.precisions import PRECISIONS, low_names
 from lowprec_check.schema.registry import choices, nearest, words_in
 from lowprec_check.schema.run_key import EAGER, RunKey
-
-if TYPE_CHECKING:
-    import torch
 
 # -- Wrong arguments of the marker and of the fixture's methods, each with a sentence that names the right one
 
@@ -335,24 +330,3 @@ def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
         skipped = pytest.mark.skip(reason=f"device {case.key.device} is not available")
         parameters.append(pytest.param(case, id=case.id, marks=[skipped] if case.key.device in absent else []))
     metafunc.parametrize("lowprec", parameters, indirect=True)
-
-
-def blanket_cast(dtype: torch.dtype | str) -> Precision:
-    """The blanket cast to ``dtype``; raises :class:`UsageError` if no precision is one."""
-    casts = [precision for precision in low_precisions() if precision.kind == "cast"]
-    dtypes = dict.fromkeys(cast.format.dtype for cast in casts if cast.format.name not in LOW)
-    hint = f"Choose {choices(['torch.half', 'torch.bfloat16', *dtypes])}."
-    check_dtype(dtype, hint)
-    named = PRECISIONS.find(word := str(dtype))
-    found = [known for known in casts if known == named or (named is None and known.format.is_called(word))]
-    if found:
-        return found[0]
-    if named is not None:
-        problem = f"{dtype} is not a low precision" if named.kind == "reference" else f"{named.name} is not a dtype"
-        raise UsageError(f"{problem}.", hint)
-    try:
-        dtype_of(word)
-    except UsageError as error:  # its hint may name fp32
-        meant, mark, _ = (error.hint or "").partition("? ")
-        raise UsageError(error.message.replace(" in the catalog", ""), f"{meant}? {hint}" if mark else hint) from None
-    raise UsageError(f"{dtype} is not a low precision.", hint)

@@ -48,8 +48,8 @@ _EVALUATED = 100
 
 
 _ONE_AUTOCAST = (
-    "the script makes several steps in one autocast block, which uses its casts of fp32 weights in the first step in all of them: "
-    "`lowprec-check fix --train` repairs that, and printed code must be outside the block"
+    "the script makes several steps in one autocast block, so all of them use the casts of fp32 weights that the first one made: "
+    "`lowprec-check fix --train` fixes that; put printed code outside the block"
 )
 
 

@@ -138,23 +138,25 @@ class Proposer:
 
     def propose(self, runs: Sequence[Run], *, best_so_far: Proposal | None = None) -> Proposal:
         """Search the base of ``runs``, unless it is too slow to beat ``best_so_far``."""
-        base = runs[0]
-        failing = next((run for run in runs if not self.objective.reached(run)), base)
-        if failing.status in ("timeout", "skipped"):
-            outcome = f"not searched: {failing.reason or failing.status}"
-            return Proposal(attempt=self.objective.attempt(failing, outcome=outcome))
-        if failing.status == "unjudged":
-            outcome = "not searched: its output cannot be compared, so no plan can be proven"
-            return Proposal(attempt=self.objective.attempt(failing, outcome=outcome))
-        if lowers_precision(base.backend):
-            outcome = f"not searched: {base.backend} quantizes modules that are kept in fp32, too"
-            return Proposal(attempt=self.objective.attempt(failing, outcome=outcome))
-        known = best_so_far.run.latency_ms if best_so_far is not None and best_so_far.run is not None else None
-        if known is not None and base.latency_ms is not None and base.latency_ms > max(SHORT_MS, SLOWER * known):
-            took = f"{base.latency_ms / known:.1f} times as long as the fastest with the plan found"
-            outcome = f"not searched: its fastest call took {took}"
-            return Proposal(attempt=self.objective.attempt(failing, outcome=outcome))
+        failing = next((run for run in runs if not self.objective.reached(run)), runs[0])
+        why = self._why_not_searched(runs[0], failing, best_so_far)
+        if why is not None:
+            return Proposal(attempt=self.objective.attempt(failing, outcome=f"not searched: {why}"))
         return _Search(self, runs).propose()
+
+    def _why_not_searched(self, first: Run, failing: Run, best_so_far: Proposal | None) -> str | None:
+        """Why no plan is searched for a base, by its run on the ``first`` batch and on one on which it is ``failing``; ``None`` if one is."""
+        if failing.status in ("timeout", "skipped"):
+            return failing.reason or failing.status
+        if failing.status == "unjudged":
+            return "its output cannot be compared, so no plan can be proven"
+        if lowers_precision(first.backend):
+            return f"{first.backend} quantizes modules that are kept in fp32, too"
+        known = best_so_far.run.latency_ms if best_so_far is not None and best_so_far.run is not None else None
+        if known is not None and first.latency_ms is not None and first.latency_ms > max(SHORT_MS, SLOWER * known):
+            times = f"{first.latency_ms / known:.1f} times as long as the fastest with the plan found"
+            return f"its fastest call took {times}"
+        return None
 
     def propose_each(self, bases: Iterable[Sequence[Run]]) -> Iterator[Proposal]:
         """Search one base after another."""
