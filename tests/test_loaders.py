@@ -70,7 +70,7 @@ def test_a_script_is_run_to_its_first_call_of_a_model(here: Path, write: Write, 
     assert [target.form] == names
     assert type(target.model).__name__ == "Net"
     assert target.model(*target.args, **target.kwargs).shape == (4, 2)
-    assert any("first call of a model in the script, at train.py:19" in note for note in target.notes)
+    assert target.taken == "called at train.py:19, the first call of a model in the script"
 
 
 def test_a_script_that_defines_only_its_model_is_run_for_its_inputs(here: Path, write: Write) -> None:

@@ -132,11 +132,19 @@ Sized()(torch.ones(5, 3, 8, 8))
 
 
 def test_a_file_with_a_model_and_inputs_that_calls_it(files: Path, write: Write) -> None:
-    text = "model, inputs = Net().eval(), torch.ones(7, 3)\nmodel(torch.ones(1, 3))\ndef loss(output): return output.sum()\n"
+    text = f"model, inputs = Net().eval(), torch.ones(7, 3)\nmodel(torch.ones(1, 3))\nnet = model\n{SAVE}\ndef loss(output): return output.sum()\n"
     target = load_target(str(write(NET + text, "model.py")))
     assert target.args[0].shape == (7, 3)
+    assert target.loss is not None
+    assert any("which the scan left as they are" in note for note in target.notes)
+
+
+def test_a_file_whose_inputs_are_not_at_its_top_level(files: Path, write: Write) -> None:
+    text = "net = Net().eval()\nglobals()['inputs'] = torch.ones(7, 3)\nnet(torch.ones(1, 3))\ndef loss(output): return output.sum()\n"
+    target = load_target(f"{write(NET + text, 'model.py')}:net")
+    assert target.args[0].shape == (7, 3)
     assert any(
-        "run up to its first call of a model, at model.py:11: loss below is not used" in note for note in target.notes
+        "run up to its first call of a model, at model.py:12: loss below is not used" in note for note in target.notes
     )
 
 

@@ -71,7 +71,7 @@ def scan_document(result: ScanResult, *, findings: int = SHOWN_FINDINGS) -> Docu
 
 
 def _head(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
-    yield Say(f"lowprec-check · {title(result)}", role="title")
+    yield Say(f"lowprec-check · {title(result, taken=result.model.taken)}", role="title")
     yield Say(machine(result), role="hint")
     notes = [Say(found.text, "warn", "note") for found in said if found.about == "prediction"]
     conditions = [found for found in said if found.about in ("inputs", "weights", "times")]
@@ -82,12 +82,13 @@ def _head(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     yield from (Say(found.text, "warn", "note") for found in conditions if found.kind == "note")
 
 
-def title(result: ScanResult) -> str:
-    """Model, size, inputs: the first line of a report."""
+def title(result: ScanResult, taken: str = "") -> str:
+    """Model, what of the user's file was ``taken`` for it, size, inputs: the first line of a report."""
     model = result.model
+    name = f"{model.name} ({taken})" if taken else model.name
     inputs = f"input {', '.join(model.inputs[:3])}{', …' if len(model.inputs) > 3 else ''}"
     parameters = f"{format_count(model.parameters)} parameter{'' if model.parameters == 1 else 's'}"
-    return " · ".join([model.name, parameters, inputs])
+    return " · ".join([name, parameters, inputs])
 
 
 def format_count(number: int) -> str:

@@ -39,6 +39,8 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     """Whether ``tree_map`` reaches every tensor of the inputs."""
     layout: InputLayout = InputLayout(kind="nested")
     """The tensors in the inputs."""
+    taken: str = ""
+    """What of the user's file was scanned, and why: ``mymodel.py: model, inputs``; empty if the model was not taken from a file."""
     source: str | None = None
     """The line that makes the model, or defines its class: ``file.py:line``."""
     caller: str | None = None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import ctypes
 import dataclasses
 import functools
 import sys
+import types
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -38,13 +41,13 @@ def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -
     waiting = [(value, path, above)]  # not by recursion: outputs may be nested deeply
     while waiting:
         value, path, above = waiting.pop()
-        if isinstance(value, torch.Tensor):
+        kind = type(value)  # not `isinstance`, which asks an object for its class
+        if issubclass(kind, torch.Tensor):
             yield path, value
-        elif isinstance(value, (int, float, complex)):
+        elif issubclass(kind, (int, float, complex)):
             if shared is not None:
-                held = value % _PRIME if isinstance(value, int) and not -(2**63) <= value < 2**63 else value
-                yield path, torch.tensor(held)
-        elif type(value).__module__ == "numpy":
+                yield path, torch.tensor(_number(value))
+        elif kind.__module__ == "numpy":
             if shared is not None:
                 yield from _leaves_of_array(value, path, above, shared)
         elif id(value) not in above:
@@ -54,6 +57,16 @@ def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -
                 continue
             children = [(child, f"{path}.{key}" if path else str(key), above) for key, child in _children(value)]
             waiting += reversed(children)
+
+
+def _number(value: Any) -> Any:
+    """A Python number without the methods of a subclass."""
+    kind = type(value)
+    if issubclass(kind, int) and kind is not bool:
+        value = int.__int__(value)
+        return value if -(2**63) <= value < 2**63 else value % _PRIME
+    plain = next(base for base in (bool, float, complex) if issubclass(kind, base))
+    return value if kind is plain else plain.__pos__(value)
 
 
 _PRIME = 2**61 - 1
@@ -96,21 +109,44 @@ def _read_by_numpy(value: Any) -> Any:
         return None
 
 
-def _children(value: Any) -> Iterator[tuple[Any, Any]]:
-    if isinstance(value, Mapping):
-        yield from value.items()
-    elif isinstance(value, (list, tuple, deque)):
-        yield from enumerate(value)
-    elif _is_dataclass(value):
-        for field in dataclasses.fields(value):
-            yield field.name, getattr(value, field.name, None)
-    elif _is_user_object(value):
-        yield from {name: getattr(value, name) for name in slots_of(value)}.items()
-        yield from getattr(value, "__dict__", {}).items()
+def _children(value: Any) -> list[tuple[Any, Any]]:
+    """The parts of a container or an object by key; where its own methods fail, those that it holds without them."""
+    kind = type(value)
+    if issubclass(kind, Mapping):
+        return _pairs(value)
+    if issubclass(kind, (list, tuple, deque)):
+        return list(enumerate(_elements(value)))
+    if _is_dataclass(value):
+        return [(field.name, _field(value, field.name)) for field in dataclasses.fields(value)]
+    if _is_user_object(value):
+        return [*((slot.__name__, content) for slot, content in slots_of(value)), *attributes_of(value).items()]
+    return []
+
+
+def _pairs(value: Any) -> list[tuple[Any, Any]]:
+    try:
+        return list(value.items())
+    except Exception:
+        return list(dict.items(value)) if issubclass(type(value), dict) else []
+
+
+def _elements(value: Any) -> list[Any]:
+    try:
+        return [*iter(value)]  # not `list()`, which asks for the length
+    except Exception:
+        kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(value), base))
+        return [*kind.__iter__(value)]
+
+
+def _field(value: Any, name: str) -> Any:
+    try:
+        return getattr(value, name, None)
+    except Exception:
+        return None
 
 
 def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+    return dataclasses.is_dataclass(type(value))
 
 
 _CLOSED = sys.stdlib_module_names | {"torch", "numpy"}
@@ -118,39 +154,74 @@ _CLOSED = sys.stdlib_module_names | {"torch", "numpy"}
 
 def _is_user_object(value: Any) -> bool:
     """Whether ``value`` is an instance of a user's class, which may hold tensors in its attributes."""
-    package = type(value).__module__.partition(".")[0]
-    if isinstance(value, (type, torch.nn.Module)) or package in _CLOSED:
+    kind = type(value)
+    package = str(kind.__module__).partition(".")[0]
+    if issubclass(kind, (type, torch.nn.Module)) or package in _CLOSED:
         return package in ("types", "argparse")
-    return hasattr(value, "__dict__") or hasattr(value, "__slots__")
+    return bool(attributes_of(value)) or hasattr(kind, "__slots__")
 
 
-def slots_of(value: Any) -> list[str]:
-    """The slots of an object that are set."""
+_generic_dict = ctypes.pythonapi.PyObject_GenericGetDict
+_generic_dict.argtypes, _generic_dict.restype = (ctypes.py_object, ctypes.c_void_p), ctypes.py_object
+
+
+def attributes_of(value: Any) -> dict[str, Any]:
+    """The dictionary of an object's attributes, which a property of its class may hide; empty if it has none."""
+    state: dict[str, Any] = {}
+    with contextlib.suppress(AttributeError):
+        state = _generic_dict(ctypes.py_object(value), None)
+    return state
+
+
+def slots_of(value: Any) -> list[tuple[Any, Any]]:
+    """The slots of an object that are set: their descriptors, and what is in them."""
+    found = []
     kind: Any = type(value)
-    return [name for name in _declared_slots(kind) if hasattr(value, name)]
+    for slot in _declared_slots(kind):
+        with contextlib.suppress(AttributeError):
+            found.append((slot, slot.__get__(value)))
+    return found
 
 
 @functools.cache
-def _declared_slots(kind: Any) -> list[str]:
-    declared = (vars(owner).get("__slots__", ()) for owner in kind.__mro__)
-    names = [name for slots in declared for name in ((slots,) if isinstance(slots, str) else slots)]
-    return [name for name in names if name not in ("__dict__", "__weakref__")]
+def _declared_slots(kind: Any) -> list[Any]:
+    """The descriptors of the slots that a class and those it derives from declare."""
+    found = []
+    for owner in kind.__mro__:
+        declared = vars(owner).get("__slots__", ())
+        for name in (declared,) if isinstance(declared, str) else declared:
+            private = name.startswith("__") and not name.endswith("__")
+            slot = vars(owner).get(f"_{owner.__name__.lstrip('_')}{name}" if private else name)
+            found += [slot] if isinstance(slot, types.MemberDescriptorType) else []
+    return found
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return ``value`` with every tensor replaced by ``function(tensor)``, in new containers of the same types."""
-    if isinstance(value, torch.Tensor):
+    """Return ``value`` with every tensor replaced by ``function(tensor)``, in new containers of the same types.
+
+    An object that cannot be copied, since its own methods fail, stays as it is if it holds no tensor.
+    """
+    try:
+        return _mapped(value, function)
+    except Exception:
+        if next(leaves(value), None) is not None:
+            raise
+        return value
+
+
+def _mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
+    kind = type(value)
+    if issubclass(kind, torch.Tensor):
         return function(value)
-    if isinstance(value, Mapping):
-        content = {key: map_tensors(item, function) for key, item in value.items()}
-        return content if type(value) is dict else _refilled(copy.copy(value), content)
-    if isinstance(value, (list, tuple)):
-        mapped = [map_tensors(item, function) for item in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+    if issubclass(kind, Mapping):
+        content = {key: map_tensors(item, function) for key, item in _pairs(value)}
+        return content if kind is dict else _refilled(copy.copy(value), content)
+    if issubclass(kind, (list, tuple)):
+        mapped = [map_tensors(item, function) for item in _elements(value)]
+        return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)
     if _is_dataclass(value) or _is_user_object(value):
         clone = copy.copy(value)
-        for name, _ in _children(value):
-            item = getattr(value, name)
+        for name, item in _children(value):
             if dataclasses.is_dataclass(item) or not _is_user_object(item):  # which may refer back to this one
                 object.__setattr__(clone, name, map_tensors(item, function))
         return clone

@@ -120,7 +120,8 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     path, attribute = _split(spec)
     is_file = path.endswith(".py")
     is_script = is_file and attribute is None
-    imported = import_file(Path(path), steps if is_script else 0) if is_file else import_name(path)
+    needed = (attribute or "model", *(() if inputs else ("inputs",)))
+    imported = import_file(Path(path), needed, steps if is_script else 0) if is_file else import_name(path, needed)
     module, (call, notes, _) = imported
     script = None
     if steps and is_script and call is None and _trains_as_script(module):
@@ -128,6 +129,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     for run in (imported, script):
         if run is not None and run.ran.training is not None:
             return _target_of_training(run.ran.training, run, inputs)
+    taken_inputs = "--inputs" if inputs else "inputs"
     try:
         given = _given_inputs(module, inputs)
         if call is not None and attribute is None and (given is None or "model" not in vars(module)):
@@ -142,7 +144,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
                     f"Return the model from `{name}`.",
                 )
         if given is None and call is not None and call.model is model:
-            given = _inputs_of(call)
+            given, taken_inputs = _inputs_of(call), f"called at {call.line}"
         if given is None:
             raise _UndefinedError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
     except _UndefinedError as error:
@@ -160,6 +162,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
         name=encodable(title),
         source=definition_line(module, name) if made_at else None,
         made_at=made_at,
+        taken=f"{display_name(module)}: {name}, {taken_inputs}",
         setup=_setup(module, name, found, inputs, None if is_file else path),
         notes=(*notes, *_stopped(call, module)),
         **_other_parts(module, inputs),
@@ -191,6 +194,7 @@ def _target_of_training(training: ObservedTraining, script: UserModule, inputs: 
         training.model,
         calls[0],
         source=training.line,
+        taken=f"the training step that the script makes at {training.line}",
         setup=(f"# in the step at {training.line}: {_stands_for(training)}",),
         notes=(*training.notes, *script.ran.notes),
         loss=training.loss,
@@ -220,12 +224,9 @@ def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...]
         call.model,
         _inputs_of(call) if given is None else given,
         source=call.line,
+        taken="; ".join([f"called at {call.line}, the first call of a model in the script", *call.passed_over]),
         setup=(f"# before {call.line}: `model` is the model that this line calls, `inputs` what it is called with",),
-        notes=(
-            f"model and inputs are those of the first call of a model in the script, at {call.line}",
-            *notes,
-            *([NOT_TRAINED] if steps else []),
-        ),
+        notes=(*notes, *([NOT_TRAINED] if steps else [])),
         **_other_parts(module, inputs),
     )
 

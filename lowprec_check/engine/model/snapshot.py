@@ -17,8 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.devices import generator_restorers
-from lowprec_check.engine.core.pytree import slots_of
+from lowprec_check.engine.core.pytree import attributes_of, slots_of
 from lowprec_check.engine.core.tensor_comparison import is_dense
+from lowprec_check.errors import message_of, type_name
 
 _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
@@ -55,6 +56,14 @@ class Snapshot:
         self._objects = ObjectState(roots, known)
         self._globals = [*generator_restorers(), *_restorers_of_settings()]
         self._remove_gradients()
+
+    @property
+    def notes(self) -> list[str]:
+        """What cannot be saved, and so is not restored if the model changes it."""
+        return [
+            f"the state of an object of type {kind} could not be saved ({why}): what one run changes in it, later runs see"
+            for kind, why in self._objects.unsaved.items()
+        ]
 
     def restore(self) -> None:
         """Restore the saved state."""
@@ -133,9 +142,12 @@ class ObjectState:
 
     Not followed: the modules and tensors in ``known``, whose state the caller saves; modules of Python; the inside of
     torch and of the standard library. What cannot be restored stays as it is: iterators, thread-local and context variables.
+    Objects are read past their own methods, which may fail; those that can be read by no other means are :attr:`unsaved`.
     """
 
     def __init__(self, roots: Iterable[Any], known: Iterable[Any]) -> None:
+        self.unsaved: dict[str, str] = {}
+        """By the name of their class, why objects could not be saved."""
         self._restorers: list[Callable[[], Any]] = []
         self._empty: list[Any] = []
         self._seen = {id(item) for item in known}
@@ -143,14 +155,18 @@ class ObjectState:
         pending = list(roots)
         while pending:
             value = pending.pop()
-            if isinstance(value, _ATOMIC) or id(value) in self._seen:
+            kind = type(value)  # not `isinstance`, which asks an object for its class
+            if issubclass(kind, _ATOMIC) or id(value) in self._seen:
                 continue
             self._seen.add(id(value))
-            if type(value) in _CONTAINERS and not value:  # most attributes of a module: no hooks
+            if kind in _CONTAINERS and not value:  # most attributes of a module: no hooks
                 self._empty.append(value)
                 continue
             self._kept.append(value)
-            pending += self._save(value)
+            try:
+                pending += self._save(value)
+            except Exception as error:
+                self.unsaved.setdefault(kind.__qualname__, f"{type_name(error)}: {message_of(error)}")
 
     def restore(self) -> None:
         """Restore the content of every object; an object that cannot be restored is left as it is."""
@@ -164,36 +180,38 @@ class ObjectState:
                     restore()
                 is_done = True
 
-    def _save(self, value: Any) -> Iterable[Any]:
+    def _save(self, value: Any) -> list[Any]:
         """Save the content of ``value`` and return the objects in it."""
-        if isinstance(value, (tuple, frozenset)):
-            return value
-        if isinstance(value, (types.FunctionType, types.MethodType, functools.partial)):
+        kind = type(value)
+        if issubclass(kind, (tuple, frozenset)):
+            items = tuple.__iter__(value) if issubclass(kind, tuple) else frozenset.__iter__(value)
+            return [*items, *self._save_attributes(value)]
+        if issubclass(kind, (types.FunctionType, types.MethodType, functools.partial)):
             return self._save_function(value)
-        if isinstance(value, type):
+        if issubclass(kind, type):
             return self._save_class(value)
-        if isinstance(value, _CONTAINERS):
+        if issubclass(kind, _CONTAINERS):
             content = _content_of(value)
             self._restorers.append(functools.partial(_refill, value, content))
-            inside = [*content.keys(), *content.values()] if isinstance(content, dict) else content
+            inside = [part for pair in content for part in pair] if issubclass(kind, dict) else content
             return [*inside, *self._save_attributes(value)]
         restorer = _restorer(value)
         if restorer is not None:
             self._restorers.append(restorer)
-            return vars(value).values() if isinstance(value, Tensor) and vars(value) else ()
+            return list(vars(value).values()) if issubclass(kind, Tensor) else []
         return self._save_attributes(value)
 
-    def _save_function(self, value: Any) -> Iterable[Any]:
+    def _save_function(self, value: Any) -> list[Any]:
         """Save what a function encloses, and the globals that one of the user's names, or of ``torch.nn``, where hooks for all are."""
-        if isinstance(value, types.MethodType):
-            return value.__self__, value.__func__
-        if isinstance(value, functools.partial):
-            return value.func, value.args, value.keywords
+        if issubclass(type(value), types.MethodType):
+            return [value.__self__, value.__func__]
+        if issubclass(type(value), functools.partial):
+            return [value.func, value.args, value.keywords]
         inside = [value.__defaults__, value.__kwdefaults__, vars(value)]
         module, named = value.__module__ or "", value.__globals__
         if _is_open_package(module) and (not _is_of_torch(module) or module.startswith("torch.nn.")):
             for name in value.__code__.co_names:
-                if name in named and not isinstance(named[name], types.ModuleType):
+                if name in named and not issubclass(type(named[name]), types.ModuleType):
                     self._restorers.append(functools.partial(named.__setitem__, name, named[name]))
                     inside.append(named[name])
         for cell in value.__closure__ or ():
@@ -202,30 +220,30 @@ class ObjectState:
                 inside.append(cell.cell_contents)
         return inside
 
-    def _save_class(self, value: type) -> Iterable[Any]:
+    def _save_class(self, value: type) -> list[Any]:
         """Save the attributes of a user's class, and return its methods and mutable attributes."""
         if not _is_open_package(value.__module__):
-            return ()
+            return []
         own = {
             name: item
             for name, item in vars(value).items()
             if not name.startswith("__") and not (_is_of_torch(value.__module__) and _is_added(name, item))
         }
-        kept = {name: item for name, item in own.items() if not isinstance(item, _METHODS)}
+        kept = {name: item for name, item in own.items() if not issubclass(type(item), _METHODS)}
         self._restorers.append(functools.partial(_reset_attributes, value, kept))
         return [*own.values(), *value.__bases__]
 
-    def _save_attributes(self, value: Any) -> Iterable[Any]:
+    def _save_attributes(self, value: Any) -> list[Any]:
         if not _is_open_package(type(value).__module__):
-            return ()
+            return []
         inside: list[Any] = [type(value)]
-        state = getattr(value, "__dict__", None)
-        if isinstance(state, dict):
-            self._restorers.append(functools.partial(_refill, state, dict(state)))
+        state = attributes_of(value)
+        if state:
+            self._restorers.append(functools.partial(_refill, state, list(state.items())))
             inside += state.values()
-        for name in slots_of(value):
-            self._restorers.append(functools.partial(object.__setattr__, value, name, getattr(value, name)))
-            inside.append(getattr(value, name))
+        for slot, content in slots_of(value):
+            self._restorers.append(functools.partial(slot.__set__, value, content))
+            inside.append(content)
         return inside
 
 
@@ -248,7 +266,7 @@ def _is_added(name: str, item: Any) -> bool:
     ``transformers`` adds ``smart_apply`` to ``nn.Module``: from it, every model would reach all that ``transformers`` defines.
     """
     return (
-        isinstance(item, types.FunctionType)
+        issubclass(type(item), types.FunctionType)
         and name != "forward"
         and not _is_of_torch(item.__module__ or "")
         and "-packages" + os.sep in item.__code__.co_filename
@@ -257,13 +275,14 @@ def _is_added(name: str, item: Any) -> bool:
 
 def _restorer(value: Any) -> Callable[[], Any] | None:
     """What restores an object whose state is not in attributes; ``None`` for other objects."""
-    if isinstance(value, Tensor):
+    kind = type(value)
+    if issubclass(kind, Tensor):
         return functools.partial(restore_tensor, value, *saved_tensor(value))
-    if isinstance(value, torch.Generator):
+    if issubclass(kind, torch.Generator):
         return functools.partial(value.set_state, value.get_state())
-    if isinstance(value, random.Random):
+    if issubclass(kind, random.Random):
         return functools.partial(value.setstate, value.getstate())
-    if not type(value).__module__.startswith("numpy"):
+    if not kind.__module__.startswith("numpy"):
         return None
     if hasattr(value, "bit_generator"):
         return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
@@ -282,7 +301,7 @@ def _restore_tensors(saved: Iterable[tuple[Tensor, Tensor, Tensor, dict[str, Any
     for tensor, data, values, attributes in saved:
         is_odd = data.is_conj() or data.is_neg() or tensor.is_inference()
         if data.device.type != "cpu" and not is_odd and _is_at(tensor, data) and is_dense(data):
-            _refill(vars(tensor), attributes)
+            _refill(vars(tensor), list(attributes.items()))
             copies[data.device].append((data, values))
         else:
             restore_tensor(tensor, data, values, attributes)
@@ -297,7 +316,7 @@ def _is_at(tensor: Tensor, data: Tensor) -> bool:
 
 def restore_tensor(tensor: Tensor, data: Tensor, values: Tensor, attributes: dict[str, Any]) -> None:
     """Give ``tensor`` its memory, values and attributes back."""
-    _refill(vars(tensor), attributes)
+    _refill(vars(tensor), list(attributes.items()))
     is_there = _is_at(tensor, data)
     if data.layout == torch.strided:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # dtypes that torch cannot compare
@@ -319,30 +338,28 @@ def _reset_attributes(owner: type, attributes: dict[str, Any]) -> None:
                 setattr(owner, name, value)
 
 
-def _content_of(container: Any) -> Any:
-    """A copy of what a container holds, past the methods of a subclass."""
+def _content_of(container: Any) -> list[Any]:
+    """A copy of what a container holds, past the methods of a subclass and of the elements: of a dictionary its pairs."""
     kind = _base_of(container)
-    if issubclass(kind, dict):
-        return {key: dict.__getitem__(container, key) for key in list(kind.__iter__(container))}
-    return list(kind.__iter__(container))
+    return list(kind.items(container) if issubclass(kind, dict) else kind.__iter__(container))
 
 
-def _refill(container: Any, content: Any) -> None:
+def _refill(container: Any, content: list[Any]) -> None:
     """Make ``container`` hold ``content`` again; nothing is written if it still does."""
-    now = container if type(container) in (dict, list) else _content_of(container)
-    is_dict = isinstance(content, dict)
-    same = len(now) == len(content) and all(map(operator.is_, now, content))
-    if same and (not is_dict or all(map(operator.is_, now.values(), content.values()))):
-        return
-    kind = _base_of(container)
-    kind.clear(container)
-    if is_dict:
-        for key, value in content.items():
+    kind, now = _base_of(container), _content_of(container)
+    if issubclass(kind, dict):
+        if len(now) == len(content) and all(a is c and b is d for (a, b), (c, d) in zip(now, content, strict=True)):
+            return
+        kind.clear(container)
+        for key, value in content:
             kind.__setitem__(container, key, value)
-    else:
-        (kind.update if kind is set else kind.extend)(container, content)
+        return
+    if len(now) == len(content) and all(map(operator.is_, now, content)):
+        return
+    kind.clear(container)
+    (kind.update if kind is set else kind.extend)(container, content)
 
 
 def _base_of(container: Any) -> Any:
     """The built-in type of a container, whose methods a subclass may have replaced."""
-    return next(kind for kind in _CONTAINERS if isinstance(container, kind))
+    return next(kind for kind in _CONTAINERS if issubclass(type(container), kind))

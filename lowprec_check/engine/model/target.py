@@ -73,6 +73,8 @@ class Target(NamedTuple):
     targets_code: str = ""
     """Code for the targets, from ``batch``."""
     metric: Callable[[nn.Module], float] | None = None
+    taken: str = ""
+    """What of the user's file is the target, and why; empty if the model was not taken from a file."""
     source: str | None = None
     """The line that makes the model or defines its class, for ops that no line of the user's code calls."""
     caller: str | None = None

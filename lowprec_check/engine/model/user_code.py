@@ -7,7 +7,7 @@ import inspect
 import threading
 import traceback
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -121,7 +121,7 @@ def display_name(module: types.ModuleType) -> str:
 
 # CPython 3.11 and 3.12 fail with SystemError when two threads parse at a time (python/cpython#106905). The lock
 # keeps our threads apart; a thread of the user's that parses costs a location, not the scan.
-_parsing = threading.Lock()
+parsing = threading.Lock()
 
 
 def class_line(model: nn.Module) -> str | None:
@@ -129,7 +129,7 @@ def class_line(model: nn.Module) -> str | None:
     if type(model).__module__.startswith("torch."):
         return None
     try:
-        with _parsing:
+        with parsing:
             line = inspect.getsourcelines(type(model))[1]
         return show_line(inspect.getfile(type(model)), line)
     except (OSError, TypeError, SystemError):
@@ -155,13 +155,28 @@ def definition_line(module: types.ModuleType, name: str, *, loops: bool = True) 
     file = getattr(module, "__file__", None)
     if not file:
         return None
-    try:
-        with _parsing:
-            body = ast.parse(Path(file).read_text(encoding="utf-8")).body
-    except (OSError, SyntaxError, ValueError, SystemError):
-        return None
-    line = next((node.lineno for node in _statements(body, loops) if name in _names_in(node)), None)
+    line = next((node.lineno for node in _statements(_body_of(file), loops) if name in _names_in(node)), None)
     return None if line is None else show_line(file, line)
+
+
+def defines(file: str | Path, names: Iterable[str]) -> bool:
+    """Whether importing the file binds all ``names``, by its own code outside functions, classes, loops and the main guard."""
+    body = [node for node in _body_of(file) if not _is_main_guard(node)]
+    bound = {name for node in _statements(body, loops=False) for name in _names_in(node)}
+    return bound.issuperset(names)
+
+
+def _is_main_guard(node: ast.stmt) -> bool:
+    return isinstance(node, ast.If) and ast.unparse(node.test).startswith("__name__ ==")
+
+
+def _body_of(file: str | Path) -> list[ast.stmt]:
+    """The statements of a file; none if it cannot be read."""
+    try:
+        with parsing:
+            return ast.parse(Path(file).read_text(encoding="utf-8")).body
+    except (OSError, SyntaxError, ValueError, SystemError):
+        return []
 
 
 def _statements(body: list[ast.stmt], loops: bool) -> Iterator[ast.stmt]:
@@ -181,6 +196,8 @@ def _names_in(node: ast.stmt) -> list[str | None]:
     """The names that a statement assigns, defines or imports."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return [found.asname or found.name for found in node.names]
+    if isinstance(node, ast.AnnAssign) and node.value is None:
+        return []
     targets = getattr(node, "targets", [getattr(node, "target", None)])
     targets = [part for target in targets for part in getattr(target, "elts", [target])]
     return [getattr(node, "name", None), *(getattr(target, "id", None) for target in targets)]

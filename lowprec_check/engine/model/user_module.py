@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lowprec_check.engine.model.patched_source import changed_code
-from lowprec_check.engine.model.user_code import call_user_code
+from lowprec_check.engine.model.user_code import call_user_code, defines
 from lowprec_check.engine.model.user_script import Observer, Ran, run_to_first_call, run_user_code
 from lowprec_check.errors import UsageError
 
@@ -30,8 +30,11 @@ class UserModule(NamedTuple):
     ran: Ran
 
 
-def import_file(path: Path, steps: int = 0) -> UserModule:
-    """Import a file, as a module of its package if it is in one, up to its first call of a model, or the end of ``steps`` steps of its training."""
+def import_file(path: Path, names: tuple[str, ...], steps: int = 0) -> UserModule:
+    """Import a file, as a module of its package if it is in one, up to its first call of a model, or the end of ``steps`` steps of its training.
+
+    A file whose own code binds all ``names``, of its model and its inputs, is imported to its end.
+    """
     hint = "Pass the path of the Python file that defines the model."
     if path.is_dir():
         raise UsageError(f"{path} is a folder.", hint)
@@ -71,19 +74,21 @@ def import_file(path: Path, steps: int = 0) -> UserModule:
         sys.modules[full_name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[full_name])
 
-    return _imported(full_name, path.name, execute, steps)
+    return _imported(full_name, path.name, execute, steps, to_end=defines(path, names))
 
 
-def _imported(name: str, shown: str, execute: Callable[[], object], steps: int = 0) -> UserModule:
+def _imported(
+    name: str, shown: str, execute: Callable[[], object], steps: int = 0, *, to_end: bool = False
+) -> UserModule:
     """The module that ``execute`` imports by this ``name``."""
     what = f"The import of {shown}"
-    ran = run_user_code(lambda: call_user_code(what, execute), shown, steps)
+    ran = run_user_code(lambda: call_user_code(what, execute), shown, steps, to_end=to_end)
     if name not in sys.modules and ran.call is not None:
         raise UsageError(f"{what} calls a model, at {ran.call.line}, before it reaches the module {name}.", _STOPPED)
     return UserModule(sys.modules[name], ran)
 
 
-_STOPPED = "A scan runs no code after the first call of a model: put what the file does then into a function."
+_STOPPED = "Unless a file defines `model` and `inputs`, a scan runs no code after the first call of a model: put what the file does then into a function."
 
 
 def _is_taken(name: str, file: str | None, folders: list[str] | None) -> bool:
@@ -92,17 +97,20 @@ def _is_taken(name: str, file: str | None, folders: list[str] | None) -> bool:
     return name in sys.stdlib_module_names or (found is not None and found.origin != file)
 
 
-def import_name(name: str) -> UserModule:
-    """Import a module by its dotted name, also from the current folder, up to its first call of a model."""
+def import_name(name: str, names: tuple[str, ...]) -> UserModule:
+    """Import a module by its dotted name, also from the current folder, up to its first call of a model.
+
+    A module whose own code binds all ``names``, of its model and its inputs, is imported to its end.
+    """
     if "" not in sys.path:
         sys.path.insert(0, "")
-    try:
-        missing = importlib.util.find_spec(name) is None
-    except (ImportError, ValueError):
-        missing = True
-    if missing:
+    spec = None
+    with contextlib.suppress(ImportError, ValueError):
+        spec = importlib.util.find_spec(name)
+    if spec is None:
         raise UsageError(f"No module named {name!r}.", "Install it, or run the command in the folder that contains it.")
-    return _imported(name, name, lambda: importlib.import_module(name))
+    to_end = spec.origin is not None and defines(spec.origin, names)
+    return _imported(name, name, lambda: importlib.import_module(name), to_end=to_end)
 
 
 def run_script(path: Path, package: str | None = None, steps: int = 0, observer: Observer | None = None) -> UserModule:

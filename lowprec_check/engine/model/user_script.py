@@ -1,5 +1,5 @@
 """Runs the user's code up to its first call of a model, or the end of a step of training, and leaves it there: neither handlers around that
-place nor later lines run.
+place nor later lines run. A file that defines its model and inputs is run to its end.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from torch.utils import _python_dispatch as dispatch_modes
 from lowprec_check.engine.core.source_location import is_own_file, own_line, source_line
 from lowprec_check.engine.model.call_recorder import autocasts_now, function_modes, set_function_modes
 from lowprec_check.engine.model.kept_files import KeptFiles, replaced
+from lowprec_check.engine.model.model_making import made_by_constructor, part_of_making
 from lowprec_check.engine.model.observed_step import StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.process.function_worker import end_if_forked
@@ -37,13 +38,15 @@ class ModelCall(NamedTuple):
     kwargs: dict[str, Any]
     line: str | None
     """``train.py:40``."""
+    passed_over: tuple[str, ...] = ()
+    """Calls before it that are part of making a model: ``the call at train.py:12 initializes lazy layers``."""
 
 
 class Ran(NamedTuple):
     """How far the user's code ran."""
 
     call: ModelCall | None
-    """The first call of a model, at which it was stopped unless its training was observed; ``None`` if it calls none."""
+    """The first call of a model, at which it was stopped unless its training was observed; ``None`` if it calls none, or was run to its end."""
     notes: tuple[str, ...]
     """What was done to keep the user's files as they are."""
     training: ObservedTraining | None = None
@@ -63,13 +66,14 @@ class Observer(Protocol):
         """Note why it cannot be observed."""
 
 
-def run_user_code(work: Callable[[], object], script: str, steps: int) -> Ran:
+def run_user_code(work: Callable[[], object], script: str, steps: int, *, to_end: bool = False) -> Ran:
     """Run ``work`` up to the first call of a model, or until ``steps`` steps of training are complete; raises what it raises before.
 
-    Raises :class:`UsageError` if steps of ``script`` cannot be made as it makes them.
+    With ``to_end``, code that does not make ``steps`` of training runs to its end. Raises :class:`UsageError` if steps of ``script``
+    cannot be made as it makes them.
     """
     if not steps:
-        return run_to_first_call(work)
+        return run_to_first_call(work, to_end=to_end)
     observer = StepObserver(steps)
     try:
         ran = run_to_first_call(work, observer)
@@ -78,67 +82,127 @@ def run_user_code(work: Callable[[], object], script: str, steps: int) -> Ran:
         observer.forget()  # user code may keep functions that refer to it
 
 
-def run_to_first_call(work: Callable[[], object], observer: Observer | None = None) -> Ran:
+def run_to_first_call(work: Callable[[], object], observer: Observer | None = None, *, to_end: bool = False) -> Ran:
     """Run ``work`` up to the first call of a module that has parameters; raises what it raises before. An ``observer`` lets it run on.
 
-    A call in another thread counts; one in another process, or while a module is constructed, does not. The code runs in a greenlet of
-    this thread, which is never resumed after the call, so that no ``finally``, ``except`` or ``with`` around it runs; exit and signal
-    handlers of the user's files are removed. Files that exist are kept as they are (:class:`KeptFiles`).
+    A call in another thread counts; one in another process, or that is part of making a model, does not. If no other follows before the
+    code ends or computes gradients, the last of the latter counts nevertheless, unless it was of a part of a model. The code runs in a
+    greenlet of this thread, which is never resumed after the call, so that no ``finally``, ``except`` or ``with`` around it runs; exit
+    and signal handlers of the user's files are removed. Files that exist are kept as they are (:class:`KeptFiles`). With ``to_end``, no
+    call counts.
     """
-    caller, thread, process = greenlet.getcurrent(), threading.get_ident(), os.getpid()
-    kept_call, running = nn.Module.__call__, True
-    left, anywhere = threading.Event(), threading.Event()
-    calls: list[ModelCall] = []
-    errors: list[BaseException] = []
-
-    def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if not running:  # `torch.compile` keeps this function as that of the module inside
-            return kept_call(self, *args, **kwargs)
-        frame, is_here = sys._getframe(1), threading.get_ident() == thread
-        is_next = observer is not None and bool(calls)
-        stops = is_here or (interrupt is not None and not is_next)
-        if os.getpid() != process or not stops or not _counts(self, frame):
-            return kept_call(self, *args, **kwargs)
-        if not is_next:
-            calls.append(ModelCall(self, args, kwargs, own_line(frame) or source_line(frame)))
-        if observer is not None and is_here:
-            return observer.call(self, args, kwargs, kept_call)
-        if observer is not None:
-            observer.give_up("it calls its model in another thread")
-        if is_here or interrupt is None:
-            leave()
-        _park(interrupt, left, anywhere)
-
-    def leave_if_possible(_number: int, frame: FrameType | None) -> None:
-        if calls and (anywhere.is_set() or not _holds_locks(frame)):
-            leave()
-
-    def leave() -> NoReturn:
-        left.set()
-        while True:
-            caller.switch()
-
-    def is_failure(caught: BaseException) -> bool:  # a script that has trained may call exit()
-        return not calls or (observer is not None and not isinstance(caught.__context__, SystemExit))
-
-    script = greenlet.greenlet(lambda: errors.extend(_failures_of(work, is_failure)))
-    script.gr_context = caller.gr_context
+    running = _Running(observer, to_end=to_end)
+    script = greenlet.greenlet(lambda: running.errors.extend(_failures_of(work, running.is_failure)))
+    script.gr_context = running.caller.gr_context
     before = _Surroundings()
     with (
         _exit_handlers_of_the_user() as handlers,
         KeptFiles() as files,
-        _interrupted_by(leave_if_possible) as interrupt,
+        _interrupted_by(running.leave_if_possible) as running.interrupt,
     ):
-        observing = contextlib.nullcontext() if observer is None else observer.observing(leave)
-        with _threads_that_do_not_last(), replaced(nn.Module, "__call__", call), observing:
+        observing = contextlib.nullcontext() if observer is None else observer.observing(running.leave)
+        with _threads_that_do_not_last(), running.watched(), observing:
             script.switch()
-        running = False
-    if errors:
-        raise errors[0]
-    if calls:
+        running.is_over = True
+    if running.errors:
+        raise running.errors[0]
+    call = running.first or running.made_last
+    if call is not None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(script))  # else it would be unwound when it is freed, also at exit
         before.restore(handlers)
-    return Ran(calls[0] if calls else None, files.notes)
+    return Ran(call, files.notes)
+
+
+class _Running:
+    """The user's code while it runs in a greenlet, and the calls of models that it makes."""
+
+    def __init__(self, observer: Observer | None, *, to_end: bool) -> None:
+        self._observer, self._to_end = observer, to_end
+        self.caller = greenlet.getcurrent()
+        self._process, self._thread = os.getpid(), threading.get_ident()
+        self._kept_call, self._kept_backward = nn.Module.__call__, torch.autograd.backward
+        self.interrupt: Callable[[], None] | None = None
+        self._left, self._anywhere = threading.Event(), threading.Event()
+        self.is_over = False
+        self.errors: list[BaseException] = []
+        self.first: ModelCall | None = None
+        """The first call of a model, once it is made."""
+        self._making: dict[str, ModelCall | None] = {}
+        """What is said of calls that are part of making a model; the call, if it may be the first of a model nevertheless."""
+        self._threads_making: set[int] = set()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """Inside, calls of models, and of ``backward()``, come by here."""
+
+        def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            if self.is_over or self._to_end:  # `torch.compile` keeps this function as that of the module inside
+                return self._kept_call(module, *args, **kwargs)
+            return self._call(module, args, kwargs, sys._getframe(1))
+
+        with replaced(nn.Module, "__call__", call), replaced(torch.autograd, "backward", self._backward):
+            yield
+
+    def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
+        is_here = threading.get_ident() == self._thread
+        is_next = self._observer is not None and self.first is not None
+        stops = is_here or (self.interrupt is not None and not is_next)
+        is_inner = os.getpid() != self._process or threading.get_ident() in self._threads_making
+        if is_inner or not stops or not _counts(module, frame):
+            return self._kept_call(module, *args, **kwargs)
+        if not is_next:
+            line = own_line(frame) or source_line(frame)
+            call = ModelCall(module, args, kwargs, line, tuple(self._making))
+            making = part_of_making(module, frame, loops=self._observer is None)
+            if making is not None:
+                self._making[f"the call at {line} {making.why}"] = call if making.is_model else None
+                return self._make(module, args, kwargs)
+            self.first = call
+        if self._observer is not None and is_here:
+            return self._observer.call(module, args, kwargs, self._kept_call)
+        if self._observer is not None:
+            self._observer.give_up("it calls its model in another thread")
+        if is_here or self.interrupt is None:
+            self.leave()
+        _park(self.interrupt, self._left, self._anywhere)
+
+    def _make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Make a call that does not count; nor do those inside it."""
+        self._threads_making.add(threading.get_ident())
+        try:
+            return self._kept_call(module, *args, **kwargs)
+        finally:
+            self._threads_making.discard(threading.get_ident())
+
+    @property
+    def made_last(self) -> ModelCall | None:
+        """The last call that is part of making a model, of what may be the whole one."""
+        return next((call for call in reversed(self._making.values()) if call is not None), None)
+
+    def _backward(self, *args: Any, **kwargs: Any) -> Any:
+        is_here = (os.getpid(), threading.get_ident()) == (self._process, self._thread)
+        if is_here and not self.is_over and self._observer is None and self.made_last is not None:
+            self.first = self.made_last
+            self.leave()
+        return self._kept_backward(*args, **kwargs)
+
+    def leave_if_possible(self, _number: int, frame: FrameType | None) -> None:
+        """Leave the code, when another thread has called a model, unless this thread may hold locks."""
+        if self.first is not None and (self._anywhere.is_set() or not _holds_locks(frame)):
+            self.leave()
+
+    def leave(self) -> NoReturn:
+        """Leave the code for good."""
+        self._left.set()
+        while True:
+            self.caller.switch()
+
+    def is_failure(self, caught: BaseException) -> bool:
+        """Whether an exception ends the code too early: a script that has trained, or that is run to its end, may call ``exit()``."""
+        ended = caught.__context__
+        if self._to_end and isinstance(ended, SystemExit):
+            return ended.code not in (None, 0)
+        return self.first is None or (self._observer is not None and not isinstance(ended, SystemExit))
 
 
 def _failures_of(work: Callable[[], object], is_failure: Callable[[BaseException], bool]) -> Iterator[BaseException]:
@@ -151,16 +215,8 @@ def _failures_of(work: Callable[[], object], is_failure: Callable[[BaseException
 
 
 def _counts(module: nn.Module, frame: FrameType | None) -> bool:
-    """Whether it is a model, and not called by the constructor of a module, for example to find out the shape of an output."""
-    if next(module.parameters(), None) is None:
-        return False
-    while frame is not None:
-        code = frame.f_code
-        is_constructor = code.co_name == "__init__" and code.co_argcount > 0
-        if is_constructor and isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
-            return False
-        frame = frame.f_back
-    return True
+    """Whether it is a model, and not called by the constructor of a module."""
+    return next(module.parameters(), None) is not None and not made_by_constructor(frame)
 
 
 # -- The thread in which a model was called

@@ -33,7 +33,9 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False, batches:
         notes.append("the fp32 output is all zeros (a zero-initialized head?)")
     # Pasted code can cast the inputs if torch's pytree finds every tensor of them.
     reached = tree_flatten((target.args, target.kwargs))[0]
-    castable = sum(isinstance(leaf, Tensor) for leaf in reached) == sum(1 for _ in leaves((target.args, target.kwargs)))
+    castable = sum(issubclass(type(leaf), Tensor) for leaf in reached) == sum(
+        1 for _ in leaves((target.args, target.kwargs))
+    )
     return ModelInfo(
         name=type(model).__name__,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
@@ -46,6 +48,7 @@ def describe_target(target: Target, fp32: Run, *, trains: bool = False, batches:
         setup=_training_setup(target) if trains else list(target.setup),
         castable=castable,
         layout=_layout(target),
+        taken=target.taken,
         source=target.source,
         caller=target.caller,
         notes=notes,
@@ -85,7 +88,7 @@ def _training_setup(target: Target) -> list[str]:
 
 def _layout(target: Target) -> InputLayout:
     given: dict[str, Any] = target.kwargs or {str(position): value for position, value in enumerate(target.args)}
-    tensors = {key: value for key, value in given.items() if isinstance(value, Tensor)}
+    tensors = {key: value for key, value in given.items() if issubclass(type(value), Tensor)}
     if any(True for key, value in given.items() if key not in tensors for _ in leaves(value)):
         return InputLayout(kind="nested")
     floating = [key for key, value in tensors.items() if value.is_floating_point()]

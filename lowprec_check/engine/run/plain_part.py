@@ -154,6 +154,7 @@ class PlainPart:
         self.result = msgspec.structs.replace(result, changes_parameters=changed, backend_gaps=gaps)
         if saved is None:
             self.result = self._as_reference(self.result)
+            self.result = msgspec.structs.replace(self.result, notes=(*self.result.notes, *self._snapshot.notes))
         elif self.result.status == "unjudged" and saved.probe is not None:
             self._judge_by_module(saved.probe)
         self._send(self.result)
