@@ -23,6 +23,7 @@ from lowprec_check.analysis.fixes.fix_sites import culprits, fails
 from lowprec_check.analysis.fixes.source_text import Edit, SourceText, edited, moved
 from lowprec_check.analysis.statements.kinds import said
 from lowprec_check.errors import UsageError
+from lowprec_check.process import process_group
 from lowprec_check.report.blocks import CodeBlock, Document
 from lowprec_check.report.fix_blocks import fix_document
 from lowprec_check.report.layout.text import text
@@ -196,6 +197,16 @@ def test_a_buffer_that_some_instances_lack_stays_in_fp32(call: Call, tmp_path: P
     found = fixed(call, file)
     assert found.passes
     assert [change.kind for change in found.changes] == ["buffer"]
+
+
+@pytest.mark.slow
+def test_a_fix_where_the_threads_of_openmp_cannot_be_ended(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(process_group, "_release_threads", lambda: False)  # as with torch 2.6
+    file = write(tmp_path, "h = self.fc(x)\nreturn h.masked_fill(torch.arange(8) > 3, -1e9).softmax(-1)")
+    done = call("fix", file, "-q", "-p", "half", folder=tmp_path)
+    assert "half passes" in done.stdout, done.stderr
 
 
 @pytest.mark.slow

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import threading
 import time
+import types
 from collections.abc import Callable
 from multiprocessing import resource_tracker
 from pathlib import Path
@@ -21,12 +22,16 @@ from pathlib import Path
 import msgspec
 import psutil
 import pytest
+import torch
 from conftest import ROOT
 
+from lowprec_check.engine.model.user_code import parsing
+from lowprec_check.process import process_group
 from lowprec_check.process.breadcrumb import Breadcrumb, open_shared, read_shared, shared_file
 from lowprec_check.process.command_worker import CommandWorker, LineWorker
+from lowprec_check.process.fork_lock import ForkLock
 from lowprec_check.process.function_worker import _PLACE_SIGNAL, FunctionWorker, Method, SendBytes
-from lowprec_check.process.process_group import PRIVATE, UNKNOWN_EXIT, start_command
+from lowprec_check.process.process_group import GUARDIAN, PRIVATE, UNKNOWN_EXIT, start_command
 from lowprec_check.process.supervisor import (
     FOREIGN_BYTES,
     MessageEvent,
@@ -253,6 +258,83 @@ def test_a_worker_whose_pipe_holds_other_bytes_is_killed() -> None:
     messages, end = watch(forked(writes_into_the_pipe))
     assert (messages, end.state, end.exit_code) == ([1], "ended", FOREIGN_BYTES)
     assert describe_exit(FOREIGN_BYTES) == "the process writes to file descriptors that it did not open"
+
+
+# -- Forks of forks, with an OpenMP whose threads cannot be ended (that of torch 2.6): a new thread makes each fork
+
+
+@pytest.fixture
+def openmp_without_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(process_group, "ctypes", types.SimpleNamespace(CDLL=lambda path: object()))
+
+
+def multiplies(send: SendBytes) -> None:
+    ones = torch.ones(300, 300)
+    send(b"%d" % int((ones @ ones).sum() / 300**3))
+
+
+def forks_and_multiplies(send: SendBytes) -> None:
+    multiplies(send)
+    worker = forked(multiplies)
+    worker.deadline = time.monotonic() + 60
+    messages, end = watch(worker)
+    assert end.exit_code == 0
+    send(b"%d" % sum(messages))
+    multiplies(send)
+
+
+def test_a_fork_forks_where_the_threads_of_openmp_stay(openmp_without_pause: None) -> None:
+    assert not process_group._release_threads()
+    multiplies(bytes)
+    worker = forked(forks_and_multiplies)
+    worker.deadline = time.monotonic() + 60
+    messages, end = watch(worker)
+    assert (messages, end.state, end.exit_code) == ([1, 1, 1], "ended", 0)
+
+
+def takes_locks(send: SendBytes) -> None:
+    with process_group.WHOLE_PROCESS, parsing, GUARDIAN._lock:
+        send(b"1")
+
+
+def test_locks_of_other_threads_are_free_in_a_fork() -> None:
+    is_held, may_end = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with process_group.WHOLE_PROCESS, parsing, GUARDIAN._lock:
+            is_held.set()
+            may_end.wait(60)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    assert is_held.wait(60)
+    pid = os.fork()
+    if pid == 0:
+        takes_locks(bytes)
+        os._exit(7)
+    for _ in range(600):
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        if ended:
+            break
+        time.sleep(0.1)
+    else:
+        os.kill(pid, signal.SIGKILL)
+        ended, status = os.waitpid(pid, 0)
+    may_end.set()
+    holder.join()
+    assert os.waitstatus_to_exitcode(status) == 7
+
+
+def test_a_lock_that_was_held_when_its_process_forked_can_be_left() -> None:
+    lock = ForkLock()
+    with lock:
+        with lock:
+            pass
+        lock.renew()
+    with lock:
+        pass
+    with pytest.raises(RuntimeError):
+        ForkLock().__exit__()
 
 
 def test_a_fork_reaches_no_private_descriptor() -> None:

@@ -13,7 +13,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from lowprec_check.process import guardian_program, system
+from lowprec_check.process.fork_lock import ForkLock
 from lowprec_check.process.guardian_program import end_family, new_mark, set_mark
 
 # -- A guardian: a small process that ends this program's workers if the program ends without doing so
@@ -36,7 +36,7 @@ class Guardian:
     """The guardian of this process; it starts at the first use, and again if it was killed."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = ForkLock()
         self._process: subprocess.Popen[bytes] | None = None
         self._folder: str | None = None
         self._owner: int | None = None
@@ -107,8 +107,7 @@ class Guardian:
             self._process = None
 
     def after_fork(self) -> None:
-        """In a fork: the guardian is the parent's and waits for the end of the pipe; a thread that was not copied may hold the lock."""
-        self._lock = threading.Lock()
+        """In a fork: the guardian is the parent's and waits for the end of the pipe."""
         self._folder, self._owner = None, None  # the parent's
         self._forget()
 
@@ -227,7 +226,7 @@ PRIVATE: set[int] = set()
 """Open descriptors of this process that a fork must not use: in it they lead nowhere, so that a model which writes to all
 descriptors that it finds reaches no other process."""
 
-WHOLE_PROCESS = threading.RLock()
+WHOLE_PROCESS = ForkLock()
 """Held while a process forks, and while a model is run in this process, with hooks and modes that a fork must not copy."""
 
 

@@ -16,6 +16,7 @@ from torch import nn
 from lowprec_check.engine.core.devices import says_device_is_absent
 from lowprec_check.engine.core.source_location import is_own_file, is_user_code, show_file, show_line
 from lowprec_check.errors import Terminated, UsageError, message_of, text_of, type_name
+from lowprec_check.process.fork_lock import ForkLock
 from lowprec_check.process.function_worker import end_if_forked, in_worker
 
 T = TypeVar("T")
@@ -121,7 +122,7 @@ def display_name(module: types.ModuleType) -> str:
 
 # CPython 3.11 and 3.12 fail with SystemError when two threads parse at a time (python/cpython#106905). The lock
 # keeps our threads apart; a thread of the user's that parses costs a location, not the scan.
-parsing = threading.Lock()
+parsing = ForkLock()
 
 
 def class_line(model: nn.Module) -> str | None:

@@ -11,7 +11,6 @@ import collections
 import contextlib
 import os
 import shutil
-import threading
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -23,6 +22,7 @@ from lowprec_check.catalog.records import DTYPES, Failure, Header, OpRecord, OpT
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.errors import UsageError
 from lowprec_check.process.command_worker import LineWorker, TaskQueue
+from lowprec_check.process.fork_lock import ForkLock
 from lowprec_check.process.interpreter import module_command
 from lowprec_check.process.process_group import GUARDIAN
 from lowprec_check.process.supervisor import StateEvent
@@ -210,10 +210,7 @@ class BriefSweep(NamedTuple):
     records: list[OpRecord]
 
 
-_locks = [threading.Lock()]
-"""One; in a fork a new one, since a thread of the parent may have held the other."""
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _locks.__setitem__(0, threading.Lock()))
+_sweeping = ForkLock()
 
 _Key = tuple[int, str, str]
 _kept: dict[_Key, OperatorSweep] = {}
@@ -228,7 +225,7 @@ def measure_briefly(
     The first call starts the worker, which imports torch and its description of operators; a worker that crashes is
     replaced. Raises the errors of :meth:`OperatorSweep.measure`.
     """
-    with _locks[0]:
+    with _sweeping:
         key = os.getpid(), device, worker
         try:
             sweep = _sweep_of(key, call_seconds)
@@ -242,7 +239,7 @@ def measure_briefly(
 
 def start_early(device: str, *, worker: str = WORKER, call_seconds: float = CALL_SECONDS) -> None:
     """Start the worker of :func:`measure_briefly`, which imports torch in the background; does nothing if that fails."""
-    with _locks[0], contextlib.suppress(OSError):
+    with _sweeping, contextlib.suppress(OSError):
         queue = _sweep_of((os.getpid(), device, worker), call_seconds).queue
         if not queue.workers:
             queue.start()
