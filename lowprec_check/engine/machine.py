@@ -12,7 +12,7 @@ import torch
 from lowprec_check.catalog.predictable import predicted_device
 from lowprec_check.catalog.versions import installed_version, release_of
 from lowprec_check.engine.core import devices
-from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem
+from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem, prepack_problem
 from lowprec_check.engine.run.isolation import isolated, isolation_on
 from lowprec_check.engine.run.target_source import TargetSource
 from lowprec_check.errors import UsageError
@@ -106,6 +106,7 @@ def environment(device: str | None = None) -> dict[str, Any]:
         **{package: installed_version(package) for package in ("torchvision", "timm", "transformers")},
         "ipex": installed_version(IPEX),
         "ipex_fits": None if installed_version(IPEX) is None else extension_problem() is None,
+        "ipex_limit": None if installed_version(IPEX) is None else prepack_problem("bfloat16"),
     }
 
 

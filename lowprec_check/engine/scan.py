@@ -34,7 +34,7 @@ from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.engine.trace.plain_modes import parse_withheld
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.axes import replaced
+from lowprec_check.schema.axes import backend_notes, replaced
 from lowprec_check.schema.called_with import called_with
 from lowprec_check.schema.options import Names, ScanOptions, option
 from lowprec_check.schema.precisions import LOW_FORMATS, PRECISIONS
@@ -139,11 +139,10 @@ def growing_scan(
         fp32 = target_runs.reference()
         run_references(further, fp32)
         model = describe_target(target, fp32, trains=settings.steps > 0, batches=options.batches)
-        notes = [*model.notes, *replaced(options.names_of("backends"))[1]]
         result = ScanResult(
             tool=f"lowprec-check {version()}",
             target=source.name,
-            model=msgspec.structs.replace(model, notes=notes),
+            model=model,
             environment=machine.environment,
             prediction=machine.predicted,
             options=options.saved(target_runs.isolation),
@@ -151,6 +150,8 @@ def growing_scan(
             runs=[fp32],
             digest=None if stream is None else _digest(own, [target_runs, *further]),
         )
+        notes = [*model.notes, *replaced(options.names_of("backends"))[1], *backend_notes(wanted_runs(result))]
+        result = msgspec.structs.replace(result, model=msgspec.structs.replace(model, notes=notes))
         yield result
         resumed = _resumed(source, result, earlier)
         for key in target_runs.in_order(wanted_runs(result)[1:]):

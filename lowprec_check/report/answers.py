@@ -201,6 +201,8 @@ def environment_document(environment: dict[str, Any]) -> Document:
     fits = (
         "compatible with this torch" if environment["ipex_fits"] else "not compatible with this torch, do not import it"
     )
+    if environment["ipex_fits"] and environment["ipex_limit"]:
+        fits += f"; {environment['ipex_limit']}"
     rows = [
         ("torch", environment["torch"]),
         ("python", environment["python"]),

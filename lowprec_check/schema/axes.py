@@ -99,6 +99,10 @@ class Backend:
         """The backend that runs in its place here, and why; ``None`` if it runs itself."""
         return None
 
+    def note(self, precision: Precision) -> str | None:
+        """What the backend does otherwise for a precision on this machine, a note of the scan; ``None`` if there is nothing to say."""
+        return None
+
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """Return a callable that replaces ``model`` (a ``torch.nn.Module`` in its precision, on its device).
 
@@ -141,6 +145,16 @@ def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
         for replacement, given in replaced_by.items()
     ]
     return list(dict.fromkeys(running)), notes
+
+
+def backend_notes(keys: Iterable[RunKey]) -> list[str]:
+    """What the backends of runs do otherwise on this machine; nothing of runs that are skipped."""
+    notes = []
+    for key in keys:
+        backend, precision = BACKENDS.get(key.backend), PRECISIONS.get(key.precision)
+        if backend.skip_reason(precision, key.device, key.memory_format) is None:
+            notes += [backend.note(precision)]
+    return [note for note in dict.fromkeys(notes) if note is not None]
 
 
 BACKENDS: Registry[Backend] = Registry(

@@ -89,7 +89,12 @@ def bare(ipex: Any, path: Path, precision: str, backend: str) -> Any:
             if backend == "ipex-compile":
                 model = torch.compile(ipex.optimize(model, dtype=dtype, weights_prepack=False), backend="ipex")
             else:
-                model = ipex.optimize(model, dtype=dtype)
+                has_instructions = {
+                    torch.bfloat16: ipex._C.onednn_has_bf16_support,
+                    torch.half: ipex._C.onednn_has_fp16_support,
+                }
+                options = {} if dtype is None or has_instructions[dtype]() else {"weights_prepack": False}
+                model = ipex.optimize(model, dtype=dtype, **options)
             if backend == "ipex-jit":
                 given = {"example_kwarg_inputs": kwargs} if kwargs else {"example_inputs": args}
                 model = torch.jit.freeze(torch.jit.trace(model, **given, check_trace=False, strict=False))

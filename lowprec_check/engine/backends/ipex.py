@@ -14,6 +14,7 @@ from lowprec_check.engine.core.installation import (
     LAST_FIT,
     extension_problem,
     minor_version,
+    prepack_problem,
 )
 from lowprec_check.schema.axes import Backend, Code, Example, Replacement
 from lowprec_check.schema.precisions import PRECISIONS, Precision
@@ -55,7 +56,7 @@ class ExtensionBackend(Backend):
 def optimized(model: Any, precision: Precision, **options: Any) -> Any:
     """A copy of ``model``, an ``nn.Module`` in ``precision`` on the CPU, after ``ipex.optimize`` with ``options``.
 
-    Raises ``AssertionError`` for fp16 with prepacked weights on a CPU without fp16 instructions, and for a model in training mode.
+    Raises ``AssertionError`` for a model in training mode.
     """
     torch: Any = importlib.import_module("torch")
     ipex: Any = importlib.import_module("intel_extension_for_pytorch")
@@ -71,12 +72,35 @@ def optimize_code(key: RunKey, options: str = "") -> str:
     return f"ipex.optimize({', '.join(filter(None, ['model', dtype, options]))})"
 
 
+def _prepack_problem(precision: Precision) -> str | None:
+    """Why weights cannot be prepacked in the dtype of ``precision`` on this processor; ``None`` if they can."""
+    return prepack_problem(precision.format.name) if _gives_dtype(precision) else None
+
+
+class PrepackingBackend(ExtensionBackend):
+    """A backend that prepacks weights where the processor has the instructions."""
+
+    def note(self, precision: Precision) -> str | None:
+        """That the weights are not prepacked, and why: the same for all backends."""
+        problem = _prepack_problem(precision)
+        return f"{problem}: so do the rows of ipex and ipex-jit here" if problem else None
+
+    def optimized(self, model: Any, precision: Precision) -> Any:
+        """:func:`optimized` as far as the processor can."""
+        options = {"weights_prepack": False} if _prepack_problem(precision) else {}
+        return optimized(model, precision, **options)
+
+    def optimize_code(self, key: RunKey) -> str:
+        """The call of :meth:`optimized` as code."""
+        return optimize_code(key, "weights_prepack=False" if _prepack_problem(PRECISIONS.get(key.precision)) else "")
+
+
 def _gives_dtype(precision: Precision) -> bool:
     """Whether ``ipex.optimize`` gets the dtype of ``precision``: a custom precision changes the model itself."""
     return precision.kind in ("cast", "autocast")
 
 
-class Ipex(ExtensionBackend):
+class Ipex(PrepackingBackend):
     """Folds batch norm into convolutions and prepacks weights for oneDNN."""
 
     name = "ipex"
@@ -86,12 +110,12 @@ class Ipex(ExtensionBackend):
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The optimized copy of the model."""
-        called: Callable[..., Any] = optimized(model, example.precision)
+        called: Callable[..., Any] = self.optimized(model, example.precision)
         return called
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` before the call."""
-        return Code(imports=(IMPORT,), before=(f"model = {optimize_code(key)}",))
+        return Code(imports=(IMPORT,), before=(f"model = {self.optimize_code(key)}",))
 
 
 class IpexCompile(ExtensionBackend):
@@ -115,7 +139,7 @@ class IpexCompile(ExtensionBackend):
         return Code(imports=(IMPORT,), before=(f'model = torch.compile({optimize}, backend="ipex")',))
 
 
-class IpexJit(ExtensionBackend):
+class IpexJit(PrepackingBackend):
     """Optimizes the model and runs the graph of a trace, in which the extension fuses ops."""
 
     name = "ipex-jit"
@@ -124,12 +148,12 @@ class IpexJit(ExtensionBackend):
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The frozen graph of the optimized copy of the model."""
-        return frozen_trace(optimized(model, example.precision), example)
+        return frozen_trace(self.optimized(model, example.precision), example)
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` before the call, the trace inside its context."""
         inside = frozen_trace_code(model, key)
-        return Code(imports=(IMPORT,), before=(f"model = {optimize_code(key)}",), inside=inside)
+        return Code(imports=(IMPORT,), before=(f"model = {self.optimize_code(key)}",), inside=inside)
 
 
 PLAIN, COMPILED, TRACED = Ipex(), IpexCompile(), IpexJit()

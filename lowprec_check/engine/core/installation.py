@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from pathlib import Path
 
@@ -42,6 +43,27 @@ def extension_problem() -> str | None:
             f"the process; {install}"
         )
     return None
+
+
+_PREPACKS = {
+    "bfloat16": ("AVX-512", ("avx512bw", "avx512vl", "avx512dq")),
+    "float16": ("AVX512-FP16", ("avx512_fp16",)),
+}
+"""By dtype, the instructions with which ``ipex.optimize`` prepacks weights, and their flags in ``/proc/cpuinfo``.
+
+Source: ``frontend.optimize`` of the extension 2.8. ``AVX-NE-CONVERT`` would do too; Linux does not list it.
+"""
+
+
+def prepack_problem(dtype: str) -> str | None:
+    """Why ``ipex.optimize`` cannot prepack weights in ``dtype`` on this processor; ``None`` if it can. oneDNN heeds ``ONEDNN_MAX_CPU_ISA``."""
+    instructions, needed = _PREPACKS.get(dtype, ("", ()))
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
+    is_limited = limit.startswith(("SSE", "AVX2")) or limit == "AVX"
+    flags = [] if is_limited else cpu_info("flags").split()
+    if all(flag in flags for flag in needed):
+        return None
+    return f"without {instructions}, ipex.optimize cannot prepack weights in {dtype} and needs weights_prepack=False"
 
 
 def missing_packages(*packages: str) -> str | None:

@@ -45,10 +45,12 @@ from lowprec_check.engine.model.user_code import (
     definition_line,
     display_name,
     file_start,
+    required_arguments,
 )
 from lowprec_check.engine.model.user_module import UserModule, import_file, import_name, run_script
 from lowprec_check.engine.model.user_script import ModelCall
 from lowprec_check.engine.model.weights import load_weights, stream_file
+from lowprec_check.engine.model.without_extension import without_extension
 from lowprec_check.engine.model.zoo import load_timm, load_torchvision
 from lowprec_check.errors import UsageError, encodable
 from lowprec_check.schema.options import FORMS
@@ -91,7 +93,7 @@ def load_target(
         )
     kept, sys.argv = sys.argv, [spec.rpartition(":")[0] or spec, *arguments]
     try:
-        with contextlib.redirect_stdout(sys.stderr), torchvision_works():
+        with contextlib.redirect_stdout(sys.stderr), torchvision_works(), without_extension() as left_out:
             if zoo == "hf":
                 target = load_folder(name, inputs, stream=stream)
             else:
@@ -104,6 +106,7 @@ def load_target(
                 setup = (*target.setup, *load(target.model, weights))
                 notes = (*target.notes, *([STREAMED] if stream else []))
                 target = target._replace(setup=setup, weights="loaded", notes=notes)
+            target = target._replace(notes=(*target.notes, *left_out.notes))
             return call_user_code(f"Reading {type(target.model).__name__}", lambda: check(target))
     finally:
         sys.argv = kept
@@ -219,7 +222,9 @@ def _stands_for(training: ObservedTraining) -> str:
 def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...], steps: int) -> Target:
     """The target of the first call of a model in a script, which makes no ``steps`` of training if they are wanted."""
     module, notes = script.module, script.ran.notes
-    given = _given_inputs(module, inputs)
+    given, parts = _given_inputs(module, inputs), _other_parts(module, inputs)
+    if not steps and parts["loss"] is not None and required_arguments(parts["loss"]) > 1:
+        parts["loss"] = None  # a call of the model has no targets
     return unchecked_target(
         call.model,
         _inputs_of(call) if given is None else given,
@@ -227,7 +232,7 @@ def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...]
         taken="; ".join([f"called at {call.line}, the first call of a model in the script", *call.passed_over]),
         setup=(f"# before {call.line}: `model` is the model that this line calls, `inputs` what it is called with",),
         notes=(*notes, *([NOT_TRAINED] if steps else [])),
-        **_other_parts(module, inputs),
+        **parts,
     )
 
 

@@ -23,6 +23,7 @@ from lowprec_check.engine.core.source_location import is_own_file, source_lines
 from lowprec_check.engine.model.kept_files import replaced
 from lowprec_check.engine.model.observed_step import SECONDS, framework_of
 from lowprec_check.engine.model.user_module import run_script
+from lowprec_check.engine.model.without_extension import without_extension
 from lowprec_check.process import system
 
 Weights = list[tuple[Tensor, Tensor]]
@@ -37,7 +38,8 @@ def made_steps(path: Path, arguments: tuple[str, ...], steps: int, seed: int, *,
     seed_everything(seed)
     watch, kept, sys.argv = StepWatch(steps, fp32=fp32), sys.argv, [str(path), *arguments]
     try:
-        run_script(path, observer=watch)
+        with without_extension():
+            run_script(path, observer=watch)
     finally:
         sys.argv = kept
     return watch

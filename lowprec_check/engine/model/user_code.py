@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import inspect
+import re
 import threading
 import traceback
 import types
@@ -56,12 +57,25 @@ def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) ->
         root = _root_cause(error)
         cause = None if root is error else _user_frame(root)
         message = _description(error, frame) + (f" (caused by {_description(root, cause)})" if cause else "")
-        advice = ""
-        if isinstance(error, SystemExit):
-            advice = "Give a script its arguments after --: lowprec-check scan train.py -- --data FOLDER."
-        if says_device_is_absent(message):
-            advice = "Make the model and its inputs on the CPU: a scan moves them to the device that it measures on."
+        advice = _advice_on(error, message)
         raise UsageError(message, "\n".join(filter(None, [f"    {text_of(frame.line)}", advice]))) from None
+
+
+_OF_THE_EXTENSION = re.compile(r"module 'torch\.(cpu|xpu)' has no attribute '(amp|optimize)'")
+
+
+def _advice_on(error: BaseException, message: str) -> str:
+    """What to do about an exception of the user's code, if that is known."""
+    if says_device_is_absent(message):
+        return "Make the model and its inputs on the CPU: a scan moves them to the device that it measures on."
+    if isinstance(error, SystemExit):
+        return "Give a script its arguments after --: lowprec-check scan train.py -- --data FOLDER."
+    missing = _OF_THE_EXTENSION.search(message)
+    if missing is None:
+        return ""
+    device, name = missing.groups()
+    instead = f'use torch.autocast("{device}", dtype=torch.bfloat16)' if name == "amp" else "leave the call out"
+    return f"This torch has no torch.{device}.{name}, which Intel's extension used, and which is archived: {instead}."
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:
