@@ -121,6 +121,15 @@ SCRIPTS = {
         "def run():\n    net = Full(Enc())\n    for x in loader:\n        net(x)\n    return net\nrun()",
         "Full",
     ),
+    "training, then a larger model": (
+        "def main():\n    enc = Enc()\n    for x in loader:\n        pass\n    train(enc, loader)\n    return Full(enc)\nmain()",
+        "Enc",
+    ),
+    "an evaluation, then a larger model": (
+        "enc = Enc()\nevaluate(enc, loader * 9)\nraise_if_reached = Full(enc)",
+        "Enc",
+    ),
+    "a wrapper": ("net = Full(Enc())\nnet(loader[0])\nnet = nn.DataParallel(net)\nnet(loader[0])", "Full"),
     "a comprehension": (
         "enc = Enc()\nout = [enc(x) for x in loader]\nhead = nn.Conv2d(4, 2, 1)\nfor x in out:\n    head(x)",
         "Enc",

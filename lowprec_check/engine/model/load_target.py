@@ -167,7 +167,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
         made_at=made_at,
         taken=f"{display_name(module)}: {name}, {taken_inputs}",
         setup=_setup(module, name, found, inputs, None if is_file else path),
-        notes=(*notes, *_stopped(call, module)),
+        notes=(*notes, *_stopped(None if steps else call, module)),
         **_other_parts(module, inputs),
     )
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import ast
 import builtins
+import collections
 import functools
 import inspect
 import linecache
 import types
 from collections.abc import Iterable, Iterator
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from torch import nn
 from torch.nn.parameter import is_lazy
@@ -40,7 +41,7 @@ def made_by_constructor(frame: FrameType | None) -> bool:
     while frame is not None:
         code = frame.f_code
         is_constructor = code.co_name == "__init__" and code.co_argcount > 0
-        if is_constructor and isinstance(frame.f_locals.get(code.co_varnames[0]), nn.Module):
+        if is_constructor and _is_module(frame.f_locals.get(code.co_varnames[0])):
             return True
         frame = frame.f_back
     return False
@@ -84,19 +85,20 @@ def _part_later(module: nn.Module, rest: _Rest) -> Making | None:
             return Making(f"is of a part of {_class_of(function).__name__}", is_model=False)
         if isinstance(node.func, ast.Attribute) and node.func.attr in _ADDS_A_PART:
             owner = rest.value_of(node.func.value)
-            if isinstance(owner, nn.Module) and owner is not module:
+            if _is_module(owner) and owner is not module:
                 return Making(f"is of a part of {type(owner).__name__}", is_model=False)
+    called = {_root(node.func) for node in rest.nodes(ast.Call)}
     for assignment in rest.nodes(ast.Assign):
-        if isinstance(assignment.value, ast.Call) and rest.is_own_function(assignment.value.func):
-            given = [*assignment.value.args, *(keyword.value for keyword in assignment.value.keywords)]
-            called = {_root(node.func) for node in rest.nodes(ast.Call)}
-            names = {target.id for target in assignment.targets if isinstance(target, ast.Name)}
-            if names & called and any(rest.refers_to(argument, module) for argument in given):
-                return Making(f"is of a part of `{min(names & called)}`", is_model=False)
+        made = assignment.value
+        if isinstance(made, ast.Call) and rest.is_own_function(made.func):
+            given = [*made.args, *(keyword.value for keyword in made.keywords)]
+            names = {target.id for target in assignment.targets if isinstance(target, ast.Name)} & called
+            if names and any(rest.refers_to(argument, module) for argument in given):
+                return Making(f"is of a part of `{min(names)}`", is_model=False)
         for target in assignment.targets:
-            if isinstance(target, ast.Attribute) and rest.refers_to(assignment.value, module):
+            if isinstance(target, ast.Attribute) and rest.refers_to(made, module):
                 owner = rest.value_of(target.value)
-                if isinstance(owner, nn.Module) and owner is not module:
+                if _is_module(owner) and owner is not module:
                     return Making(f"is of a part of {type(owner).__name__}", is_model=False)
     return None
 
@@ -131,28 +133,36 @@ def _loop_calls_another(module: nn.Module, rest: _Rest) -> Making | None:
     return None
 
 
+def _is_module(value: Any) -> bool:
+    return issubclass(type(value), nn.Module)  # not `isinstance`, which asks the user's object for its class
+
+
 def _is_module_class(value: Any) -> bool:
-    return isinstance(value, type) and issubclass(value, nn.Module)
+    return issubclass(type(value), type) and issubclass(value, nn.Module)
+
+
+_NO_WHOLES = ("torch.nn.modules.loss", "torch.nn.parallel", "torch.optim", "torch.distributed")
+"""Where torch has classes of modules that get a model and are no larger model: losses, wrappers for several devices, averages."""
 
 
 def _makes_module(function: Any) -> bool:
-    """Whether it is a class of modules, but no loss, or a function of such a class."""
+    """Whether it is a class of modules that may be models, or a function of such a class."""
     kind = _class_of(function)
-    return _is_module_class(kind) and not kind.__module__.startswith("torch.nn.modules.loss")
+    return _is_module_class(kind) and not kind.__module__.startswith(_NO_WHOLES)
 
 
 def _class_of(function: Any) -> Any:
     """The class that is called itself, or by one of its functions."""
-    return function if isinstance(function, type) else getattr(function, "__self__", None)
+    return function.__self__ if issubclass(type(function), types.MethodType) else function
 
 
 def _holds(value: Any, module: nn.Module) -> bool:
     """Whether a value is ``module``, a module with it inside, or a container of one."""
-    if isinstance(value, nn.Module):
+    if _is_module(value):
         return any(part is module for part in value.modules())
     if type(value) in (list, tuple, dict):
         parts = value.values() if type(value) is dict else value
-        return any(isinstance(part, nn.Module) and _holds(part, module) for part in parts)
+        return any(_is_module(part) and _holds(part, module) for part in parts)
     return False
 
 
@@ -160,6 +170,7 @@ def _holds(value: Any, module: nn.Module) -> bool:
 
 
 _UNKNOWN = object()
+Node = TypeVar("Node", bound=ast.AST)
 
 
 class _Rest:
@@ -204,16 +215,21 @@ class _Rest:
                 self._collect(inner, line)
             return
 
-    def nodes(self, kind: Any) -> Iterator[Any]:
-        """Those of a kind, also in compound statements, but not in functions and classes that are defined there."""
-        waiting: list[ast.AST] = list(self.statements)
+    @functools.cached_property
+    def _all_nodes(self) -> list[ast.AST]:
+        """Those of the statements, but not of functions and classes that are defined there."""
+        found: list[ast.AST] = []
+        waiting = collections.deque[ast.AST](self.statements)
         while waiting:
-            node = waiting.pop(0)
-            if isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Lambda)):
-                continue
-            if isinstance(node, kind):
-                yield node
-            waiting += ast.iter_child_nodes(node)
+            node = waiting.popleft()
+            if not isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Lambda)):
+                found.append(node)
+                waiting.extend(ast.iter_child_nodes(node))
+        return found
+
+    def nodes(self, kind: type[Node]) -> Iterator[Node]:
+        """Those of a kind, the outer ones first."""
+        return (node for node in self._all_nodes if isinstance(node, kind))
 
     # -- What expressions are worth now; none of the user's code runs to find out
 
@@ -229,9 +245,9 @@ class _Rest:
                     return names[node.id]
         if isinstance(node, ast.Attribute):
             owner = self.value_of(node.value)
-            if isinstance(owner, nn.Module) and node.attr in owner._modules:
+            if _is_module(owner) and node.attr in owner._modules:
                 return owner._modules[node.attr]
-            if isinstance(owner, type):
+            if issubclass(type(owner), type):
                 found = inspect.getattr_static(owner, node.attr, _UNKNOWN)
                 return types.MethodType(found.__func__, owner) if isinstance(found, classmethod) else found
             if owner is not _UNKNOWN:
@@ -255,7 +271,7 @@ class _Rest:
     def is_own_function(self, node: ast.expr) -> bool:
         """Whether the expression is a function of the user's own files."""
         value = self.value_of(node)
-        return isinstance(value, types.FunctionType) and is_own_file(value.__code__.co_filename)
+        return type(value) is types.FunctionType and is_own_file(value.__code__.co_filename)
 
     def definition_of(self, node: ast.expr) -> Any:
         """The definition of a function of the user's own files, which may be still to come; ``None`` of anything else."""
@@ -273,7 +289,7 @@ class _Rest:
         if not isinstance(node, ast.Call):
             return False
         function = self.value_of(node.func)
-        return _makes_module(function) or isinstance(function, types.FunctionType)
+        return _makes_module(function) or type(function) is types.FunctionType
 
     def called_in_loops(self) -> set[str]:
         """The names that loops call, also loops of the user's functions that get what a name stands for."""

@@ -24,7 +24,7 @@ from torch.utils import _python_dispatch as dispatch_modes
 from lowprec_check.engine.core.source_location import is_own_file, own_line, source_line
 from lowprec_check.engine.model.call_recorder import autocasts_now, function_modes, set_function_modes
 from lowprec_check.engine.model.kept_files import KeptFiles, replaced
-from lowprec_check.engine.model.model_making import made_by_constructor, part_of_making
+from lowprec_check.engine.model.model_making import Making, made_by_constructor, part_of_making
 from lowprec_check.engine.model.observed_step import StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.process.function_worker import end_if_forked
@@ -77,7 +77,9 @@ def run_user_code(work: Callable[[], object], script: str, steps: int, *, to_end
     observer = StepObserver(steps)
     try:
         ran = run_to_first_call(work, observer)
-        return ran if ran.call is None else ran._replace(training=observer.found.training(script))
+        training = None if ran.call is None else observer.found.training(script)
+        is_at_end = to_end and training is None
+        return ran._replace(call=None if is_at_end else ran.call, training=training)
     finally:
         observer.forget()  # user code may keep functions that refer to it
 
@@ -113,6 +115,10 @@ def run_to_first_call(work: Callable[[], object], observer: Observer | None = No
     return Ran(call, files.notes)
 
 
+_TRIED = 4
+"""Calls of one module that may be part of making a model; if it is called more often, it is used."""
+
+
 class _Running:
     """The user's code while it runs in a greenlet, and the calls of models that it makes."""
 
@@ -127,8 +133,8 @@ class _Running:
         self.errors: list[BaseException] = []
         self.first: ModelCall | None = None
         """The first call of a model, once it is made."""
-        self._making: dict[str, ModelCall | None] = {}
-        """What is said of calls that are part of making a model; the call, if it may be the first of a model nevertheless."""
+        self._passed_over: list[tuple[ModelCall, Making]] = []
+        """Calls that are part of making a model."""
         self._threads_making: set[int] = set()
 
     @contextlib.contextmanager
@@ -152,10 +158,12 @@ class _Running:
             return self._kept_call(module, *args, **kwargs)
         if not is_next:
             line = own_line(frame) or source_line(frame)
-            call = ModelCall(module, args, kwargs, line, tuple(self._making))
-            making = part_of_making(module, frame, loops=self._observer is None)
+            said = dict.fromkeys(f"the call at {call.line} {making.why}" for call, making in self._passed_over)
+            call = ModelCall(module, args, kwargs, line, tuple(said))
+            is_used = sum(made.model is module for made, _ in self._passed_over) >= _TRIED
+            making = None if is_used else part_of_making(module, frame, loops=self._observer is None)
             if making is not None:
-                self._making[f"the call at {line} {making.why}"] = call if making.is_model else None
+                self._passed_over.append((call, making))
                 return self._make(module, args, kwargs)
             self.first = call
         if self._observer is not None and is_here:
@@ -177,12 +185,12 @@ class _Running:
     @property
     def made_last(self) -> ModelCall | None:
         """The last call that is part of making a model, of what may be the whole one."""
-        return next((call for call in reversed(self._making.values()) if call is not None), None)
+        return next((call for call, making in reversed(self._passed_over) if making.is_model), None)
 
     def _backward(self, *args: Any, **kwargs: Any) -> Any:
         is_here = (os.getpid(), threading.get_ident()) == (self._process, self._thread)
-        if is_here and not self.is_over and self._observer is None and self.made_last is not None:
-            self.first = self.made_last
+        if is_here and not self.is_over and self._observer is None and self._passed_over:
+            self.first = self._passed_over[-1][0]  # what is trained is no part that is tried
             self.leave()
         return self._kept_backward(*args, **kwargs)
 
