@@ -215,6 +215,16 @@ def test_library_builders_that_call_a_part(here: Path, write: Write) -> None:
             assert script.ran.call.line == f"{path.name}:6"
 
 
+@pytest.mark.slow
+def test_a_detector_in_a_file_that_defines_it(here: Path, write: Write) -> None:
+    made = "ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None).eval()"
+    text = (
+        f"import torch\nfrom torchvision.models.detection import *\nmodel = {made}\ninputs = ([torch.rand(3, 32, 32)],)"
+    )
+    target = load_target(str(write(text, "detector.py")))
+    assert (type(target.model).__name__, target.model.training) == ("SSD", False)
+
+
 # -- Files that define their model and inputs are loaded to their end
 
 FILES = {
@@ -236,6 +246,16 @@ def test_a_file_that_defines_its_model_and_inputs_is_loaded_to_its_end(here: Pat
         target = load_target(spec)
         assert (type(target.model).__name__, target.args[0].shape) == ("Net", (7, 3))
         assert not target.model.training
+
+
+@pytest.mark.parametrize("case", [name for name in FILES if name not in ("a few steps of training", "an exit")])
+def test_a_file_with_a_dry_run_is_trained_as_it_defines(here: Path, write: Write, case: str) -> None:
+    write(NET + "model, inputs = Net(), torch.ones(7, 3)", "parts_of_it.py")
+    write(NET + FILES[case] + "\ndef loss(output): return output.sum()", "model.py")
+    target = load_target("model.py", steps=2)
+    assert (type(target.model).__name__, target.args[0].shape, target.observed) == ("Net", (7, 3), None)
+    assert target.loss is not None
+    assert not target.notes or not any("was run up to" in note for note in target.notes)
 
 
 def test_a_name_that_was_asked_for(here: Path, write: Write) -> None:
