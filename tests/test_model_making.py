@@ -11,6 +11,7 @@ from conftest import Call
 from user_files import NET
 
 from lowprec_check import ScanResult, UsageError
+from lowprec_check.engine.model import user_script
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.torchvision_ops import torchvision_works
 from lowprec_check.engine.model.user_module import run_script
@@ -119,6 +120,56 @@ SCRIPTS = {
     ),
     "an evaluation that returns its model": (
         "def run():\n    net = Full(Enc())\n    for x in loader:\n        net(x)\n    return net\nrun()",
+        "Full",
+    ),
+    "helpers that loops call": (
+        "net = Full(Enc()).eval()\nout = net(loader[0])\nimport logging\nlog = logging.getLogger()\ndef rows(): return [str]\n"
+        "write = rows()\nfor row in out:\n    write(row)\n    log.info('x')\nraise SystemExit('ran on')",
+        "Full",
+    ),
+    "a main program that returns its model": (
+        "def main():\n    net = Full(Enc()).eval()\n    out = net(loader[0])\n    assert not len(out)\n    return net, out\nmain()",
+        "Full",
+    ),
+    "an object that runs its model": (
+        "class Runner:\n    def __init__(self):\n        self.net = Full(Enc())\n    def run(self) -> nn.Module:\n"
+        "        self.net(loader[0])\n        assert 0\n        return self.net\nnet = Runner().run()",
+        "Full",
+    ),
+    "a wrapper that is exported": (
+        "net = Full(Enc()).eval()\nref = net(loader[0])\nwith_softmax = nn.Sequential(net, nn.Softmax(1))\n"
+        "torch.jit.trace(with_softmax, probe)\nraise SystemExit('ran on')",
+        "Full",
+    ),
+    "layer by layer": (
+        "net, x = nn.Sequential(Enc(), nn.Conv2d(4, 2, 1)), probe\nfor layer in net:\n    x = layer(x)\nnet(loader[0])",
+        "Sequential",
+    ),
+    "layers that are appended in a loop": (
+        "layers, x = [], probe\nfor width in (3, 3):\n    layer = nn.Conv2d(3, width, 1)\n    x = layer(x)\n    layers.append(layer)\n"
+        "net = nn.Sequential(*layers)\nnet(loader[0])",
+        "Sequential",
+    ),
+    "shapes of several outputs": (
+        "enc = Enc()\nwidths = [y.shape[0] for y in enc(probe)]\nmodel = Full(enc, widths[0])\nmodel(loader[0])",
+        "Full",
+    ),
+    "a part of a model that gets another head": (
+        "net = Full(Enc())\nwidth = net.enc(probe).shape[1]\nnet.head = nn.Conv2d(width, 5, 1)\nnet(loader[0])",
+        "Full",
+    ),
+    "parts in a dictionary": (
+        "parts, enc = {}, Enc()\nenc(probe)\nparts['enc'] = enc\nmodel = Full(**parts)\nmodel(loader[0])",
+        "Full",
+    ),
+    "a model that gets more layers": (
+        "net = nn.Sequential()\nfor width in (3, 3):\n    net.append(nn.Conv2d(3, width, 1))\n    net(probe)\nnet(loader[0])",
+        "Sequential",
+    ),
+    "functions that call each other": (
+        "net = Full(Enc())\n"
+        + "".join(f"def f{i}(n):\n" + "".join(f"    f{j}(n)\n" for j in range(12)) for i in range(12))
+        + "net(loader[0])\nf0(3)",
         "Full",
     ),
     "training, then a larger model": (
@@ -234,6 +285,12 @@ FILES = {
     "a few steps of training": "model, inputs = Net(), torch.ones(7, 3)\nfor _ in range(3):\n    model(inputs).sum().backward()\nmodel.eval()",
     "an exit": "model, inputs = Net().eval(), torch.ones(7, 3)\nmodel(torch.zeros(1, 3))\nraise SystemExit",
     "imports": "from parts_of_it import model, inputs\nmodel(torch.zeros(1, 3))\nmodel.eval()",
+    "either of two": "if torch.cuda.is_available():\n    model = Net()\nelse:\n    model = Net()\nmodel(torch.zeros(1, 3))\nmodel.eval()\n"
+    "inputs = torch.ones(7, 3)",
+    "a cast in place": "model, inputs = Net().eval(), torch.ones(7, 3)\nout = model(inputs)\nmodel = model.half()\ninputs = inputs.half()",
+    "a trace": "model, inputs = Net().eval(), torch.ones(7, 3)\nout = model(inputs)\nmodel = torch.jit.trace(model, inputs)\nmodel.save('x.pt')",
+    "a long loop": "model, inputs = Net().eval(), torch.ones(7, 3)\nwhile True:\n    model(inputs)",
+    "training": "model, inputs = Net().eval(), torch.ones(7, 3)\nfor epoch in range(10**9):\n    loss = model(inputs).sum()\n    loss.backward()",
     "a condition": "if True:\n    model = Net()\n    model(torch.zeros(1, 3))\n    inputs = torch.ones(7, 3)\nmodel.eval()",
 }
 
@@ -248,7 +305,14 @@ def test_a_file_that_defines_its_model_and_inputs_is_loaded_to_its_end(here: Pat
         assert not target.model.training
 
 
-@pytest.mark.parametrize("case", [name for name in FILES if name not in ("a few steps of training", "an exit")])
+@pytest.mark.parametrize(
+    "case",
+    [
+        name
+        for name in FILES
+        if "training" not in name and name not in ("an exit", "a trace", "a cast in place", "a long loop")
+    ],
+)
 def test_a_file_with_a_dry_run_is_trained_as_it_defines(here: Path, write: Write, case: str) -> None:
     write(NET + "model, inputs = Net(), torch.ones(7, 3)", "parts_of_it.py")
     write(NET + FILES[case] + "\ndef loss(output): return output.sum()", "model.py")
@@ -256,6 +320,25 @@ def test_a_file_with_a_dry_run_is_trained_as_it_defines(here: Path, write: Write
     assert (type(target.model).__name__, target.args[0].shape, target.observed) == ("Net", (7, 3), None)
     assert target.loss is not None
     assert not target.notes or not any("was run up to" in note for note in target.notes)
+
+
+def test_a_file_that_runs_on_after_it_has_defined_its_model(
+    here: Path, write: Write, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(user_script, "SECONDS", 0.5)
+    text = "import time\nmodel, inputs = Net(), torch.ones(7, 3)\nmodel(inputs)\ntime.sleep(600)\nmodel.eval()"
+    target = load_target(str(write(NET + text, "model.py")))
+    assert target.args[0].shape == (7, 3)
+    assert any("had defined its model and inputs, while it still ran" in note for note in target.notes)
+    target = load_target(str(write(PARTS + "net = build_and_try()\nimport time\ntime.sleep(600)", "serve.py")))
+    assert target.args[0].shape == (1, 3, 8, 8)
+
+
+def test_a_model_that_is_defined_only_sometimes(here: Path, write: Write) -> None:
+    text = "model = Net()\nif model is None:\n    inputs = torch.ones(7, 3)\nfor x in [torch.ones(5, 3)]:\n    model(x).sum().backward()\nassert 0"
+    assert load_target(str(write(NET + text, "model.py"))).args[0].shape == (5, 3)
+    text = "model = Net()\nfor x in [torch.ones(5, 3)]:\n    model(x).sum().backward()\nassert 0"
+    assert load_target(str(write(NET + text, "shapes.py")), ("2x3",)).args[0].shape == (2, 3)
 
 
 def test_a_name_that_was_asked_for(here: Path, write: Write) -> None:
@@ -266,7 +349,11 @@ def test_a_name_that_was_asked_for(here: Path, write: Write) -> None:
 
 
 def test_a_file_that_fails_after_a_dry_run(here: Path, write: Write) -> None:
-    write(NET + "model, inputs = Net(), torch.ones(7, 3)\nmodel(inputs)\nraise OSError('no weights')", "model.py")
+    write(
+        NET
+        + "model, inputs = Net(), torch.ones(7, 3)\nmodel(inputs)\nif inputs.any(): raise OSError('no weights')\nmodel.eval()",
+        "model.py",
+    )
     with pytest.raises(UsageError, match=r"OSError at model\.py:12: no weights"):
         load_target("model.py")
 

@@ -110,7 +110,7 @@ def test_inference_with_the_extension(here: Path, write: Write) -> None:
     assert target.model[0].weight.dtype == torch.float32
     functions = "def model():\n    return ipex.llm.optimize(made.eval(), dtype=torch.bfloat16)\ndef inputs():\n    return torch.ones(2, 16)"
     target = load_target(str(write(HEAD.replace("model =", "made =") + functions, "functions.py")))
-    assert any("ipex.optimize (functions.py:7) is left out" in note for note in target.notes)
+    assert any("ipex.llm.optimize (functions.py:7) is left out" in note for note in target.notes)
 
 
 def test_what_the_processor_cannot_prepack(here: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:

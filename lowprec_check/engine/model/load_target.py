@@ -48,7 +48,7 @@ from lowprec_check.engine.model.user_code import (
     required_arguments,
 )
 from lowprec_check.engine.model.user_module import UserModule, import_file, import_name, run_script
-from lowprec_check.engine.model.user_script import ModelCall
+from lowprec_check.engine.model.user_script import Definitions, ModelCall
 from lowprec_check.engine.model.weights import load_weights, stream_file
 from lowprec_check.engine.model.without_extension import without_extension
 from lowprec_check.engine.model.zoo import load_timm, load_torchvision
@@ -123,8 +123,8 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     path, attribute = _split(spec)
     is_file = path.endswith(".py")
     is_script = is_file and attribute is None
-    needed = (attribute or "model", *(() if inputs else ("inputs",)))
-    imported = import_file(Path(path), needed, steps if is_script else 0) if is_file else import_name(path, needed)
+    names = Definitions(attribute or "model", "inputs", _PARTS)
+    imported = import_file(Path(path), names, steps if is_script else 0) if is_file else import_name(path, names)
     module, (call, notes, _) = imported
     script = None
     if steps and is_script and call is None and _trains_as_script(module):
@@ -244,7 +244,7 @@ def _inputs_of(call: ModelCall) -> Any:
     return call.kwargs if not call.args else call.args[0] if is_tensor else call.args
 
 
-_NAMES = ("loss", "criterion", "optimizer", "average", "metric", "calibration")
+_PARTS = ("loss", "criterion", "optimizer", "average", "metric", "calibration")
 """What a file may define besides its model and inputs."""
 
 
@@ -252,7 +252,7 @@ def _stopped(call: ModelCall | None, module: types.ModuleType) -> Iterator[str]:
     """A note on a file that calls a model when it is imported, and on what it defines after that."""
     if call is None:
         return
-    later = [name for name in _NAMES if name not in vars(module) and definition_line(module, name, loops=False)]
+    later = [name for name in _PARTS if name not in vars(module) and definition_line(module, name, loops=False)]
     unused = f": {', '.join(later)} below is not used" if later else ""
     yield f"the file was run up to its first call of a model, at {call.line}{unused}"
 

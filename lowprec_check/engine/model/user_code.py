@@ -170,15 +170,29 @@ def definition_line(module: types.ModuleType, name: str, *, loops: bool = True) 
     file = getattr(module, "__file__", None)
     if not file:
         return None
-    line = next((node.lineno for node in _statements(_body_of(file), loops) if name in _names_in(node)), None)
+    line = next((node.lineno for node in statements_of(_body_of(file), loops=loops) if name in bound_names(node)), None)
     return None if line is None else show_line(file, line)
 
 
 def defines(file: str | Path, names: Iterable[str]) -> bool:
-    """Whether importing the file binds all ``names``, by its own code outside functions, classes, loops and the main guard."""
-    body = [node for node in _body_of(file) if not _is_main_guard(node)]
-    bound = {name for node in _statements(body, loops=False) for name in _names_in(node)}
-    return bound.issuperset(names)
+    """Whether importing the file surely binds all ``names``, by its own code outside functions, classes, loops and the main guard."""
+    return _surely_bound(_body_of(file)).issuperset(names)
+
+
+def _surely_bound(body: list[ast.stmt]) -> set[str | None]:
+    """The names that a block binds, whatever its conditions are."""
+    names: set[str | None] = set()
+    for node in body:
+        if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) or _is_main_guard(node):
+            continue
+        names |= set(bound_names(node))
+        if isinstance(node, ast.If):
+            branches = _surely_bound(node.body), _surely_bound(node.orelse)
+            is_constant = isinstance(node.test, ast.Constant) and bool(node.test.value)
+            names |= branches[0] if is_constant else branches[0] & branches[1]
+        elif isinstance(node, (ast.With, ast.AsyncWith, ast.Try)):
+            names |= _surely_bound([*node.body, *getattr(node, "orelse", []), *getattr(node, "finalbody", [])])
+    return names
 
 
 def _is_main_guard(node: ast.stmt) -> bool:
@@ -194,7 +208,7 @@ def _body_of(file: str | Path) -> list[ast.stmt]:
         return []
 
 
-def _statements(body: list[ast.stmt], loops: bool) -> Iterator[ast.stmt]:
+def statements_of(body: list[ast.stmt], *, loops: bool) -> Iterator[ast.stmt]:
     """The statements of a file in order, also those in ``if``, ``with``, ``try`` and, if asked for, in ``loops``."""
     for node in body:
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and not loops:
@@ -204,10 +218,10 @@ def _statements(body: list[ast.stmt], loops: bool) -> Iterator[ast.stmt]:
             inner = [getattr(node, part, []) for part in ("body", "orelse", "finalbody")]
             inner += [handler.body for handler in getattr(node, "handlers", [])]
             for part in inner:
-                yield from _statements(part, loops)
+                yield from statements_of(part, loops=loops)
 
 
-def _names_in(node: ast.stmt) -> list[str | None]:
+def bound_names(node: ast.stmt) -> list[str | None]:
     """The names that a statement assigns, defines or imports."""
     if isinstance(node, (ast.Import, ast.ImportFrom)):
         return [found.asname or found.name for found in node.names]

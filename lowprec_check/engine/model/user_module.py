@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from lowprec_check.engine.model.patched_source import changed_code
 from lowprec_check.engine.model.user_code import call_user_code, defines
-from lowprec_check.engine.model.user_script import Observer, Ran, run_to_first_call, run_user_code
+from lowprec_check.engine.model.user_script import Definitions, Observer, Ran, run_to_first_call, run_user_code
 from lowprec_check.errors import UsageError
 
 _RELATIVE_IMPORT = re.compile(r"^\s*from\s+\.", re.MULTILINE)
@@ -30,10 +30,10 @@ class UserModule(NamedTuple):
     ran: Ran
 
 
-def import_file(path: Path, names: tuple[str, ...], steps: int = 0) -> UserModule:
+def import_file(path: Path, names: Definitions, steps: int = 0) -> UserModule:
     """Import a file, as a module of its package if it is in one, up to its first call of a model, or the end of ``steps`` steps of its training.
 
-    A file whose own code binds all ``names``, of its model and its inputs, is imported to its end.
+    A file whose own code binds the ``names`` of a model and inputs is imported to its end, or to a call after which it defines nothing more.
     """
     hint = "Pass the path of the Python file that defines the model."
     if path.is_dir():
@@ -74,15 +74,15 @@ def import_file(path: Path, names: tuple[str, ...], steps: int = 0) -> UserModul
         sys.modules[full_name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[full_name])
 
-    return _imported(full_name, path.name, execute, steps, to_end=defines(path, names))
+    return _imported(full_name, path.name, execute, steps, names if defines(path, names[:2]) else None)
 
 
 def _imported(
-    name: str, shown: str, execute: Callable[[], object], steps: int = 0, *, to_end: bool = False
+    name: str, shown: str, execute: Callable[[], object], steps: int = 0, defined: Definitions | None = None
 ) -> UserModule:
     """The module that ``execute`` imports by this ``name``."""
     what = f"The import of {shown}"
-    ran = run_user_code(lambda: call_user_code(what, execute), shown, steps, to_end=to_end)
+    ran = run_user_code(lambda: call_user_code(what, execute), shown, steps, defined)
     if name not in sys.modules and ran.call is not None:
         raise UsageError(f"{what} calls a model, at {ran.call.line}, before it reaches the module {name}.", _STOPPED)
     return UserModule(sys.modules[name], ran)
@@ -97,11 +97,8 @@ def _is_taken(name: str, file: str | None, folders: list[str] | None) -> bool:
     return name in sys.stdlib_module_names or (found is not None and found.origin != file)
 
 
-def import_name(name: str, names: tuple[str, ...]) -> UserModule:
-    """Import a module by its dotted name, also from the current folder, up to its first call of a model.
-
-    A module whose own code binds all ``names``, of its model and its inputs, is imported to its end.
-    """
+def import_name(name: str, names: Definitions) -> UserModule:
+    """Import a module by its dotted name, also from the current folder, as :func:`import_file` does."""
     if "" not in sys.path:
         sys.path.insert(0, "")
     spec = None
@@ -109,8 +106,8 @@ def import_name(name: str, names: tuple[str, ...]) -> UserModule:
         spec = importlib.util.find_spec(name)
     if spec is None:
         raise UsageError(f"No module named {name!r}.", "Install it, or run the command in the folder that contains it.")
-    to_end = spec.origin is not None and defines(spec.origin, names)
-    return _imported(name, name, lambda: importlib.import_module(name), to_end=to_end)
+    defined = names if spec.origin is not None and defines(spec.origin, names[:2]) else None
+    return _imported(name, name, lambda: importlib.import_module(name), defined=defined)
 
 
 def run_script(path: Path, package: str | None = None, steps: int = 0, observer: Observer | None = None) -> UserModule:

@@ -1,5 +1,5 @@
 """Runs the user's code up to its first call of a model, or the end of a step of training, and leaves it there: neither handlers around that
-place nor later lines run. A file that defines its model and inputs is run to its end.
+place nor later lines run. A file that defines its model and inputs is run until it has, or to its end.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ import torch
 from torch import nn
 from torch.utils import _python_dispatch as dispatch_modes
 
-from lowprec_check.engine.core.source_location import is_own_file, own_line, source_line
+from lowprec_check.engine.core.source_location import PACKAGE, is_own_file, own_line, source_line
 from lowprec_check.engine.model.call_recorder import autocasts_now, function_modes, set_function_modes
 from lowprec_check.engine.model.kept_files import KeptFiles, replaced
-from lowprec_check.engine.model.model_making import Making, made_by_constructor, part_of_making
-from lowprec_check.engine.model.observed_step import StepObserver
+from lowprec_check.engine.model.model_making import Making, made_by_constructor, part_of_making, still_defines
+from lowprec_check.engine.model.observed_step import SECONDS, StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
 from lowprec_check.process.function_worker import end_if_forked
 
@@ -66,34 +66,47 @@ class Observer(Protocol):
         """Note why it cannot be observed."""
 
 
-def run_user_code(work: Callable[[], object], script: str, steps: int, *, to_end: bool = False) -> Ran:
+class Definitions(NamedTuple):
+    """What a file defines, by its own code, to be scanned."""
+
+    model: str
+    """The name of its model."""
+    inputs: str
+    parts: tuple[str, ...]
+    """Names that it may define besides, such as ``loss``."""
+
+
+def run_user_code(work: Callable[[], object], script: str, steps: int, defined: Definitions | None = None) -> Ran:
     """Run ``work`` up to the first call of a model, or until ``steps`` steps of training are complete; raises what it raises before.
 
-    With ``to_end``, code that does not make ``steps`` of training runs to its end. Raises :class:`UsageError` if steps of ``script``
-    cannot be made as it makes them.
+    A file in which all that matters is ``defined`` runs until it is, or to its end, if it does not make ``steps`` of training. Raises
+    :class:`UsageError` if steps of ``script`` cannot be made as it makes them.
     """
     if not steps:
-        return run_to_first_call(work, to_end=to_end)
+        return run_to_first_call(work, defined=defined)
     observer = StepObserver(steps)
     try:
         ran = run_to_first_call(work, observer)
         training = None if ran.call is None else observer.found.training(script)
-        is_at_end = to_end and training is None
-        return ran._replace(call=None if is_at_end else ran.call, training=training)
+        is_no_script = defined is not None and training is None
+        return ran._replace(call=None if is_no_script else ran.call, training=training)
     finally:
         observer.forget()  # user code may keep functions that refer to it
 
 
-def run_to_first_call(work: Callable[[], object], observer: Observer | None = None, *, to_end: bool = False) -> Ran:
+def run_to_first_call(
+    work: Callable[[], object], observer: Observer | None = None, defined: Definitions | None = None
+) -> Ran:
     """Run ``work`` up to the first call of a module that has parameters; raises what it raises before. An ``observer`` lets it run on.
 
-    A call in another thread counts; one in another process, or that is part of making a model, does not. If no other follows before the
-    code ends or computes gradients, the last of the latter counts nevertheless, unless it was of a part of a model. The code runs in a
-    greenlet of this thread, which is never resumed after the call, so that no ``finally``, ``except`` or ``with`` around it runs; exit
-    and signal handlers of the user's files are removed. Files that exist are kept as they are (:class:`KeptFiles`). With ``to_end``, no
-    call counts.
+    A call in another thread counts; one in another process, or in the constructor of a module, does not; nor does one that is part of
+    making a model, unless the code ends, computes gradients or takes long before there is another, and it may be of the whole model. The
+    code runs in a greenlet of this thread, which is never resumed after the call, so that no ``finally``, ``except`` or ``with`` around it
+    runs; exit and signal handlers of the user's files are removed. Files that exist are kept as they are (:class:`KeptFiles`).
+
+    If the code is a file that has all that matters ``defined``, no call counts: it is left at a call after which it defines nothing more.
     """
-    running = _Running(observer, to_end=to_end)
+    running = _Running(observer, defined)
     script = greenlet.greenlet(lambda: running.errors.extend(_failures_of(work, running.is_failure)))
     script.gr_context = running.caller.gr_context
     before = _Surroundings()
@@ -109,27 +122,28 @@ def run_to_first_call(work: Callable[[], object], observer: Observer | None = No
     if running.errors:
         raise running.errors[0]
     call = running.first or running.made_last
-    if call is not None:
+    if call is not None or running.has_left:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(script))  # else it would be unwound when it is freed, also at exit
         before.restore(handlers)
-    return Ran(call, files.notes)
+    notes = [_LEFT] if running.has_left and running.is_overdue and defined is not None else []
+    return Ran(call, (*files.notes, *notes))
 
 
-_TRIED = 4
-"""Calls of one module that may be part of making a model; if it is called more often, it is used."""
+_LEFT = f'the file was left {SECONDS:g} s after it had defined its model and inputs, while it still ran: put the rest under `if __name__ == "__main__":`'
 
 
 class _Running:
     """The user's code while it runs in a greenlet, and the calls of models that it makes."""
 
-    def __init__(self, observer: Observer | None, *, to_end: bool) -> None:
-        self._observer, self._to_end = observer, to_end
+    def __init__(self, observer: Observer | None, defined: Definitions | None) -> None:
+        self._observer, self._defined = observer, defined
         self.caller = greenlet.getcurrent()
         self._process, self._thread = os.getpid(), threading.get_ident()
         self._kept_call, self._kept_backward = nn.Module.__call__, torch.autograd.backward
         self.interrupt: Callable[[], None] | None = None
         self._left, self._anywhere = threading.Event(), threading.Event()
-        self.is_over = False
+        self._timer: threading.Timer | None = None
+        self.is_over = self.is_overdue = False
         self.errors: list[BaseException] = []
         self.first: ModelCall | None = None
         """The first call of a model, once it is made."""
@@ -137,33 +151,49 @@ class _Running:
         """Calls that are part of making a model."""
         self._threads_making: set[int] = set()
 
+    @property
+    def has_left(self) -> bool:
+        """Whether the code was left before its end."""
+        return self._left.is_set()
+
+    @property
+    def _is_here(self) -> bool:
+        return (os.getpid(), threading.get_ident()) == (self._process, self._thread)
+
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside, calls of models, and of ``backward()``, come by here."""
 
         def call(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if self.is_over or self._to_end:  # `torch.compile` keeps this function as that of the module inside
+            if self.is_over:  # `torch.compile` keeps this function as that of the module inside
                 return self._kept_call(module, *args, **kwargs)
             return self._call(module, args, kwargs, sys._getframe(1))
 
-        with replaced(nn.Module, "__call__", call), replaced(torch.autograd, "backward", self._backward):
-            yield
+        try:
+            with replaced(nn.Module, "__call__", call), replaced(torch.autograd, "backward", self._backward):
+                yield
+        finally:
+            if self._timer is not None:
+                self._timer.cancel()
 
     def _call(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], frame: FrameType) -> Any:
-        is_here = threading.get_ident() == self._thread
-        is_next = self._observer is not None and self.first is not None
+        is_here, is_next = self._is_here, self._observer is not None and self.first is not None
         stops = is_here or (self.interrupt is not None and not is_next)
         is_inner = os.getpid() != self._process or threading.get_ident() in self._threads_making
         if is_inner or not stops or not _counts(module, frame):
             return self._kept_call(module, *args, **kwargs)
+        if self._defined is not None:
+            if is_here and self._is_defined(self._defined, frame):
+                self.leave()
+            return self._make(module, args, kwargs)
         if not is_next:
-            line = own_line(frame) or source_line(frame)
             said = dict.fromkeys(f"the call at {call.line} {making.why}" for call, making in self._passed_over)
-            call = ModelCall(module, args, kwargs, line, tuple(said))
-            is_used = sum(made.model is module for made, _ in self._passed_over) >= _TRIED
-            making = None if is_used else part_of_making(module, frame, loops=self._observer is None)
+            call = ModelCall(module, args, kwargs, own_line(frame) or source_line(frame), tuple(said))
+            making = part_of_making(module, frame) if self._observer is None else None
             if making is not None:
                 self._passed_over.append((call, making))
+                if making.is_model:
+                    self._wait_at_most(SECONDS)
                 return self._make(module, args, kwargs)
             self.first = call
         if self._observer is not None and is_here:
@@ -182,21 +212,53 @@ class _Running:
         finally:
             self._threads_making.discard(threading.get_ident())
 
+    def _is_defined(self, names: Definitions, frame: FrameType) -> bool:
+        """Whether the file, which calls a model in ``frame``, has its model and inputs, and defines nothing more."""
+        outermost: FrameType | None = None
+        at: FrameType | None = frame
+        while at is not None and not at.f_code.co_filename.startswith(PACKAGE):
+            outermost = at if at.f_code.co_name == "<module>" else outermost
+            at = at.f_back
+        if outermost is None or not {names.model, names.inputs} <= outermost.f_globals.keys():
+            return False
+        self._wait_at_most(SECONDS)
+        return not still_defines(outermost, names.model, names.parts)
+
+    # -- Code that takes long after a call that does not count, such as a server
+
+    def _wait_at_most(self, seconds: float) -> None:
+        """Leave the code so many seconds after the first call of this, if it is still running then."""
+        if self._timer is None and self.interrupt is not None:
+            self._timer = threading.Timer(seconds, self._be_overdue)
+            self._timer.daemon = True
+            self._timer.start()
+
+    def _be_overdue(self) -> None:
+        self.is_overdue = True
+        for number in itertools.count():
+            if self._left.wait(0.01) or self.is_over or self.interrupt is None:
+                return
+            if number == _TRIES:
+                self._anywhere.set()
+            self.interrupt()
+
     @property
     def made_last(self) -> ModelCall | None:
         """The last call that is part of making a model, of what may be the whole one."""
         return next((call for call, making in reversed(self._passed_over) if making.is_model), None)
 
     def _backward(self, *args: Any, **kwargs: Any) -> Any:
-        is_here = (os.getpid(), threading.get_ident()) == (self._process, self._thread)
-        if is_here and not self.is_over and self._observer is None and self._passed_over:
-            self.first = self._passed_over[-1][0]  # what is trained is no part that is tried
+        if self._is_here and not self.is_over and self._observer is None and self.made_last is not None:
+            self.first = self.made_last
             self.leave()
         return self._kept_backward(*args, **kwargs)
 
     def leave_if_possible(self, _number: int, frame: FrameType | None) -> None:
-        """Leave the code, when another thread has called a model, unless this thread may hold locks."""
-        if self.first is not None and (self._anywhere.is_set() or not _holds_locks(frame)):
+        """Leave the code, when another thread has called a model or it takes too long, unless this thread may hold locks."""
+        if self.is_overdue and self.first is None:
+            self.first = self.made_last
+        is_wanted = self.first is not None or (self.is_overdue and self._defined is not None)
+        if is_wanted and not self.is_over and (self._anywhere.is_set() or not _holds_locks(frame)):
             self.leave()
 
     def leave(self) -> NoReturn:
@@ -206,10 +268,14 @@ class _Running:
             self.caller.switch()
 
     def is_failure(self, caught: BaseException) -> bool:
-        """Whether an exception ends the code too early: a script that has trained, or that is run to its end, may call ``exit()``."""
+        """Whether an exception ends the code too early. Code that has trained, or whose calls did not count, may call ``exit()``."""
         ended = caught.__context__
-        if self._to_end and isinstance(ended, SystemExit):
-            return ended.code not in (None, 0)
+        if (
+            isinstance(ended, SystemExit)
+            and ended.code in (None, 0)
+            and (self._passed_over or self._defined is not None)
+        ):
+            return False
         return self.first is None or (self._observer is not None and not isinstance(ended, SystemExit))
 
 

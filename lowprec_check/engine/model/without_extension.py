@@ -47,13 +47,21 @@ class LeftOut:
             *self.limits,
         )
 
-    def optimize(self, model: Any, dtype: Any = None, optimizer: Any = None, **options: Any) -> Any:
-        """What ``ipex.optimize`` is called with, as it returns it."""
+    def optimize(
+        self, model: Any, dtype: Any = None, optimizer: Any = None, level: str = "O1", *_given: Any, **options: Any
+    ) -> Any:
+        """In place of ``ipex.optimize``: what it is called with, as it returns it."""
         line = own_line(sys._getframe(1))
         self.calls[f"ipex.optimize ({line})"] = None
         problem = None if dtype is None else prepack_problem(str(dtype).removeprefix("torch."))
-        if problem is not None and options.get("weights_prepack") is not False and options.get("level", "O1") != "O0":
+        prepacks = options.get("weights_prepack")
+        if problem is not None and (level != "O0" if prepacks is None else prepacks):
             self.limits[f"the call at {line} fails on this processor: {problem}"] = None
+        return model if optimizer is None else (model, optimizer)
+
+    def optimize_llm(self, model: Any, optimizer: Any = None, *_given: Any, **_options: Any) -> Any:
+        """In place of ``ipex.llm.optimize``."""
+        self.calls[f"ipex.llm.optimize ({own_line(sys._getframe(1))})"] = None
         return model if optimizer is None else (model, optimizer)
 
     def compile(self, compile: Callable[..., Any], *given: Any, backend: Any = "inductor", **options: Any) -> Any:
@@ -67,7 +75,7 @@ class LeftOut:
 @contextlib.contextmanager
 def without_extension() -> Iterator[LeftOut]:
     """In this context, what imports the extension gets a module in its place, unless it was imported before."""
-    left_out, finder = LeftOut(), None
+    left_out = LeftOut()
     if _MODULE in sys.modules:
         yield left_out
         return
@@ -117,8 +125,8 @@ class _InPlace(types.ModuleType):
         super().__init__(_MODULE)
         self.__path__: list[str] = []
         self.__version__ = installed_version(IPEX) or "2.8.0"
-        self.optimize = self.optimize_transformers = left_out.optimize
-        self.llm = types.SimpleNamespace(optimize=left_out.optimize)
+        self.optimize = left_out.optimize
+        self.llm = types.SimpleNamespace(optimize=left_out.optimize_llm)
 
     def extension(self, name: str) -> types.ModuleType:
         """The extension itself, imported; raises ``ImportError`` if it is not there, for the sake of ``name``."""

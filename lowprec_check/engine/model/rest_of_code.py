@@ -1,0 +1,329 @@
+"""What a function, or a file, that is running has still to run, by its source: what it calls and what its names refer to now."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import collections
+import functools
+import inspect
+import linecache
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from types import CodeType, FrameType, FunctionType, MethodType
+from typing import Any, TypeVar
+
+from torch import nn
+
+from lowprec_check.engine.core.pytree import attributes_of
+from lowprec_check.engine.core.source_location import is_own_file
+from lowprec_check.engine.model.user_code import parsing
+
+Node = TypeVar("Node", bound=ast.AST)
+
+_LOOPS = (ast.For, ast.AsyncFor, ast.While)
+_COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+_COMPREHENSION_CODE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
+"""Names of the code of comprehensions, which have frames of their own before Python 3.12; that of generators has one in any."""
+_COMPREHENSIONS_ARE_INLINED = sys.version_info >= (3, 12)
+_FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
+_FILLS = ("append", "insert", "extend", "add", "update")
+
+UNKNOWN = object()
+"""The value of an expression that only running it would tell."""
+
+
+class RestOfCode:
+    """What is left of the code of a ``frame``, the statement that is running included. None of the user's code runs to find out."""
+
+    def __init__(self, frame: FrameType, tree: ast.Module, function: Any) -> None:
+        code = frame.f_code
+        self._locals, self._globals = frame.f_locals, frame.f_globals
+        self.is_own = is_own_file(code.co_filename)
+        """Whether it is in a file of the user's own."""
+        self.function = function
+        """The definition of the function; ``None`` for a file and for a comprehension."""
+        self.arguments = [
+            self._locals.get(name) for name in code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+        ]
+        """The values of its parameters now."""
+        self.current: ast.stmt | None = None
+        """The innermost statement that is running."""
+        self.after: list[ast.stmt] = []
+        """The statements behind it, but not those of loops that run again."""
+        self._loops: list[ast.AST] = []
+        """The loops and comprehensions that the call is in."""
+        self.statements: list[ast.stmt] = []
+        """All that may run: what is running, the loops around it, and what is behind it."""
+        self._collect(tree.body if function is None else function.body, frame)
+
+    @classmethod
+    def of(cls, frame: FrameType) -> RestOfCode | None:
+        """What is left of the frame's code; ``None`` if it has no source, or is a comprehension."""
+        tree = _tree(frame.f_code.co_filename)
+        if tree is None or frame.f_code.co_name in _COMPREHENSION_CODE:
+            return None
+        if frame.f_code.co_name == "<module>":
+            return cls(frame, tree, None)
+        function = _definition(frame.f_code)
+        return None if function is None else cls(frame, tree, function)
+
+    def _collect(self, block: list[ast.stmt], frame: FrameType) -> None:
+        line = frame.f_lineno
+        for index, statement in enumerate(block):
+            if not statement.lineno <= line <= (statement.end_lineno or statement.lineno):
+                continue
+            behind = block[index + 1 :]
+            if isinstance(statement, ast.Try):
+                behind = [*statement.orelse, *statement.finalbody, *behind]
+            self.current = statement
+            self.after = [*behind, *self.after]
+            self.statements = [*behind, *self.statements]
+            inner = _inner_block(statement, line)
+            is_loop = isinstance(statement, _LOOPS)
+            if is_loop and (inner is not None or isinstance(statement, ast.While)):
+                self._loops.append(statement)
+            if inner is None or is_loop:  # all of a loop may run again
+                self.statements = [statement, *self.statements]
+            if inner is None:
+                self._loops += _comprehensions_around(statement, frame)
+            else:
+                self._collect(inner, frame)
+            return
+
+    def repeats(self, module: nn.Module) -> bool:
+        """Whether the call is in a loop that calls this ``module`` again and again, and not another one each time."""
+        return any(
+            not any(self._locals.get(name) is module for name in _stored(loop)) and not _calls_its_variable(loop)
+            for loop in self._loops
+        )
+
+    @functools.cached_property
+    def _all_nodes(self) -> list[ast.AST]:
+        """Those of the statements, the outer ones first, but not those of functions and classes that are defined there."""
+        found: list[ast.AST] = []
+        waiting = collections.deque[ast.AST](self.statements)
+        while waiting:
+            node = waiting.popleft()
+            if not isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Lambda)):
+                found.append(node)
+                waiting.extend(ast.iter_child_nodes(node))
+        return found
+
+    def nodes(self, kind: type[Node]) -> Iterator[Node]:
+        """The statements and expressions of a kind."""
+        return (node for node in self._all_nodes if isinstance(node, kind))
+
+    # -- What expressions are worth now
+
+    def is_bound(self, name: str | None) -> bool:
+        """Whether the name has a value."""
+        return any(name in names for names in (self._locals, self._globals, vars(builtins)))
+
+    def value_of(self, node: ast.expr) -> Any:
+        """The value of a name or an attribute; :data:`UNKNOWN` of anything else."""
+        if isinstance(node, ast.Name):
+            for names in (self._locals, self._globals, vars(builtins)):
+                if node.id in names:
+                    return names[node.id]
+        if isinstance(node, ast.Attribute):
+            owner = self.value_of(node.value)
+            if is_module(owner) and node.attr in owner._modules:
+                return owner._modules[node.attr]
+            found = UNKNOWN if owner is UNKNOWN else inspect.getattr_static(owner, node.attr, UNKNOWN)
+            return MethodType(found.__func__, owner) if isinstance(found, classmethod) else found
+        return UNKNOWN
+
+    @staticmethod
+    def holds(value: Any, module: nn.Module) -> bool:
+        """Whether a value is ``module``, a module with it inside, or a list, tuple or dictionary with one of these."""
+        if is_module(value):
+            return any(part is module for part in value.modules())
+        if type(value) in (list, tuple, dict):
+            parts = value.values() if type(value) is dict else value
+            return any(is_module(part) and RestOfCode.holds(part, module) for part in parts)
+        return False
+
+    @staticmethod
+    def holds_in_attributes(value: Any, module: nn.Module) -> bool:
+        """Whether ``module`` is in an attribute of an object that is no module."""
+        return not is_module(value) and any(RestOfCode.holds(part, module) for part in attributes_of(value).values())
+
+    def refers_to(self, node: ast.expr, module: nn.Module) -> bool:
+        """Whether an expression gives ``module`` on, alone, in another module or in what is filled with it, not what it computes."""
+        return self._refers_to(node, module) or any(
+            isinstance(part, ast.Name) and part.id in self._filled_with(module)
+            for part in ([node.value] if isinstance(node, ast.Starred) else [node])
+        )
+
+    def _refers_to(self, node: ast.expr, module: nn.Module) -> bool:
+        if isinstance(node, ast.Starred):
+            return self._refers_to(node.value, module)
+        if isinstance(node, (ast.List, ast.Tuple, ast.Set)):
+            return any(self._refers_to(element, module) for element in node.elts)
+        if isinstance(node, ast.Dict):
+            return any(self._refers_to(value, module) for value in node.values)
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # model.eval()
+            returns_it = node.func.attr != "forward" and callable(getattr(nn.Module, node.func.attr, None))
+            return returns_it and self._refers_to(node.func.value, module)
+        return self.holds(self.value_of(node), module)
+
+    def _filled_with(self, module: nn.Module) -> set[str]:
+        """The names of containers that get ``module`` later: ``layers.append(layer)``, ``parts["encoder"] = encoder``."""
+        names = set()
+        for call in self.nodes(ast.Call):
+            fills = isinstance(call.func, ast.Attribute) and call.func.attr in _FILLS
+            if fills and any(self._refers_to(argument, module) for argument in call.args):
+                names.add(root_of(call.func))
+        for assignment in self.nodes(ast.Assign):
+            if self._refers_to(assignment.value, module):
+                names |= {root_of(target) for target in assignment.targets if isinstance(target, ast.Subscript)}
+        return {name for name in names if name is not None}
+
+    # -- What is called
+
+    def definition_of(self, node: ast.expr) -> Any:
+        """The definition of a function of the user's own files, which may be still to come; ``None`` of anything else."""
+        if isinstance(node, ast.Name):
+            for statement in self.statements:
+                if isinstance(statement, _FUNCTIONS) and statement.name == node.id:
+                    return statement
+        function = self.value_of(node)
+        is_own = type(function) is FunctionType and is_own_file(function.__code__.co_filename)
+        return _definition(function.__code__) if is_own else None
+
+    def called(self, *, in_loops: bool = False) -> set[str]:
+        """The names that are called later, by the user's functions too, which may get them as arguments; perhaps in loops only."""
+        return self._called(self.statements, {}, counts=not in_loops)
+
+    def _called(self, body: Iterable[ast.AST], known: dict[Any, set[str]], *, counts: bool) -> set[str]:
+        """Those in ``body``; ``known`` has those of functions, by their definition and whether all their calls count."""
+        names: set[str] = set()
+        waiting = [(node, counts) for node in body]
+        while waiting:
+            node, counted = waiting.pop()
+            if isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Lambda)):
+                continue
+            if isinstance(node, ast.Call):
+                if counted and isinstance(node.func, ast.Name):
+                    names.add(node.func.id)
+                function = self.definition_of(node.func)
+                if function is not None:
+                    if (function, counted) not in known:
+                        known[function, counted] = set()  # of a function that calls itself
+                        known[function, counted] = self._called(function.body, known, counts=counted)
+                    names |= _as_the_caller_says(known[function, counted], function, node)
+            once = [node.iter] if isinstance(node, (ast.For, ast.AsyncFor)) else []
+            once = [node.generators[0].iter] if isinstance(node, _COMPREHENSIONS) else once
+            repeated = counted or isinstance(node, (*_LOOPS, *_COMPREHENSIONS))
+            waiting += [(child, counted if child in once else repeated) for child in ast.iter_child_nodes(node)]
+        return names
+
+
+def is_module(value: Any) -> bool:
+    """Whether it is a module; unlike ``isinstance``, this asks nothing of the user's object."""
+    return issubclass(type(value), nn.Module)
+
+
+def root_of(node: ast.expr) -> str | None:
+    """The name in front of attributes and indices: ``model`` of ``model.layers[0].weight``."""
+    while isinstance(node, (ast.Attribute, ast.Subscript)):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else None
+
+
+def repeats_in_comprehension(frame: FrameType, module: nn.Module) -> bool:
+    """Whether the frame is that of a comprehension, whose variable is not the ``module`` itself."""
+    values = frame.f_locals.values()
+    return frame.f_code.co_name in _COMPREHENSION_CODE and not any(value is module for value in values)
+
+
+def _as_the_caller_says(called: Iterable[str], function: Any, call: ast.Call) -> set[str]:
+    """Names that a function calls: of its parameters, as the names that ``call`` gives it; its local variables are left out."""
+    parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
+    given = dict(zip(parameters, call.args, strict=False))
+    given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
+    stored, names = _stored(function), set()
+    for name in called:
+        argument = given.get(name)
+        if isinstance(argument, ast.Name):
+            names.add(argument.id)
+        elif argument is None and name not in stored and name not in parameters:
+            names.add(name)
+    return names
+
+
+def _stored(node: ast.AST) -> set[str]:
+    """The names that are assigned inside."""
+    return {part.id for part in ast.walk(node) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+
+
+def _calls_its_variable(loop: ast.AST) -> bool:
+    """Whether what a comprehension calls is its own variable; that of a loop has a value."""
+    if not isinstance(loop, _COMPREHENSIONS):
+        return False
+    return any(isinstance(part, ast.Call) and root_of(part.func) in _stored(loop) for part in ast.walk(loop))
+
+
+def _inner_block(statement: ast.stmt, line: int) -> list[ast.stmt] | None:
+    """The block of a compound statement that ``line`` is in; ``None`` if it is in none."""
+    if isinstance(statement, (*_FUNCTIONS, ast.ClassDef)):
+        return None
+    parts = [getattr(statement, part, []) for part in ("body", "orelse", "finalbody")]
+    parts += [handler.body for handler in getattr(statement, "handlers", [])]
+    parts += [case.body for case in getattr(statement, "cases", [])]
+    for block in parts:
+        if block and block[0].lineno <= line <= (block[-1].end_lineno or block[-1].lineno):
+            return list(block)
+    return None
+
+
+def _comprehensions_around(statement: ast.stmt, frame: FrameType) -> list[ast.AST]:
+    """The comprehensions of a statement that the call is in, but for the first iterable, which is computed once: from Python 3.12 on,
+    they have no frames of their own.
+    """
+    if not _COMPREHENSIONS_ARE_INLINED:
+        return []
+    first, last, start, end = next(islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
+    place = (first, last, start, end)
+    found: list[ast.AST] = []
+    for node in ast.walk(statement):
+        if isinstance(node, _COMPREHENSIONS):
+            once = {id(part) for part in ast.walk(node.generators[0].iter)}
+            calls = (part for part in ast.walk(node) if isinstance(part, ast.Call) and id(part) not in once)
+            if any((c.lineno, c.end_lineno, c.col_offset, c.end_col_offset) == place for c in calls):
+                found.append(node)
+    return found
+
+
+def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
+    """Where the function with this code is defined; ``None`` if it has no source."""
+    tree = _tree(code.co_filename)
+    return None if tree is None else _definitions(tree).get((code.co_name, code.co_firstlineno))
+
+
+@functools.lru_cache(64)
+def _definitions(tree: ast.Module) -> dict[tuple[str, int], Any]:
+    """The functions of a file, by their names and their first lines, which are those of decorators too."""
+    return {
+        (node.name, line): node
+        for node in ast.walk(tree)
+        if isinstance(node, _FUNCTIONS)
+        for line in (node.lineno, *(decorator.lineno for decorator in node.decorator_list))
+    }
+
+
+def _tree(file: str) -> ast.Module | None:
+    """The syntax tree of a file; ``None`` if it cannot be read."""
+    linecache.checkcache(file)
+    return _parsed("".join(linecache.getlines(file)))
+
+
+@functools.lru_cache(64)
+def _parsed(text: str) -> ast.Module | None:
+    try:
+        with parsing:
+            return ast.parse(text) if text else None
+    except (SyntaxError, ValueError, SystemError, RecursionError):
+        return None
