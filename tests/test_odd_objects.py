@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -178,7 +179,74 @@ def test_their_tensors_are_found_and_replaced() -> None:
     doubled = map_tensors(value, lambda found: found * 2)
     assert [float(found.sum()) for _, found in leaves(doubled)] == [4.0, 4.0]
     assert type(doubled["pair"]) is Pair
-    assert doubled["odd"][0] is value["odd"][0]
+    uncopied = odd(object, "__copy__")
+    assert map_tensors([uncopied], lambda found: found)[0] is uncopied
+
+
+def test_what_was_read_before_is_read_as_before() -> None:
+    numpy = pytest.importorskip("numpy")
+    assert [float(found) for _, found in leaves(numpy.float64(1e300), numbers=True)] == [1e300]
+    cycle: list[Any] = []
+    cycle += [cycle, cycle]
+    with pytest.raises(RecursionError):
+        map_tensors(cycle, lambda found: found)
+    nested: list[Any] = [torch.ones(2)]
+    for _ in range(300):
+        nested = [nested]
+    assert float(next(found for _, found in leaves(map_tensors(nested, lambda found: found * 2))).sum()) == 4.0
+
+
+class Lazy(Mapping):  # type: ignore[type-arg]
+    """A mapping of which one value cannot be read."""
+
+    def __getitem__(self, key: str) -> torch.Tensor:
+        if key == "b":
+            raise ArithmeticError(key)
+        return torch.ones(1)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter("abc")
+
+    def __len__(self) -> int:
+        return 3
+
+
+@dataclasses.dataclass
+class Output:
+    x: torch.Tensor
+    unset: Any = dataclasses.field(init=False)
+
+
+def test_what_can_be_read_of_them_is_compared() -> None:
+    assert [path for path, _ in leaves(Lazy())] == ["a", "c"]
+    copied = map_tensors(Output(torch.ones(2)), lambda found: found * 2)
+    assert float(copied.x.sum()) == 4.0
+    assert not hasattr(copied, "unset")
+
+
+class Proxy:
+    """Stands for an object, as the proxies of wrapt do."""
+
+    def __init__(self, wrapped: Any) -> None:
+        object.__setattr__(self, "inner", wrapped)
+
+    @property
+    def __wrapped__(self) -> Any:
+        return vars(self)["inner"]
+
+
+class Plain:
+    pass
+
+
+def test_objects_without_content_and_behind_proxies_are_restored() -> None:
+    plain, behind = Plain(), Plain()
+    held = type("Held", (list,), {})()
+    saved = ObjectState([plain, held, Proxy(behind)], ())
+    plain.made = held.made = behind.made = 1  # type: ignore[attr-defined]
+    saved.restore()
+    assert vars(plain) == vars(held) == vars(behind) == {}
+    assert [path for path, _ in leaves(Proxy([torch.ones(1)]))] == ["0"]
 
 
 def test_a_copy_that_fails_with_a_tensor_inside_is_an_error() -> None:

@@ -4,28 +4,37 @@ from __future__ import annotations
 
 import os
 import threading
+from typing import Any
 
 
 class ForkLock:
-    """A lock that is entered by ``with``, several times by one thread; in a fork nobody holds it. Make one for each module, not for each object."""
+    """A lock to enter by ``with``, several times by one thread; in a fork nobody holds it.
+
+    Instances are kept for the life of the process: make them at module level, or in an object that is there once.
+    """
 
     def __init__(self) -> None:
-        self._lock, self._was_renewed = threading.RLock(), False
+        self._lock = threading.RLock()
+        self._here = threading.local()
         _locks.append(self)
 
     def __enter__(self) -> None:
-        self._lock.acquire()
+        lock = self._lock
+        lock.acquire()
+        self._entered.append(lock)
 
     def __exit__(self, *_: object) -> None:
-        try:
-            self._lock.release()
-        except RuntimeError:  # this process was forked while the lock was held
-            if not self._was_renewed:
-                raise
+        self._entered.pop().release()
+
+    @property
+    def _entered(self) -> list[Any]:
+        """The locks that this thread has entered, which may be older than a fork."""
+        entered: list[Any] = self._here.__dict__.setdefault("entered", [])
+        return entered
 
     def renew(self) -> None:
         """Forget who holds it."""
-        self._lock, self._was_renewed = threading.RLock(), True
+        self._lock = threading.RLock()
 
 
 _locks: list[ForkLock] = []

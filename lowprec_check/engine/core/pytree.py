@@ -60,13 +60,14 @@ def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -
 
 
 def _number(value: Any) -> Any:
-    """A Python number without the methods of a subclass."""
+    """A number that torch can hold, without the methods of a subclass; those of NumPy keep their dtype."""
     kind = type(value)
-    if issubclass(kind, int) and kind is not bool:
-        value = int.__int__(value)
-        return value if -(2**63) <= value < 2**63 else value % _PRIME
-    plain = next(base for base in (bool, float, complex) if issubclass(kind, base))
-    return value if kind is plain else plain.__pos__(value)
+    if kind is bool or kind.__module__ == "numpy":
+        return value
+    if issubclass(kind, int):
+        number = int.__int__(value)
+        return number if -(2**63) <= number < 2**63 else number % _PRIME
+    return float.__float__(value) if issubclass(kind, float) else complex.__pos__(value)
 
 
 _PRIME = 2**61 - 1
@@ -117,9 +118,13 @@ def _children(value: Any) -> list[tuple[Any, Any]]:
     if issubclass(kind, (list, tuple, deque)):
         return list(enumerate(_elements(value)))
     if _is_dataclass(value):
-        return [(field.name, _field(value, field.name)) for field in dataclasses.fields(value)]
+        return _fields(value)
+    wrapped = wrapped_in(value)
+    if wrapped is not None:
+        return _children(wrapped)
     if _is_user_object(value):
-        return [*((slot.__name__, content) for slot, content in slots_of(value)), *attributes_of(value).items()]
+        slots = [(slot.__name__, content) for slot, content in slots_of(value)]
+        return [*slots, *(attributes_of(value) or {}).items()]
     return []
 
 
@@ -127,7 +132,14 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
     try:
         return list(value.items())
     except Exception:
-        return list(dict.items(value)) if issubclass(type(value), dict) else []
+        if issubclass(type(value), dict):
+            return list(dict.items(value))
+    pairs = []
+    with contextlib.suppress(Exception):
+        for key in value:
+            with contextlib.suppress(Exception):
+                pairs.append((key, value[key]))
+    return pairs
 
 
 def _elements(value: Any) -> list[Any]:
@@ -138,11 +150,28 @@ def _elements(value: Any) -> list[Any]:
         return [*kind.__iter__(value)]
 
 
-def _field(value: Any, name: str) -> Any:
-    try:
-        return getattr(value, name, None)
-    except Exception:
+def _fields(value: Any) -> list[tuple[str, Any]]:
+    """The fields of a dataclass that are set."""
+    pairs = []
+    for field in dataclasses.fields(value):
+        with contextlib.suppress(Exception):
+            pairs.append((field.name, getattr(value, field.name)))
+    return pairs
+
+
+def wrapped_in(value: Any) -> Any:
+    """What a proxy, such as those of ``wrapt``, stands for: its class declares ``__wrapped__``; ``None`` of other objects."""
+    kind: Any = type(value)
+    if not _declares_wrapped(kind):
         return None
+    with contextlib.suppress(Exception):
+        return value.__wrapped__
+    return None
+
+
+@functools.cache
+def _declares_wrapped(kind: Any) -> bool:
+    return any("__wrapped__" in vars(owner) for owner in kind.__mro__)
 
 
 def _is_dataclass(value: Any) -> bool:
@@ -158,42 +187,54 @@ def _is_user_object(value: Any) -> bool:
     package = str(kind.__module__).partition(".")[0]
     if issubclass(kind, (type, torch.nn.Module)) or package in _CLOSED:
         return package in ("types", "argparse")
-    return bool(attributes_of(value)) or hasattr(kind, "__slots__")
+    return bool(kind.__dictoffset__) or hasattr(kind, "__slots__")
 
 
-_generic_dict = ctypes.pythonapi.PyObject_GenericGetDict
-_generic_dict.argtypes, _generic_dict.restype = (ctypes.py_object, ctypes.c_void_p), ctypes.py_object
+_dictionary_of = ctypes.pythonapi.PyObject_GenericGetDict
+_dictionary_of.argtypes, _dictionary_of.restype = (ctypes.py_object, ctypes.c_void_p), ctypes.py_object
 
 
-def attributes_of(value: Any) -> dict[str, Any]:
-    """The dictionary of an object's attributes, which a property of its class may hide; empty if it has none."""
-    state: dict[str, Any] = {}
-    with contextlib.suppress(AttributeError):
-        state = _generic_dict(ctypes.py_object(value), None)
+def attributes_of(value: Any) -> dict[str, Any] | None:
+    """The dictionary of an object's attributes, ``None`` if it has none. A property of its class may hide it from ``vars``."""
+    kind: Any = type(value)
+    if not kind.__dictoffset__:
+        return None
+    state: dict[str, Any] = (
+        vars(value) if _has_plain_dictionary(kind) else _dictionary_of(ctypes.py_object(value), None)
+    )
     return state
+
+
+@functools.cache
+def _has_plain_dictionary(kind: Any) -> bool:
+    """Whether ``vars`` calls no method of the user's."""
+    own = [vars(owner)["__dict__"] for owner in kind.__mro__ if "__dict__" in vars(owner)]
+    is_plain = all(type(descriptor) is types.GetSetDescriptorType for descriptor in own)
+    return is_plain and kind.__getattribute__ is object.__getattribute__
 
 
 def slots_of(value: Any) -> list[tuple[Any, Any]]:
     """The slots of an object that are set: their descriptors, and what is in them."""
-    found = []
     kind: Any = type(value)
+    slots = []
     for slot in _declared_slots(kind):
         with contextlib.suppress(AttributeError):
-            found.append((slot, slot.__get__(value)))
-    return found
+            slots.append((slot, slot.__get__(value)))
+    return slots
 
 
 @functools.cache
 def _declared_slots(kind: Any) -> list[Any]:
     """The descriptors of the slots that a class and those it derives from declare."""
-    found = []
+    slots = []
     for owner in kind.__mro__:
         declared = vars(owner).get("__slots__", ())
-        for name in (declared,) if isinstance(declared, str) else declared:
-            private = name.startswith("__") and not name.endswith("__")
-            slot = vars(owner).get(f"_{owner.__name__.lstrip('_')}{name}" if private else name)
-            found += [slot] if isinstance(slot, types.MemberDescriptorType) else []
-    return found
+        for name in [declared] if isinstance(declared, str) else declared:
+            is_private = name.startswith("__") and not name.endswith("__")
+            slot = vars(owner).get(f"_{owner.__name__.lstrip('_')}{name}" if is_private else name)
+            if isinstance(slot, types.MemberDescriptorType):
+                slots.append(slot)
+    return slots
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
@@ -201,31 +242,41 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
 
     An object that cannot be copied, since its own methods fail, stays as it is if it holds no tensor.
     """
+    kind: Any = type(value)
+    if issubclass(kind, torch.Tensor):
+        return function(value)
+    if issubclass(kind, Mapping):
+        content = {key: map_tensors(item, function) for key, item in _pairs(value)}
+        return content if kind is dict else _made(value, lambda: _refilled(copy.copy(value), content))
+    if issubclass(kind, (list, tuple)):
+        mapped = [map_tensors(item, function) for item in _elements(value)]
+        return _made(value, lambda: kind(*mapped) if hasattr(kind, "_fields") else kind(mapped))
+    if _is_dataclass(value) or _is_user_object(value):
+        changed = [
+            (name, map_tensors(item, function))
+            for name, item in _children(value)
+            if dataclasses.is_dataclass(item) or not _is_user_object(item)  # which may refer back to this one
+        ]
+        return _made(value, lambda: _with_attributes(copy.copy(value), changed))
+    return value
+
+
+def _made(value: Any, make: Callable[[], Any]) -> Any:
+    """What ``make`` makes of ``value``; ``value`` itself if that fails and it holds no tensor."""
     try:
-        return _mapped(value, function)
+        return make()
+    except RecursionError:
+        raise
     except Exception:
         if next(leaves(value), None) is not None:
             raise
         return value
 
 
-def _mapped(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    kind = type(value)
-    if issubclass(kind, torch.Tensor):
-        return function(value)
-    if issubclass(kind, Mapping):
-        content = {key: map_tensors(item, function) for key, item in _pairs(value)}
-        return content if kind is dict else _refilled(copy.copy(value), content)
-    if issubclass(kind, (list, tuple)):
-        mapped = [map_tensors(item, function) for item in _elements(value)]
-        return kind(*mapped) if hasattr(kind, "_fields") else kind(mapped)
-    if _is_dataclass(value) or _is_user_object(value):
-        clone = copy.copy(value)
-        for name, item in _children(value):
-            if dataclasses.is_dataclass(item) or not _is_user_object(item):  # which may refer back to this one
-                object.__setattr__(clone, name, map_tensors(item, function))
-        return clone
-    return value
+def _with_attributes(clone: Any, attributes: Iterable[tuple[str, Any]]) -> Any:
+    for name, item in attributes:
+        object.__setattr__(clone, name, item)
+    return clone
 
 
 def _refilled(mapping: Any, content: dict[Any, Any]) -> Any:

@@ -148,7 +148,9 @@ class RestOfCode:
     @staticmethod
     def holds_in_attributes(value: Any, module: nn.Module) -> bool:
         """Whether ``module`` is in an attribute of an object that is no module."""
-        return not is_module(value) and any(RestOfCode.holds(part, module) for part in attributes_of(value).values())
+        return not is_module(value) and any(
+            RestOfCode.holds(part, module) for part in (attributes_of(value) or {}).values()
+        )
 
     def refers_to(self, node: ast.expr, module: nn.Module) -> bool:
         """Whether an expression gives ``module`` on, alone, in another module or in what is filled with it, not what it computes."""

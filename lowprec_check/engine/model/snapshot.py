@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from lowprec_check.engine.core.devices import generator_restorers
-from lowprec_check.engine.core.pytree import attributes_of, slots_of
+from lowprec_check.engine.core.pytree import attributes_of, slots_of, wrapped_in
 from lowprec_check.engine.core.tensor_comparison import is_dense
 from lowprec_check.errors import message_of, type_name
 
@@ -61,7 +61,7 @@ class Snapshot:
     def notes(self) -> list[str]:
         """What cannot be saved, and so is not restored if the model changes it."""
         return [
-            f"the state of an object of type {kind} could not be saved ({why}): what one run changes in it, later runs see"
+            f"the state of an object of type {kind} could not be saved ({why}): what one run changes in it is visible to later runs"
             for kind, why in self._objects.unsaved.items()
         ]
 
@@ -147,7 +147,7 @@ class ObjectState:
 
     def __init__(self, roots: Iterable[Any], known: Iterable[Any]) -> None:
         self.unsaved: dict[str, str] = {}
-        """By the name of their class, why objects could not be saved."""
+        """Why objects could not be saved, by class name."""
         self._restorers: list[Callable[[], Any]] = []
         self._empty: list[Any] = []
         self._seen = {id(item) for item in known}
@@ -185,7 +185,7 @@ class ObjectState:
         kind = type(value)
         if issubclass(kind, (tuple, frozenset)):
             items = tuple.__iter__(value) if issubclass(kind, tuple) else frozenset.__iter__(value)
-            return [*items, *self._save_attributes(value)]
+            return [*items] if kind in (tuple, frozenset) else [*items, *self._save_attributes(value)]
         if issubclass(kind, (types.FunctionType, types.MethodType, functools.partial)):
             return self._save_function(value)
         if issubclass(kind, type):
@@ -193,8 +193,8 @@ class ObjectState:
         if issubclass(kind, _CONTAINERS):
             content = _content_of(value)
             self._restorers.append(functools.partial(_refill, value, content))
-            inside = [part for pair in content for part in pair] if issubclass(kind, dict) else content
-            return [*inside, *self._save_attributes(value)]
+            inside = [*content[0], *content[1]] if issubclass(kind, dict) else content
+            return inside if kind in _CONTAINERS else [*inside, *self._save_attributes(value)]
         restorer = _restorer(value)
         if restorer is not None:
             self._restorers.append(restorer)
@@ -234,12 +234,14 @@ class ObjectState:
         return [*own.values(), *value.__bases__]
 
     def _save_attributes(self, value: Any) -> list[Any]:
+        wrapped = wrapped_in(value)
+        inside: list[Any] = [] if wrapped is None else [wrapped]
         if not _is_open_package(type(value).__module__):
-            return []
-        inside: list[Any] = [type(value)]
+            return inside
+        inside.append(type(value))
         state = attributes_of(value)
-        if state:
-            self._restorers.append(functools.partial(_refill, state, list(state.items())))
+        if state is not None:
+            self._restorers.append(functools.partial(_refill, state, _content_of(state)))
             inside += state.values()
         for slot, content in slots_of(value):
             self._restorers.append(functools.partial(slot.__set__, value, content))
@@ -301,7 +303,7 @@ def _restore_tensors(saved: Iterable[tuple[Tensor, Tensor, Tensor, dict[str, Any
     for tensor, data, values, attributes in saved:
         is_odd = data.is_conj() or data.is_neg() or tensor.is_inference()
         if data.device.type != "cpu" and not is_odd and _is_at(tensor, data) and is_dense(data):
-            _refill(vars(tensor), list(attributes.items()))
+            _refill(vars(tensor), _content_of(attributes))
             copies[data.device].append((data, values))
         else:
             restore_tensor(tensor, data, values, attributes)
@@ -316,7 +318,7 @@ def _is_at(tensor: Tensor, data: Tensor) -> bool:
 
 def restore_tensor(tensor: Tensor, data: Tensor, values: Tensor, attributes: dict[str, Any]) -> None:
     """Give ``tensor`` its memory, values and attributes back."""
-    _refill(vars(tensor), list(attributes.items()))
+    _refill(vars(tensor), _content_of(attributes))
     is_there = _is_at(tensor, data)
     if data.layout == torch.strided:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # dtypes that torch cannot compare
@@ -338,23 +340,27 @@ def _reset_attributes(owner: type, attributes: dict[str, Any]) -> None:
                 setattr(owner, name, value)
 
 
-def _content_of(container: Any) -> list[Any]:
-    """A copy of what a container holds, past the methods of a subclass and of the elements: of a dictionary its pairs."""
+def _content_of(container: Any) -> Any:
+    """A copy of what a container holds, past the methods of a subclass and of the elements: of a dictionary its keys and its values."""
     kind = _base_of(container)
-    return list(kind.items(container) if issubclass(kind, dict) else kind.__iter__(container))
-
-
-def _refill(container: Any, content: list[Any]) -> None:
-    """Make ``container`` hold ``content`` again; nothing is written if it still does."""
-    kind, now = _base_of(container), _content_of(container)
     if issubclass(kind, dict):
-        if len(now) == len(content) and all(a is c and b is d for (a, b), (c, d) in zip(now, content, strict=True)):
+        return list(kind.keys(container)), list(kind.values(container))
+    return list(kind.__iter__(container))
+
+
+def _refill(container: Any, content: Any) -> None:
+    """Make ``container`` hold ``content`` again; nothing is written if it still does."""
+    kind = _base_of(container)
+    if issubclass(kind, dict):
+        keys, values = content
+        same = kind.__len__(container) == len(keys) and all(map(operator.is_, kind.keys(container), keys))
+        if same and all(map(operator.is_, kind.values(container), values)):
             return
         kind.clear(container)
-        for key, value in content:
+        for key, value in zip(keys, values, strict=True):
             kind.__setitem__(container, key, value)
         return
-    if len(now) == len(content) and all(map(operator.is_, now, content)):
+    if kind.__len__(container) == len(content) and all(map(operator.is_, kind.__iter__(container), content)):
         return
     kind.clear(container)
     (kind.update if kind is set else kind.extend)(container, content)
@@ -362,4 +368,5 @@ def _refill(container: Any, content: list[Any]) -> None:
 
 def _base_of(container: Any) -> Any:
     """The built-in type of a container, whose methods a subclass may have replaced."""
-    return next(kind for kind in _CONTAINERS if issubclass(type(container), kind))
+    kind = type(container)
+    return kind if kind in _CONTAINERS else next(base for base in _CONTAINERS if issubclass(kind, base))
