@@ -57,7 +57,7 @@ CASES = {
     ),
     "if it is there": (
         "try:\n    import intel_extension_for_pytorch as ipex\n    model, optimizer = ipex.optimize(model, optimizer=optimizer)\n"
-        "except ImportError:\n    raise SystemExit('not there')",
+        "except ImportError:\n    pass",
         "",
     ),
 }
@@ -110,7 +110,7 @@ def test_inference_with_the_extension(here: Path, write: Write) -> None:
     assert target.model[0].weight.dtype == torch.float32
     functions = "def model():\n    return ipex.llm.optimize(made.eval(), dtype=torch.bfloat16)\ndef inputs():\n    return torch.ones(2, 16)"
     target = load_target(str(write(HEAD.replace("model =", "made =") + functions, "functions.py")))
-    assert any("ipex.llm.optimize (functions.py:7) is left out" in note for note in target.notes)
+    assert any("leaves out ipex.llm.optimize (functions.py:7)" in note for note in target.notes)
 
 
 def test_what_the_processor_cannot_prepack(here: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,10 +125,48 @@ def test_what_the_processor_cannot_prepack(here: Path, write: Write, monkeypatch
     for more, fails in (("", True), (", weights_prepack=False", False), (', level="O0"', False)):
         path = write(TRAIN.format(optimize=BF16.format(more=more), context=""), "train.py")
         notes = load_target(str(path), steps=1).notes
-        assert (f"the call at train.py:9 fails on this processor: {limit}" in notes) == fails
+        assert (f"without the scan, the call at train.py:9 fails on this processor: {limit}" in notes) == fails
     monkeypatch.setattr(installation, "cpu_info", lambda _: "avx2 avx512bw avx512vl avx512dq")
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert prepack_problem("bfloat16") == limit
+
+
+PLAIN = HEAD.replace("import intel_extension_for_pytorch as ipex\n", "")
+OPTIONAL = {
+    "try": "try:\n    import intel_extension_for_pytorch\n    has = True\nexcept ImportError:\n    has = False\n",
+    "find_spec": "import importlib.util\nhas = importlib.util.find_spec('intel_extension_for_pytorch') is not None\n",
+}
+
+
+@pytest.mark.skipif(extension_problem() is None, reason="the extension is here")
+@pytest.mark.parametrize("way", OPTIONAL)
+def test_an_extension_that_is_optional_is_not_there(here: Path, write: Write, way: str) -> None:
+    text = f"{PLAIN}{OPTIONAL[way]}model(torch.ones(2 + has, 16))"
+    assert load_target(str(write(text, "infer.py"))).args[0].shape == (2, 16)
+
+
+CALLS = [
+    "model, _ = ipex.optimize(model, torch.bfloat16, torch.optim.SGD(model.parameters(), 1.0), 'O1', True)",
+    "model = ipex.llm.optimize(model, None, torch.bfloat16)",
+    "from intel_extension_for_pytorch.llm import optimize\nmodel = optimize(model, dtype=torch.bfloat16)",
+    "import intel_extension_for_pytorch.llm as llm\nmodel = llm.optimize(model)",
+    "ipex.set_fp32_math_mode(mode=1)\nipex.enable_onednn_fusion(True)\nassert ipex.__version__[:1] == '2'",
+]
+
+
+@pytest.mark.parametrize("use", CALLS)
+def test_ways_to_use_the_extension(here: Path, write: Write, use: str) -> None:
+    target = load_target(str(write(f"{HEAD}{use}\nmodel(torch.ones(2, 16))", "infer.py")))
+    assert type(target.model) is nn.Sequential
+    assert target.args[0].shape == (2, 16)
+
+
+def test_a_trace_is_left(here: Path, write: Write) -> None:
+    text = "model = ipex.optimize(model.eval())\ntorch.jit.freeze(torch.jit.trace(model, torch.ones(2, 16)))"
+    target = load_target(str(write(HEAD + text, "infer.py")))
+    assert torch._C._get_tracing_state() is None
+    with torch.no_grad():
+        assert target.model(*target.args).shape == (2, 4)
 
 
 @pytest.mark.skipif(extension_problem() is None, reason="the extension is here")
@@ -153,11 +191,11 @@ def test_other_parts_of_the_extension_need_it(here: Path, write: Write, use: str
     [
         (
             "torch.xpu.amp.autocast()",
-            'torch.xpu.amp, which Intel\'s extension used, and which is archived: use torch.autocast("xpu"',
+            'torch.xpu.amp came with Intel\'s extension, which is archived: use torch.autocast("xpu"',
         ),
         (
             "torch.xpu.optimize(model)",
-            "torch.xpu.optimize, which Intel's extension used, and which is archived: leave the call out",
+            "torch.xpu.optimize came with Intel's extension, which is archived: leave the call out",
         ),
     ],
 )

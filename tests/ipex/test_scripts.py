@@ -80,7 +80,7 @@ def test_a_script_is_observed(tmp_path: Path, options: str, limits: dict[str, st
     of_fp32 = result["runs"][0]["training"]["ways"][0]["losses"]
     scanned = ways["ipex-split"]["losses"] if options else of_fp32
     assert scanned[:3] == pytest.approx(losses, rel=1e-3 if options else 1e-5)
-    assert any("ipex.optimize (train.py:9) is left out" in note for note in result["model"]["notes"])
+    assert any("leaves out ipex.optimize (train.py:9) and runs stock PyTorch" in note for note in result["model"]["notes"])
     assert [ways[name]["status"] for name in ("ipex-split", "ipex-master", "ipex-fused")] == ["ok"] * 3
 
 
@@ -90,7 +90,7 @@ def test_rows_without_avx512_are_not_prepacked(tmp_path: Path) -> None:
     result = scan(path, "--backend", "ipex,ipex-jit", "-p", "bfloat16,autocast-bf16", "--no-plan", limits=AVX2)
     assert [run["status"] for run in result["runs"]] == ["ok"] * 5
     limit = "without AVX-512, ipex.optimize cannot prepack weights in bfloat16 and needs weights_prepack=False"
-    assert f"{limit}: so do the rows of ipex and ipex-jit here" in result["model"]["notes"]
+    assert f"{limit}, as rows on ipex and ipex-jit have it here" in result["model"]["notes"]
     environment = run("-m", "lowprec_check", "env", limits=AVX2)
     assert limit in " ".join(environment.split())
 

@@ -56,7 +56,7 @@ class ExtensionBackend(Backend):
 def optimized(model: Any, precision: Precision, **options: Any) -> Any:
     """A copy of ``model``, an ``nn.Module`` in ``precision`` on the CPU, after ``ipex.optimize`` with ``options``.
 
-    Raises ``AssertionError`` for a model in training mode.
+    Raises ``AssertionError`` for a model in training mode, and for weights that the processor cannot prepack.
     """
     torch: Any = importlib.import_module("torch")
     ipex: Any = importlib.import_module("intel_extension_for_pytorch")
@@ -65,34 +65,31 @@ def optimized(model: Any, precision: Precision, **options: Any) -> Any:
     return ipex.optimize(model, **options)
 
 
-def optimize_code(key: RunKey, options: str = "") -> str:
-    """The call of :func:`optimized` as code; ``options`` are further arguments, ``weights_prepack=False``."""
+def optimize_code(precision: Precision, **options: Any) -> str:
+    """The call of :func:`optimized` as code."""
+    dtype = [f"dtype={precision.format.dtype}"] if _gives_dtype(precision) else []
+    given = [f"{name}={value!r}" for name, value in options.items()]
+    return f"ipex.optimize({', '.join(['model', *dtype, *given])})"
+
+
+def _prepacking(precision: Precision) -> dict[str, Any]:
+    """The options of ``ipex.optimize`` with which it prepacks weights as far as this processor can."""
+    problem = prepack_problem(precision.format.name) if _gives_dtype(precision) else None
+    return {} if problem is None else {"weights_prepack": False}
+
+
+def _prepacking_code(key: RunKey) -> str:
     precision = PRECISIONS.get(key.precision)
-    dtype = f"dtype={precision.format.dtype}" if _gives_dtype(precision) else ""
-    return f"ipex.optimize({', '.join(filter(None, ['model', dtype, options]))})"
-
-
-def _prepack_problem(precision: Precision) -> str | None:
-    """Why weights cannot be prepacked in the dtype of ``precision`` on this processor; ``None`` if they can."""
-    return prepack_problem(precision.format.name) if _gives_dtype(precision) else None
+    return optimize_code(precision, **_prepacking(precision))
 
 
 class PrepackingBackend(ExtensionBackend):
     """A backend that prepacks weights where the processor has the instructions."""
 
     def note(self, precision: Precision) -> str | None:
-        """That the weights are not prepacked, and why: the same for all backends."""
-        problem = _prepack_problem(precision)
-        return f"{problem}: so do the rows of ipex and ipex-jit here" if problem else None
-
-    def optimized(self, model: Any, precision: Precision) -> Any:
-        """:func:`optimized` as far as the processor can."""
-        options = {"weights_prepack": False} if _prepack_problem(precision) else {}
-        return optimized(model, precision, **options)
-
-    def optimize_code(self, key: RunKey) -> str:
-        """The call of :meth:`optimized` as code."""
-        return optimize_code(key, "weights_prepack=False" if _prepack_problem(PRECISIONS.get(key.precision)) else "")
+        """That weights are not prepacked, and why: one note for all backends."""
+        problem = prepack_problem(precision.format.name) if _gives_dtype(precision) else None
+        return None if problem is None else f"{problem}, as rows on ipex and ipex-jit have it here"
 
 
 def _gives_dtype(precision: Precision) -> bool:
@@ -110,12 +107,12 @@ class Ipex(PrepackingBackend):
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The optimized copy of the model."""
-        called: Callable[..., Any] = self.optimized(model, example.precision)
+        called: Callable[..., Any] = optimized(model, example.precision, **_prepacking(example.precision))
         return called
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` before the call."""
-        return Code(imports=(IMPORT,), before=(f"model = {self.optimize_code(key)}",))
+        return Code(imports=(IMPORT,), before=(f"model = {_prepacking_code(key)}",))
 
 
 class IpexCompile(ExtensionBackend):
@@ -135,7 +132,7 @@ class IpexCompile(ExtensionBackend):
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` and ``torch.compile`` before the call."""
-        optimize = optimize_code(key, "weights_prepack=False")
+        optimize = optimize_code(PRECISIONS.get(key.precision), weights_prepack=False)
         return Code(imports=(IMPORT,), before=(f'model = torch.compile({optimize}, backend="ipex")',))
 
 
@@ -148,12 +145,12 @@ class IpexJit(PrepackingBackend):
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The frozen graph of the optimized copy of the model."""
-        return frozen_trace(self.optimized(model, example.precision), example)
+        return frozen_trace(optimized(model, example.precision, **_prepacking(example.precision)), example)
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
         """``ipex.optimize`` before the call, the trace inside its context."""
         inside = frozen_trace_code(model, key)
-        return Code(imports=(IMPORT,), before=(f"model = {self.optimize_code(key)}",), inside=inside)
+        return Code(imports=(IMPORT,), before=(f"model = {_prepacking_code(key)}",), inside=inside)
 
 
 PLAIN, COMPILED, TRACED = Ipex(), IpexCompile(), IpexJit()

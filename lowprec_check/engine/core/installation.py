@@ -56,14 +56,24 @@ Source: ``frontend.optimize`` of the extension 2.8. ``AVX-NE-CONVERT`` would do 
 
 
 def prepack_problem(dtype: str) -> str | None:
-    """Why ``ipex.optimize`` cannot prepack weights in ``dtype`` on this processor; ``None`` if it can. oneDNN heeds ``ONEDNN_MAX_CPU_ISA``."""
+    """Why ``ipex.optimize`` cannot prepack weights in ``dtype`` on this processor; ``None`` if it can.
+
+    Variables of the environment limit what oneDNN and torch use of the processor.
+    """
     instructions, needed = _PREPACKS.get(dtype, ("", ()))
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
-    is_limited = limit.startswith(("SSE", "AVX2")) or limit == "AVX"
-    flags = [] if is_limited else cpu_info("flags").split()
+    flags = [] if _is_limited(dtype) else cpu_info("flags").split()
     if all(flag in flags for flag in needed):
         return None
     return f"without {instructions}, ipex.optimize cannot prepack weights in {dtype} and needs weights_prepack=False"
+
+
+def _is_limited(dtype: str) -> bool:
+    """Whether the environment withholds the instructions that prepacking in ``dtype`` needs."""
+    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
+    is_old = limit.upper().startswith(("SSE", "AVX2")) or limit.upper() == "AVX"
+    has_no_fp16 = limit.upper() in ("AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
+    capability = os.environ.get("ATEN_CPU_CAPABILITY", "").lower()
+    return is_old or (dtype == "float16" and has_no_fp16) or capability in ("default", "avx2")
 
 
 def missing_packages(*packages: str) -> str | None:

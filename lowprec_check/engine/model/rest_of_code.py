@@ -61,7 +61,7 @@ class RestOfCode:
     @classmethod
     def of(cls, frame: FrameType) -> RestOfCode | None:
         """What is left of the frame's code; ``None`` if it has no source, or is a comprehension."""
-        tree = _tree(frame.f_code.co_filename)
+        tree = source_tree(frame.f_code.co_filename)
         if tree is None or frame.f_code.co_name in _COMPREHENSION_CODE:
             return None
         if frame.f_code.co_name == "<module>":
@@ -301,7 +301,7 @@ def _comprehensions_around(statement: ast.stmt, frame: FrameType) -> list[ast.AS
 
 def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """Where the function with this code is defined; ``None`` if it has no source."""
-    tree = _tree(code.co_filename)
+    tree = source_tree(code.co_filename)
     return None if tree is None else _definitions(tree).get((code.co_name, code.co_firstlineno))
 
 
@@ -316,7 +316,7 @@ def _definitions(tree: ast.Module) -> dict[tuple[str, int], Any]:
     }
 
 
-def _tree(file: str) -> ast.Module | None:
+def source_tree(file: str) -> ast.Module | None:
     """The syntax tree of a file; ``None`` if it cannot be read."""
     linecache.checkcache(file)
     return _parsed("".join(linecache.getlines(file)))

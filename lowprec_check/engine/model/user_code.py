@@ -75,7 +75,7 @@ def _advice_on(error: BaseException, message: str) -> str:
         return ""
     device, name = missing.groups()
     instead = f'use torch.autocast("{device}", dtype=torch.bfloat16)' if name == "amp" else "leave the call out"
-    return f"This torch has no torch.{device}.{name}, which Intel's extension used, and which is archived: {instead}."
+    return f"torch.{device}.{name} came with Intel's extension, which is archived: {instead}."
 
 
 def _user_frame(error: BaseException) -> traceback.FrameSummary | None:

@@ -399,6 +399,8 @@ class _Surroundings:
             pass
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(self._cached)
+        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
+        torch.jit._trace._trace_module_map = None
         while torch._C._len_torch_dispatch_stack() > self._dispatched:
             dispatch_modes._pop_mode()
         device_of_the_file = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)

@@ -6,6 +6,7 @@ be cast or observed. So the code is run as stock PyTorch runs it; rows and ways 
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import functools
 import importlib
@@ -14,16 +15,21 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from importlib.machinery import ModuleSpec, PathFinder
+from types import FrameType
 from typing import Any
 
 import torch
 
 from lowprec_check.catalog.versions import installed_version
-from lowprec_check.engine.core.installation import ARCHIVED, IPEX, extension_problem, prepack_problem
-from lowprec_check.engine.core.source_location import own_line
+from lowprec_check.engine.core.installation import IPEX, extension_problem, prepack_problem
+from lowprec_check.engine.core.source_location import is_own_file, own_line
 from lowprec_check.engine.model.kept_files import replaced
+from lowprec_check.engine.model.rest_of_code import source_tree
 
 _MODULE = "intel_extension_for_pytorch"
+_LLM = f"{_MODULE}.llm"
+_HARMLESS = ("enable_onednn_fusion", "set_fp32_math_mode", "enable_auto_channels_last", "disable_auto_channels_last")
+"""Functions of the extension that set what only it does."""
 
 
 class LeftOut:
@@ -34,18 +40,22 @@ class LeftOut:
         """``ipex.optimize (train.py:9)``."""
         self.limits: dict[str, None] = {}
         """Why calls would fail on this processor."""
+        self.imported: str | None = None
+        """For which part of it the extension itself was imported."""
 
     @property
     def notes(self) -> tuple[str, ...]:
         """What to know of the runs, in words; empty if nothing was left out."""
-        if not self.calls:
-            return ()
-        are = "is" if len(self.calls) == 1 else "are"
-        instead = "autocast in place of its 16-bit weights; --backend inductor adds compiled code in place of its fused operators"
-        return (
-            f"{ARCHIVED}: {' and '.join(self.calls)} {are} left out, and stock PyTorch is scanned ({instead})",
-            *self.limits,
-        )
+        notes = list(self.limits)
+        if self.calls:
+            notes.insert(
+                0,
+                f"the scan leaves out {' and '.join(self.calls)} and runs stock PyTorch, since Intel's extension is archived: autocast "
+                "replaces its 16-bit weights, and --backend inductor adds compiled code",
+            )
+        if self.imported is not None:
+            notes.append(f"{self.imported} was imported, so all runs use the kernels of Intel's extension")
+        return tuple(notes)
 
     def optimize(
         self, model: Any, dtype: Any = None, optimizer: Any = None, level: str = "O1", *_given: Any, **options: Any
@@ -56,13 +66,16 @@ class LeftOut:
         problem = None if dtype is None else prepack_problem(str(dtype).removeprefix("torch."))
         prepacks = options.get("weights_prepack")
         if problem is not None and (level != "O0" if prepacks is None else prepacks):
-            self.limits[f"the call at {line} fails on this processor: {problem}"] = None
+            self.limits[f"without the scan, the call at {line} fails on this processor: {problem}"] = None
         return model if optimizer is None else (model, optimizer)
 
     def optimize_llm(self, model: Any, optimizer: Any = None, *_given: Any, **_options: Any) -> Any:
         """In place of ``ipex.llm.optimize``."""
         self.calls[f"ipex.llm.optimize ({own_line(sys._getframe(1))})"] = None
         return model if optimizer is None else (model, optimizer)
+
+    def do_nothing(self, *_given: Any, **_options: Any) -> None:
+        """In place of one of the :data:`_HARMLESS`."""
 
     def compile(self, compile: Callable[..., Any], *given: Any, backend: Any = "inductor", **options: Any) -> Any:
         """``torch.compile``, with inductor in place of the extension's backend."""
@@ -74,7 +87,10 @@ class LeftOut:
 
 @contextlib.contextmanager
 def without_extension() -> Iterator[LeftOut]:
-    """In this context, what imports the extension gets a module in its place, unless it was imported before."""
+    """In this context, the user's own code that imports the extension gets a module in its place, unless it was imported before.
+
+    Where the extension cannot be imported, code that expects that (in a ``try``, or by ``importlib.util.find_spec``) finds none.
+    """
     left_out = LeftOut()
     if _MODULE in sys.modules:
         yield left_out
@@ -87,64 +103,97 @@ def without_extension() -> Iterator[LeftOut]:
             yield left_out
     finally:
         sys.meta_path.remove(finder)
-        if type(sys.modules.get(_MODULE)) is _InPlace:
-            del sys.modules[_MODULE]
+        for name in (_MODULE, _LLM):
+            if type(sys.modules.get(name)) is _InPlace:
+                del sys.modules[name]
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the module in place of the extension; imports the extension itself for its submodules."""
+    """Finds the modules in place of the extension; imports the extension itself for its other modules."""
 
     def __init__(self, left_out: LeftOut) -> None:
         self._left_out = left_out
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """That of the module in place, or of a submodule of the extension; ``None`` for other modules."""
-        if fullname == _MODULE and self in sys.meta_path:
-            return ModuleSpec(_MODULE, _Loader(self._left_out))
+        """That of a module in place, or of a module of the extension; ``None`` for other modules."""
         in_place = sys.modules.get(_MODULE)
+        if fullname == _LLM or (fullname == _MODULE and _is_wanted(sys._getframe(1))):
+            return ModuleSpec(fullname, _Loader(self._left_out))
+        if fullname == _MODULE:
+            spec = PathFinder.find_spec(fullname, path, target)
+            if spec is not None and extension_problem() is not None:
+                spec.loader = _Refusing()
+            return spec
         if fullname.startswith(f"{_MODULE}.") and isinstance(in_place, _InPlace):
             return PathFinder.find_spec(fullname, in_place.extension(fullname).__path__, target)
         return None
+
+
+def _is_wanted(frame: FrameType | None) -> bool:
+    """Whether an import is by the user's own code, which cannot do without what it imports, or could import the extension."""
+    while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib._bootstrap"):
+        frame = frame.f_back
+    if frame is None or not is_own_file(frame.f_code.co_filename):
+        return False
+    if extension_problem() is None:
+        return True
+    tree, line = source_tree(frame.f_code.co_filename), frame.f_lineno
+    tries = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]
+    return not any(node.lineno < line <= (node.body[-1].end_lineno or node.lineno) for node in tries)
+
+
+class _Refusing(importlib.abc.Loader):
+    """Raises ``ImportError`` where importing the extension would end the process."""
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        raise ImportError(extension_problem(), name=module.__name__)
 
 
 class _Loader(importlib.abc.Loader):
     def __init__(self, left_out: LeftOut) -> None:
         self._left_out = left_out
 
-    def create_module(self, _spec: ModuleSpec) -> types.ModuleType:
-        return _InPlace(self._left_out)
+    def create_module(self, spec: ModuleSpec) -> types.ModuleType:
+        return _InPlace(spec.name, self._left_out)
 
     def exec_module(self, module: types.ModuleType) -> None:
         """It is complete when it is made."""
 
 
 class _InPlace(types.ModuleType):
-    """The module in place of the extension; other names than those of ``optimize`` are those of the extension, which they import."""
+    """The module in place of the extension, or of its part ``llm``; names that it lacks are those of the extension, which they import."""
 
-    def __init__(self, left_out: LeftOut) -> None:
-        super().__init__(_MODULE)
+    def __init__(self, name: str, left_out: LeftOut) -> None:
+        super().__init__(name)
         self.__path__: list[str] = []
-        self.__version__ = installed_version(IPEX) or "2.8.0"
-        self.optimize = left_out.optimize
-        self.llm = types.SimpleNamespace(optimize=left_out.optimize_llm)
+        self._left_out = left_out
+        self.optimize: Callable[..., Any] = left_out.optimize_llm if name == _LLM else left_out.optimize
+        if name == _LLM:
+            return
+        self.__version__ = installed_version(IPEX) or str(torch.__version__)
+        self.llm = _InPlace(_LLM, left_out)
+        for harmless in _HARMLESS:
+            setattr(self, harmless, left_out.do_nothing)
 
-    def extension(self, name: str) -> types.ModuleType:
-        """The extension itself, imported; raises ``ImportError`` if it is not there, for the sake of ``name``."""
+    def extension(self, needed: str) -> types.ModuleType:
+        """The extension itself, imported; raises ``ImportError`` if it is not there, for the sake of the name ``needed``."""
         problem = extension_problem()
         if problem is not None:
-            raise ModuleNotFoundError(f"{name} is needed: {problem}", name=name)
+            raise ModuleNotFoundError(f"{needed} needs {IPEX}: {problem}", name=needed)
         finders, sys.meta_path[:] = list(sys.meta_path), [f for f in sys.meta_path if not isinstance(f, _Finder)]
-        del sys.modules[_MODULE]
+        kept = {name: sys.modules.pop(name) for name in (_MODULE, _LLM) if name in sys.modules}
         try:
-            return importlib.import_module(_MODULE)
+            extension = importlib.import_module(self.__name__)
         finally:
             sys.meta_path[:] = finders
-            sys.modules[_MODULE] = self
+            sys.modules.update(kept)
+        self._left_out.imported = self._left_out.imported or needed
+        return extension
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
         try:
-            return getattr(self.extension(f"{_MODULE}.{name}"), name)
+            return getattr(self.extension(f"{self.__name__}.{name}"), name)
         except ImportError as error:
             raise AttributeError(error.msg) from None
