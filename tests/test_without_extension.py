@@ -115,7 +115,8 @@ def test_inference_with_the_extension(here: Path, write: Write) -> None:
 
 def test_what_the_processor_cannot_prepack(here: Path, write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "cpu_info", lambda _: "avx2 avx512bw avx512vl avx512dq")
-    monkeypatch.delenv("ONEDNN_MAX_CPU_ISA", raising=False)
+    for name in ("ONEDNN_MAX_CPU_ISA", "DNNL_MAX_CPU_ISA", "ATEN_CPU_CAPABILITY"):
+        monkeypatch.delenv(name, raising=False)
     assert prepack_problem("bfloat16") is None
     assert prepack_problem("float32") is None
     assert "without AVX512-FP16" in str(prepack_problem("float16"))
@@ -127,8 +128,14 @@ def test_what_the_processor_cannot_prepack(here: Path, write: Write, monkeypatch
         notes = load_target(str(path), steps=1).notes
         assert (f"without the scan, the call at train.py:9 fails on this processor: {limit}" in notes) == fails
     monkeypatch.setattr(installation, "cpu_info", lambda _: "avx2 avx512bw avx512vl avx512dq")
-    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    assert prepack_problem("bfloat16") == limit
+    monkeypatch.setattr(installation, "cpu_info", lambda _: "avx512bw avx512vl avx512dq avx512_fp16")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_BF16")
+    assert (prepack_problem("bfloat16"), prepack_problem("float16") is None) == (None, False)
+    for name, value in (("ONEDNN_MAX_CPU_ISA", "AVX2"), ("DNNL_MAX_CPU_ISA", "avx2"), ("ATEN_CPU_CAPABILITY", "avx2")):
+        with monkeypatch.context() as limited:
+            limited.delenv("ONEDNN_MAX_CPU_ISA")
+            limited.setenv(name, value)
+            assert prepack_problem("bfloat16") == limit
 
 
 PLAIN = HEAD.replace("import intel_extension_for_pytorch as ipex\n", "")

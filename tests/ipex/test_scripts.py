@@ -80,7 +80,9 @@ def test_a_script_is_observed(tmp_path: Path, options: str, limits: dict[str, st
     of_fp32 = result["runs"][0]["training"]["ways"][0]["losses"]
     scanned = ways["ipex-split"]["losses"] if options else of_fp32
     assert scanned[:3] == pytest.approx(losses, rel=1e-3 if options else 1e-5)
-    assert any("leaves out ipex.optimize (train.py:9) and runs stock PyTorch" in note for note in result["model"]["notes"])
+    assert any(
+        "leaves out ipex.optimize (train.py:9) and runs stock PyTorch" in note for note in result["model"]["notes"]
+    )
     assert [ways[name]["status"] for name in ("ipex-split", "ipex-master", "ipex-fused")] == ["ok"] * 3
 
 

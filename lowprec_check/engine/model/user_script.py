@@ -4,7 +4,6 @@ place nor later lines run. A file that defines its model and inputs is run until
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ctypes
 import itertools
@@ -12,21 +11,20 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any, NamedTuple, NoReturn, Protocol
 
 import greenlet  # type: ignore[import-untyped]
 import torch
 from torch import nn
-from torch.utils import _python_dispatch as dispatch_modes
 
 from lowprec_check.engine.core.source_location import PACKAGE, is_own_file, own_line, source_line
-from lowprec_check.engine.model.call_recorder import autocasts_now, function_modes, set_function_modes
 from lowprec_check.engine.model.kept_files import KeptFiles, replaced
 from lowprec_check.engine.model.model_making import Making, made_by_constructor, part_of_making, still_defines
 from lowprec_check.engine.model.observed_step import SECONDS, StepObserver
 from lowprec_check.engine.model.observed_training import ObservedTraining
+from lowprec_check.engine.model.user_surroundings import Surroundings, exit_handlers_of_the_user
 from lowprec_check.process.function_worker import end_if_forked
 
 
@@ -109,9 +107,9 @@ def run_to_first_call(
     running = _Running(observer, defined)
     script = greenlet.greenlet(lambda: running.errors.extend(_failures_of(work, running.is_failure)))
     script.gr_context = running.caller.gr_context
-    before = _Surroundings()
+    before = Surroundings()
     with (
-        _exit_handlers_of_the_user() as handlers,
+        exit_handlers_of_the_user() as handlers,
         KeptFiles() as files,
         _interrupted_by(running.leave_if_possible) as running.interrupt,
     ):
@@ -359,89 +357,3 @@ def _threads_that_do_not_last() -> Iterator[None]:
 
     with replaced(threading.Thread, "start", as_daemon):
         yield
-
-
-# -- What code that is stopped leaves behind
-
-_PROGRESS = {"rich.live": "stop", "tqdm._monitor": "exit"}
-"""How to end threads that redraw progress bars, by the module of their class."""
-
-
-class _Surroundings:
-    """What contexts that are never left would change for good: those of torch, a stream, signal handlers, unfinished imports."""
-
-    def __init__(self) -> None:
-        self._stream, self._gradients = sys.stderr, torch.is_grad_enabled()
-        self._cached = torch.is_autocast_cache_enabled()
-        self._functions, self._dispatched = function_modes(), torch._C._len_torch_dispatch_stack()
-        self._hooks = set(_hooks_of_torch())
-        self._in_main_thread = threading.current_thread() is threading.main_thread()
-        self._handlers = {number: signal.getsignal(number) for number in signal.valid_signals()}
-
-    def restore(self, handlers: Sequence[Callable[..., Any]]) -> None:
-        """Make them as they were; remove exit ``handlers``, and threads that redraw progress bars."""
-        for registered in handlers:
-            atexit.unregister(registered)
-        for thread in threading.enumerate():
-            end = _PROGRESS.get(type(thread).__module__)
-            if end is not None:
-                getattr(thread, end)()
-                thread.join(1.0)
-        sys.stderr = self._stream
-        torch.set_grad_enabled(self._gradients)
-        if torch.is_inference_mode_enabled():
-            _never_left.append(torch.inference_mode(False))
-            _never_left[-1].__enter__()
-        for kind in autocasts_now():
-            torch.set_autocast_enabled(kind, False)
-        torch.autocast_increment_nesting()
-        while torch.autocast_decrement_nesting() > 0:
-            pass
-        torch.clear_autocast_cache()
-        torch.set_autocast_cache_enabled(self._cached)
-        torch._C._set_tracing_state(None)  # type: ignore[attr-defined]
-        torch.jit._trace._trace_module_map = None
-        while torch._C._len_torch_dispatch_stack() > self._dispatched:
-            dispatch_modes._pop_mode()
-        device_of_the_file = getattr(torch._GLOBAL_DEVICE_CONTEXT, "device_context", None)
-        known = [*self._functions, device_of_the_file]
-        set_function_modes([mode for mode in function_modes() if mode in known])
-        for name, key in set(_hooks_of_torch()) - self._hooks:
-            del vars(torch.nn.modules.module)[name][key]
-        for number, handler in self._handlers.items():
-            if self._in_main_thread and handler is not None and signal.getsignal(number) != handler:
-                signal.signal(number, handler)
-        for module in list(sys.modules.values()):  # other threads would wait for the end of their import
-            spec: Any = getattr(module, "__spec__", None)
-            if getattr(spec, "_initializing", False):
-                spec._initializing = False
-
-
-_never_left: list[Any] = []
-
-
-def _hooks_of_torch() -> list[tuple[str, int]]:
-    """The hooks of all modules that contexts of torch registered, such as a counter of operations; the user's own stay."""
-    tables = {name: table for name, table in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
-    return [
-        (name, key)
-        for name, table in tables.items()
-        if isinstance(table, dict)
-        for key, hook in table.items()
-        if str(getattr(hook, "__module__", "")).startswith("torch.")
-    ]
-
-
-@contextlib.contextmanager
-def _exit_handlers_of_the_user() -> Iterator[list[Callable[..., Any]]]:
-    """The exit handlers that lines of the user's own files register inside."""
-    found: list[Callable[..., Any]] = []
-    kept = atexit.register
-
-    def register(handler: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_own_file(sys._getframe(1).f_code.co_filename):
-            found.append(handler)
-        return kept(handler, *args, **kwargs)
-
-    with replaced(atexit, "register", register):
-        yield found
