@@ -221,11 +221,11 @@ def test_a_part_that_is_called_alone_is_no_model(here: Path, write: Write) -> No
 
 def test_what_was_taken_and_why(here: Path, write: Write) -> None:
     write(NET + "model, inputs = Net(), torch.ones(7, 3)", "model.py")
-    assert load_target("model.py").taken == "model.py: model, inputs"
-    assert load_target("model.py:Net", ("2x3",)).taken == "model.py: Net, --inputs"
+    assert load_target("model.py").taken == "model of model.py"
+    assert load_target("model.py:Net", ("2x3",)).taken == "Net of model.py, --inputs"
     write(NET + "net = Net()\nnet(torch.ones(7, 3))", "script.py")
     assert load_target("script.py").taken == "called at script.py:11, the first call of a model in the script"
-    assert load_target("script.py:net").taken == "script.py: net, called at script.py:11"
+    assert load_target("script.py:net").taken == "net of script.py, called at script.py:11"
     write(PARTS + LAZY + "net(loader[0])", "lazy.py")
     first = "the first call of a model in the script; the call at lazy.py:56 initializes lazy layers"
     assert load_target("lazy.py").taken == f"called at lazy.py:57, {first}"
@@ -285,6 +285,8 @@ FILES = {
     "a few steps of training": "model, inputs = Net(), torch.ones(7, 3)\nfor _ in range(3):\n    model(inputs).sum().backward()\nmodel.eval()",
     "an exit": "model, inputs = Net().eval(), torch.ones(7, 3)\nmodel(torch.zeros(1, 3))\nraise SystemExit",
     "imports": "from parts_of_it import model, inputs\nmodel(torch.zeros(1, 3))\nmodel.eval()",
+    "other weights": "model, inputs = Net().eval(), torch.ones(7, 3)\nmodel(inputs)\nmodel.train()\nwith torch.no_grad():\n"
+    "    nn.init.ones_(model.linear.bias)\n    model(inputs)\n    model.linear.weight.zero_()\nmodel(inputs)\nmodel.eval()",
     "either of two": "if torch.cuda.is_available():\n    model = Net()\nelse:\n    model = Net()\nmodel(torch.zeros(1, 3))\nmodel.eval()\n"
     "inputs = torch.ones(7, 3)",
     "a cast in place": "model, inputs = Net().eval(), torch.ones(7, 3)\nout = model(inputs)\nmodel = model.half()\ninputs = inputs.half()",

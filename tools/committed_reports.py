@@ -95,7 +95,7 @@ _XEON = "Xeon with AMX and avx512_fp16"
 _AT_ONCE = "Small inputs, random weights; several scans at once, so times are approximate."
 _CATALOG = ("python tools/committed_reports.py", "from catalog/", "2.1 to 2.15", "those of the catalog", "")
 MADE = {
-    "scans/": (f"{_EXAMPLES} scans/", "2026-11-24", *_ON_CPU, ""),
+    "scans/": (f"{_EXAMPLES} scans/", "2026-11-29", *_ON_CPU, ""),
     "training/": (f"{_EXAMPLES} training/", "2026-11-22", *_ON_CPU, "train_classifier and train_gan: 2026-11-24."),
     "torchvision/index.md": (_compat("torchvision", "cpu", 4), "2026-11-22", "2.11.0+cu130", _XEON, _AT_ONCE),
     "torchvision-cuda/index.md": (

@@ -40,7 +40,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     layout: InputLayout = InputLayout(kind="nested")
     """The tensors in the inputs."""
     taken: str = ""
-    """What of the user's file was scanned, and why: ``mymodel.py: model, inputs``; empty if the model was not taken from a file."""
+    """What of the user's file was scanned, and why: ``model of mymodel.py``, whose inputs are its own unless others are named; empty if the model was not taken from a file."""
     source: str | None = None
     """The line that makes the model, or defines its class: ``file.py:line``."""
     caller: str | None = None

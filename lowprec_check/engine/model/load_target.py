@@ -132,7 +132,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     for run in (imported, script):
         if run is not None and run.ran.training is not None:
             return _target_of_training(run.ran.training, run, inputs)
-    taken_inputs = "--inputs" if inputs else "inputs"
+    other_inputs = ", --inputs" if inputs else ""
     try:
         given = _given_inputs(module, inputs)
         if call is not None and attribute is None and (given is None or "model" not in vars(module)):
@@ -147,7 +147,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
                     f"Return the model from `{name}`.",
                 )
         if given is None and call is not None and call.model is model:
-            given, taken_inputs = _inputs_of(call), f"called at {call.line}"
+            given, other_inputs = _inputs_of(call), f", called at {call.line}"
         if given is None:
             raise _UndefinedError(f"{display_name(module)} defines no `inputs`.", PASTE_INPUTS)
     except _UndefinedError as error:
@@ -165,7 +165,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
         name=encodable(title),
         source=definition_line(module, name) if made_at else None,
         made_at=made_at,
-        taken=f"{display_name(module)}: {name}, {taken_inputs}",
+        taken=f"{name} of {os.path.basename(display_name(module))}{other_inputs}",
         setup=_setup(module, name, found, inputs, None if is_file else path),
         notes=(*notes, *_stopped(None if steps else call, module)),
         **_other_parts(module, inputs),

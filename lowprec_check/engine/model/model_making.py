@@ -95,6 +95,8 @@ def _configures(statement: ast.stmt, model: str) -> bool:
     if not (is_bare or is_rebound) or not isinstance(value, ast.Call) or not isinstance(value.func, ast.Attribute):
         return False
     method = value.func.attr
+    if method.endswith("_"):  # nn.init.zeros_(model.head.weight)
+        return model in (root_of(value.func), *map(root_of, value.args))
     return root_of(value.func) == model and (method in ("eval", "train") or method.startswith(_CONFIGURE))
 
 
