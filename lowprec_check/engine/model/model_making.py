@@ -120,8 +120,7 @@ def _incomplete(module: nn.Module, rest: RestOfCode) -> Making | None:
 def _part_later(module: nn.Module, rest: RestOfCode) -> Making | None:
     """Whether ``module`` becomes a part of another one, which the code goes on to use."""
     for call in rest.nodes(ast.Call):
-        given = [*call.args, *(keyword.value for keyword in call.keywords)]
-        if not any(rest.refers_to(argument, module) for argument in given):
+        if not any(rest.refers_to(argument, module) for argument in _given_to(call)):
             continue
         function = rest.value_of(call.func)
         if isinstance(call.func, ast.Attribute) and call.func.attr in _ADDS_A_PART:
@@ -143,25 +142,29 @@ def _part_later(module: nn.Module, rest: RestOfCode) -> Making | None:
 
 def _is_used(made: ast.Call, rest: RestOfCode, *, is_class: bool) -> bool:
     """Whether what a call makes is a model that the code calls, returns or hands on, but for torch's own functions, which export or trace it."""
-    names: set[str] = set()
-    for statement in rest.nodes(ast.stmt):
-        if not any(node is made for node in ast.walk(statement)):
-            continue
-        if isinstance(statement, ast.Return):
-            return is_class
-        targets = statement.targets if isinstance(statement, ast.Assign) else []
-        if any(isinstance(target, ast.Attribute) for target in targets):
-            return is_class
-        names |= {target.id for target in targets if isinstance(target, ast.Name)}
+    statement = rest.statement_of(made)
+    targets = statement.targets if isinstance(statement, ast.Assign) else []
+    names = {target.id for target in targets if isinstance(target, ast.Name)}
     if names & rest.called():
         return True
+    if not is_class:
+        return False
+    if isinstance(statement, ast.Return) or any(isinstance(target, ast.Attribute) for target in targets):
+        return True
     for call in rest.nodes(ast.Call):
-        arguments = [*call.args, *(keyword.value for keyword in call.keywords)]
-        gets_it = any(_is_of(argument, made, names) for argument in arguments)
-        if is_class and gets_it and not _is_of_torch(rest.value_of(call.func)):
+        if any(_is_of(argument, made, names) for argument in _given_to(call)) and not _is_of_torch(
+            rest.value_of(call.func)
+        ):
             return True
-    returned = [node.value for node in rest.nodes(ast.Return) if node.value is not None]
-    return is_class and any(_is_of(value, made, names) for value in returned)
+    return any(_is_of(value, made, names) for value in _returned(rest.nodes(ast.Return)))
+
+
+def _given_to(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _returned(statements: Iterable[ast.Return]) -> list[ast.expr]:
+    return [statement.value for statement in statements if statement.value is not None]
 
 
 def _is_of(expression: ast.expr, made: ast.Call, names: set[str]) -> bool:
@@ -179,8 +182,7 @@ def _tried_by_its_maker(module: nn.Module, rest: RestOfCode, caller: FrameType |
     around = None if caller is None else RestOfCode.of(caller)
     if around is not None and isinstance(around.current, ast.Expr) and isinstance(around.current.value, ast.Call):
         return None  # what it returns is dropped: it is a main program
-    returned = [node.value for node in rest.nodes(ast.Return) if node.value is not None]
-    if any(rest.refers_to(value, module) for value in returned):
+    if any(rest.refers_to(value, module) for value in _returned(rest.nodes(ast.Return))):
         return Making(f"is made by {rest.function.name}(), which returns the model", is_model=True)
     return None
 
@@ -230,7 +232,7 @@ def _makes_model(made: ast.expr, rest: RestOfCode) -> bool:
     definition = rest.definition_of(made.func)
     if definition is None:
         return False
-    returned = [node.value for node in ast.walk(definition) if isinstance(node, ast.Return) and node.value is not None]
+    returned = _returned(node for node in ast.walk(definition) if isinstance(node, ast.Return))
     names = {value.id for value in returned if isinstance(value, ast.Name)}
     for node in ast.walk(definition):
         if isinstance(node, ast.Assign) and any(

@@ -52,6 +52,9 @@ class RestOfCode:
         """The innermost statement that is running."""
         self.after: list[ast.stmt] = []
         """The statements behind it, but not those of loops that run again."""
+        self._holds: dict[tuple[int, int], bool] = {}
+        self._filled: dict[int, set[str | None]] = {}
+        self._names: dict[bool, set[str]] = {}
         self._loops: list[ast.AST] = []
         """The loops and comprehensions that the call is in."""
         self.statements: list[ast.stmt] = []
@@ -100,20 +103,25 @@ class RestOfCode:
         )
 
     @functools.cached_property
-    def _all_nodes(self) -> list[ast.AST]:
-        """Those of the statements, the outer ones first, but not those of functions and classes that are defined there."""
-        found: list[ast.AST] = []
-        waiting = collections.deque[ast.AST](self.statements)
+    def _statement_of(self) -> dict[ast.AST, ast.stmt]:
+        """The nodes of the statements, the outer ones first, with the innermost statement of each; those of functions and classes are left out."""
+        nodes: dict[ast.AST, ast.stmt] = {}
+        waiting = collections.deque[tuple[ast.AST, ast.stmt]]((statement, statement) for statement in self.statements)
         while waiting:
-            node = waiting.popleft()
+            node, around = waiting.popleft()
             if not isinstance(node, (*_FUNCTIONS, ast.ClassDef, ast.Lambda)):
-                found.append(node)
-                waiting.extend(ast.iter_child_nodes(node))
-        return found
+                around = node if isinstance(node, ast.stmt) else around
+                nodes[node] = around
+                waiting.extend((child, around) for child in ast.iter_child_nodes(node))
+        return nodes
 
     def nodes(self, kind: type[Node]) -> Iterator[Node]:
         """The statements and expressions of a kind."""
-        return (node for node in self._all_nodes if isinstance(node, kind))
+        return (node for node in self._statement_of if isinstance(node, kind))
+
+    def statement_of(self, node: ast.AST) -> ast.stmt:
+        """The innermost statement that one of the :meth:`nodes` is in."""
+        return self._statement_of[node]
 
     # -- What expressions are worth now
 
@@ -135,22 +143,21 @@ class RestOfCode:
             return MethodType(found.__func__, owner) if isinstance(found, classmethod) else found
         return UNKNOWN
 
-    @staticmethod
-    def holds(value: Any, module: nn.Module) -> bool:
+    def holds(self, value: Any, module: nn.Module) -> bool:
         """Whether a value is ``module``, a module with it inside, or a list, tuple or dictionary with one of these."""
         if is_module(value):
-            return any(part is module for part in value.modules())
+            place = id(value), id(module)
+            if place not in self._holds:
+                self._holds[place] = any(part is module for part in value.modules())
+            return self._holds[place]
         if type(value) in (list, tuple, dict):
             parts = value.values() if type(value) is dict else value
-            return any(is_module(part) and RestOfCode.holds(part, module) for part in parts)
+            return any(is_module(part) and self.holds(part, module) for part in parts)
         return False
 
-    @staticmethod
-    def holds_in_attributes(value: Any, module: nn.Module) -> bool:
+    def holds_in_attributes(self, value: Any, module: nn.Module) -> bool:
         """Whether ``module`` is in an attribute of an object that is no module."""
-        return not is_module(value) and any(
-            RestOfCode.holds(part, module) for part in (attributes_of(value) or {}).values()
-        )
+        return not is_module(value) and any(self.holds(part, module) for part in (attributes_of(value) or {}).values())
 
     def refers_to(self, node: ast.expr, module: nn.Module) -> bool:
         """Whether an expression gives ``module`` on, alone, in another module or in what is filled with it, not what it computes."""
@@ -171,33 +178,41 @@ class RestOfCode:
             return returns_it and self._refers_to(node.func.value, module)
         return self.holds(self.value_of(node), module)
 
-    def _filled_with(self, module: nn.Module) -> set[str]:
+    def _filled_with(self, module: nn.Module) -> set[str | None]:
         """The names of containers that get ``module`` later: ``layers.append(layer)``, ``parts["encoder"] = encoder``."""
-        names = set()
-        for call in self.nodes(ast.Call):
-            fills = isinstance(call.func, ast.Attribute) and call.func.attr in _FILLS
-            if fills and any(self._refers_to(argument, module) for argument in call.args):
-                names.add(root_of(call.func))
-        for assignment in self.nodes(ast.Assign):
-            if self._refers_to(assignment.value, module):
-                names |= {root_of(target) for target in assignment.targets if isinstance(target, ast.Subscript)}
-        return {name for name in names if name is not None}
+        if id(module) not in self._filled:
+            names = self._filled[id(module)] = set()
+            for call in self.nodes(ast.Call):
+                fills = isinstance(call.func, ast.Attribute) and call.func.attr in _FILLS
+                if fills and any(self._refers_to(argument, module) for argument in call.args):
+                    names.add(root_of(call.func))
+            for assignment in self.nodes(ast.Assign):
+                filled = [root_of(target) for target in assignment.targets if isinstance(target, ast.Subscript)]
+                if filled and self._refers_to(assignment.value, module):
+                    names.update(filled)
+        return self._filled[id(module)]
 
     # -- What is called
 
     def definition_of(self, node: ast.expr) -> Any:
         """The definition of a function of the user's own files, which may be still to come; ``None`` of anything else."""
-        if isinstance(node, ast.Name):
-            for statement in self.statements:
-                if isinstance(statement, _FUNCTIONS) and statement.name == node.id:
-                    return statement
+        if isinstance(node, ast.Name) and node.id in self._later_functions:
+            return self._later_functions[node.id]
         function = self.value_of(node)
         is_own = type(function) is FunctionType and is_own_file(function.__code__.co_filename)
         return _definition(function.__code__) if is_own else None
 
+    @functools.cached_property
+    def _later_functions(self) -> dict[str, Any]:
+        """The functions that are still to be defined, by name; the first of each."""
+        later = [statement for statement in self.statements if isinstance(statement, _FUNCTIONS)]
+        return {function.name: function for function in reversed(later)}
+
     def called(self, *, in_loops: bool = False) -> set[str]:
         """The names that are called later, by the user's functions too, which may get them as arguments; perhaps in loops only."""
-        return self._called(self.statements, {}, counts=not in_loops)
+        if in_loops not in self._names:
+            self._names[in_loops] = self._called(self.statements, {}, counts=not in_loops)
+        return self._names[in_loops]
 
     def _called(self, body: Iterable[ast.AST], known: dict[Any, set[str]], *, counts: bool) -> set[str]:
         """Those in ``body``; ``known`` has those of functions, by their definition and whether all their calls count."""
