@@ -200,6 +200,14 @@ def test_the_first_call_of_a_model(here: Path, write: Write, case: str, guard: b
     assert target.args[0].shape[0] == 5, "its first batch, not what it was tried on"
 
 
+def test_a_long_script_is_read_once(here: Path, write: Write) -> None:
+    counting = "class Counting(Full):\n    asked = 0\n    def modules(self):\n        Counting.asked += 1\n        return super().modules()\n"
+    later = "".join(f"use(net, {number})\n" for number in range(300))
+    text = f"{counting}def use(net, number): return net\nnet = Counting(Enc()).eval()\nCounting.asked = 0\nnet(loader[0])\n{later}"
+    target = load_target(str(write(PARTS + text, "infer.py")))
+    assert type(target.model).asked < 30  # type: ignore[attr-defined]
+
+
 def test_a_dry_run_that_nothing_follows_is_the_first_call(here: Path, write: Write) -> None:
     target = load_target(str(write(PARTS + "model = build_and_try()\nprint(model)", "infer.py")))
     assert target.args[0].shape == (1, 3, 8, 8)

@@ -72,10 +72,14 @@ def optimize_code(precision: Precision, **options: Any) -> str:
     return f"ipex.optimize({', '.join(['model', *dtype, *given])})"
 
 
+def _prepack_problem(precision: Precision) -> str | None:
+    """Why this processor cannot prepack weights in the dtype that ``ipex.optimize`` gets; ``None`` if it can."""
+    return prepack_problem(precision.format.name) if _gives_dtype(precision) else None
+
+
 def _prepacking(precision: Precision) -> dict[str, Any]:
     """The options of ``ipex.optimize`` with which it prepacks weights as far as this processor can."""
-    problem = prepack_problem(precision.format.name) if _gives_dtype(precision) else None
-    return {} if problem is None else {"weights_prepack": False}
+    return {} if _prepack_problem(precision) is None else {"weights_prepack": False}
 
 
 def _prepacking_code(key: RunKey) -> str:
@@ -88,7 +92,7 @@ class PrepackingBackend(ExtensionBackend):
 
     def note(self, precision: Precision) -> str | None:
         """That weights are not prepacked, and why: one note for all backends."""
-        problem = prepack_problem(precision.format.name) if _gives_dtype(precision) else None
+        problem = _prepack_problem(precision)
         return None if problem is None else f"{problem}, as rows on ipex and ipex-jit have it here"
 
 

@@ -123,7 +123,7 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     path, attribute = _split(spec)
     is_file = path.endswith(".py")
     is_script = is_file and attribute is None
-    names = Definitions(attribute or "model", "inputs", _PARTS)
+    names = Definitions(attribute or "model", _PARTS)
     imported = import_file(Path(path), names, steps if is_script else 0) if is_file else import_name(path, names)
     module, (call, notes, _) = imported
     script = None

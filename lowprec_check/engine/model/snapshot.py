@@ -292,18 +292,18 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
     return functools.partial(value.__setitem__, ..., value.copy()) if is_array else None
 
 
-def saved_tensor(tensor: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """The memory of ``tensor``, a copy of its values, and its attributes, for :func:`restore_tensor`."""
-    return tensor.data, tensor.detach().clone(), dict(vars(tensor))
+def saved_tensor(tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
+    """The memory of ``tensor``, a copy of its values, and the content of its attributes, for :func:`restore_tensor`."""
+    return tensor.data, tensor.detach().clone(), _content_of(vars(tensor))
 
 
-def _restore_tensors(saved: Iterable[tuple[Tensor, Tensor, Tensor, dict[str, Any]]]) -> None:
+def _restore_tensors(saved: Iterable[tuple[Tensor, Tensor, Tensor, Any]]) -> None:
     """:func:`restore_tensor` of each; on an accelerator all values are copied at once, as to compare one waits for all that it computes."""
     copies: dict[torch.device, list[tuple[Tensor, Tensor]]] = collections.defaultdict(list)
     for tensor, data, values, attributes in saved:
         is_odd = data.is_conj() or data.is_neg() or tensor.is_inference()
         if data.device.type != "cpu" and not is_odd and _is_at(tensor, data) and is_dense(data):
-            _refill(vars(tensor), _content_of(attributes))
+            _refill(vars(tensor), attributes)
             copies[data.device].append((data, values))
         else:
             restore_tensor(tensor, data, values, attributes)
@@ -316,9 +316,9 @@ def _is_at(tensor: Tensor, data: Tensor) -> bool:
     return tensor.layout == torch.strided and tensor.data_ptr() == data.data_ptr() and tensor.shape == data.shape
 
 
-def restore_tensor(tensor: Tensor, data: Tensor, values: Tensor, attributes: dict[str, Any]) -> None:
+def restore_tensor(tensor: Tensor, data: Tensor, values: Tensor, attributes: Any) -> None:
     """Give ``tensor`` its memory, values and attributes back."""
-    _refill(vars(tensor), _content_of(attributes))
+    _refill(vars(tensor), attributes)
     is_there = _is_at(tensor, data)
     if data.layout == torch.strided:
         with contextlib.suppress(RuntimeError, NotImplementedError):  # dtypes that torch cannot compare

@@ -74,7 +74,7 @@ def import_file(path: Path, names: Definitions, steps: int = 0) -> UserModule:
         sys.modules[full_name] = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(sys.modules[full_name])
 
-    return _imported(full_name, path.name, execute, steps, names if defines(path, names[:2]) else None)
+    return _imported(full_name, path.name, execute, steps, names if defines(path, names.needed) else None)
 
 
 def _imported(
@@ -106,7 +106,7 @@ def import_name(name: str, names: Definitions) -> UserModule:
         spec = importlib.util.find_spec(name)
     if spec is None:
         raise UsageError(f"No module named {name!r}.", "Install it, or run the command in the folder that contains it.")
-    defined = names if spec.origin is not None and defines(spec.origin, names[:2]) else None
+    defined = names if spec.origin is not None and defines(spec.origin, names.needed) else None
     return _imported(name, name, lambda: importlib.import_module(name), defined=defined)
 
 

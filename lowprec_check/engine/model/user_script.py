@@ -69,9 +69,13 @@ class Definitions(NamedTuple):
 
     model: str
     """The name of its model."""
-    inputs: str
     parts: tuple[str, ...]
     """Names that it may define besides, such as ``loss``."""
+
+    @property
+    def needed(self) -> set[str]:
+        """The names that it must define."""
+        return {self.model, "inputs"}
 
 
 def run_user_code(work: Callable[[], object], script: str, steps: int, defined: Definitions | None = None) -> Ran:
@@ -191,7 +195,7 @@ class _Running:
             if making is not None:
                 self._passed_over.append((call, making))
                 if making.is_model:
-                    self._wait_at_most(SECONDS)
+                    self._limit_time()
                 return self._make(module, args, kwargs)
             self.first = call
         if self._observer is not None and is_here:
@@ -200,7 +204,9 @@ class _Running:
             self._observer.give_up("it calls its model in another thread")
         if is_here or self.interrupt is None:
             self.leave()
-        _park(self.interrupt, self._left, self._anywhere)
+        _parked.append(threading.current_thread())
+        self._interrupt_until_left()
+        _wait_forever()
 
     def _make(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Make a call that does not count; nor do those inside it."""
@@ -217,28 +223,33 @@ class _Running:
         while at is not None and not at.f_code.co_filename.startswith(PACKAGE):
             outermost = at if at.f_code.co_name == "<module>" else outermost
             at = at.f_back
-        if outermost is None or not {names.model, names.inputs} <= outermost.f_globals.keys():
+        if outermost is None or not names.needed <= outermost.f_globals.keys():
             return False
-        self._wait_at_most(SECONDS)
+        self._limit_time()
         return not still_defines(outermost, names.model, names.parts)
 
     # -- Code that takes long after a call that does not count, such as a server
 
-    def _wait_at_most(self, seconds: float) -> None:
-        """Leave the code so many seconds after the first call of this, if it is still running then."""
+    def _limit_time(self) -> None:
+        """Leave the code :data:`SECONDS` after the first call of this, if it is still running then."""
         if self._timer is None and self.interrupt is not None:
-            self._timer = threading.Timer(seconds, self._be_overdue)
+            self._timer = threading.Timer(SECONDS, self._be_overdue)
             self._timer.daemon = True
             self._timer.start()
 
     def _be_overdue(self) -> None:
         self.is_overdue = True
+        self._interrupt_until_left()
+
+    def _interrupt_until_left(self) -> None:
+        """In another thread: interrupt the code until it is left, or over; after a while wherever it is."""
         for number in itertools.count():
-            if self._left.wait(0.01) or self.is_over or self.interrupt is None:
+            if self.interrupt is not None:
+                self.interrupt()
+            if self._left.wait(0.01) or self.is_over:
                 return
             if number == _TRIES:
                 self._anywhere.set()
-            self.interrupt()
 
     @property
     def made_last(self) -> ModelCall | None:
@@ -268,11 +279,8 @@ class _Running:
     def is_failure(self, caught: BaseException) -> bool:
         """Whether an exception ends the code too early. Code that has trained, or whose calls did not count, may call ``exit()``."""
         ended = caught.__context__
-        if (
-            isinstance(ended, SystemExit)
-            and ended.code in (None, 0)
-            and (self._passed_over or self._defined is not None)
-        ):
+        exits = isinstance(ended, SystemExit) and ended.code in (None, 0)
+        if exits and (self._passed_over or self._defined is not None):
             return False
         return self.first is None or (self._observer is not None and not isinstance(ended, SystemExit))
 
@@ -301,18 +309,9 @@ def parked_threads() -> list[threading.Thread]:
     return list(_parked)
 
 
-def _park(interrupt: Callable[[], None], left: threading.Event, anywhere: threading.Event) -> NoReturn:
-    """Interrupt the main thread until it has ``left``, after a while ``anywhere``, and wait forever; the interpreter ends without this."""
-    thread = threading.current_thread()
-    _parked.append(thread)
-    interrupt()
-    for number in itertools.count():
-        if left.wait(0.01):
-            break
-        if number == _TRIES:
-            anywhere.set()
-        interrupt()
-    thread.join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005  # pools of threads do at exit
+def _wait_forever() -> NoReturn:
+    """Park this thread; the interpreter ends without it."""
+    threading.current_thread().join = lambda timeout=None: None  # type: ignore[method-assign]  # noqa: ARG005  # pools of threads do at exit
     lock = threading.Lock()
     while True:
         lock.acquire()
