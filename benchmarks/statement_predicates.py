@@ -138,7 +138,7 @@ class Case:
         mine = (self.run["base"] or self.run["precision"], self.run["backend"], self.run["memory_format"], self.run["keep_fp32"])
         return mine == (best["precision"], best["backend"], best["memory_format"], best["keep_fp32"])
 
-    # times and memory, by the definitions of docs/json.md
+    # times and memory, by the definitions of docs/schema.json
 
     def speed(self) -> tuple[str, float | None]:
         """``faster``, ``slower``, ``same``, ``noisy`` or ``unknown``, and the ratio."""

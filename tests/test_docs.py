@@ -41,10 +41,7 @@ def make_reference() -> ModuleType:
     return module
 
 
-@pytest.mark.parametrize(
-    "name",
-    [pytest.param(name, marks=pytest.mark.slow if name == "cli.md" else ()) for name in make_reference().REFERENCES],
-)
+@pytest.mark.parametrize("name", make_reference().REFERENCES)
 def test_references_are_up_to_date(name: str) -> None:
     wanted = make_reference().REFERENCES[name]()
     assert (ROOT / "docs" / name).read_text(encoding="utf-8") == wanted, "run python tools/make_reference.py"

@@ -364,7 +364,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     def columns(self, part: Part) -> Columns:
         """Runs, op calls, gaps or diagnostics as a dict of columns, for ``pandas.DataFrame(result.columns("op_calls"))``.
 
-        Op calls and gaps have the ``precision``, ``backend`` and ``memory_format`` of their run. docs/json.md lists the columns.
+        Op calls and gaps have the ``precision``, ``backend`` and ``memory_format`` of their run. docs/schema.json describes them.
         Raises ``ValueError`` for another part.
         """
         return columns_of(self, part)

@@ -294,7 +294,7 @@ class Statement(Struct, frozen=True, kw_only=True):
     """One sentence about one or more runs, or about the whole scan."""
 
     kind: str
-    """What it says: a name in docs/json.md, ``ablation``."""
+    """The kind of statement, e.g. ``ablation``."""
     about: About
     """The part of a report that it belongs to."""
     runs: list[str] = []
