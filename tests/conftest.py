@@ -52,7 +52,11 @@ TRAINED = [path for path in _ALL_EXAMPLES if path.stem.startswith("train_")]
 """Examples of training, which is what is scanned of them."""
 EXAMPLES = [path for path in _ALL_EXAMPLES if path not in TRAINED]
 
-sys.path.insert(0, str(Path(__file__).parent))
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))  # the helpers beside this file
+sys.path.extend(
+    sorted({str(path.parent) for path in HERE.glob("*/**/test_*.py")})
+)  # a test module that imports from another
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

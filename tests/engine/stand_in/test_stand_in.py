@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import EXAMPLES
+from conftest import EXAMPLES, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -33,7 +33,6 @@ from lowprec_check.engine.stand_in.kernel_support import KernelSupport
 from lowprec_check.schema.measures import PredictedDevice
 from lowprec_check.schema.options import ScanOptions
 
-ROOT = Path(__file__).parent.parent
 LOW = ("half", "bfloat16", "autocast-fp16", "autocast-bf16")
 DTYPES = (torch.float16, torch.bfloat16)
 

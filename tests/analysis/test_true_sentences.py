@@ -6,11 +6,11 @@ import importlib
 import json
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
+from conftest import ROOT
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shared_result import ENVIRONMENT, budgeted, gap, op_calls, run, shared_result
@@ -27,7 +27,7 @@ TOLERANCES = {"half": 1e-2, "autocast-fp16": 1e-2, "bfloat16": 5e-2, "autocast-b
 @pytest.fixture(scope="module")
 def held() -> Iterator[Any]:
     """The benchmark as a module."""
-    folder = str(Path(__file__).resolve().parent.parent / "benchmarks")
+    folder = str(ROOT / "benchmarks")
     sys.path.insert(0, folder)
     yield importlib.import_module("statements")
     sys.path.remove(folder)

@@ -97,7 +97,7 @@ def test_no_line_of_the_users_is_empty_and_the_search_ends_at_the_call_of_the_mo
 
 
 def test_the_own_line_is_that_of_this_file() -> None:
-    assert str(own_line(sys._getframe())).startswith("tests/test_callers.py:")
+    assert str(own_line(sys._getframe())).startswith("tests/engine/core/test_callers.py:")
 
 
 def test_a_traceback_has_both_lines() -> None:
@@ -111,7 +111,7 @@ def test_a_traceback_has_both_lines() -> None:
     except ValueError as error:
         found = traceback_lines(error.__traceback__)
     assert found.source == "timm/mlp.py:2"
-    assert str(found.caller).startswith("tests/test_callers.py:")
+    assert str(found.caller).startswith("tests/engine/core/test_callers.py:")
 
 
 # -- the line that makes the model
@@ -141,7 +141,7 @@ def test_definition_line(tmp_path: Path, text: str, line: int | None) -> None:
 def test_the_model_of_the_api_is_made_where_it_is_scanned() -> None:
     target = make_target(nn.Linear(2, 2), torch.randn(1, 2))
     assert target.source is None
-    assert str(target.caller).startswith("tests/test_callers.py:")
+    assert str(target.caller).startswith("tests/engine/core/test_callers.py:")
 
 
 @pytest.mark.skipif(importlib.util.find_spec("torchvision") is None, reason="torchvision is an extra")

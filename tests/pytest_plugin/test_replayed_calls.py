@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch._dynamo  # optimizers import it, which works once in a process
+from conftest import ROOT
 
 from lowprec_check.catalog.aten import AtenCatalog, AtenSupport
 from lowprec_check.engine.sweep.failures import Raised
@@ -253,7 +254,7 @@ def with_killers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Pa
     """The process has the ops of `killing_replay`."""
     monkeypatch.setattr(replayed_calls, "WORKER", "killing_replay")
     monkeypatch.setattr(replayed_calls, "CALL_SECONDS", 3.0)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=":")
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests"), prepend=":")
     return tmp_path
 
 

@@ -109,4 +109,4 @@ def test_the_guide_writes_speeds_and_sentences_as_reports_do() -> None:
     for part in said(predicted_result(), "prediction").partition("; the catalog ")[2].split(", ")[:2]:
         assert re.sub(r"\d+", "0", part.partition(":")[0]) in words
     shares = "half: shares of the error, estimated: 46 % lm_head (addmm, model.py:41), 12 % ln_f, 9 % h.0.attn, 5 % not explained"
-    assert shares in guide  # the same words: tests/test_error_shares.py
+    assert shares in guide  # the same words: tests/analysis/test_error_shares.py
