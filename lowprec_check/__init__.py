@@ -59,7 +59,9 @@ _MODULES = {
     }.items()
     for name in names
 }
-"""The module of every public name. Each is imported on first use: ``import lowprec_check`` imports nothing else."""
+"""The module of every public name. Each is imported on first use: ``import lowprec_check`` imports
+nothing else.
+"""
 
 __all__ = [
     "Application",

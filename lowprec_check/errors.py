@@ -1,4 +1,6 @@
-"""Errors the user can fix, a lost process, the exception for a signal to end, the text of foreign exceptions."""
+"""Errors the user can fix, a lost process, the exception for a signal to end, the text of foreign
+exceptions.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,9 @@ import traceback
 from typing import Any
 
 LONGEST_MESSAGE = 2_000
-"""Characters of a message that are kept: one from C++ may hold a stack trace, one from a model anything."""
+"""Characters of a message that are kept: one from C++ may hold a stack trace, one from a model
+anything.
+"""
 
 LONGEST_TRACEBACK = 20_000
 
@@ -21,8 +25,8 @@ _LONG_WORD = re.compile(r"(\S{150})\S{100,}(\S{100})")
 class UsageError(Exception):
     """The call or the user's file is wrong; exit code 2.
 
-    ``message`` says what happened and where, in one or two sentences; very long words lose their middle. ``hint`` is the next
-    step or code to paste, printed below the message unchanged.
+    ``message`` says what happened and where, in one or two sentences; very long words lose their
+    middle. ``hint`` is the next step or code to paste, printed below the message unchanged.
     """
 
     def __init__(self, message: str, hint: str | None = None) -> None:
@@ -31,7 +35,9 @@ class UsageError(Exception):
         self.hint = hint and encodable(hint)
 
     def __str__(self) -> str:
-        return self.message if self.hint is None else f"{self.message}\n{self.hint}"
+        if self.hint is None:
+            return self.message
+        return f"{self.message}\n{self.hint}"
 
 
 _LIMITS = (
@@ -43,11 +49,14 @@ _LIMITS = (
 def usage_error_of(error: BaseException) -> UsageError | None:
     """What ``error`` is to the user; ``None`` if it is a bug of this program.
 
-    It is the user's to fix, wherever it shows first, if the system refuses a file or folder (its name is too long, it was removed, its
-    disk is full) or anything else that it has too little of, and if a value contains itself.
+    It is the user's to fix, wherever it shows first, if the system refuses a file or folder (its
+    name is too long, it was removed, its disk is full) or anything else that it has too little of,
+    and if a value contains itself.
     """
     if isinstance(error, OSError) and (error.filename or isinstance(error, FileNotFoundError)):
-        name = os.fsdecode(error.filename) if isinstance(error.filename, (str, bytes)) else "the current folder"
+        name = "the current folder"
+        if isinstance(error.filename, (str, bytes)):
+            name = os.fsdecode(error.filename)
         return UsageError(
             f"Cannot use {name}: {error.strerror}.", "Check the name, and that the folder exists and is writable."
         )
@@ -65,7 +74,9 @@ def usage_error_of(error: BaseException) -> UsageError | None:
 
 
 class ProcessLostError(Exception):
-    """A process that this program needs has ended, killed from outside or by code that it ran; exit code 3."""
+    """A process that this program needs has ended, killed from outside or by code that it ran; exit
+    code 3.
+    """
 
 
 class WorkerError(Exception):
@@ -73,7 +84,9 @@ class WorkerError(Exception):
 
 
 class Terminated(BaseException):
-    """Raised in the main thread when a signal asks the program to end, so that it ends its workers first."""
+    """Raised in the main thread when a signal asks the program to end, so that it ends its workers
+    first.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -88,7 +101,8 @@ class Terminated(BaseException):
 def encodable(text: str) -> str:
     r"""``text`` with each lone surrogate as six characters, ``\udc80``, so that it is valid Unicode.
 
-    A file name that is not UTF-8 has such surrogates (:pep:`383`); no file and no message can hold them.
+    A file name that is not UTF-8 has such surrogates (:pep:`383`); no file and no message can hold
+    them.
     """
     return str.encode(text, "utf-8", "backslashreplace").decode()
 
@@ -99,31 +113,41 @@ def message_of(error: BaseException) -> str:
 
 
 def first_line(message: str) -> str:
-    """The first non-empty line of ``message``, and the next one after a colon: torch adds C++ stack traces below.
+    """The first non-empty line of ``message``, and the next one after a colon: torch adds C++ stack
+    traces below.
 
-    For ONNX Runtime, the kind of node that failed and its message; for the TorchScript interpreter, the exception that it quotes, with the
-    first line of code outside installed packages.
+    For ONNX Runtime, the kind of node that failed and its message; for the TorchScript interpreter,
+    the exception that it quotes, with the first line of code outside installed packages.
     """
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     if lines and lines[0].endswith("in the TorchScript interpreter."):
         raised = [found[1] for found in map(_QUOTED.match, lines) if found]
         frames = [frame for line in lines if "-packages" not in line and (frame := _FRAME.match(line))]
-        place = f" (at {':'.join(filter(None, frames[0].groups()))})" if frames else ""
-        return f"{raised[-1]}{place}" if raised else lines[0]
+        place = ""
+        if frames:
+            place = f" (at {':'.join(filter(None, frames[0].groups()))})"
+        if raised:
+            return f"{raised[-1]}{place}"
+        return lines[0]
     first = " ".join(lines[:2] if lines[:1] and lines[0].endswith(":") else lines[:1])
     node = _OF_NODE.match(first)
-    return f"{node[1]}: {node[2]}" if node else first
+    if node:
+        return f"{node[1]}: {node[2]}"
+    return first
 
 
 _QUOTED = re.compile(r"\w*(?:Error|Exception): (.+)")
 _FRAME = re.compile(r"(?:.*[/\\])?([^/\\(]+)\((\d+)\): |File \"(?:[^\"]*[/\\])?([^\"/\\]+)\", line (\d+)")
-"""``/home/me/net.py(10): forward`` of traced code, ``File "net.py", line 10`` of code that was scripted."""
+"""``/home/me/net.py(10): forward`` of traced code, ``File "net.py", line 10`` of code that was
+scripted.
+"""
 _OF_NODE = re.compile(r"\[ONNXRuntimeError\].* while running (\w+) node\. Name:.* Status Message: (.+)")
 
 
 def text_of(value: Any) -> str:
-    """``str(value)`` of an object of foreign code, :func:`encodable` and at most :data:`LONGEST_MESSAGE` characters long: of a longer one,
-    the beginning and the end. Never raises, whatever its ``__str__`` does.
+    """``str(value)`` of an object of foreign code, :func:`encodable` and at most
+    :data:`LONGEST_MESSAGE` characters long: of a longer one, the beginning and the end. Never
+    raises, whatever its ``__str__`` does.
     """
     try:
         return _both_ends(encodable(_both_ends(str(value))))
@@ -132,7 +156,9 @@ def text_of(value: Any) -> str:
 
 
 def _both_ends(text: str) -> str:
-    """``text``, or the beginning and the end of a longer one; of a subclass of str, no method of its own is called."""
+    """``text``, or the beginning and the end of a longer one; of a subclass of str, no method of
+    its own is called.
+    """
     half, part = LONGEST_MESSAGE // 2, str.__getitem__
     if str.__len__(text) <= LONGEST_MESSAGE:
         return part(text, slice(None))

@@ -40,7 +40,9 @@ class Baseline(Struct, frozen=True, kw_only=True):
 
     schema: int = SCHEMA
     findings: list[Entry]
-    """Without a default, so that another file with a schema number is not taken for a baseline, and overwritten."""
+    """Without a default, so that another file with a schema number is not taken for a baseline, and
+    overwritten.
+    """
 
     @property
     def fingerprints(self) -> set[str]:
@@ -51,12 +53,17 @@ class Baseline(Struct, frozen=True, kw_only=True):
 def fingerprint(diagnostic: Diagnostic) -> str:
     """16 hex digits from code, run, op, file and module, without lines, indices and figures.
 
-    ``blocks.3.attn`` and ``blocks.4.attn`` have one fingerprint: a finding accepted for one layer of a stack is accepted
-    for all. The message does not count, so that it can be reworded, but what code of the user's raises where no op is at fault.
+    ``blocks.3.attn`` and ``blocks.4.attn`` have one fingerprint: a finding accepted for one layer
+    of a stack is accepted for all. The message does not count, so that it can be reworded, but what
+    code of the user's raises where no op is at fault.
     """
     d = diagnostic
-    raised = d.figures.get("error") if d.op is None else None
-    words = without_numbers(raised) if isinstance(raised, str) else ""
+    raised = None
+    if d.op is None:
+        raised = d.figures.get("error")
+    words = ""
+    if isinstance(raised, str):
+        words = without_numbers(raised)
     if d.code == "LP301" and d.figures and d.figures.keys().isdisjoint({"error", "share", "note"}):
         words = "NaN or Inf"  # which is worse than an error that was accepted
     parts = (d.code, d.run_label, d.op, stable_path(d.module), file_of(d.source), words)
@@ -77,7 +84,9 @@ def file_of(source: str | None) -> str:
 def _without_machine(target: str) -> str:
     """``src/net.py:model``, of an absolute path ``net.py:model``."""
     shown = encodable(target).replace("\\", "/")
-    return shown.rpartition("/")[2] if re.match(r"/|[A-Za-z]:/", shown) else shown
+    if re.match(r"/|[A-Za-z]:/", shown):
+        return shown.rpartition("/")[2]
+    return shown
 
 
 def without_numbers(message: str) -> str:
@@ -87,11 +96,13 @@ def without_numbers(message: str) -> str:
 
 
 def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
-    """All findings of ``result`` that do not rest on times, each fingerprint once, sorted; and those of ``known`` that this
-    scan did not look for.
+    """All findings of ``result`` that do not rest on times, each fingerprint once, sorted; and
+    those of ``known`` that this scan did not look for.
     """
     found = {fingerprint(d): d for d in reversed(result.diagnostics) if not d.timed}
-    others = [entry for entry in known.findings if entry.fingerprint not in found] if known else []
+    others = []
+    if known:
+        others = [entry for entry in known.findings if entry.fingerprint not in found]
     kept = [entry for entry in others if not _looked_for(entry, result)]
     entries = [
         Entry(
@@ -118,7 +129,9 @@ def baseline_of(result: ScanResult, known: Baseline | None = None) -> Baseline:
 
 
 def _looked_for(entry: Entry, result: ScanResult) -> bool:
-    """Whether the scan is of the target of the finding, ran its precision to its end, and selected its code."""
+    """Whether the scan is of the target of the finding, ran its precision to its end, and selected
+    its code.
+    """
     key = (entry.precision, entry.backend, entry.memory_format)
     if entry.target not in (None, _without_machine(result.target)):
         return False
@@ -149,7 +162,8 @@ def load(path: Path) -> Baseline:
 def accept(result: ScanResult, baseline: Baseline) -> tuple[ScanResult, list[Entry]]:
     """``result`` with known findings marked as accepted, and the entries that no longer occur.
 
-    A finding that rests on times is neither, even if an older version has written it to the baseline.
+    A finding that rests on times is neither, even if an older version has written it to the
+    baseline.
     """
     known, seen = baseline.fingerprints, set()
     marked = []

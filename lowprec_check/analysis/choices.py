@@ -12,7 +12,9 @@ DECISIVE = 5
 
 
 def error_with_same_choices(run: Run) -> float | None:
-    """The error of the output that is left with the choices of fp32, if choices decide that the run fails; else ``None``."""
+    """The error of the output that is left with the choices of fp32, if choices decide that the run
+    fails; else ``None``.
+    """
     error, in_lockstep = run.output_error, run.lockstep_error.distance if run.lockstep_error else None
     about_another_run = not run.is_eager or run.failed_call or run.compared_module or not run.complete
     if run.status != "inaccurate" or about_another_run or error is None or in_lockstep is None:
@@ -25,8 +27,9 @@ _COPIES = ("to_copy", "copy_", "clone", "contiguous", "detach")
 
 
 def other_ops(run: Run, fp32: Run) -> list[str]:
-    """Ops that ``run`` calls more often in a module than ``fp32`` does, but to cast or copy, though no value decides what Python does: a branch
-    on the dtype. Empty if one of both was not analyzed to its end.
+    """Ops that ``run`` calls more often in a module than ``fp32`` does, but to cast or copy, though
+    no value decides what Python does: a branch on the dtype. Empty if one of both was not analyzed
+    to its end.
     """
     if not (run.complete and fp32.complete and fp32.op_calls) or any(run.op_calls.to_python):
         return []

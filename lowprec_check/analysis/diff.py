@@ -22,16 +22,22 @@ from lowprec_check.schema.statements import chained, counted, milliseconds, perc
 from lowprec_check.schema.verdict import look
 
 ERROR_FACTOR = 2.0
-"""One bit. The same kernels give the same error to the last digit; others (another blocking, another thread count) sum
-in another order, which changes rel_l2 by tens of per cent, but not by a factor of 2."""
+"""One bit. The same kernels give the same error to the last digit; others (another blocking,
+another thread count) sum in another order, which changes rel_l2 by tens of per cent, but not by a
+factor of 2.
+"""
 
 TIME_FACTOR = 1.5
-"""The medians must differ by this factor, and the intervals of the two scans must not overlap: kernels and their order in memory
-change a little between any two builds. Older files have no intervals: their medians vary by about 10 per cent between
-processes on a shared machine, and a ratio of two ratios by 20. Use infinity to ignore time."""
+"""The medians must differ by this factor, and the intervals of the two scans must not overlap:
+kernels and their order in memory change a little between any two builds. Older files have no
+intervals: their medians vary by about 10 per cent between processes on a shared machine, and a
+ratio of two ratios by 20. Use infinity to ignore time.
+"""
 
 MEMORY_FACTOR, PROCESS_FACTOR = 1.05, 1.15
-"""The memory of tensors is counted, and allocators differ by a few per cent; that of processes is measured, and varies more."""
+"""The memory of tensors is counted, and allocators differ by a few per cent; that of processes is
+measured, and varies more.
+"""
 
 _ERROR_FLOOR = 1e-7
 """Errors below fp32's own rounding carry no information."""
@@ -42,9 +48,11 @@ _MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
 def diff_scans(
     old: ScanResult, new: ScanResult, *, error_factor: float = ERROR_FACTOR, time_factor: float = TIME_FACTOR
 ) -> ScanDiff:
-    """Compare run by run, matched by precision and backend; ignore errors and times that change by less than the factor.
+    """Compare run by run, matched by precision and backend; ignore errors and times that change by
+    less than the factor.
 
-    Each change between a measured and a predicted result says so. Predictions have no times, so none are compared.
+    Each change between a measured and a predicted result says so. Predictions have no times, so
+    none are compared.
     """
     before, after = _by_key(old), _by_key(new)
     pairs = [(before.get(key), after.get(key)) for key in dict.fromkeys([*after, *before])]
@@ -86,7 +94,9 @@ def diff_scans(
 
 
 def _by_key(result: ScanResult) -> dict[tuple[RunKey, str | None, int], Run]:
-    """Runs by precision, backend, memory format, and the base of a plan: the device may differ. Runs that share them are numbered."""
+    """Runs by precision, backend, memory format, and the base of a plan: the device may differ.
+    Runs that share them are numbered.
+    """
     found: dict[tuple[RunKey, str | None, int], Run] = {}
     for run in result.runs:
         key = run.key._replace(device=""), run.base
@@ -117,7 +127,12 @@ def _only_one(before: Run | None, after: Run | None, old: ScanResult, new: ScanR
     elif before is not None:
         planned, asked = before.base is not None, _was_asked(before, new)
         plan = ": the plan is another one" if new.plan is not None else ": no plan was made"
-        why = plan if planned else "" if asked else ": not requested"
+        if planned:
+            why = plan
+        elif asked:
+            why = ""
+        else:
+            why = ": not requested"
         status = effective_status(before, old.runs)
         direction: Direction = "worse" if status == "ok" and asked and not planned else "other"
         what = f"missing from the new scan{why}"
@@ -173,7 +188,9 @@ def _changes(
 
 
 def _training(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
-    """How far the weights end from those of fp32, what rounding loses of their updates, and whether other ways to train pass."""
+    """How far the weights end from those of fp32, what rounding loses of their updates, and whether
+    other ways to train pass.
+    """
     if before.training is None or after.training is None:
         return
     was, is_now = first_way(before), first_way(after)
@@ -187,13 +204,19 @@ def _training(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
     lost, loses = (way.lost_updates if way is not None else None for way in (was, is_now))
     direction: Direction
     if lost is not None and loses is not None and abs(loses - lost) >= LOST:
-        direction, how = ("worse", "more") if loses > lost else ("better", "fewer")
+        if loses > lost:
+            direction, how = ("worse", "more")
+        else:
+            direction, how = ("better", "fewer")
         what, shares = f"rounding loses {how} updates of weights", (percent(lost), percent(loses))
         yield ScanChange(kind="error", direction=direction, run=label(after), what=what, old=shares[0], new=shares[1])
     for way in after.training.ways:
         known, is_other = before.training.way(way.name), way is not is_now and not way.declared.is_trap
         if known is not None and is_other and (known.status == "ok") != (way.status == "ok"):
-            direction, how = ("better", "passes now") if way.status == "ok" else ("worse", "passes no longer")
+            if way.status == "ok":
+                direction, how = ("better", "passes now")
+            else:
+                direction, how = ("worse", "passes no longer")
             what, ended = f"{way.declared.words}: {how}", way.status
             yield ScanChange(
                 kind="status", direction=direction, run=label(after), what=what, old=known.status, new=ended
@@ -201,7 +224,9 @@ def _training(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
 
 
 def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
-    """Whether a run that passes on the inputs of the scan passes on further ones, of which one scan may have tried more."""
+    """Whether a run that passes on the inputs of the scan passes on further ones, of which one scan
+    may have tried more.
+    """
     failed, fails = passes_but(before), passes_but(after)
     if (failed is None) == (fails is None):
         return
@@ -219,7 +244,9 @@ def _elsewhere(before: Run, after: Run) -> Iterator[ScanChange]:
 
 
 def _gaps(before: Run, after: Run) -> Iterator[ScanChange]:
-    """New and fixed failures of ops, one change per op; matched by file and module without indices, since lines may move."""
+    """New and fixed failures of ops, one change per op; matched by file and module without indices,
+    since lines may move.
+    """
     was, is_now = (
         {(gap.op, gap.kind, gap.phase, stable_path(gap.module), file_of(gap.source)): gap for gap in failing_gaps(run)}
         for run in (before, after)
@@ -246,8 +273,9 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) ->
 
 
 def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[ScanChange]:
-    """Slower only if the time relative to fp32 is, beyond what is noise in both scans, and on the same machine the absolute
-    time too: a busy machine changes the absolute time, a faster fp32 the relative one.
+    """Slower only if the time relative to fp32 is, beyond what is noise in both scans, and on the
+    same machine the absolute time too: a busy machine changes the absolute time, a faster fp32 the
+    relative one.
     """
     was, is_now = before.latency_ms, after.latency_ms
     if was is None or is_now is None:
@@ -301,9 +329,13 @@ def _recommended(result: ScanResult) -> str | None:
     advice = result.recommendation
     if advice is None:
         return None
-    kept = f" with {in_fp32(advice.keep_fp32, result.model.modules, result.plan)}" if advice.keep_fp32 else ""
+    kept = ""
+    if advice.keep_fp32:
+        kept = f" with {in_fp32(advice.keep_fp32, result.model.modules, result.plan)}"
     name = advice.label + way_text(advice.way) + kept
-    return f"fp32 (rather than {name})" if advice.stay_in_fp32 else name
+    if advice.stay_in_fp32:
+        return f"fp32 (rather than {name})"
+    return name
 
 
 # -- conditions that differ
@@ -343,5 +375,8 @@ def _evidence(result: ScanResult) -> str:
 
 
 def _shown(value: Any) -> str:
-    text = ", ".join(map(str, value)) if isinstance(value, list) else str(value)
+    if isinstance(value, list):
+        text = ", ".join(map(str, value))
+    else:
+        text = str(value)
     return text if value not in (None, [], "") else "–"

@@ -1,4 +1,6 @@
-"""Which ops, modules and lines cause the error of a run's output, and which modules an ablation keeps in fp32."""
+"""Which ops, modules and lines cause the error of a run's output, and which modules an ablation
+keeps in fp32.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +15,27 @@ from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
 
 TRUSTED = 0.5
-"""The first order names causes only if what it does not explain is at most this part of the squared error."""
+"""The first order names causes only if what it does not explain is at most this part of the squared
+error.
+"""
 
 BETWEEN = "rounding between modules"
-"""How the rounding of results is named that stays whichever submodule is kept in fp32: in a cast model, where one passes them to another."""
+"""How the rounding of results is named that stays whichever submodule is kept in fp32: in a cast
+model, where one passes them to another.
+"""
 
 CAST_INPUT = "cast input"
 """What stands for the op in the share of rounding the inputs."""
 
 CANCELS = 0.1
-"""The least part by which the squared error grows with a module in fp32 whose error is said to cancel that of others."""
+"""The least part by which the squared error grows with a module in fp32 whose error is said to
+cancel that of others.
+"""
 
 CHANCE = 2.0
-"""A share that no plain run has shown is told if it is at least so many times the spread of its budget."""
+"""A share that no plain run has shown is told if it is at least so many times the spread of its
+budget.
+"""
 
 Place = tuple[str, str, str | None]
 """Module, op and line."""
@@ -41,14 +51,17 @@ class PartShare(NamedTuple):
     """The op in it with the largest share."""
     calls: int
     by_itself: float | None = None
-    """Of a main cause: what goes with this module alone in fp32, if that is more than ``share``, since some of it also goes with those
-    named before."""
+    """Of a main cause: what goes with this module alone in fp32, if that is more than ``share``,
+    since some of it also goes with those named before.
+    """
     is_measured: bool = False
     """Whether ``share`` is that of a plain run with the module in fp32."""
 
 
 def fails_by_error(run: Run) -> bool:
-    """Whether its output is too far from fp32's; of a run without a kernel, the output with the kernel replaced."""
+    """Whether its output is too far from fp32's; of a run without a kernel, the output with the
+    kernel replaced.
+    """
     if run.status in ("inaccurate", "nonfinite"):
         return True
     return run.status not in ("ok", "unjudged", "skipped") and is_over_tolerance(run)
@@ -71,8 +84,8 @@ def trusted_budget(run: Run) -> ErrorBudget | None:
 
 
 def place_shares(run: Run) -> dict[Place, Share]:
-    """The share of each op where it ran, without the rounding of its results where they leave its module: those of a module add up to
-    its share in :func:`module_shares`.
+    """The share of each op where it ran, without the rounding of its results where they leave its
+    module: those of a module add up to its share in :func:`module_shares`.
     """
     totals: dict[Place, float] = {}
     counts: dict[Place, int] = {}
@@ -87,7 +100,8 @@ def place_shares(run: Run) -> dict[Place, Share]:
         (module, op, source): Share(module=module, op=op, source=source, share=total, calls=counts[module, op, source])
         for (module, op, source), total in totals.items()
     }
-    # shares of calls are listed for the modules that avoid them in fp32, which need not be their own
+    # shares of calls are listed for the modules that avoid them in fp32, which need not be their
+    # own
     has_calls = bool(found)
     for listed in run.budget.shares if run.budget else ():
         if not listed.rounding and (listed.op == CAST_INPUT or not has_calls):
@@ -96,7 +110,9 @@ def place_shares(run: Run) -> dict[Place, Share]:
 
 
 def leaving_shares(run: Run) -> dict[Place, float]:
-    """The share of rounding the results of each op where they leave its module: part of :data:`BETWEEN`."""
+    """The share of rounding the results of each op where they leave its module: part of
+    :data:`BETWEEN`.
+    """
     found: dict[Place, float] = {}
     calls = run.op_calls
     for module, op, source, leaving in zip(calls.module, calls.op, calls.source, calls.leaving, strict=True):
@@ -106,7 +122,9 @@ def leaving_shares(run: Run) -> dict[Place, float]:
 
 
 def share_sentence(own: float, leaving: float) -> Sentence:
-    """What :func:`place_shares` and :func:`leaving_shares` say of an op, of which at least one matters."""
+    """What :func:`place_shares` and :func:`leaving_shares` say of an op, of which at least one
+    matters.
+    """
     if abs(leaving) < MATTERS:
         return say("its share of the output error is about {share:share}", share=own)
     if own < MATTERS:
@@ -116,13 +134,17 @@ def share_sentence(own: float, leaving: float) -> Sentence:
 
 
 def module_shares(run: Run) -> list[PartShare]:
-    """A share per module, submodules apart, the largest first. They add up: what goes with any of several modules counts for one."""
+    """A share per module, submodules apart, the largest first. They add up: what goes with any of
+    several modules counts for one.
+    """
     listed = run.budget.shares if run.budget else []
     return _parts((BETWEEN if share.rounding and not share.module else share.module, share) for share in listed)
 
 
 def line_shares(run: Run) -> list[PartShare]:
-    """A share per line of the user's code, the largest first; ops without a known line are left out."""
+    """A share per line of the user's code, the largest first; ops without a known line are left
+    out.
+    """
     return _parts((place.source, place) for place in place_shares(run).values() if place.source is not None)
 
 
@@ -138,26 +160,39 @@ def _parts(named: Iterable[tuple[str, Share]]) -> list[PartShare]:
 
 
 def main_causes(run: Run, most: int) -> list[PartShare]:
-    """At most ``most`` modules that matter, none inside another, each with all inside: what goes if it is kept in fp32.
+    """At most ``most`` modules that matter, none inside another, each with all inside: what goes if
+    it is kept in fp32.
 
-    What a plain run has shown counts before what is derived, which names a module only if it is more than chance. Those after the first count
-    what goes beside those before them, so that shares add up.
+    What a plain run has shown counts before what is derived, which names a module only if it is
+    more than chance. Those after the first count what goes beside those before them, so that shares
+    add up.
     """
     budget, chosen = run.budget or ErrorBudget(), list[PartShare]()
     tried = {its.module: its for its in budget.modules}
     for part, worth in _ranked(run, tried)[:most]:
         known, total = tried.get(part.name), math.fsum(other.share for other in chosen)
         measured = known.measured if known is not None else None
-        least = MATTERS if measured is not None else max(MATTERS, CHANCE * budget.spread)
+        least = MATTERS
+        if measured is None:
+            least = max(MATTERS, CHANCE * budget.spread)
         if worth < least or any(is_inside(part.name, other.name) for other in chosen):
             continue
-        is_module = part.name in run.called_modules if run.called_modules else part.name not in ("", BETWEEN)
+        if run.called_modules:
+            is_module = part.name in run.called_modules
+        else:
+            is_module = part.name not in ("", BETWEEN)
         if not is_module:  # no submodule in fp32 avoids it
             chosen.append(part._replace(share=min(part.share, max(0.0, 1.0 - total)) if total else part.share))
             continue
         inside = math.fsum(share.share for share in budget.shares if is_inside(share.module, part.name))
-        inside = min(inside, known.share) if known is not None else inside
-        whole = inside if known is None else known.share if measured is None else measured
+        if known is not None:
+            inside = min(inside, known.share)
+        if known is None:
+            whole = inside
+        elif measured is None:
+            whole = known.share
+        else:
+            whole = measured
         within = [other for other in chosen if is_inside(other.name, part.name)]
         if within:
             rest = (inside if measured is None else measured) - math.fsum(other.share for other in within)
@@ -166,7 +201,9 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
             continue
         found = part._replace(share=whole, is_measured=measured is not None)
         if chosen:
-            alone = whole * inside / known.share if known is not None and known.share > inside + MATTERS else whole
+            alone = whole
+            if known is not None and known.share > inside + MATTERS:
+                alone = whole * inside / known.share
             alone = min(alone, 1.0 - total)
             if alone < whole - MATTERS:
                 found = found._replace(share=alone, by_itself=whole)
@@ -176,8 +213,9 @@ def main_causes(run: Run, most: int) -> list[PartShare]:
 
 
 def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare, float]]:
-    """The modules with ops of their own, and what is to be gained at each, the most first: a share without that of submodules, unless a plain run
-    has shown another, or that less than half of it goes with the submodules, each alone, since their errors cancel.
+    """The modules with ops of their own, and what is to be gained at each, the most first: a share
+    without that of submodules, unless a plain run has shown another, or that less than half of it
+    goes with the submodules, each alone, since their errors cancel.
     """
     parts = {part.name: part for part in module_shares(run)}
     for module in dict.fromkeys(run.op_calls.module):
@@ -198,7 +236,9 @@ def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare,
         alone = (tried[name].told if name in tried else parts[name].share for name in others)
         together = its.measured - math.fsum(max(0.0, share) for share in alone)
         holds_all = all(is_inside(module, part.name) for module in run.op_calls.module)
-        return together if together > its.measured / 2 and not holds_all else min(part.share, its.measured)
+        if together > its.measured / 2 and not holds_all:
+            return together
+        return min(part.share, its.measured)
 
     def order(each: tuple[PartShare, float]) -> tuple[float, float]:
         """Of several that avoid all of it, each alone, the one whose own ops have the most."""
@@ -209,10 +249,15 @@ def _ranked(run: Run, tried: Mapping[str, ModuleShare]) -> list[tuple[PartShare,
 
 
 def cancelling(run: Run) -> str | None:
-    """The module that cancels the most of the error of others: with it in fp32 the error is clearly larger. ``None`` if there is none."""
+    """The module that cancels the most of the error of others: with it in fp32 the error is clearly
+    larger. ``None`` if there is none.
+    """
     budget = run.budget or ErrorBudget()
     found = min(budget.modules, key=lambda its: its.told, default=None)
-    least = CANCELS if found is None or found.measured is not None else max(CANCELS, CHANCE * budget.spread)
+    if found is None or found.measured is not None:
+        least = CANCELS
+    else:
+        least = max(CANCELS, CHANCE * budget.spread)
     return found.module if found is not None and found.told <= -least else None
 
 
@@ -222,7 +267,9 @@ MOST = 3
 """As many modules as reports name."""
 
 LEAST_SHARE = 0.2
-"""Smaller shares of the squared error change the error itself by less than a tenth, about as much as other roundings do."""
+"""Smaller shares of the squared error change the error itself by less than a tenth, about as much
+as other roundings do.
+"""
 
 UNCHANGED = 0.9
 """The part of the error from which on it is said to be left as it was."""
@@ -238,9 +285,11 @@ class BlamedModules(NamedTuple):
 
 
 def blamed_modules(run: Run) -> BlamedModules | None:
-    """The modules to keep in fp32 to test what the analysis of ``run`` says; ``None`` if it blames no submodule.
+    """The modules to keep in fp32 to test what the analysis of ``run`` says; ``None`` if it blames
+    no submodule.
 
-    Only of a run that fails by the error of its output, in the first call on the first batch, which the analysis is about.
+    Only of a run that fails by the error of its output, in the first call on the first batch, which
+    the analysis is about.
     """
     if run.status not in ("inaccurate", "nonfinite") or run.failed_call or run.failed_batch or run.keep_fp32:
         return None
@@ -259,11 +308,15 @@ def blamed_modules(run: Run) -> BlamedModules | None:
     if harmful:
         return BlamedModules(harmful, "range", None)
     first = _first_over_tolerance(run)
-    return BlamedModules((first.module,), "tolerance", None) if first and first.module in run.called_modules else None
+    if first and first.module in run.called_modules:
+        return BlamedModules((first.module,), "tolerance", None)
+    return None
 
 
 def _first_over_tolerance(run: Run) -> OpCall | None:
-    """The first op call whose output is over the tolerance; ``None`` if the budget names a cause, or an Inf or NaN reaches the output."""
+    """The first op call whose output is over the tolerance; ``None`` if the budget names a cause,
+    or an Inf or NaN reaches the output.
+    """
     shares, leaving = place_shares(run), leaving_shares(run)
     rows = list(run.op_calls.rows())
     known = (shares[row.place].share + leaving.get(row.place, 0.0) for row in rows if row.place in shares)
@@ -288,13 +341,16 @@ def _outermost(paths: Iterable[str]) -> tuple[str, ...]:
 
 
 def is_confirmed(run: Run) -> bool:
-    """Whether keeping the blamed modules in fp32 made the output finite, or at least halved its error."""
+    """Whether keeping the blamed modules in fp32 made the output finite, or at least halved its
+    error.
+    """
     found, before = run.ablation, run.rel_l2
     return found is not None and found.rel_l2 is not None and (before is None or found.rel_l2 <= before / 2)
 
 
 def is_disproved(run: Run) -> bool:
-    """Whether keeping the blamed modules in fp32 left the error as it was: their shares, derived to first order, do not hold.
+    """Whether keeping the blamed modules in fp32 left the error as it was: their shares, derived to
+    first order, do not hold.
 
     Not of a run that passes then: a little was enough.
     """
@@ -306,7 +362,9 @@ def is_disproved(run: Run) -> bool:
 
 
 def error_beside(run: Run) -> float:
-    """The largest error of a tensor of the output that the budget is not about; infinite if it is not known."""
+    """The largest error of a tensor of the output that the budget is not about; infinite if it is
+    not known.
+    """
     if run.budget is None:
         return 0.0
     return math.inf if run.budget.next_error is None else run.budget.next_error

@@ -1,4 +1,6 @@
-"""Findings for people: those of one code about one op are a group, whose sentences are true of every run they name."""
+"""Findings for people: those of one code about one op are a group, whose sentences are true of
+every run they name.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ CHOICES = "LP304"
 """The code of choices that differ from fp32's."""
 
 MOST = 0.5
-"""If at least this share of the error comes from choices, what else is found is an effect of them, or small beside them."""
+"""If at least this share of the error comes from choices, what else is found is an effect of them,
+or small beside them.
+"""
 
 
 class Message(NamedTuple):
@@ -35,7 +39,9 @@ class Message(NamedTuple):
     @property
     def full(self) -> str:
         """``message → what to do``."""
-        return f"{self.text} → {self.help}" if self.help else self.text
+        if self.help:
+            return f"{self.text} → {self.help}"
+        return self.text
 
 
 class FindingPlace(NamedTuple):
@@ -48,12 +54,16 @@ class FindingPlace(NamedTuple):
     @property
     def text(self) -> str:
         """``blocks.0.mlp, net.py:42``."""
-        module = None if self.module is None else module_name(self.module)
+        module = None
+        if self.module is not None:
+            module = module_name(self.module)
         return ", ".join(part for part in (module, self.source) if part)
 
 
 class FindingGroup(NamedTuple):
-    """Findings with the same code and severity about the same op, over runs, modules and lines. Nothing is escaped."""
+    """Findings with the same code and severity about the same op, over runs, modules and lines.
+    Nothing is escaped.
+    """
 
     code: str
     name: str
@@ -82,8 +92,12 @@ class FindingGroup(NamedTuple):
     @property
     def where(self) -> str:
         """``blocks.0.mlp, net.py:42 and 3 more places``; empty if they are about no place."""
-        more = f" and {counted(len(self.places) - 1, 'more place')}" if len(self.places) > 1 else ""
-        return f"{self.places[0].text}{more}" if self.places else ""
+        more = ""
+        if len(self.places) > 1:
+            more = f" and {counted(len(self.places) - 1, 'more place')}"
+        if self.places:
+            return f"{self.places[0].text}{more}"
+        return ""
 
     @property
     def what(self) -> str:
@@ -97,19 +111,26 @@ class FindingGroup(NamedTuple):
         return self._said(with_advice=False)
 
     def _said(self, *, with_advice: bool) -> str:
-        """The messages, each with its runs if there are several; where these are the same, with its modules."""
+        """The messages, each with its runs if there are several; where these are the same, with its
+        modules.
+        """
         same = len({tuple(its.runs) for its in self.messages}) == 1
         said = []
         for its in self.messages:
             modules = list(dict.fromkeys(module_name(d.module) for d in its.found if d.module is not None))
-            about = some(modules) if same else ", ".join(its.runs)
+            if same:
+                about = some(modules)
+            else:
+                about = ", ".join(its.runs)
             text = its.full if with_advice else its.text
             said.append(f"{about}: {text}" if about and len(self.messages) > 1 else text)
         return "; ".join([*(text.rstrip(".") for text in said[:-1]), *said[-1:]])
 
 
 def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:
-    """The findings that the baseline does not accept, the most severe first, then those that cause most of an output's error."""
+    """The findings that the baseline does not accept, the most severe first, then those that cause
+    most of an output's error.
+    """
     merged: dict[tuple[object, ...], list[Diagnostic]] = {}
     for d in diagnostics:
         if not d.accepted:
@@ -118,7 +139,9 @@ def groups(diagnostics: Iterable[Diagnostic]) -> list[FindingGroup]:
 
 
 def rank(group: FindingGroup) -> tuple[object, ...]:
-    """Choices that cause most of the error, by which all else follows; then by severity, the effect on the output, and code."""
+    """Choices that cause most of the error, by which all else follows; then by severity, the effect
+    on the output, and code.
+    """
     share = 1.0 if group.share is None else group.share
     decides = group.code == CHOICES and group.matters and share >= MOST
     return not decides, SEVERITIES.index(group.severity), -share if group.matters else 0.0, group.code
@@ -178,7 +201,9 @@ def is_harmless(diagnostic: Diagnostic) -> bool:
 def no_effect(found: Sequence[FindingGroup]) -> str:
     """``24 of them make no run fail``; empty if that is not known of any."""
     count = sum(group.size for group in found if group.harmless)
-    return f"{count:,} of them {'makes' if count == 1 else 'make'} no run fail" if count else ""
+    if count:
+        return f"{count:,} of them {'makes' if count == 1 else 'make'} no run fail"
+    return ""
 
 
 def folded(found: Iterable[FindingGroup]) -> str:
@@ -195,10 +220,14 @@ def folded(found: Iterable[FindingGroup]) -> str:
 
 
 def tally(diagnostics: Sequence[Diagnostic]) -> str:
-    """``12 findings: 8 errors, 4 notes``; findings that the baseline accepts are counted separately."""
+    """``12 findings: 8 errors, 4 notes``; findings that the baseline accepts are counted
+    separately.
+    """
     reported = [d for d in diagnostics if not d.accepted]
     counts = [(severity, sum(d.severity == severity for d in reported)) for severity in SEVERITIES]
     shown = ", ".join(counted(number, severity) for severity, number in counts if number)
     text = counted(len(reported), "finding") + (f": {shown}" if shown else "")
     accepted = len(diagnostics) - len(reported)
-    return f"{text} · {accepted:,} accepted by the baseline" if accepted else text
+    if accepted:
+        return f"{text} · {accepted:,} accepted by the baseline"
+    return text

@@ -1,17 +1,19 @@
 """The search for the fewest modules to keep in fp32. It handles names and verdicts only, no model.
 
-If an error budget says where the error of the output comes from, the fewest modules are tried whose predicted rest is under the
-tolerance; a trial that disagrees corrects the prediction. Then the modules return to low precision one by one, the smallest share first;
-several at once where that is predicted to pass.
+If an error budget says where the error of the output comes from, the fewest modules are tried whose
+predicted rest is under the tolerance; a trial that disagrees corrects the prediction. Then the
+modules return to low precision one by one, the smallest share first; several at once where that is
+predicted to pass.
 
-Without a budget: delta debugging over the module tree. First, sets of suspects are kept in fp32, doubling until one passes. Then chunks of
-the set return to low precision: a half, a quarter, at last single modules.
+Without a budget: delta debugging over the module tree. First, sets of suspects are kept in fp32,
+doubling until one passes. Then chunks of the set return to low precision: a half, a quarter, at
+last single modules.
 
-Both end so: each container is replaced by its children if that passes. In the last round no single module could return to low precision:
-the plan is 1-minimal.
+Both end so: each container is replaced by its children if that passes. In the last round no single
+module could return to low precision: the plan is 1-minimal.
 
-If a set passes with which nothing is left in low precision, single modules return first, the least suspect of each kind before the others:
-where none of them can, there is no plan.
+If a set passes with which nothing is left in low precision, single modules return first, the least
+suspect of each kind before the others: where none of them can, there is no plan.
 """
 
 from __future__ import annotations
@@ -34,10 +36,14 @@ MARGIN = 0.9
 """A set is proposed if its predicted error is at most this part of the tolerance."""
 
 MISSED = 2.0
-"""If the measured error is this many times the predicted one, the run is analyzed: the first failure hid others."""
+"""If the measured error is this many times the predicted one, the run is analyzed: the first
+failure hid others.
+"""
 
 CONFIRMED = 8
-"""Kept modules that are tried in low precision, each alone, even if they are predicted to be needed by a wide margin."""
+"""Kept modules that are tried in low precision, each alone, even if they are predicted to be needed
+by a wide margin.
+"""
 
 WIDE = 2.0
 """Such a margin: the predicted error without the module is at least this many times the tolerance."""
@@ -92,7 +98,10 @@ class Trials:
             if verdict.passes and self.first_pass is None:
                 self.first_pass = self.count
             if verdict.passes and verdict.any_low:
-                found = [normalized] if self.best is None else [self.best, normalized]
+                if self.best is None:
+                    found = [normalized]
+                else:
+                    found = [self.best, normalized]
                 self.best = min(found, key=lambda keep: (len(self.tree.leaves(keep)), len(keep)))
         return self.verdicts[normalized].passes
 
@@ -107,8 +116,9 @@ class SearchResult(NamedTuple):
     keep: Keep | None
     minimal: bool
     untried: Keep = ()
-    """Modules of ``keep`` that were not tried in low precision, as they are predicted to be needed, the search ended, or only with more
-    modules in fp32."""
+    """Modules of ``keep`` that were not tried in low precision, as they are predicted to be needed,
+    the search ended, or only with more modules in fp32.
+    """
     failed_alone: tuple[str, ...] = ()
     """Without a plan: modules that were tried in low precision with all others in fp32, and failed."""
 
@@ -121,11 +131,13 @@ def search(
     tolerance: float | None = None,
     most_alone: int | None = None,
 ) -> SearchResult:
-    """The fewest modules with which a trial passes; if the limits end the search, the best set found.
+    """The fewest modules with which a trial passes; if the limits end the search, the best set
+    found.
 
-    ``suspects`` are those of the base without kept modules, which fails; ``explain`` returns those with modules kept. A trial passes
-    if the error of the output is at most ``tolerance``; without it nothing is predicted. Where only fp32 is known to pass, the search
-    ends after ``most_alone`` modules that fail; by default all are tried.
+    ``suspects`` are those of the base without kept modules, which fails; ``explain`` returns those
+    with modules kept. A trial passes if the error of the output is at most ``tolerance``; without
+    it nothing is predicted. Where only fp32 is known to pass, the search ends after ``most_alone``
+    modules that fail; by default all are tried.
     """
     return _Search(tree, trials, explain, tolerance or 0.0).run(suspects, most_alone)
 
@@ -169,7 +181,9 @@ class _Search:
         return SearchResult(best, False, tuple(self._untried(best or ())))
 
     def passes(self, keep: Iterable[str]) -> bool:
-        """Whether the base passes with ``keep`` in fp32; notes the error that is predicted for it without guesses."""
+        """Whether the base passes with ``keep`` in fp32; notes the error that is predicted for it
+        without guesses.
+        """
         normalized = self.tree.normalized(keep)
         if self.prediction is not None and not self.guessed and normalized not in self.trials.verdicts:
             self.trials.predicted[normalized] = self.prediction.error(normalized)
@@ -217,10 +231,12 @@ class _Search:
                 self.rank.setdefault(around, index)
 
     def _passing_by_prediction(self, certain: Sequence[str], suspects: Suspects) -> list[str] | None:
-        """A set that passes, the certain suspects in it; ``None`` if there is no budget, or its predictions lead nowhere.
+        """A set that passes, the certain suspects in it; ``None`` if there is no budget, or its
+        predictions lead nowhere.
 
-        Each trial that fails teaches: its error scales the prediction. If that is far off, the first failures hid others: these are guessed,
-        then shown by the budget of another analyzed run.
+        Each trial that fails teaches: its error scales the prediction. If that is far off, the
+        first failures hid others: these are guessed, then shown by the budget of another analyzed
+        run.
         """
         if not self.tolerance or suspects.causes is None:
             return None
@@ -261,7 +277,9 @@ class _Search:
             self.prediction.settle(normalized, error)
 
     def _growing(self, certain: list[str], suspects: Suspects) -> Iterator[list[str]]:
-        """The certain ones plus the likeliest module, plus its counterparts, plus two, four, … such groups, plus all."""
+        """The certain ones plus the likeliest module, plus its counterparts, plus two, four, … such
+        groups, plus all.
+        """
         known = set(certain)
         likely = (path for path in suspects.likely if path in self.tree.types and path not in known)
         ordered = list(self.tree.by_role(likely).values())
@@ -275,9 +293,11 @@ class _Search:
         yield [*certain, *(path for group in ordered for path in group)]
 
     def _with_some_low(self, keep: Sequence[str], lowering: Collection[str], most: int | None) -> list[str] | None:
-        """``keep``, with which nothing is in low precision, without modules that can be; ``None`` if there is none.
+        """``keep``, with which nothing is in low precision, without modules that can be; ``None``
+        if there is none.
 
-        First the least suspect of each kind are tried, then the others. If ``most`` fail, the search ends there, so that fewer modules may do.
+        First the least suspect of each kind are tried, then the others. If ``most`` fail, the
+        search ends there, so that fewer modules may do.
         """
         inside = {path for path in lowering if any(is_inside(path, around) for around in keep)}
         inside = inside or self.tree.leaves(keep)
@@ -306,7 +326,8 @@ class _Search:
         if self.prediction is None:
             return self._shrink(keep)
         items, most = list(self.tree.normalized(keep)), len(keep)
-        # what was guessed may be wrong for all counterparts in a stack: these return together, where that passes
+        # what was guessed may be wrong for all counterparts in a stack: these return together,
+        # where that passes
         for group in self.tree.by_role(items).values() if self.guessed else ():
             smaller = [path for path in items if path not in group]
             if smaller and len(group) > 1 and self.certain.isdisjoint(group) and self.passes(smaller):
@@ -324,14 +345,17 @@ class _Search:
         return items
 
     def _next_chunk(self, items: Sequence[str], most: int) -> list[str]:
-        """What to return to low precision next: the smallest shares first, and together what is predicted to pass; at last nothing.
+        """What to return to low precision next: the smallest shares first, and together what is
+        predicted to pass; at last nothing.
 
         A module that failed once is tried again, with fewer others in fp32, only if few are kept.
         """
         untried = self._untried(items)
         fresh = [path for path in untried if path not in self.needed]
         if not fresh:
-            return untried[:1] if len(items) <= CONFIRMED else []
+            if len(items) <= CONFIRMED:
+                return untried[:1]
+            return []
         assert self.prediction is not None
         expected = self.prediction.error({*items}.difference(fresh[:1]))
         clearly = expected >= WIDE * self.tolerance and not self.guessed and fresh[0] not in self.certain
@@ -345,7 +369,9 @@ class _Search:
         return chunk
 
     def _untried(self, items: Sequence[str]) -> list[str]:
-        """The modules that were not tried in low precision, each alone; those that fail for certain last, then the largest share."""
+        """The modules that were not tried in low precision, each alone; those that fail for certain
+        last, then the largest share.
+        """
         prediction, all_kept = self.prediction, frozenset(items)
         shares = {path: prediction.removed(path) if prediction is not None else 0.0 for path in items}
         alike = (keep for keep in self.trials.verdicts if len(keep) == len(all_kept) - 1)
@@ -354,7 +380,8 @@ class _Search:
         return sorted(found, key=lambda path: (path in self.certain, shares[path]))
 
     def _shrink(self, keep: Sequence[str], fixed: Sequence[str] = ()) -> list[str]:
-        """Return halves, quarters, … of ``keep`` to low precision, the least suspect first, at last each one alone.
+        """Return halves, quarters, … of ``keep`` to low precision, the least suspect first, at last
+        each one alone.
 
         If two rounds change nothing and few modules are left, continue with single modules.
         """
@@ -370,8 +397,14 @@ class _Search:
                 end = start
             if size <= 1 and len(items) == before:
                 break
-            rounds_without_change = rounds_without_change + 1 if len(items) == before else 0
-            size = 1 if rounds_without_change >= 2 and before <= FEW else (size + 1) // 2
+            if len(items) == before:
+                rounds_without_change = rounds_without_change + 1
+            else:
+                rounds_without_change = 0
+            if rounds_without_change >= 2 and before <= FEW:
+                size = 1
+            else:
+                size = (size + 1) // 2
         return items
 
     def _refine(self, keep: Sequence[str]) -> list[str]:

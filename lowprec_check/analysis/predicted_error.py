@@ -1,7 +1,8 @@
-"""What the error of the output would be with modules kept in fp32, and the fewest that bring it down.
+"""What the error of the output would be with modules kept in fp32, and the fewest that bring it
+down.
 
-An error budget splits the squared error of the output into shares of modules. If modules are kept in fp32, their shares go, and the
-root of the others is the error that is left, to first order.
+An error budget splits the squared error of the output into shares of modules. If modules are kept
+in fp32, their shares go, and the root of the others is the error that is left, to first order.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ from typing import NamedTuple
 from lowprec_check.schema.module_paths import is_inside, module_around, paths_above
 
 LARGEST_STEP = 100.0
-"""If no set reaches the goal, one is proposed that lowers what sets can remove of the squared error by this factor."""
+"""If no set reaches the goal, one is proposed that lowers what sets can remove of the squared error
+by this factor.
+"""
 
 Keep = tuple[str, ...]
 """Paths of modules kept in fp32, none inside another, in the model's order."""
@@ -27,7 +30,9 @@ class ModuleTree:
     """The modules that are called, by path, below the model itself (``""``)."""
 
     def __init__(self, types: Mapping[str, str]) -> None:
-        """``types``: path to type name of every called module but the root, parents before children."""
+        """``types``: path to type name of every called module but the root, parents before
+        children.
+        """
         self.types = dict(types)
         self._order = {path: index for index, path in enumerate(types)}
         self._children: dict[str, list[str]] = {}
@@ -58,7 +63,9 @@ class ModuleTree:
         return found
 
     def without(self, keep: Iterable[str], module: str) -> list[str]:
-        """``keep`` without ``module``: of the modules around it, all others that are called directly below."""
+        """``keep`` without ``module``: of the modules around it, all others that are called
+        directly below.
+        """
         found: list[str] = []
         pending = list(keep)
         while pending:
@@ -77,7 +84,9 @@ class ModuleTree:
 
     def around(self, path: str) -> str:
         """``path``, or the nearest called module above it; ``""`` if there is none."""
-        return path if path in self._order else self.parent(path)
+        if path in self._order:
+            return path
+        return self.parent(path)
 
     def by_role(self, paths: Iterable[str]) -> dict[Role, list[str]]:
         """Paths grouped by role, in the order of the first of each group."""
@@ -87,7 +96,9 @@ class ModuleTree:
         return groups
 
     def role(self, path: str) -> Role:
-        """What a module has in common with its counterparts in a stack: its path without indices, and its type."""
+        """What a module has in common with its counterparts in a stack: its path without indices,
+        and its type.
+        """
         return ".".join("*" if part.isdigit() else part for part in path.split(".")), self.types[path]
 
 
@@ -97,12 +108,15 @@ class Causes(NamedTuple):
     error: float
     """rel_l2 of the output."""
     shares: Mapping[str, float]
-    """The share of the squared error that goes if a module is kept in fp32, without those of the modules inside it. They add up
-    to 1; those of ``""`` stay."""
+    """The share of the squared error that goes if a module is kept in fp32, without those of the
+    modules inside it. They add up to 1; those of ``""`` stay.
+    """
 
 
 class PredictedError:
-    """Predicts the error of the output for a set of modules in fp32, and learns from what is measured."""
+    """Predicts the error of the output for a set of modules in fp32, and learns from what is
+    measured.
+    """
 
     def __init__(self, tree: ModuleTree, causes: Causes, kept: Keep = ()) -> None:
         """``causes`` are those of a run with ``kept`` in fp32."""
@@ -112,7 +126,9 @@ class PredictedError:
         self.learn_causes(causes, kept)
 
     def learn_causes(self, causes: Causes, kept: Keep) -> None:
-        """Replace what is known of modules outside ``kept`` by the causes of a run with these in fp32."""
+        """Replace what is known of modules outside ``kept`` by the causes of a run with these in
+        fp32.
+        """
         around = frozenset(kept)
         self._parts = {path: part for path, part in self._parts.items() if module_around(path, around) is not None}
         self._fixed = 0.0
@@ -125,11 +141,15 @@ class PredictedError:
                 self._parts[path] = self._parts.get(path, 0.0) + part
 
     def settle(self, keep: Keep, error: float) -> None:
-        """Predict ``error``, which was measured, for ``keep``; other sets differ from it by the parts that they remove."""
+        """Predict ``error``, which was measured, for ``keep``; other sets differ from it by the
+        parts that they remove.
+        """
         self._fixed += error**2 - self._square(keep)
 
     def scale(self, predicted: float, measured: float) -> None:
-        """Scale further predictions by the ratio of an error that was measured to the predicted one."""
+        """Scale further predictions by the ratio of an error that was measured to the predicted
+        one.
+        """
         ratio = (measured / predicted) ** 2
         self._parts = {path: part * ratio for path, part in self._parts.items()}
         self._fixed *= ratio
@@ -148,18 +168,25 @@ class PredictedError:
         return math.fsum(part for path, part in self._parts.items() if is_inside(path, module))
 
     def fewest(self, goal: float, kept: Keep = ()) -> Keep:
-        """The set with the fewest leaves, ``kept`` in it, whose predicted error is at most ``goal``.
+        """The set with the fewest leaves, ``kept`` in it, whose predicted error is at most
+        ``goal``.
 
-        If there is none: one that gets nearly as low as any; another analysis must tell how to continue.
+        If there is none: one that gets nearly as low as any; another analysis must tell how to
+        continue.
         """
         best, left = self._best_sets(kept), self._square(kept)
         lowest = left - best[-1].removed
-        wanted = goal**2 if lowest <= goal**2 else lowest + (left - lowest) / LARGEST_STEP
+        if lowest <= goal**2:
+            wanted = goal**2
+        else:
+            wanted = lowest + (left - lowest) / LARGEST_STEP
         chosen = next(found for found in best if left - found.removed <= wanted or found is best[-1])
         return self._tree.normalized([*kept, *chosen.paths])
 
     def _best_sets(self, kept: Keep) -> list[_Set]:
-        """The sets that remove the most for each number of leaves, the empty one first, by dynamic programming up the tree."""
+        """The sets that remove the most for each number of leaves, the empty one first, by dynamic
+        programming up the tree.
+        """
         around, free = frozenset(kept), self._tree.leaves(kept)
         inside: dict[str, list[str]] = defaultdict(list)
         """The modules directly below that have a part, or something below them has."""

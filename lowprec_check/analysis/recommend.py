@@ -1,4 +1,6 @@
-"""The recommendation: the best run that passed, whether it is worth it, and why the others were not chosen."""
+"""The recommendation: the best run that passed, whether it is worth it, and why the others were not
+chosen.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,8 @@ def recommend(
 ) -> Recommendation | None:
     """The best run that passed on every input that it was tried on; ``None`` if none did.
 
-    A time decides where it can be told, or by the safe end of its interval, so that noise never wins:
+    A time decides where it can be told, or by the safe end of its interval, so that noise never
+    wins:
 
     1. With ``prefer="memory"``, those with the smallest peak; with ``"accuracy"``, the one with the smallest error.
     2. Of these, none that is told to be slower than another, by their ratios to fp32 or in the same rounds, and none whose safe end, as fast as it is at least, is far below that of
@@ -50,12 +53,14 @@ def recommend(
     4. Then by what does not depend on times as far as possible: the least set-up (eager, contiguous), less memory
        than fp32, a dtype that the device accelerates, not slower than fp32, the smallest error, the order of the scan.
 
-    fp32 on another backend, or in another memory format, takes part if it is told to be faster than eager fp32, or if no lower precision was
-    run; unless it is known to be faster or smaller, the advice is then to stay in eager fp32. If the output of no run could be compared, the best that
+    fp32 on another backend, or in another memory format, takes part if it is told to be faster than
+    eager fp32, or if no lower precision was run; unless it is known to be faster or smaller, the
+    advice is then to stay in eager fp32. If the output of no run could be compared, the best that
     ran; its reason says so.
 
-    If a cast of the whole model lacks kernels in any dtype, autocast is preferred for speed to every such cast: it runs these
-    ops in fp32, and other inputs may need a kernel that the other dtype lacks.
+    If a cast of the whole model lacks kernels in any dtype, autocast is preferred for speed to
+    every such cast: it runs these ops in fp32, and other inputs may need a kernel that the other
+    dtype lacks.
 
     ``environment`` is that of the scan, with the torch that the runs are about. The reason is left empty: it is said by
     :func:`lowprec_check.analysis.statements.advice.basis`, of the whole result.
@@ -75,7 +80,9 @@ def recommend(
 def recommendation_of(
     run: Run, runs: Sequence[Run], prefer: Prefer, code: str, *, way: str | None = None, is_timed: bool = True
 ) -> Recommendation:
-    """That of ``run``, or of a ``way`` to train in its precision, of which its times and memory may not be (``is_timed``)."""
+    """That of ``run``, or of a ``way`` to train in its precision, of which its times and memory may
+    not be (``is_timed``).
+    """
     found, ratio = speed(run, runs), memory_ratio(run, runs)
     worth = worth_of(run, runs) if is_timed else "unknown"
     gains = [found.text()] if found.told == "faster" else []
@@ -115,8 +122,9 @@ def worth_of(run: Run, runs: Sequence[Run]) -> Worth:
 
 
 def changes_nothing(run: Run) -> bool:
-    """Whether autocast is seen to compute no op in 16 bits: none of the analyzed ops, which are those of the first step of training. On further inputs, which
-    are not analyzed, the output must equal that of fp32.
+    """Whether autocast is seen to compute no op in 16 bits: none of the analyzed ops, which are
+    those of the first step of training. On further inputs, which are not analyzed, the output must
+    equal that of fp32.
     """
     is_seen = run.evidence == "measured" and run.complete
     if not is_seen or not run.is_autocast or run.format is None:
@@ -135,7 +143,9 @@ def best_of(
     prefer: Prefer,
     error_of: Callable[[Run], float] = error_of,
 ) -> Run:
-    """The best of ``passed``, which is not empty, by the rules of :func:`recommend`; ``error_of`` says how far it is from fp32."""
+    """The best of ``passed``, which is not empty, by the rules of :func:`recommend`; ``error_of``
+    says how far it is from fp32.
+    """
     if prefer == "memory":
         ratios = [(run, memory_ratio(run, runs) or math.inf) for run in passed]
         least = min(ratio for _, ratio in ratios)
@@ -174,7 +184,10 @@ def fastest(passed: Sequence[Run], runs: Sequence[Run]) -> list[Run]:
         margin, slack = CLEAR, ALIKE
         if found[0] is not None and found[1] is not None:
             is_alike = found[0].one_core == found[1].one_core
-            margin, slack = (TOLD, ALIKE) if is_alike else (ONE_CORE, ONE_CORE)
+            if is_alike:
+                margin, slack = (TOLD, ALIKE)
+            else:
+                margin, slack = (ONE_CORE, ONE_CORE)
         return is_faster(its, mine, margin) or mine.low < its.low / slack
 
     return [run for run, mine in known if not any(is_slower(run, mine, other, its) for other, its in known)]
@@ -199,7 +212,9 @@ def recommended_run(result: ScanResult) -> Run | None:
 
 
 def passes(result: ScanResult) -> bool:
-    """Whether the recommended run passed, or a way to train in its precision; if not, no output could be compared, or tells anything."""
+    """Whether the recommended run passed, or a way to train in its precision; if not, no output
+    could be compared, or tells anything.
+    """
     run, best = recommended_run(result), result.recommendation
     if best is None or (run is not None and degenerate_output(run, result.runs) is not None):
         return False
@@ -215,11 +230,17 @@ def is_gain(result: ScanResult) -> bool:
 
 
 def tag(run: Run, result: ScanResult) -> str:
-    """``recommended`` beside the name of a run; ``the alternative`` where fp32 is better in what is preferred."""
+    """``recommended`` beside the name of a run; ``the alternative`` where fp32 is better in what is
+    preferred.
+    """
     best = result.recommendation
     if best is None or not passes(result):
         return ""
     is_best = run is recommended_run(result)
     if best.stay_in_fp32:
-        return "recommended" if run.is_reference else "the alternative" if is_best else ""
+        if run.is_reference:
+            return "recommended"
+        if is_best:
+            return "the alternative"
+        return ""
     return "recommended" if is_best else ""

@@ -1,4 +1,6 @@
-"""Facts of a run that several modules need: label, memory, missing kernels, ranges, and outputs that cannot be judged."""
+"""Facts of a run that several modules need: label, memory, missing kernels, ranges, and outputs
+that cannot be judged.
+"""
 
 from __future__ import annotations
 
@@ -21,10 +23,17 @@ _NO_KERNEL = ("missing-kernel", "unsupported-dtype", "no-backend-kernel", "crash
 
 
 def label(run: Run) -> str:
-    """The name of the run in reports: ``half``, ``plan (half)``, ``half · inductor``, ``half · predicted``."""
-    precision = run.precision if run.base is None else f"{run.precision} ({run.base})"
+    """The name of the run in reports: ``half``, ``plan (half)``, ``half · inductor``, ``half ·
+    predicted``.
+    """
+    if run.base is None:
+        precision = run.precision
+    else:
+        precision = f"{run.precision} ({run.base})"
     name = qualified(precision, run.backend, run.memory_format)
-    return name if run.evidence == "measured" else f"{name} · {run.evidence}"
+    if run.evidence == "measured":
+        return name
+    return f"{name} · {run.evidence}"
 
 
 def reference_of(runs: Sequence[Run]) -> Run | None:
@@ -33,7 +42,9 @@ def reference_of(runs: Sequence[Run]) -> Run | None:
 
 
 def candidates(runs: Sequence[Run]) -> list[Run]:
-    """The runs that may be recommended: those in low precision, and fp32 on other backends and in other memory formats."""
+    """The runs that may be recommended: those in low precision, and fp32 on other backends and in
+    other memory formats.
+    """
     return [run for run in runs if not run.is_reference]
 
 
@@ -67,7 +78,9 @@ def is_plan_of(plan: Run, run: Run) -> bool:
 
 
 LEAST_MEMORY = 4 << 20
-"""Bytes below which the memory of processes is not compared: allocators and libraries keep a few megabytes, more or less."""
+"""Bytes below which the memory of processes is not compared: allocators and libraries keep a few
+megabytes, more or less.
+"""
 
 
 def is_too_small(memory: int | None) -> bool:
@@ -76,21 +89,29 @@ def is_too_small(memory: int | None) -> bool:
 
 
 def memory_ratio(run: Run, runs: Sequence[Run]) -> float | None:
-    """This run's peak memory over fp32's, of processes if fp32's was measured, else of tensors; ``None`` if it lacks that figure."""
+    """This run's peak memory over fp32's, of processes if fp32's was measured, else of tensors;
+    ``None`` if it lacks that figure.
+    """
     reference = reference_of(runs)
     if reference is None:
         return None
     mine, fp32 = run.process_memory_bytes, reference.process_memory_bytes
     if fp32:
-        return max(mine, LEAST_MEMORY) / max(fp32, LEAST_MEMORY) if mine else None
+        if mine:
+            return max(mine, LEAST_MEMORY) / max(fp32, LEAST_MEMORY)
+        return None
     fp32 = reference.peak_memory_bytes
     of_process = run.backend != EAGER and mine is not None  # its peak is that of its process
-    return run.peak_memory_bytes / fp32 if run.peak_memory_bytes and fp32 and not of_process else None
+    if run.peak_memory_bytes and fp32 and not of_process:
+        return run.peak_memory_bytes / fp32
+    return None
 
 
 def error_of(run: Run) -> float:
     """The output's error against fp32, for sorting; infinite if unknown."""
-    return run.distance if run.distance is not None else float("inf")
+    if run.distance is not None:
+        return run.distance
+    return float("inf")
 
 
 CLOSE = 0.8
@@ -98,7 +119,9 @@ CLOSE = 0.8
 
 
 def passes_all(run: Run, runs: Sequence[Run]) -> bool:
-    """Whether the run passes, on the further inputs that it was tried on too, and changes no input and buffer that eager mode leaves."""
+    """Whether the run passes, on the further inputs that it was tried on too, and changes no input
+    and buffer that eager mode leaves.
+    """
     return effective_status(run, runs) == "ok" and not changed_by_backend(run)
 
 
@@ -108,11 +131,15 @@ def is_unjudged(run: Run, runs: Sequence[Run]) -> bool:
 
 
 def effective_status(run: Run, runs: Sequence[Run]) -> str:
-    """``unjudged`` if its output tells nothing; of a run that passes on the inputs of the scan, the worst status on further ones."""
+    """``unjudged`` if its output tells nothing; of a run that passes on the inputs of the scan, the
+    worst status on further ones.
+    """
     if degenerate_output(run, runs) is not None:
         return "unjudged"
     further = fails_elsewhere(run)
-    return run.status if further is None else max(further.statuses or ["inaccurate"], key=lambda each: look(each).rank)
+    if further is None:
+        return run.status
+    return max(further.statuses or ["inaccurate"], key=lambda each: look(each).rank)
 
 
 def changed_by_backend(run: Run) -> list[str]:
@@ -121,8 +148,8 @@ def changed_by_backend(run: Run) -> list[str]:
 
 
 def blames_backend(run: Run, runs: Sequence[Run]) -> bool:
-    """Whether a failure of ``run`` is due to its backend: it is in fp32, or fp32 fails there too, or eager mode passes in the same precision on the
-    same inputs.
+    """Whether a failure of ``run`` is due to its backend: it is in fp32, or fp32 fails there too,
+    or eager mode passes in the same precision on the same inputs.
     """
     if run.backend == EAGER or run.failed_input is not None:
         return run.backend != EAGER
@@ -134,7 +161,9 @@ def blames_backend(run: Run, runs: Sequence[Run]) -> bool:
 
 
 def status_in_eager_mode(run: Run) -> str | None:
-    """How the analysis op by op of ``run``, which is in eager mode on any backend, ends; ``None`` if that is not known."""
+    """How the analysis op by op of ``run``, which is in eager mode on any backend, ends; ``None``
+    if that is not known.
+    """
     found = run.lockstep_error
     if found is None or not run.complete or failing_gaps(run) or run.failed_call:  # it is of the first call
         return None
@@ -144,22 +173,30 @@ def status_in_eager_mode(run: Run) -> str | None:
 
 
 def fails_elsewhere(run: Run) -> InputsTried | None:
-    """The further inputs on some of which the run fails, while it passes on those of the scan; ``None`` if it does not."""
+    """The further inputs on some of which the run fails, while it passes on those of the scan;
+    ``None`` if it does not.
+    """
     found = run.further_inputs
     return found if run.status == "ok" and found is not None and found.failed else None
 
 
 def part_of_tolerance(run: Run) -> float:
-    """The largest error of the run, over all inputs that it was tried on, as a part of its tolerance; 0 if it is unknown."""
+    """The largest error of the run, over all inputs that it was tried on, as a part of its
+    tolerance; 0 if it is unknown.
+    """
     found = run.further_inputs
     worst = max(run.distance or 0.0, (found.worst if found is not None else None) or 0.0)
-    return worst / run.tolerance if run.tolerance else 0.0
+    if run.tolerance:
+        return worst / run.tolerance
+    return 0.0
 
 
 def on_which_call(run: Run) -> str:
-    """``on call 2: `` or ``on batch 3: `` for a run that did not fail in its first call on the first batch; or on which changed inputs.
+    """``on call 2: `` or ``on batch 3: `` for a run that did not fail in its first call on the
+    first batch; or on which changed inputs.
 
-    The reason of a run that crashed or took too long names the call. That of one that was trained names the step.
+    The reason of a run that crashed or took too long names the call. That of one that was trained
+    names the step.
     """
     if run.training is not None:
         return ""
@@ -167,7 +204,9 @@ def on_which_call(run: Run) -> str:
     parts = [f"{noun} {number}" for noun, number in (("batch", run.failed_batch), ("call", call)) if number]
     if run.failed_input is not None:
         parts.append(f"{INPUT_CHANGES.get(run.failed_input, run.failed_input)}, compared with eager mode")
-    return f"on {', '.join(parts)}: " if parts else ""
+    if parts:
+        return f"on {', '.join(parts)}: "
+    return ""
 
 
 def is_cast(run: Run) -> bool:
@@ -176,8 +215,9 @@ def is_cast(run: Run) -> bool:
 
 
 def failing_gaps(run: Run) -> list[Gap]:
-    """The gaps by which ``run`` may fail: from the one that raises its exception on, since the model catches those before; none if the model
-    catches all. Ops that its backend computes between casts are left out.
+    """The gaps by which ``run`` may fail: from the one that raises its exception on, since the
+    model catches those before; none if the model catches all. Ops that its backend computes between
+    casts are left out.
     """
     if _catches_all(run):
         return []
@@ -187,7 +227,9 @@ def failing_gaps(run: Run) -> list[Gap]:
 
 
 def _catches_all(run: Run) -> bool:
-    """Whether the exception of ``run`` is that of no gap, and is raised as well where all gaps are computed in fp32."""
+    """Whether the exception of ``run`` is that of no gap, and is raised as well where all gaps are
+    computed in fp32.
+    """
     raised, again = run.exception, run.stopped_by
     if raised is None or again is None or any(gap.message in raised.message for gap in run.gaps):
         return False
@@ -196,7 +238,9 @@ def _catches_all(run: Run) -> bool:
 
 
 def never_called(runs: Sequence[Run]) -> list[str]:
-    """The modules that none of ``runs`` has called, of those whose analysis is complete; of nested ones the outermost."""
+    """The modules that none of ``runs`` has called, of those whose analysis is complete; of nested
+    ones the outermost.
+    """
     lists = [run.uncalled_modules for run in runs if run.complete and len(run.op_calls)]
     names = dict.fromkeys(itertools.chain(*lists))
     return [name for name in names if all(any(is_inside(name, other) for other in each) for each in lists)]
@@ -214,40 +258,52 @@ def missing_kernels(run: Run) -> list[str]:
 
 def shorten(message: str, most: int = 110) -> str:
     """A message of at most ``most`` characters, for a table."""
-    return message if len(message) <= most else f"{message[: most - 1]}…"
+    if len(message) <= most:
+        return message
+    return f"{message[: most - 1]}…"
 
 
 # -- Outputs that a run cannot be judged by: all zeros, or too small for the format of the run
 
 _JUDGED = ("ok", "unjudged", "inaccurate")
-"""Statuses that rest on a comparison of numbers, or on the lack of one. NaN and Inf where fp32 has numbers need none."""
+"""Statuses that rest on a comparison of numbers, or on the lack of one. NaN and Inf where fp32 has
+numbers need none.
+"""
 
 ALL_LOST = 0.99
 """The rel_l2 from which on nothing of an output is left."""
 
 
 def degenerate_output(run: Run, runs: Sequence[Run]) -> str | None:
-    """Why ``run`` cannot be judged by its output, in words; ``None`` if it can, or failed for another reason.
+    """Why ``run`` cannot be judged by its output, in words; ``None`` if it can, or failed for
+    another reason.
 
-    The fp32 output is all zeros, or its root mean square is below the smallest normal number of the run's format and the run is
-    over tolerance: then its error is that of the format's range, not of the model. A run that passes in spite of a tiny output
-    was compared number by number, and a run with NaN or Inf fails without a comparison: both keep their status.
+    The fp32 output is all zeros, or its root mean square is below the smallest normal number of the
+    run's format and the run is over tolerance: then its error is that of the format's range, not of
+    the model. A run that passes in spite of a tiny output was compared number by number, and a run
+    with NaN or Inf fails without a comparison: both keep their status.
     """
     if run.status not in _JUDGED or run.is_reference or run.training is not None:
         return None
     if any(other.is_reference and other.output_is_zero for other in runs):
-        instead = f"; the error is that of {run.compared_module}" if run.compared_module is not None else ""
+        instead = ""
+        if run.compared_module is not None:
+            instead = f"; the error is that of {run.compared_module}"
         return f"the fp32 output is all zeros{instead}"
     if run.status != "inaccurate":
         return None
     if output_rms(run) == 0:
-        which = "a tensor of the fp32 output" if run.compared_output is None else f"{judged_output(run)} of fp32"
+        which = "a tensor of the fp32 output"
+        if run.compared_output is not None:
+            which = f"{judged_output(run)} of fp32"
         return f"{which} is all zeros"
     return tiny_output(run)
 
 
 def tiny_output(run: Run) -> str | None:
-    """What the format of ``run`` makes of an fp32 output below its smallest normal number; ``None`` for a larger output."""
+    """What the format of ``run`` makes of an fp32 output below its smallest normal number; ``None``
+    for a larger output.
+    """
     rms, known = output_rms(run), run.format
     if not rms or known is None or rms >= known.smallest_normal:
         return None
@@ -257,7 +313,9 @@ def tiny_output(run: Run) -> str | None:
 
 
 def differing_integers(run: Run) -> Sentence | None:
-    """The integers and booleans of an output that differ, if floating tensors beside them decide whether it passes."""
+    """The integers and booleans of an output that differ, if floating tensors beside them decide
+    whether it passes.
+    """
     error = run.output_error
     if error is None or error.rel_l2 is None or not error.mismatched:
         return None
@@ -266,12 +324,18 @@ def differing_integers(run: Run) -> Sentence | None:
 
 
 def judged_output(run: Run) -> str:
-    """What the status of ``run`` is about, in words: ``the output``, ``output logits.0`` if it has several tensors."""
-    return "the output" if run.compared_output is None else f"output {run.compared_output}"
+    """What the status of ``run`` is about, in words: ``the output``, ``output logits.0`` if it has
+    several tensors.
+    """
+    if run.compared_output is None:
+        return "the output"
+    return f"output {run.compared_output}"
 
 
 def output_rms(run: Run) -> float | None:
-    """Root mean square of the fp32 output that ``run`` is compared with; ``None`` if it is not known, as in older files."""
+    """Root mean square of the fp32 output that ``run`` is compared with; ``None`` if it is not
+    known, as in older files.
+    """
     if run.output_rms is not None:
         return run.output_rms
     return run.budget.output_rms if run.budget else None
@@ -281,7 +345,9 @@ def output_rms(run: Run) -> float | None:
 
 
 def ranges_by_place(batches: Sequence[OpCalls]) -> list[PlaceRange]:
-    """The ranges in the forward passes of one run on one or more batches, without casts of weights, in the order of the first calls."""
+    """The ranges in the forward passes of one run on one or more batches, without casts of weights,
+    in the order of the first calls.
+    """
     found: dict[tuple[str, str, str | None, str], list[list[OpCall]]] = {}
     for number, op_calls in enumerate(batches):
         flows = any(op_calls.reads)

@@ -16,7 +16,9 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.run_key import Phase
 
 SCHEMA = 2
-"""2: ``tests`` of the file are the ids, and ``tests`` of an operator indices into them. 1: the number of tests, and ids."""
+"""2: ``tests`` of the file are the ids, and ``tests`` of an operator indices into them. 1: the
+number of tests, and ids.
+"""
 
 _Key = TypeVar("_Key")
 
@@ -46,8 +48,9 @@ class OpUse(Struct, frozen=True, kw_only=True):
     op: str
     """The overload name, ``aten.mm.default``."""
     phase: Phase = "forward"
-    """``backward``: the formula of its derivative, which fails before it dispatches an operator. Derivatives whose formula does not
-    fail are listed as the operators that they dispatch, in the phase ``forward``.
+    """``backward``: the formula of its derivative, which fails before it dispatches an operator.
+    Derivatives whose formula does not fail are listed as the operators that they dispatch, in the
+    phase ``forward``.
     """
     tests: list[int]
     """The tests that dispatched it: indices into :attr:`Coverage.tests`, in ascending order."""
@@ -56,7 +59,9 @@ class OpUse(Struct, frozen=True, kw_only=True):
     support: dict[str, AtenSupport]
     """By the names in :attr:`Coverage.dtypes`."""
     sources: list[str] = []
-    """Only of gaps: the lines of the project that call it, ``src/net.py:41``; else those of the tests."""
+    """Only of gaps: the lines of the project that call it, ``src/net.py:41``; else those of the
+    tests.
+    """
 
     @property
     def key(self) -> tuple[str, Phase]:
@@ -101,12 +106,17 @@ class Coverage(Struct, frozen=True, kw_only=True):
     recorded_torch: str
     """The torch version that the tests ran with."""
     dtypes: list[str]
-    """What was asked for: the dtype of a cast (``float16``, ``bfloat16``), or autocast (``autocast-fp16``, ``autocast-bf16``)."""
+    """What was asked for: the dtype of a cast (``float16``, ``bfloat16``), or autocast
+    (``autocast-fp16``, ``autocast-bf16``).
+    """
     tests: list[str]
-    """The ids of the tests that ran, sorted, and of those whose operators are from an earlier run. Skipped tests are left out."""
+    """The ids of the tests that ran, sorted, and of those whose operators are from an earlier run.
+    Skipped tests are left out.
+    """
     incomplete: dict[str, str] = {}
-    """Tests that did not run from the setup of their fixtures to the teardown without a failure, by id, and why (``failed``): they may
-    use more operators. Those that were to run but did not (``not run``) have no operators, and are not among ``tests``.
+    """Tests that did not run from the setup of their fixtures to the teardown without a failure, by
+    id, and why (``failed``): they may use more operators. Those that were to run but did not (``not
+    run``) have no operators, and are not among ``tests``.
     """
     kept: list[str] = []
     """The incomplete tests whose operators are from an earlier run that completed them."""
@@ -133,7 +143,9 @@ class Coverage(Struct, frozen=True, kw_only=True):
         return [self.tests[index] for index in use.tests]
 
     def to_json(self) -> bytes:
-        """Encode as JSON with one test and one operator per line: short, and diffs show what changed."""
+        """Encode as JSON with one test and one operator per line: short, and diffs show what
+        changed.
+        """
 
         def line(value: object) -> bytes:
             return encoded(value, msgspec.json.encode)
@@ -167,7 +179,9 @@ def indexed(tests: list[str], uses: Mapping[_Key, Iterable[str]]) -> dict[_Key, 
 def reason_of(support: AtenSupport) -> str:
     """How an operator fails: the kind, the message and on which arguments it depends."""
     failure = f"{support.kind}: {shorten(support.message or '')}{in_samples(support.condition)}"
-    return failure if support.kind else support.message or ""
+    if support.kind:
+        return failure
+    return support.message or ""
 
 
 # -- A saved coverage, updated with a later run
@@ -177,10 +191,12 @@ LookUp = Callable[[OpUse, str], AtenSupport]
 
 
 def updated(saved: Coverage, run: Coverage, removed: Collection[str] = (), look_up: LookUp | None = None) -> Coverage:
-    """``run``, in which tests that it did not complete have the operators that ``saved`` has of them.
+    """``run``, in which tests that it did not complete have the operators that ``saved`` has of
+    them.
 
-    So a test that fails, or does not run, takes no operator from a baseline. Tests that were ``removed`` from the suite are left out.
-    ``look_up`` gives the current support of the operators of ``saved``; without it, they keep the support that was saved.
+    So a test that fails, or does not run, takes no operator from a baseline. Tests that were
+    ``removed`` from the suite are left out. ``look_up`` gives the current support of the operators
+    of ``saved``; without it, they keep the support that was saved.
     """
     complete = {*run.tests} - run.incomplete.keys()
     known = {*saved.tests, *saved.incomplete} - complete - {*removed}
@@ -200,8 +216,12 @@ def updated(saved: Coverage, run: Coverage, removed: Collection[str] = (), look_
         assert one is not None
         support = {}
         for dtype in run.dtypes:
-            then = was.support.get(dtype, AtenSupport(state=None)) if was else None
-            today = (look_up(was, dtype) if look_up else then) if was and stays else None
+            then = None
+            if was:
+                then = was.support.get(dtype, AtenSupport(state=None))
+            today = None
+            if was and stays:
+                today = look_up(was, dtype) if look_up else then
             support[dtype] = _worst(here.support[dtype] if here else None, today, then)
         use = msgspec.structs.replace(
             one, numbers=stronger(one.numbers, other.numbers) if other else one.numbers, support=support
@@ -223,10 +243,11 @@ def updated(saved: Coverage, run: Coverage, removed: Collection[str] = (), look_
 
 
 def _worst(here: AtenSupport | None, stays: AtenSupport | None, then: AtenSupport | None) -> AtenSupport:
-    """The worst support of an operator: of the calls of this run, and ``stays`` of those of tests that it did not complete.
+    """The worst support of an operator: of the calls of this run, and ``stays`` of those of tests
+    that it did not complete.
 
-    ``then`` is what was known before. It counts too if a call was tried for it and none was for what the catalog does not know today:
-    a process that crashes takes its calls with it.
+    ``then`` is what was known before. It counts too if a call was tried for it and none was for
+    what the catalog does not know today: a process that crashes takes its calls with it.
     """
     cells = [cell for cell in (here, stays) if cell is not None]
     tried = any(cell.tried_here for cell in cells)

@@ -82,11 +82,12 @@ def snippet(
     *,
     torch_version: str = "",
 ) -> str:
-    """Code that runs ``model`` on ``inputs``, both as the user's file defines them, as the run of ``key`` does.
+    """Code that runs ``model`` on ``inputs``, both as the user's file defines them, as the run of
+    ``key`` does.
 
-    ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32; the parameters ``untied``, which
-    such a module shares with a cast one, are copied. A device that torch of ``torch_version`` lacks is imported. For a backend that
-    gives no code, a comment.
+    ``key.precision`` is a registered precision; the modules ``keep_fp32`` stay in fp32; the
+    parameters ``untied``, which such a module shares with a cast one, are copied. A device that
+    torch of ``torch_version`` lacks is imported. For a backend that gives no code, a comment.
     """
     backend = BACKENDS.get(key.backend)
     if key.backend != EAGER and type(backend).code is Backend.code:
@@ -106,7 +107,9 @@ class ModelCode(NamedTuple):
     body: list[str]
     """Lines, some of them several, that set ``model`` and ``inputs``."""
     autocast: str | None
-    """The context of the forward pass, ``torch.autocast("cpu", dtype=torch.bfloat16)``; ``None`` without one."""
+    """The context of the forward pass, ``torch.autocast("cpu", dtype=torch.bfloat16)``; ``None``
+    without one.
+    """
     inside: tuple[str, ...]
     """Lines inside the context of the call, before it."""
     conversion: Conversion
@@ -116,7 +119,9 @@ class ModelCode(NamedTuple):
         """All imports that are needed, an empty line, the lines of the body, and ``more``."""
         lines = [*self.body, *more]
         needs_tree = any("tree_map_only" in line for line in lines)
-        tree = ["from torch.utils._pytree import tree_map_only"] if needs_tree else []
+        tree = []
+        if needs_tree:
+            tree = ["from torch.utils._pytree import tree_map_only"]
         return [*self.imports, *tree, "", *lines]
 
 
@@ -164,10 +169,15 @@ def prepare(
 
 def _cast(precision: Precision, keep: Sequence[str], untied: Sequence[str]) -> str:
     dtype = precision.format.dtype
-    cast = f"{precision.method}()" if precision.method else f"to({dtype})"
+    if precision.method:
+        cast = f"{precision.method}()"
+    else:
+        cast = f"to({dtype})"
     if not keep:
         return f"model = model.{cast}"
-    untie = _UNTIE.format(paths=_listed(untied, indent=4), dtype=dtype) if untied else ""
+    untie = ""
+    if untied:
+        untie = _UNTIE.format(paths=_listed(untied, indent=4), dtype=dtype)
     return _UNDER_CAST.format(cast=cast, dtype=dtype, untie=untie, names=_listed(keep))
 
 
@@ -206,14 +216,19 @@ class Conversion(NamedTuple):
         casts, formats = floating and self.dtype is not None, image and self.memory_format != CONTIGUOUS
         if casts and self.method and not self.device and not formats:
             return f"{tensor}.{self.method}()"
-        arguments = [f'"{self.device}"'] if self.device else []
+        arguments = []
+        if self.device:
+            arguments = [f'"{self.device}"']
         arguments += [self.dtype] if casts and self.dtype else []
         arguments += [f"memory_format=torch.{self.memory_format}"] if formats else []
         return f"{tensor}.to({', '.join(arguments)})"
 
     def concerns(self, layout: InputLayout) -> list[str]:
         """The tensors that it changes."""
-        changed = set(layout.floating) if self.dtype else set()
+        if self.dtype:
+            changed = set(layout.floating)
+        else:
+            changed = set()
         changed |= set(layout.images) if self.memory_format != CONTIGUOUS else set()
         return [key for key in layout.tensors if self.device or key in changed]
 
@@ -262,7 +277,9 @@ def convert_nested(conversion: Conversion, name: str) -> list[str]:
     """Lines for tensors anywhere in ``name`` that are not known by name."""
     steps = []
     if conversion.dtype or conversion.device:
-        move = f'.to("{conversion.device}")' if conversion.device else ""
+        move = ""
+        if conversion.device:
+            move = f'.to("{conversion.device}")'
         cast = f"t{move}.to({conversion.dtype}) if t.is_floating_point() else t{move}"
         steps.append(cast if conversion.dtype else f"t{move}")
     if conversion.memory_format != CONTIGUOUS:
@@ -271,5 +288,7 @@ def convert_nested(conversion: Conversion, name: str) -> list[str]:
 
 
 def convert_targets(conversion: Conversion) -> list[str]:
-    """Lines that convert ``targets``, what the loss gets of a batch; none if there is nothing to do."""
+    """Lines that convert ``targets``, what the loss gets of a batch; none if there is nothing to
+    do.
+    """
     return convert_nested(conversion._replace(memory_format=CONTIGUOUS), "targets")

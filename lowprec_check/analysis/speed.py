@@ -1,4 +1,6 @@
-"""How fast a run is compared with fp32 or another run, whether that can be told, and the times that it rests on."""
+"""How fast a run is compared with fp32 or another run, whether that can be told, and the times that
+it rests on.
+"""
 
 from __future__ import annotations
 
@@ -14,42 +16,57 @@ from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import times
 
-# A ratio counts only if it can be told apart from 1. It comes from the rounds in which a run and fp32 were called in turns
-# (``run.latency.speedup``): their interval holds the true median in at least 95 % of scans, whatever else the machine does. A
-# run without rounds (an older file, a scenario) has two medians; its interval is 5 % to each side, or a factor of 1.5 if the
-# machine was busy, and calls below 1 ms are anywhere between nothing and 1 ms.
+# A ratio counts only if it can be told apart from 1. It comes from the rounds in which a run and
+# fp32 were called in turns (``run.latency.speedup``): their interval holds the true median in at
+# least 95 % of scans, whatever else the machine does. A run without rounds (an older file, a
+# scenario) has two medians; its interval is 5 % to each side, or a factor of 1.5 if the machine was
+# busy, and calls below 1 ms are anywhere between nothing and 1 ms.
 
 Told = Literal["faster", "slower", "same", "noisy", "unknown"]
-"""``same``: about the same time; ``noisy``: the interval is too wide to tell; ``unknown``: it was not timed."""
+"""``same``: about the same time; ``noisy``: the interval is too wide to tell; ``unknown``: it was
+not timed.
+"""
 
 TOLD = 1.05
 """A smaller ratio is not worth naming, however well it is measured."""
 
 ALIKE = 1.25
-"""Two times are about the same if their ratio is less than this with a probability of at least 95 %."""
+"""Two times are about the same if their ratio is less than this with a probability of at least 95
+%.
+"""
 
 WIDE = 2.0
 """Of an interval that spans more than this factor, only the end next to 1 is said."""
 
 CLEAR = 1.5
-"""A larger factor decides between times that were not taken in rounds: those of two plans, and of runs without rounds."""
+"""A larger factor decides between times that were not taken in rounds: those of two plans, and of
+runs without rounds.
+"""
 
 ONE_CORE = 2.5
-"""A speed measured on one core and one measured on all cores may differ by this factor, since formats use several cores more or less well.
-They are compared where a backend can only be timed on all cores."""
+"""A speed measured on one core and one measured on all cores may differ by this factor, since
+formats use several cores more or less well. They are compared where a backend can only be timed on
+all cores.
+"""
 
 WAITED, CHANGED = 0.1, 1.2
-"""The share of waiting threads, and the change of the processor's speed, from which on they are said."""
+"""The share of waiting threads, and the change of the processor's speed, from which on they are
+said.
+"""
 
 BUSY = 1.5
-"""The factor within which the ratio of two medians is known on a busy machine, if they were not taken in rounds."""
+"""The factor within which the ratio of two medians is known on a busy machine, if they were not
+taken in rounds.
+"""
 
 SHORT_MS = 1.0
 """Calls below this cannot be compared between two processes on a busy machine, only in rounds."""
 
 
 ON_HOST, ON_DEVICE = 0.9, 0.8
-"""A call is launch-bound if its host takes at least the first part of its time, and the accelerator alone at most the second."""
+"""A call is launch-bound if its host takes at least the first part of its time, and the accelerator
+alone at most the second.
+"""
 
 
 FAILED_WHILE_TIMED = "failed while it was timed: "
@@ -75,7 +92,9 @@ class Speed(NamedTuple):
         """Its time over fp32's, if that can be told; 1 if it is about the same."""
         if self.told == "same":
             return 1.0
-        return 1 / self.ratio if self.told in ("faster", "slower") and self.ratio else None
+        if self.told in ("faster", "slower") and self.ratio:
+            return 1 / self.ratio
+        return None
 
     def text(self) -> str:
         """``1.4 times as fast as fp32``; empty if it was not timed."""
@@ -98,7 +117,9 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
     if reference is None or (reference.timing is None) != (run.timing is None):
         return Speed("unknown")
     if run.is_reference:
-        return Speed("same", 1.0, 1.0, 1.0) if latency_of(run) else Speed("unknown")
+        if latency_of(run):
+            return Speed("same", 1.0, 1.0, 1.0)
+        return Speed("unknown")
     if run.latency is not None and run.timing is None:
         rounds = run.latency.speedup
         if rounds is None:
@@ -110,12 +131,18 @@ def speed(run: Run, runs: Sequence[Run]) -> Speed:
     timed = [its.latency for its in (run, reference) if its.latency is not None]
     was_busy = any(its.noisy or (its.speedup is not None and its.speedup.one_core) for its in timed)
     ratio, margin = max(fp32, SHORT_MS) / max(mine, SHORT_MS), BUSY if was_busy else TOLD
-    low = ratio / margin if fp32 >= SHORT_MS else 0.0
-    return judged(ratio, low, ratio * margin) if mine >= SHORT_MS else Speed("noisy", ratio, low, math.inf)
+    low = 0.0
+    if fp32 >= SHORT_MS:
+        low = ratio / margin
+    if mine >= SHORT_MS:
+        return judged(ratio, low, ratio * margin)
+    return Speed("noisy", ratio, low, math.inf)
 
 
 def launch_bound(run: Run) -> bool:
-    """Whether the accelerator waits for the host in the calls of ``run``, so that faster kernels would hardly make it faster."""
+    """Whether the accelerator waits for the host in the calls of ``run``, so that faster kernels
+    would hardly make it faster.
+    """
     return run.latency is not None and run.timing is None and waits_for_host(run.latency)
 
 
@@ -142,7 +169,9 @@ def latency_of(run: Run) -> float | None:
 
 
 def is_faster(mine: Speed, other: Speed, factor: float = TOLD) -> bool:
-    """Whether ``mine`` is told to be faster: their medians differ by ``factor``, and their intervals do not overlap."""
+    """Whether ``mine`` is told to be faster: their medians differ by ``factor``, and their
+    intervals do not overlap.
+    """
     if mine.ratio is None or other.ratio is None:
         return False
     return mine.low > other.high and mine.ratio >= factor * other.ratio
@@ -171,7 +200,9 @@ class Turn(NamedTuple):
     seconds: Sequence[float]
     on_one_core: Sequence[float] = ()
     disturbed: bool = False
-    """Whether other programs used the cores meanwhile, so that short calls on several cores took much longer."""
+    """Whether other programs used the cores meanwhile, so that short calls on several cores took
+    much longer.
+    """
     launched: tuple[float, float] | None = None
     """Seconds of a call on the host, and on an accelerator that need not wait for the host."""
 
@@ -191,10 +222,14 @@ ONE_CALL = 3.0
 """The factor within which the ratio of two single calls, taken one after the other, is known."""
 
 ONE_ROUND = 2.0
-"""The same of one round that nothing disturbed. Where another program used a core now and then, such ratios were off by up to 1.2."""
+"""The same of one round that nothing disturbed. Where another program used a core now and then,
+such ratios were off by up to 1.2.
+"""
 
 LONG_SECONDS = 1.0
-"""The time of a longer call is an average over what else happens on a machine, and so within that factor even if it is disturbed."""
+"""The time of a longer call is an average over what else happens on a machine, and so within that
+factor even if it is disturbed.
+"""
 
 _STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776}
 """Quantiles of Student's distribution, by the number of ratios: too few for order statistics."""
@@ -205,7 +240,10 @@ def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None) -> Latency:
     seconds = [second for turn in mine.values() for second in turn.seconds]
     low, median, high = quartiles(seconds)
     launched = [turn.launched for turn in mine.values() if turn.launched is not None]
-    host, device = map(statistics.median, zip(*launched, strict=True)) if launched else (None, None)
+    if launched:
+        host, device = map(statistics.median, zip(*launched, strict=True))
+    else:
+        host, device = (None, None)
     return Latency(
         median_ms=median * 1e3,
         quartiles_ms=(low * 1e3, high * 1e3),
@@ -218,13 +256,17 @@ def latency_of_rounds(mine: Rounds, fp32: Rounds | None = None) -> Latency:
 
 
 def rather_on_one_core(mine: Rounds, fp32: Rounds) -> bool:
-    """Whether other programs have disturbed too many rounds, and there are more with calls on one core."""
+    """Whether other programs have disturbed too many rounds, and there are more with calls on one
+    core.
+    """
     clean, alone = _ratios(mine, fp32)
     return len(clean) < FEW and len(alone) > len(clean)
 
 
 def _ratios(mine: Rounds, fp32: Rounds) -> tuple[list[float], list[float]]:
-    """Of the rounds that nothing disturbed, and of calls on one core; each of the fastest calls, as a disturbance only makes a call slower."""
+    """Of the rounds that nothing disturbed, and of calls on one core; each of the fastest calls, as
+    a disturbance only makes a call slower.
+    """
     pairs = [(fp32[number], mine[number]) for number in mine if number in fp32]
     clean = [min(one.seconds) / min(other.seconds) for one, other in pairs if not one.disturbed | other.disturbed]
     alone = [
@@ -234,9 +276,11 @@ def _ratios(mine: Rounds, fp32: Rounds) -> tuple[list[float], list[float]]:
 
 
 def speedup_in_rounds(mine: Rounds, fp32: Rounds, *, on_one_core: bool = False) -> Speedup | None:
-    """From the rounds that nothing disturbed; where these are few, from those with calls on one core if they are more; else a guess.
+    """From the rounds that nothing disturbed; where these are few, from those with calls on one
+    core if they are more; else a guess.
 
-    ``on_one_core``: whether other runs of these rounds are compared by calls on one core; that ratio may be another one.
+    ``on_one_core``: whether other runs of these rounds are compared by calls on one core; that
+    ratio may be another one.
     """
     clean, alone = _ratios(mine, fp32)
     if (on_one_core and len(alone) >= FEW) or rather_on_one_core(mine, fp32):
@@ -248,12 +292,16 @@ def speedup_in_rounds(mine: Rounds, fp32: Rounds, *, on_one_core: bool = False) 
         for one, other in ((fp32[number], mine[number]) for number in mine if number in fp32)
         if min(other.seconds) >= LONG_SECONDS and (one.on_one_core or min(one.seconds) >= LONG_SECONDS)
     ]
-    return speedup_of([statistics.median(guessed)]) if guessed else None
+    if guessed:
+        return speedup_of([statistics.median(guessed)])
+    return None
 
 
 def latency_outside_rounds(seconds: float, fp32: Latency | None) -> Latency:
     """The time of a run that is not called again, that of its fastest call, beside that of fp32."""
-    found = speedup_of([fp32.median_ms / 1e3 / seconds]) if fp32 is not None and seconds else None
+    found = None
+    if fp32 is not None and seconds:
+        found = speedup_of([fp32.median_ms / 1e3 / seconds])
     ms, speedup = seconds * 1e3, found and msgspec.structs.replace(found, rounds=0)
     return Latency(median_ms=ms, quartiles_ms=(ms, ms), samples=1, speedup=speedup)
 
@@ -267,10 +315,11 @@ def quartiles(values: Sequence[float]) -> tuple[float, float, float]:
 
 
 def speedup_of(ratios: Sequence[float], single: float = ONE_CALL) -> Speedup:
-    """The median of ``ratios``, one per round, with an interval that contains the true median with :data:`CONFIDENCE`; a ``single`` one is
-    known within that factor.
+    """The median of ``ratios``, one per round, with an interval that contains the true median with
+    :data:`CONFIDENCE`; a ``single`` one is known within that factor.
 
-    That is of order statistics, which assume nothing about the distribution; of few ratios, Student's interval of their logarithms.
+    That is of order statistics, which assume nothing about the distribution; of few ratios,
+    Student's interval of their logarithms.
     """
     ordered, count = sorted(ratios), len(ratios)
     if count == 1:

@@ -1,4 +1,6 @@
-"""The operators that a test suite uses and their support in low precision: how saved ones are read, and two compared."""
+"""The operators that a test suite uses and their support in low precision: how saved ones are read,
+and two compared.
+"""
 
 from __future__ import annotations
 
@@ -75,7 +77,9 @@ def kind_of(data: bytes) -> Literal["coverage", "scan", "baseline of scan"] | No
 
 
 def coverage_from_json(data: bytes) -> Coverage:
-    """Decode a saved coverage of this schema or an older one; raises ``ValueError`` that says why it cannot be read."""
+    """Decode a saved coverage of this schema or an older one; raises ``ValueError`` that says why
+    it cannot be read.
+    """
     kind = kind_of(data)
     if kind != "coverage":
         try:
@@ -102,7 +106,9 @@ def coverage_from_json(data: bytes) -> Coverage:
 
 
 def coverage_of(data: bytes, path: Path) -> Coverage:
-    """Decode the content of a file; raises :class:`UsageError` that names it and says why it cannot be read."""
+    """Decode the content of a file; raises :class:`UsageError` that names it and says why it cannot
+    be read.
+    """
     try:
         return coverage_from_json(data)
     except ValueError as error:
@@ -176,9 +182,13 @@ class CoverageDiff(Struct, frozen=True, kw_only=True):
     gone_gaps: list[GapChange] = []
     """The new coverage has complete runs of all tests that used them."""
     first_gaps: list[GapChange] = []
-    """Gaps of the new coverage that only tests use of which the old one has no complete run, so they may not be new."""
+    """Gaps of the new coverage that only tests use of which the old one has no complete run, so
+    they may not be new.
+    """
     unchecked_gaps: list[GapChange] = []
-    """Gaps of the old coverage that the new one lacks, but that a test used of which it has no complete run."""
+    """Gaps of the old coverage that the new one lacks, but that a test used of which it has no
+    complete run.
+    """
     new_ops: list[str] = []
     gone_ops: list[str] = []
     new_tests: list[str] = []
@@ -196,7 +206,9 @@ class CoverageDiff(Struct, frozen=True, kw_only=True):
 
 
 def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
-    """Compare two coverages in the precisions that both have; raises :class:`UsageError` if there are none."""
+    """Compare two coverages in the precisions that both have; raises :class:`UsageError` if there
+    are none.
+    """
     both = [key for key in new.dtypes if key in old.dtypes]
     if not both:
         sides = " and the new one ".join(", ".join(map(precision_of, side.dtypes)) for side in (old, new))
@@ -246,7 +258,9 @@ def diff_coverages(old: Coverage, new: Coverage) -> CoverageDiff:
 
 
 def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Coverage, sign: int) -> GapChange | None:
-    """The precisions in which an operator of ``side`` is a worse (``sign`` 1) or a smaller (-1) gap than before."""
+    """The precisions in which an operator of ``side`` is a worse (``sign`` 1) or a smaller (-1) gap
+    than before.
+    """
     use = new if sign > 0 else old
     assert use is not None
     changed: dict[str, CellChange] = {}
@@ -271,7 +285,9 @@ def _change(old: OpUse | None, new: OpUse | None, keys: Sequence[str], side: Cov
 
 
 def _may_be_old(change: GapChange, use: OpUse, was: OpUse | None, never_complete: set[str]) -> bool:
-    """Whether a gap was found by a test of which the old coverage has no complete run: by its use of the op, or its call of it."""
+    """Whether a gap was found by a test of which the old coverage has no complete run: by its use
+    of the op, or its call of it.
+    """
     shows = was is not None and all(
         use.support[key].tried_here or not was.support[key].applies for key in change.precisions
     )
@@ -279,7 +295,9 @@ def _may_be_old(change: GapChange, use: OpUse, was: OpUse | None, never_complete
 
 
 def _rests_on_calls(change: GapChange) -> bool:
-    """Whether a gap may only seem to be gone: no test that ran called it, or with the numbers or arguments that fail."""
+    """Whether a gap may only seem to be gone: no test that ran called it, or with the numbers or
+    arguments that fail.
+    """
     return all(cell.new in ("unused", "inapplicable", "unknown") for cell in change.precisions.values())
 
 
@@ -304,7 +322,9 @@ def _warnings(old: Coverage, new: Coverage) -> Iterator[str]:
 
 
 WITHOUT_KERNEL = "compute it in fp32 and cast real results back, or try autocast"
-"""What to do about an operator that does not run in a dtype, where no model was run: whether its results are complex is not known."""
+"""What to do about an operator that does not run in a dtype, where no model was run: whether its
+results are complex is not known.
+"""
 
 
 def _is_autocast(key: str) -> bool:
@@ -328,4 +348,6 @@ def fix_of(use: OpUse, key: str, found: Coverage) -> str:
         fix = next(filter(None, fixes), None)
     except UsageError:  # a release or a dtype that this catalog does not have
         return advice
-    return f"{advice}; {fix}" if fix else advice
+    if fix:
+        return f"{advice}; {fix}"
+    return advice

@@ -40,9 +40,13 @@ class Suspects(NamedTuple):
     """Modules that may have to stay in fp32, by path."""
 
     certain: list[str]
-    """Contain an op that has no kernel, raises, or turns finite values into NaN or Inf that reach the output."""
+    """Contain an op that has no kernel, raises, or turns finite values into NaN or Inf that reach
+    the output.
+    """
     likely: list[str]
-    """All with ops of their own: the largest shares of the output's error first, then those that add the most error."""
+    """All with ops of their own: the largest shares of the output's error first, then those that
+    add the most error.
+    """
     root: bool
     """Whether such an op is in the model's own ``forward``, outside any submodule."""
     causes: Causes | None = None
@@ -50,7 +54,9 @@ class Suspects(NamedTuple):
     guess: Causes | None = None
     """The same with errors that others seem to hide; ``None`` if none seems hidden."""
     lowering: frozenset[str] = frozenset()
-    """Those that compute in low precision whatever dtype their inputs have; empty if that is not known."""
+    """Those that compute in low precision whatever dtype their inputs have; empty if that is not
+    known.
+    """
 
 
 def suspects(run: Run) -> Suspects:
@@ -67,19 +73,25 @@ def suspects(run: Run) -> Suspects:
     causes = causes_of(run)
     shares = causes.shares if causes is not None else {}
     likely = sorted((path for path in added if path), key=lambda path: (-shares.get(path, 0.0), -added[path]))
-    guess = _with_hidden(causes, run) if causes is not None else None
+    guess = None
+    if causes is not None:
+        guess = _with_hidden(causes, run)
     lowering = frozenset(row.module for row in run.op_calls.rows() if _lowers(row, run))
     return Suspects([path for path in certain if path], likely, "" in certain, causes, guess, lowering)
 
 
 def _lowers(row: OpCall, run: Run) -> bool:
-    """Whether an op computes in low precision whatever its inputs are: under autocast only matrix products do."""
+    """Whether an op computes in low precision whatever its inputs are: under autocast only matrix
+    products do.
+    """
     is_low = run.format is not None and run.format.mark in re.split("[+→]", row.dtypes)
     return is_low and (not run.is_autocast or PRODUCTS.search(row.op) is not None)
 
 
 def causes_of(run: Run) -> Causes | None:
-    """The causes of the output's error in ``run``; ``None`` if there is no budget that explains most of it."""
+    """The causes of the output's error in ``run``; ``None`` if there is no budget that explains
+    most of it.
+    """
     budget, error = trusted_budget(run), run.rel_l2
     if budget is None:
         return None
@@ -98,9 +110,10 @@ def causes_of(run: Run) -> Causes | None:
 def _with_hidden(causes: Causes, run: Run) -> Causes | None:
     """``causes`` with guesses of errors that earlier ones hide; ``None`` if none seems hidden.
 
-    If a module flushes its values to zero, later modules get zeros and add no error, although they would flush the original values
-    too. How much they would add is guessed from the typical magnitude of the fp32 values, less what was measured; the guess only proposes
-    modules, which a trial then tests.
+    If a module flushes its values to zero, later modules get zeros and add no error, although they
+    would flush the original values too. How much they would add is guessed from the typical
+    magnitude of the fp32 values, less what was measured; the guess only proposes modules, which a
+    trial then tests.
     """
     hidden: dict[str, float] = defaultdict(float)
     if run.format is None or not run.format.underflows:
@@ -112,15 +125,19 @@ def _with_hidden(causes: Causes, run: Run) -> Causes | None:
                 hidden[row.module] += guessed**2
     if not hidden:
         return None
-    shares = _by_producer(run) if run.is_autocast else dict(causes.shares)
+    if run.is_autocast:
+        shares = _by_producer(run)
+    else:
+        shares = dict(causes.shares)
     for module, square in hidden.items():
         shares[module] = shares.get(module, 0.0) + square / causes.error**2
     return Causes(causes.error, shares)
 
 
 def _by_producer(run: Run) -> dict[str, float]:
-    """The shares of modules under autocast, where an op rounds its result only if its inputs come from one that runs in 16 bits:
-    the rounding between modules counts for the module of the last such op before it.
+    """The shares of modules under autocast, where an op rounds its result only if its inputs come
+    from one that runs in 16 bits: the rounding between modules counts for the module of the last
+    such op before it.
     """
     assert run.budget is not None
     places: dict[tuple[str, str | None], list[tuple[OpCall, str]]] = defaultdict(list)
@@ -147,8 +164,8 @@ def _by_producer(run: Run) -> dict[str, float]:
 
 
 def blame(runs: Sequence[Run], keep: Sequence[str], untried: Collection[str] = ()) -> list[Blame]:
-    """For each kept module the op at fault, from the first of ``runs`` that shows one; none is inside another. The model was not
-    tried with one of ``untried`` in low precision.
+    """For each kept module the op at fault, from the first of ``runs`` that shows one; none is
+    inside another. The model was not tried with one of ``untried`` in low precision.
     """
     kept = frozenset(keep)
     gaps = [_by_module(failing_gaps(run), kept) for run in runs]
@@ -181,8 +198,9 @@ def _by_module(found: Iterable[Located], kept: Collection[str]) -> defaultdict[s
 
 
 def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
-    """The largest share inside ``module``, from the first budget in which it matters, else from that in which it is largest; a small one, or
-    one of an error that is tolerated, may not be why it is needed if the model fails otherwise too.
+    """The largest share inside ``module``, from the first budget in which it matters, else from
+    that in which it is largest; a small one, or one of an error that is tolerated, may not be why
+    it is needed if the model fails otherwise too.
     """
     budgets = [None if failing_gaps(run) and _is_accurate(run) else trusted_budget(run) for run in runs]
     shares = [[share for share in its.shares if is_inside(share.module, module)] if its else [] for its in budgets]
@@ -196,7 +214,9 @@ def _largest_cause(module: str, runs: Sequence[Run]) -> Blame | None:
     why = f"has {share} of the error{' that is left by the others' if index else ''}"
     if cause.share > sums[index] - MATTERS:
         return Blame(module=module, why=why, op=cause.op, source=cause.source)
-    at = f" at {cause.source}" if cause.source else ""
+    at = ""
+    if cause.source:
+        at = f" at {cause.source}"
     return Blame(module=module, why=f"{why}, {percent(cause.share)} from {short_op(cause.op)}{at}")
 
 
@@ -206,7 +226,9 @@ def _is_accurate(run: Run) -> bool:
 
 
 def at_fault(run: Run, module: str) -> Blame | None:
-    """What fails inside ``module``, or the op that first gives NaN or Inf; ``""`` is the model's own ``forward``."""
+    """What fails inside ``module``, or the op that first gives NaN or Inf; ``""`` is the model's
+    own ``forward``.
+    """
     gaps = (gap for gap in failing_gaps(run) if is_inside(gap.module, module))
     return _first_fault(run, module, gaps, (row for row in run.op_calls.rows() if is_inside(row.module, module)))
 
@@ -243,5 +265,10 @@ def constants(run: Run) -> list[Constant]:
 
 def kept_because(found: Blame) -> str:
     """Why a plan keeps a module in fp32: ``linalg_inv_ex has no kernel (net.py:24)``."""
-    what = f"{short_op(found.op)} {found.why}" if found.op else found.why
-    return f"{what} ({found.source})" if found.source else what
+    if found.op:
+        what = f"{short_op(found.op)} {found.why}"
+    else:
+        what = found.why
+    if found.source:
+        return f"{what} ({found.source})"
+    return what

@@ -1,4 +1,6 @@
-"""The recommendation for training: a precision and a way to train in it, which was run and passed, as code to paste."""
+"""The recommendation for training: a precision and a way to train in it, which was run and passed,
+as code to paste.
+"""
 
 from __future__ import annotations
 
@@ -42,12 +44,16 @@ def training_code(
     *,
     torch_version: str = "",
 ) -> str:
-    """Code that trains ``model`` on ``inputs``, both as the user's file defines them, in ``way``, as the run of ``key`` does.
+    """Code that trains ``model`` on ``inputs``, both as the user's file defines them, in ``way``,
+    as the run of ``key`` does.
 
-    It makes the steps of the scan, on one batch; for a script, it is what to change: a switch of what trains there, or its step.
-    ``keep_fp32`` and ``untied`` as in :func:`~lowprec_check.analysis.snippet.snippet`.
+    It makes the steps of the scan, on one batch; for a script, it is what to change: a switch of
+    what trains there, or its step. ``keep_fp32`` and ``untied`` as in
+    :func:`~lowprec_check.analysis.snippet.snippet`.
     """
-    switch = None if keep_fp32 else _switch(key, setup, way)
+    switch = None
+    if not keep_fp32:
+        switch = _switch(key, setup, way)
     if switch is not None:
         return switch
     found = prepare(key, model, keep_fp32, untied, torch_version=torch_version)
@@ -56,7 +62,9 @@ def training_code(
     updates = [_updates(way, setup, device, number) for number in range(len(setup.optimizers))] or [
         _updates(way, setup, device)
     ]
-    lines = ["", class_code, "", ""] if class_code else []
+    lines = []
+    if class_code:
+        lines = ["", class_code, "", ""]
     has_optimizer = _uses_optimizer(way, setup)
     lines += [line for line in setup.loss_setup if not (has_optimizer and line.startswith("def optimizer_like"))]
     if any(line.startswith("targets =") for line in setup.loss_setup):
@@ -78,7 +86,9 @@ def training_code(
     step += ["scaler.update()"] if scaler else []
     if setup.average_code:
         step.append("average.update_parameters(model)")
-    had = f"{setup.batches} batches, in turn" if setup.batches else "another batch for each"
+    had = "another batch for each"
+    if setup.batches:
+        had = f"{setup.batches} batches, in turn"
     lines += [
         f"for step in range({setup.steps}):{f'  # the scan had {had}' if setup.new_batches else ''}",
         *(f"    {line}" for line in step),
@@ -88,8 +98,12 @@ def training_code(
 
 def _scaler(way: TrainingWay, device: str) -> str:
     """What makes the ``GradScaler``; empty without one."""
-    scale = "" if way.initial_scale in (None, DEFAULT_SCALE) else f", init_scale={way.initial_scale}"
-    return f'torch.amp.GradScaler("{device}"{scale})' if way.initial_scale is not None else ""
+    scale = ""
+    if way.initial_scale not in (None, DEFAULT_SCALE):
+        scale = f", init_scale={way.initial_scale}"
+    if way.initial_scale is not None:
+        return f'torch.amp.GradScaler("{device}"{scale})'
+    return ""
 
 
 def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | None = None) -> _Updates:
@@ -104,7 +118,9 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | 
     scaler = _scaler(way, device)
     if class_code:
         kind = class_code.partition(":")[0].removeprefix("class ")
-        make = "optimizer" if made == "optimizer(parameters)" else f"lambda parameters: {made}"
+        make = "optimizer"
+        if made != "optimizer(parameters)":
+            make = f"lambda parameters: {made}"
         arguments = ", ".join(filter(None, (parameters, make, scaler and "scaler")))
         before = [f"{updater} = {kind}({arguments})"]
         for clip in clips:
@@ -113,7 +129,9 @@ def _updates(way: TrainingWay, setup: TrainingSetup, device: str, number: int | 
         return _Updates(before, f"{updater}.zero_grad()", f"{updater}.backward(step_loss)", [f"{updater}.step()"])
     is_own = _uses_optimizer(way, setup)
     name = given if setup.default_optimizer or is_own else updater  # the file's own `optimizer` is a function
-    before = [] if is_own else [f"{name} = {made}", *way.declared.optimizer_code(name)]
+    before = []
+    if not is_own:
+        before = [f"{name} = {made}", *way.declared.optimizer_code(name)]
     if not scaler:
         return _Updates(before, f"{name}.zero_grad()", "step_loss.backward()", [*clips, f"{name}.step()"])
     after = [*([f"scaler.unscale_({name})"] if clips else []), *clips, f"scaler.step({name})"]
@@ -135,7 +153,9 @@ _SWITCHES = {
 
 
 def _switch(key: RunKey, setup: TrainingSetup, way: TrainingWay) -> str | None:
-    """The argument that makes what trains in a script do as the run does; ``None`` if there is none. None enters autocast to fp16 on a CPU."""
+    """The argument that makes what trains in a script do as the run does; ``None`` if there is
+    none. None enters autocast to fp16 on a CPU.
+    """
     name = {"autocast-bf16": "bf16", "autocast-fp16": "fp16"}.get(key.precision)
     code, is_bf16 = _SWITCHES.get(setup.framework), name == "bf16"
     usual = (
@@ -170,7 +190,9 @@ class Trained(NamedTuple):
     @property
     def distance(self) -> float:
         """How far the weights end from those of fp32."""
-        return self.way.distances[-1] if self.way.distances else float("inf")
+        if self.way.distances:
+            return self.way.distances[-1]
+        return float("inf")
 
 
 def recommend_training(
@@ -178,7 +200,8 @@ def recommend_training(
     environment: Mapping[str, Any] = MappingProxyType({}),
     prefer: Prefer = "speed",
 ) -> Recommendation | None:
-    """The best way to train that passed, without its reason, which is made of statements; ``None`` if none passed. ``environment`` as in :func:`~lowprec_check.analysis.recommend.recommend`.
+    """The best way to train that passed, without its reason, which is made of statements; ``None``
+    if none passed. ``environment`` as in :func:`~lowprec_check.analysis.recommend.recommend`.
 
     1. Runs that passed as their user would write them (the first way), unless only plans did, and another way takes less memory: those under autocast, which keeps the weights in fp32,
        before casts of the whole model, of them those for which what trains in a script has a switch; among these by the rules for
@@ -207,13 +230,17 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
             runs = [run for run in runs if setup and _switch(run.key, setup, first[run.key].way)] or runs
         best = best_of(runs, result.runs, environment, prefer, lambda run: first[run.key].distance)
         run, way = first[best.key]
-        other = run.training.way("grad-scaler-suggested") if run.training else None
+        other = None
+        if run.training:
+            other = run.training.way("grad-scaler-suggested")
         if way.initial_scale is None or other is None or other.status != "ok":
             return first[best.key]
         scale = run.training.loss_scale if run.training else None
         keeps_more = scale is not None and scale.scale == other.initial_scale and scale.underflow_unscaled >= FEW
         mine, its = way.skipped_steps, other.skipped_steps
-        return Trained(run, other) if its < mine or (its == mine and keeps_more) else first[best.key]
+        if its < mine or (its == mine and keeps_more):
+            return Trained(run, other)
+        return first[best.key]
     order = WAYS.names()
 
     def rank(found: Trained) -> tuple[bool, int]:
@@ -230,7 +257,9 @@ def _best(result: ScanResult, environment: Mapping[str, Any], prefer: Prefer) ->
 
 
 def _smaller_than_plans(ways: Sequence[Trained]) -> list[Trained]:
-    """Where only plans pass as their user would write them: other ways of whole models that take less memory than each of these."""
+    """Where only plans pass as their user would write them: other ways of whole models that take
+    less memory than each of these.
+    """
     first = [found for found in ways if found.is_first]
     peaks = [found.run.peak_memory_bytes for found in first if found.run.keep_fp32 and found.run.peak_memory_bytes]
     if not peaks or len(peaks) < len(first):

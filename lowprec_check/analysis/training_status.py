@@ -42,7 +42,9 @@ def first_way(run: Run) -> TrainingWay | None:
 
 
 def is_timed(run: Run, way: str | None) -> bool:
-    """Whether times and memory of ``run`` are those of a ``way`` to train: of the first, on whatever loss scale. True without training."""
+    """Whether times and memory of ``run`` are those of a ``way`` to train: of the first, on
+    whatever loss scale. True without training.
+    """
     first = first_way(run)
     rescaled = first is not None and first.initial_scale is not None and way_named(way or "").trial == "suggested scale"
     return first is None or way == first.name or rescaled
@@ -54,7 +56,8 @@ def passing_ways(run: Run) -> list[TrainingWay]:
 
 
 def remedies(run: Run) -> list[str]:
-    """``fp32 master weights, Kahan summation``: the ways of ``run`` that pass, if the first does not.
+    """``fp32 master weights, Kahan summation``: the ways of ``run`` that pass, if the first does
+    not.
 
     One that also works without a ``GradScaler`` is named once, and one that is a trap never.
     """
@@ -67,27 +70,38 @@ def remedies(run: Run) -> list[str]:
 
 
 def way_text(name: str | None) -> str:
-    """`` with GradScaler``, which follows the name of a run; empty for the plain way, and if nothing was trained."""
-    return "" if name in (None, "plain") else f" with {way_named(name or '').words}"
+    """`` with GradScaler``, which follows the name of a run; empty for the plain way, and if
+    nothing was trained.
+    """
+    if name in (None, "plain"):
+        return ""
+    return f" with {way_named(name or '').words}"
 
 
 def steps_of(way: TrainingWay) -> int:
     """Steps that a way made that was not ended by a failure."""
-    return len(way.losses) - 1 if way.status in ("ok", "inaccurate") and way.losses else 0
+    if way.status in ("ok", "inaccurate") and way.losses:
+        return len(way.losses) - 1
+    return 0
 
 
 def told(way: TrainingWay, setup: TrainingSetup) -> bool:
-    """Whether the steps tell that a way that does not pass trains worse than fp32: it fails, its loss is beyond that of real other seeds,
-    or its weights hardly move. If the weights differ in another way and the loss is the same, it takes more steps to tell.
+    """Whether the steps tell that a way that does not pass trains worse than fp32: it fails, its
+    loss is beyond that of real other seeds, or its weights hardly move. If the weights differ in
+    another way and the loss is the same, it takes more steps to tell.
     """
     found = way.divergence
     if way.status != "inaccurate" or found is None:
         return way.status != "ok"
-    return setup.is_varied if found.what == "loss" else found.what != "weights" and found.value < STALLED
+    if found.what == "loss":
+        return setup.is_varied
+    return found.what != "weights" and found.value < STALLED
 
 
 def distance_limit(run: Run, way: TrainingWay, setup: TrainingSetup) -> float | None:
-    """How far the weights may be from those of fp32 after the last step of ``way``; ``None`` if that is not judged."""
+    """How far the weights may be from those of fp32 after the last step of ``way``; ``None`` if
+    that is not judged.
+    """
     step = len(way.distances)
     if way.declared.is_random or not setup.seeds or not 0 < step <= len(setup.distances):
         return None
@@ -107,15 +121,23 @@ class Lost:
 
 
 def in_phase(phase: Phase | None) -> str:
-    """`` (backward)``, which follows the name of an op; empty for the forward pass, which most ops belong to."""
-    return "" if phase in (None, "forward") else f" ({phase})"
+    """`` (backward)``, which follows the name of an op; empty for the forward pass, which most ops
+    belong to.
+    """
+    if phase in (None, "forward"):
+        return ""
+    return f" ({phase})"
 
 
 def when_raised(step: int | None, raised: ExceptionInfo | None) -> str:
-    """``step 3, optimizer: ``, which leads to an exception; the first step and the forward pass are left out."""
+    """``step 3, optimizer: ``, which leads to an exception; the first step and the forward pass are
+    left out.
+    """
     phase = raised.phase if raised is not None and raised.phase != "forward" else None
     parts = [*([f"step {step}"] if step and step > 1 else []), *([phase] if phase else [])]
-    return f"{', '.join(parts)}: " if parts else ""
+    if parts:
+        return f"{', '.join(parts)}: "
+    return ""
 
 
 def nonfinite(way: TrainingWay) -> Sentence:
@@ -133,7 +155,9 @@ def nonfinite(way: TrainingWay) -> Sentence:
 
 def diverges(found: Divergence, way: TrainingWay) -> Sentence:
     """``loss diverges from step 3 (fc.weight): 2.01, 0.14 above its limit``."""
-    where = f" ({found.parameter})" if found.parameter else ""
+    where = ""
+    if found.parameter:
+        where = f" ({found.parameter})"
     if not found.step:
         return say("the loss differs from that of fp32 before the first step{where:text}", where=where)
     above = found.value > found.limit
@@ -144,7 +168,9 @@ def diverges(found: Divergence, way: TrainingWay) -> Sentence:
         return say(words, step=found.step, where=where, loss=after, beyond=beyond)
     if found.what == "weights":
         words = "weights diverge from step {step:number}{where:text}: {distance:error} from those of fp32, {part:percent} of the limit"
-        part = found.value / found.limit if found.limit else None
+        part = None
+        if found.limit:
+            part = found.value / found.limit
         return say(words, step=found.step, where=where, distance=found.value, part=part)
     if found.stands_still:
         words = "{name:text} moves too little from step {step:number}: {moved:percent} as far as in fp32"
@@ -154,7 +180,9 @@ def diverges(found: Divergence, way: TrainingWay) -> Sentence:
 
 
 def remarks(way: TrainingWay, setup: TrainingSetup) -> Sentence | None:
-    """Why a way fails, in which step, what ``GradScaler`` did, and whether the time was too short for all steps."""
+    """Why a way fails, in which step, what ``GradScaler`` did, and whether the time was too short
+    for all steps.
+    """
     done, parts = steps_of(way), list[Sentence]()
     if way.exception is not None:
         when, error = when_raised(way.failed_step, way.exception), shorten(way.exception.text)
@@ -170,4 +198,6 @@ def remarks(way: TrainingWay, setup: TrainingSetup) -> Sentence | None:
             parts.append(say("loss scale {start:scale} → {end:scale}", **scales))
     if done and done < setup.steps:
         parts.append(say("stopped after {done:number} of {steps:count step}", done=done, steps=setup.steps))
-    return chained(*parts) if parts else None
+    if parts:
+        return chained(*parts)
+    return None

@@ -1,4 +1,6 @@
-"""Questions about operators: where one works, what is missing, what changed between two versions, which release fixes a gap."""
+"""Questions about operators: where one works, what is missing, what changed between two versions,
+which release fixes a gap.
+"""
 
 from __future__ import annotations
 
@@ -48,11 +50,15 @@ class OpAnswer(Struct, frozen=True, kw_only=True):
     cells: list[SupportCell]
     issues: list[KnownIssue]
     dispatching: str | None = None
-    """The aten op that was looked up, if it is not an operator itself but this operator dispatches it."""
+    """The aten op that was looked up, if it is not an operator itself but this operator dispatches
+    it.
+    """
     elsewhere: dict[str, list[str]] = {}
     """Devices without data for the requested version, with the versions that have data."""
     installed: str | None = None
-    """The release of the installed torch, whose cells come first; empty if torch is not installed, ``None`` if not asked."""
+    """The release of the installed torch, whose cells come first; empty if torch is not installed,
+    ``None`` if not asked.
+    """
 
 
 def lookup(
@@ -75,8 +81,12 @@ def lookup(
     Raises:
         UsageError: there is no such operator, or no data for the version.
     """
-    kind = None if device is None else catalog_device(device)
-    low = None if dtype is None else dtype_of(dtype)
+    kind = None
+    if device is not None:
+        kind = catalog_device(device)
+    low = None
+    if dtype is not None:
+        low = dtype_of(dtype)
     chosen = _releases(kind, torch)
     sweeps = [release for release in chosen if isinstance(release, Sweep)]
     if not sweeps:
@@ -88,7 +98,9 @@ def lookup(
         known |= {name: [*declared.releases(name)] for name in catalogued("declared")}
         covered = {release.device for release in chosen}
         elsewhere = {name: versions for name, versions in known.items() if versions and name not in covered}
-    here = _releases(kind, installed, extensions=False) if installed and not torch else []
+    here = []
+    if installed and not torch:
+        here = _releases(kind, installed, extensions=False)
     releases = [*here, *(release for release in chosen if release not in here)]
     return [
         OpAnswer(
@@ -112,23 +124,36 @@ def lookup(
 
 
 def _releases(device: str | None, torch: str | None, *, extensions: bool = True) -> list[TorchRelease]:
-    """What the catalog has of a version of torch, by default the newest: sweeps on the device or on all, then declarations."""
+    """What the catalog has of a version of torch, by default the newest: sweeps on the device or on
+    all, then declarations.
+    """
     found: list[TorchRelease] = []
     for name in [device] if device else catalogued("measured"):
         plain = history(name)
-        release = release_of(torch) if torch else plain[-1].release if plain else None
+        if torch:
+            release = release_of(torch)
+        elif plain:
+            release = plain[-1].release
+        else:
+            release = None
         among = () if torch and has_extension(torch) else plain
         found += [sweep for sweep in among + (with_extension(name) if extensions else ()) if sweep.release == release]
     for name in catalogued("declared"):
         known = declared.releases(name)
-        release = release_of(torch) if torch else known[-1] if known else None
+        if torch:
+            release = release_of(torch)
+        elif known:
+            release = known[-1]
+        else:
+            release = None
         if device in (None, name) and release in known and not (torch and has_extension(torch)):
             found.append(declared.load(name, release))
     return found
 
 
 def _issues(record: OpRecord, device: str | None, dtype: Dtype | None, torch: str | None) -> list[KnownIssue]:
-    """The issues about the operator, each once: by its name, its aliases, and aten ops with the same function.
+    """The issues about the operator, each once: by its name, its aliases, and aten ops with the
+    same function.
 
     Not by ``full``, which many operators dispatch.
     """
@@ -149,7 +174,9 @@ def _issues(record: OpRecord, device: str | None, dtype: Dtype | None, torch: st
 
 
 def _release(device: str, torch: str | None) -> TorchRelease:
-    """A version of torch on a device, by default the newest; raises :class:`UsageError` if the catalog does not have it."""
+    """A version of torch on a device, by default the newest; raises :class:`UsageError` if the
+    catalog does not have it.
+    """
     if is_declared(device):
         return declared.load(device, torch or declared.known_release(device))
     return sweep_of(device, torch)
@@ -182,13 +209,17 @@ class Gaps(Struct, frozen=True, kw_only=True):
     """The number of operators that run in fp32 and to which the dtype applies."""
     missing: list[MissingOp]
     not_applicable: list[str] = []
-    """Operators that run in fp32 to which the dtype does not apply, since they take complex numbers; not among the runnable."""
+    """Operators that run in fp32 to which the dtype does not apply, since they take complex
+    numbers; not among the runnable.
+    """
     on_cpu: list[str] = []
     """On a declared device: operators that run, but copy tensors to the CPU and back."""
 
 
 def gaps(device: AnyDevice = "cpu", dtype: AnyDtype = "float16", torch: str | None = None) -> Gaps:
-    """Operators that run in fp32 on the device but fail, at least for some inputs, in ``dtype``; ``torch`` defaults to the newest version."""
+    """Operators that run in fp32 on the device but fail, at least for some inputs, in ``dtype``;
+    ``torch`` defaults to the newest version.
+    """
     low, release = low_dtype_of(dtype), _release(catalog_device(device), torch)
     in_fp32 = [op for op in release.operators if release.state(op, "float32", "forward") in ("all", "some")]
     runnable = [op for op in in_fp32 if not why_operator_not_applicable(op, low)]
@@ -254,7 +285,8 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 def difference(before: str, after: str, device: AnyDevice = "cpu", dtype: AnyDtype | None = None) -> Difference:
-    """The support that operators gained and lost from one version (``2.13``, ``2.8+ipex``) to another, newer or older.
+    """The support that operators gained and lost from one version (``2.13``, ``2.8+ipex``) to
+    another, newer or older.
 
     Raises :class:`UsageError` if the catalog does not have one of them.
     """
@@ -315,10 +347,12 @@ class Fix(NamedTuple):
 def find_fix(
     op: str, *, device: AnyDevice, dtype: AnyDtype, torch: str, phase: str = "forward", autocast: bool = False
 ) -> Fix | None:
-    """The release that fixes the gap of an op call (``aten.linalg_inv_ex.default``, ``torch.fft.rfft``).
+    """The release that fixes the gap of an op call (``aten.linalg_inv_ex.default``,
+    ``torch.fft.rfft``).
 
-    Derived from the operators that fail in that aten op in the sweep of version ``torch``, or from the declarations of the
-    aten op. ``None`` if the catalog does not have that version on the device, or if nothing fails in that op.
+    Derived from the operators that fail in that aten op in the sweep of version ``torch``, or from
+    the declarations of the aten op. ``None`` if the catalog does not have that version on the
+    device, or if nothing fails in that op.
     """
     kind, low = device_of(str(device)).name, dtype_of(dtype)
     release = release_of(torch)  # raises if it is not a version
@@ -333,7 +367,9 @@ def find_fix(
         sweep = sweep_of(kind, torch)
     except UsageError:
         return None
-    function = re.sub(r"^torch\.(nn\.functional\.|functional\.|Tensor\.)?", "", op) if op.startswith("torch.") else None
+    function = None
+    if op.startswith("torch."):
+        function = re.sub(r"^torch\.(nn\.functional\.|functional\.|Tensor\.)?", "", op)
     plain: Mode = "backward" if phase == "backward" else "forward"
     under_autocast: Mode = "autocast-backward" if phase == "backward" else "autocast"
     overload = overload_name(op)

@@ -42,7 +42,9 @@ _NO_KERNEL = ("missing-kernel", "no-backend-kernel", "crash")
 """Failures of the op itself; other failures depend on the arguments of a sample."""
 
 AutocastDtype = Literal["low", "fp32", "inputs"]
-"""What autocast runs an op in: its 16-bit dtype, fp32, or the dtype of the op's inputs, which may be either."""
+"""What autocast runs an op in: its 16-bit dtype, fp32, or the dtype of the op's inputs, which may
+be either.
+"""
 FROM_WORST: tuple[State | None, ...] = ("none", "some", None, "all")
 Policies = Mapping[str, AutocastDtype]
 """By the name of the function, those that autocast casts the inputs of: ``linear``, ``linalg_inv``."""
@@ -68,7 +70,9 @@ class AtenSupport(Struct, frozen=True, kw_only=True):
     shown_by: list[str] = []
     """Operators that fail in this aten op."""
     tried_here: bool = False
-    """Whether one call of the tests was made again in the dtype on this machine, which ``message`` or ``condition`` tells."""
+    """Whether one call of the tests was made again in the dtype on this machine, which ``message``
+    or ``condition`` tells.
+    """
 
 
 class _Use(NamedTuple):
@@ -81,14 +85,19 @@ class _Use(NamedTuple):
 
 
 class AtenCatalog:
-    """The support of all aten ops in ``dtype`` on ``device``, for the release of ``torch`` if it is known, else for the newest one.
+    """The support of all aten ops in ``dtype`` on ``device``, for the release of ``torch`` if it is
+    known, else for the newest one.
 
-    With ``autocast``, the support under autocast to ``dtype``. Raises :class:`UsageError` if the catalog has no data for the device.
+    With ``autocast``, the support under autocast to ``dtype``. Raises :class:`UsageError` if the
+    catalog has no data for the device.
     """
 
     def __init__(self, device: str, dtype: Dtype, torch: str, *, autocast: bool = False) -> None:
         self.device, self.dtype = device, dtype
-        self._modes = MODES[2:] if autocast else MODES[:2]
+        if autocast:
+            self._modes = MODES[2:]
+        else:
+            self._modes = MODES[:2]
         release = release_of(torch)
         self.declared: declared.Release | None = None
         if is_declared(device):
@@ -131,15 +140,19 @@ class AtenCatalog:
     def of(
         self, op: str, numbers: Numbers = "floating", policies: Policies | None = None, phase: Phase = "forward"
     ) -> AtenSupport:
-        """The support of an op in any usual spelling, ``aten.linalg_inv_ex.default``, if it computes with ``numbers``.
+        """The support of an op in any usual spelling, ``aten.linalg_inv_ex.default``, if it
+        computes with ``numbers``.
 
-        ``policies`` of autocast tell which dtype it runs in. In the phase ``backward``, the support of the formula of its
-        derivative; the ops that this dispatches count by themselves.
+        ``policies`` of autocast tell which dtype it runs in. In the phase ``backward``, the support
+        of the formula of its derivative; the ops that this dispatches count by themselves.
         """
         reason = why_not_applicable(numbers, self.dtype, self._modes[0])
         if reason is not None:
             return AtenSupport(state=None, applies=False, message=reason)
-        found = self._derivative(op) if phase == "backward" else self._alone(op)
+        if phase == "backward":
+            found = self._derivative(op)
+        else:
+            found = self._alone(op)
         missing = found.kind == "no-backend-kernel" or (found.state is None and self.declared is None)
         elsewhere = only_device(op) not in (None, self.device) and not dispatched_elsewhere(op)
         in_a_cast = self._modes[0] == "forward" and counterpart(op, self.device) is not None
@@ -149,21 +162,27 @@ class AtenCatalog:
             ("_fft_c2c", "_fft_c2r")
         )  # its support in half is that in complex32
         if numbers == "complex" and found.state == "all" and not complex_only:
-            # No op without a kernel for half has one for complex32, but a third of those with one for half have none.
+            # No op without a kernel for half has one for complex32, but a third of those with one
+            # for half have none.
             message = "only complex numbers: support for half says nothing about complex32"
             return AtenSupport(state=None, message=message)
         if policies is None or self._modes[0] != "autocast":
             return found
-        in_fp32 = self._run_in_fp32(op, policies) if found.state == "some" else []
+        in_fp32 = []
+        if found.state == "some":
+            in_fp32 = self._run_in_fp32(op, policies)
         if in_fp32:
-            fails = f"; in {', '.join(found.shown_by)}: {found.message}" if found.shown_by else ""
+            fails = ""
+            if found.shown_by:
+                fails = f"; in {', '.join(found.shown_by)}: {found.message}"
             message = f"in {', '.join(in_fp32)}, whose inputs autocast casts to fp32{fails}"
             return AtenSupport(state="all", autocast="fp32", message=message)
         return msgspec.structs.replace(found, autocast=self._autocast_dtype(op, policies))
 
     def _run_in_fp32(self, op: str, policies: Policies) -> list[str]:
-        """The functions that autocast runs in fp32 and that dispatch the op, if users cannot call the op itself: a test that dispatches
-        ``_linalg_solve_ex`` most likely calls ``linalg.solve``.
+        """The functions that autocast runs in fp32 and that dispatch the op, if users cannot call
+        the op itself: a test that dispatches ``_linalg_solve_ex`` most likely calls
+        ``linalg.solve``.
         """
         if self._is_function(op):
             return []
@@ -175,16 +194,22 @@ class AtenCatalog:
         return any(self._records_named.get(name.partition(".")[0]) for name in _spellings(op))
 
     def _of_counterparts(self, op: str) -> AtenSupport:
-        """The support of what this device dispatches in place of an op of another device: of the worst, if they are several."""
+        """The support of what this device dispatches in place of an op of another device: of the
+        worst, if they are several.
+        """
         stated = counterpart(op, self.device)
-        names = [] if self.declared else measured_counterparts(op, self.sweep)
+        names = []
+        if not self.declared:
+            names = measured_counterparts(op, self.sweep)
         names = names or (stated.dispatches if stated else [])
         if not names:
             message = f"only {only_device(op)} has this op; what {self.device} dispatches instead is not known"
             return AtenSupport(state=None, message=message)
         found = min(map(self._alone, names), key=lambda support: FROM_WORST.index(support.state))
         state, message = found.state, f"on {self.device}: {', '.join(names)}"
-        supported = stated.supports(self.dtype) if stated else None
+        supported = None
+        if stated:
+            supported = stated.supports(self.dtype)
         if state is None and supported is not None:
             state = "all" if supported else "none"
         if found.message or state is None:
@@ -192,8 +217,8 @@ class AtenCatalog:
         return msgspec.structs.replace(found, state=state, message=message)
 
     def _derivative(self, op: str) -> AtenSupport:
-        """The support of the formula of a derivative: it fails if the operator that the op belongs to runs forward, and its backward
-        fails before it dispatches an op.
+        """The support of the formula of a derivative: it fails if the operator that the op belongs
+        to runs forward, and its backward fails before it dispatches an op.
         """
         release: TorchRelease = self.declared or self.sweep
         for name in self._records_named[function_name(overload_name(op))]:
@@ -209,8 +234,10 @@ class AtenCatalog:
         return AtenSupport(state="all")
 
     def _autocast_dtype(self, op: str, policies: Policies) -> AutocastDtype:
-        """The policy of the op; else of the functions it belongs to (``cdist`` for ``_cdist_forward``); none if it is a function itself
-        (``sqrt_``), which users call too; else, if it is part of functions of other names only (``convolution``), the one that they share.
+        """The policy of the op; else of the functions it belongs to (``cdist`` for
+        ``_cdist_forward``); none if it is a function itself (``sqrt_``), which users call too;
+        else, if it is part of functions of other names only (``convolution``), the one that they
+        share.
         """
         for name in _spellings(op):
             if own := policies.get(name.partition(".")[0]):
@@ -224,7 +251,9 @@ class AtenCatalog:
         if self._is_function(op):
             return "inputs"
         found = {policies.get(function_name(caller), "inputs") for caller in callers}
-        return found.pop() if len(found) == 1 else "inputs"
+        if len(found) == 1:
+            return found.pop()
+        return "inputs"
 
     def _measured_of(self, op: str) -> AtenSupport:
         for name in _spellings(op):
@@ -239,7 +268,8 @@ class AtenCatalog:
         failed = [use for use in self._dispatching[overload_name(op)] if use.failure is not None]
         refused = [use for use in failed if use.failure and use.failure.at is None]
         if refused and (len(refused) == len(failed) or all(_family(use.record.op) == _family(op) for use in refused)):
-            # every function that dispatches the op, or every one that it belongs to, refuses the dtype before it does
+            # every function that dispatches the op, or every one that it belongs to, refuses the
+            # dtype before it does
             return self._failure("none" if any(use.state == "none" for use in refused) else "some", refused)
         return AtenSupport(state=None)
 
@@ -288,7 +318,9 @@ def _family(op: str) -> str:
 
 
 def _spellings(op: str) -> Iterator[str]:
-    """The op, then its base op: ``add_.Tensor`` and ``add.out`` share kernels with ``add.Tensor`` and ``add``."""
+    """The op, then its base op: ``add_.Tensor`` and ``add.out`` share kernels with ``add.Tensor``
+    and ``add``.
+    """
     name = overload_name(op)
     yield name
     base, _, overload = name.partition(".")

@@ -1,7 +1,9 @@
-"""What sweeps do not show of aten ops: which ones only one type of device has, and what other devices dispatch instead.
+"""What sweeps do not show of aten ops: which ones only one type of device has, and what other
+devices dispatch instead.
 
-A composite function selects such an op by the device of its inputs: ``scaled_dot_product_attention`` dispatches
-``_scaled_dot_product_flash_attention_for_cpu`` on a CPU. So a device without it may well run the function.
+A composite function selects such an op by the device of its inputs:
+``scaled_dot_product_attention`` dispatches ``_scaled_dot_product_flash_attention_for_cpu`` on a
+CPU. So a device without it may well run the function.
 """
 
 from __future__ import annotations
@@ -19,7 +21,9 @@ FILE, LAYOUTS, COUNTERPARTS = "one-device-ops.toml", "other-layout-ops.toml", "d
 
 
 class OneDevice(StrictStruct, frozen=True, kw_only=True):
-    """The ops that a release of torch has kernels of for one type of device only, by ``native_functions.yaml``."""
+    """The ops that a release of torch has kernels of for one type of device only, by
+    ``native_functions.yaml``.
+    """
 
     device: str
     torch: str
@@ -28,7 +32,9 @@ class OneDevice(StrictStruct, frozen=True, kw_only=True):
 
 
 class OtherLayouts(StrictStruct, frozen=True, kw_only=True):
-    """The ops that a release of torch has no kernels of for dense tensors, by ``native_functions.yaml``."""
+    """The ops that a release of torch has no kernels of for dense tensors, by
+    ``native_functions.yaml``.
+    """
 
     torch: str
     ops: list[str]
@@ -97,12 +103,16 @@ def _failing() -> frozenset[tuple[str, str | None]]:
 
 
 def only_device(op: str) -> str | None:
-    """The only type of device with a kernel of an op, in any usual spelling; ``None`` if there are several, or for a composite op."""
+    """The only type of device with a kernel of an op, in any usual spelling; ``None`` if there are
+    several, or for a composite op.
+    """
     return _one_device().get(overload_name(op))
 
 
 def has_other_layouts_only(op: str) -> bool:
-    """Whether an op has kernels for sparse, nested, quantized and MKL-DNN tensors only, which declarations of devices do not cover."""
+    """Whether an op has kernels for sparse, nested, quantized and MKL-DNN tensors only, which
+    declarations of devices do not cover.
+    """
     return overload_name(op) in _other_layouts()
 
 
@@ -112,11 +122,14 @@ def counterpart(op: str, device: str) -> Counterpart | None:
 
 
 def measured_counterparts(op: str, sweep: Sweep) -> list[str]:
-    """What the device of ``sweep`` dispatches in place of an op, by measurement: in every operator that dispatches the op on its own
-    device, and in no other, the ops that the same operator dispatches only here. Empty if no operator shows it.
+    """What the device of ``sweep`` dispatches in place of an op, by measurement: in every operator
+    that dispatches the op on its own device, and in no other, the ops that the same operator
+    dispatches only here. Empty if no operator shows it.
     """
     own = only_device(op)
-    other = at_release(own, sweep.release) if own else None
+    other = None
+    if own:
+        other = at_release(own, sweep.release)
     if other is None:
         return []
     name, elsewhere, found = overload_name(op), set[str](), list[set[str]]()
@@ -127,15 +140,23 @@ def measured_counterparts(op: str, sweep: Sweep) -> list[str]:
                 elsewhere |= set(ours)
             elif name not in ours:
                 found.append(set(ours) - set(theirs))
-    return sorted(set.intersection(*found) - elsewhere) if found else []
+    if found:
+        return sorted(set.intersection(*found) - elsewhere)
+    return []
 
 
 def dispatched_elsewhere(op: str) -> bool:
-    """Whether a function dispatches the op on another device too: a sweep of a device without it shows that it fails there."""
+    """Whether a function dispatches the op on another device too: a sweep of a device without it
+    shows that it fails there.
+    """
     own = only_device(op)
     return any((device, overload_name(op)) in _failing() for device in ("cpu", "cuda") if device != own)
 
 
 def corrected_state(device: str, op: str, state: State) -> State:
-    """The state of an op, ``_cdist_forward``, for one that runs in part (``some``) by the samples of operators."""
-    return _corrections().get((device, op), state) if state == "some" else state
+    """The state of an op, ``_cdist_forward``, for one that runs in part (``some``) by the samples
+    of operators.
+    """
+    if state == "some":
+        return _corrections().get((device, op), state)
+    return state

@@ -1,4 +1,6 @@
-"""The folder of the catalog's data, and TOML files that people edit: an array of tables, read strictly."""
+"""The folder of the catalog's data, and TOML files that people edit: an array of tables, read
+strictly.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,8 @@ Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 @cache
 def data_folder() -> Path:
-    """The folder with the catalog's files: `lowprec_check/data` of a wheel, `catalog` of a checkout.
+    """The folder with the catalog's files: `lowprec_check/data` of a wheel, `catalog` of a
+    checkout.
 
     Raises `UsageError` if neither exists (a broken installation).
     """
@@ -41,7 +44,9 @@ _LONG_KEY = re.compile(
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a file; raises ``OSError``, and :class:`UsageError` that names the file and the line for one that is not valid TOML."""
+    """Read a file; raises ``OSError``, and :class:`UsageError` that names the file and the line for
+    one that is not valid TOML.
+    """
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte-order mark
         if _LONG_KEY.search(text):
@@ -59,9 +64,11 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
-    """The `[[name]]` tables of a file, in order, as `kind` (a msgspec struct that forbids unknown fields).
+    """The `[[name]]` tables of a file, in order, as `kind` (a msgspec struct that forbids unknown
+    fields).
 
-    Raises ``OSError``, and :class:`UsageError` that names the file and the line, or the entry (by `id` or number) and the key.
+    Raises ``OSError``, and :class:`UsageError` that names the file and the line, or the entry (by
+    `id` or number) and the key.
     """
     content = read_toml(path)
     if unknown := sorted(content.keys() - {name}):
@@ -79,12 +86,15 @@ def _entry(path: Path, where: str, table: Any, kind: type[Entry]) -> Entry:
             f"{path}: entry {where} is not a table.", f"Write [[{where.partition(' ')[0]}]] above its keys."
         )
     named = [table[key] for key in ("id", "test") if key in table]
-    where = repr(named[0]) if named else where
+    if named:
+        where = repr(named[0])
     fields = msgspec.structs.fields(kind)
     known = [field.encode_name for field in fields]
     if unknown := [key for key in table if key not in known]:
         meant = nearest(unknown[0], known)
-        suggestion = f"Did you mean {meant}? " if meant else ""
+        suggestion = ""
+        if meant:
+            suggestion = f"Did you mean {meant}? "
         raise UsageError(
             f"{path}: entry {where}: unknown key {unknown[0]!r}.", f"{suggestion}The keys are {choices(known, 'and')}."
         )

@@ -1,7 +1,9 @@
-"""Declarations for devices that were not measured: for each aten op of a torch release, how it is registered on the device and
-whether it supports half and bfloat16, each with its source; and the support of operators that follows.
+"""Declarations for devices that were not measured: for each aten op of a torch release, how it is
+registered on the device and whether it supports half and bfloat16, each with its source; and the
+support of operators that follows.
 
-A declaration is not a measurement: docs/declared-xpu.md describes the sources, the rules that merge them and their limits.
+A declaration is not a measurement: docs/declared-xpu.md describes the sources, the rules that merge
+them and their limits.
 """
 
 from __future__ import annotations
@@ -44,7 +46,9 @@ _WHY: dict[Registration, tuple[FailureKind, str]] = {
 
 
 def why_missing(registration: Registration, device: str) -> tuple[FailureKind, str]:
-    """Why an aten op does not run in a dtype, by how it is registered on the device: the kind of failure and a message."""
+    """Why an aten op does not run in a dtype, by how it is registered on the device: the kind of
+    failure and a message.
+    """
     kind, message = _WHY[registration]
     return kind, message.format(device=device)
 
@@ -90,7 +94,9 @@ class DeclaredRow(StrictStruct, frozen=True, array_like=True):
     half: bool | None = None
     bfloat16: bool | None = None
     half_source: str | None = None
-    """A key in :attr:`DeclaredVersion.sources`, a colon, and the name of the function or kernel there."""
+    """A key in :attr:`DeclaredVersion.sources`, a colon, and the name of the function or kernel
+    there.
+    """
     bfloat16_source: str | None = None
 
     def supports(self, dtype: str) -> bool | None:
@@ -101,14 +107,18 @@ class DeclaredRow(StrictStruct, frozen=True, array_like=True):
         """Whether the op runs in a dtype on the device; `None` if no source covers it."""
         if self.registration == "none":
             return False
-        return True if dtype == "float32" else self.supports(SHORT[dtype])
+        if dtype == "float32":
+            return True
+        return self.supports(SHORT[dtype])
 
 
 def read_declared(path: Path) -> VersionedFile[DeclaredVersion, DeclaredRow]:
     """A file `declared-DEVICE.jsonl`; raises :class:`CatalogError` naming file, line, op and key."""
 
     def wrong(row: DeclaredRow, version: DeclaredVersion) -> str | None:
-        return None if row.source in version.sources else f"unknown source {row.source!r}"
+        if row.source in version.sources:
+            return None
+        return f"unknown source {row.source!r}"
 
     hint = "Restore the file, or rebuild it as docs/declared-xpu.md shows."
     return VersionedFile(path, DeclaredVersion, DeclaredRow, rebuild=hint, check=wrong)
@@ -117,28 +127,41 @@ def read_declared(path: Path) -> VersionedFile[DeclaredVersion, DeclaredRow]:
 @cache
 def _file(device: str) -> VersionedFile[DeclaredVersion, DeclaredRow] | None:
     path = data_folder() / f"declared-{device}.jsonl"
-    return read_declared(path) if path.exists() else None
+    if path.exists():
+        return read_declared(path)
+    return None
 
 
 @cache
 def releases(device: str) -> tuple[str, ...]:
     """The releases with declarations for a device, oldest first."""
     file = _file(device)
-    return tuple(version.torch for version in file.versions) if file else ()
+    if file:
+        return tuple(version.torch for version in file.versions)
+    return ()
 
 
 def known_release(device: str, version: str | None = None) -> str:
-    """The release of a version if it has declarations, else the newest one that has; raises :class:`UsageError` if none has."""
+    """The release of a version if it has declarations, else the newest one that has; raises
+    :class:`UsageError` if none has.
+    """
     known = releases(device)
     if not known:
         raise UsageError(f"The catalog has no declarations for {device}.")
-    release = release_of(version) if version else known[-1]
-    return release if release in known else known[-1]
+    if version:
+        release = release_of(version)
+    else:
+        release = known[-1]
+    if release in known:
+        return release
+    return known[-1]
 
 
 @cache
 def load(device: str, version: str) -> Release:
-    """The declarations for the release of a version, `2.13` or `2.13.0+cpu`; raises :class:`UsageError` if there are none."""
+    """The declarations for the release of a version, `2.13` or `2.13.0+cpu`; raises
+    :class:`UsageError` if there are none.
+    """
     release, file, known = release_of(version), _file(device), releases(device)
     if file is None or has_extension(version) or release not in known:
         raise UsageError(
@@ -171,16 +194,22 @@ class Release(TorchRelease):
     modes = MODES[:2]
 
     def __init__(self, device: str, torch: str, sources: Mapping[str, Source], ops: VersionRows[DeclaredRow]) -> None:
-        """``torch`` is the release, `2.13`; ``ops`` are by overload name without a namespace: `add.Tensor`, `dot`."""
+        """``torch`` is the release, `2.13`; ``ops`` are by overload name without a namespace:
+        `add.Tensor`, `dot`.
+        """
         self.device, self.torch, self.sources, self.ops = device, torch, sources, ops
         self.release, self.key = torch, version_key(torch)
 
     def row(self, op: str) -> DeclaredRow | None:
-        """The row of an overload, in any usual spelling; `None` if this release does not have the op."""
+        """The row of an overload, in any usual spelling; `None` if this release does not have the
+        op.
+        """
         return self.ops.get(overload_name(op))
 
     def worst(self, ops: Iterable[str]) -> Registration:
-        """The worst registration among the ops that a function dispatches. Ops that the release does not have count as *none*."""
+        """The worst registration among the ops that a function dispatches. Ops that the release
+        does not have count as *none*.
+        """
         found = [row.registration if (row := self.row(op)) else "none" for op in ops]
         return max(found, key=ORDER.index, default="native")
 
@@ -200,20 +229,26 @@ class Release(TorchRelease):
         return [load(self.device, release) for release in releases(self.device)]
 
     def dispatched(self, record: OpRecord, mode: Mode) -> list[str]:
-        """The aten ops that an operator dispatches on the device: its own, and those of a CPU sweep that are not specific to CPUs."""
+        """The aten ops that an operator dispatches on the device: its own, and those of a CPU sweep
+        that are not specific to CPUs.
+        """
         names = [_own_name(record.op), *record.aten, *(record.backward_aten if mode.endswith("backward") else [])]
         known = (name for name in names if name in self.ops and "_for_cpu" not in name and "mkldnn" not in name)
         return list(dict.fromkeys(known))
 
     def support(self, op: str, dtype: Dtype, mode: Mode) -> OpSupport | None:
-        """The support of the worst aten op that the operator dispatches; ``None`` if no source covers it.
+        """The support of the worst aten op that the operator dispatches; ``None`` if no source
+        covers it.
 
-        If an aten op runs on the CPU, the result is that of the CPU sweep. If an aten op fails, the state is *none*; it is *some*
-        if the CPU runs some samples although the same op fails there (those do not dispatch it), or the op is composite, so
-        that it behaves the same on every device.
+        If an aten op runs on the CPU, the result is that of the CPU sweep. If an aten op fails, the
+        state is *none*; it is *some* if the CPU runs some samples although the same op fails there
+        (those do not dispatch it), or the op is composite, so that it behaves the same on every
+        device.
         """
         sweep = measured.at_release("cpu", self.torch)
-        record = sweep.records.get(op) if sweep and mode in self.modes else None
+        record = None
+        if sweep and mode in self.modes:
+            record = sweep.records.get(op)
         not_applicable = op.endswith(".complex") or why_operator_not_applicable(op, dtype)
         if sweep is None or record is None or not record.samples[MODES.index(mode)] or not_applicable:
             return None
@@ -226,7 +261,9 @@ class Release(TorchRelease):
             )
         at = failing or next(iter(fallback), None)
         if at is None:
-            return OpSupport("all") if any(self.ops[name].runs_in(dtype) for name in names) else None
+            if any(self.ops[name].runs_in(dtype) for name in names):
+                return OpSupport("all")
+            return None
         kind, message = why_missing(self.ops[at].registration, self.device)
         failure = Failure(cells=[cell], type="declared", kind=kind, message=message, at=at)
         state, failure_on_cpu = sweep.state(op, dtype, mode), record.failure(dtype, mode)
@@ -235,14 +272,18 @@ class Release(TorchRelease):
             partly = state == "some" and (same or self.ops[failing].registration == "composite")
             return OpSupport("some" if partly else "none", at=at, failure=failure)
         if state is None or state == "none":
-            return OpSupport("none", at=at, failure=failure) if state else None
+            if state:
+                return OpSupport("none", at=at, failure=failure)
+            return None
         on_cpu: OnCpu = "partly" if any(self.ops[name].registration == "native" for name in names) else "wholly"
         return OpSupport(state, on_cpu, at, failure if state == "some" else None)
 
     def _failing(self, names: Sequence[str], dtype: Dtype) -> str | None:
-        """An op that is not registered or does not support the dtype; one with a kernel rather than a composite one.
+        """An op that is not registered or does not support the dtype; one with a kernel rather than
+        a composite one.
 
-        If another op runs on the CPU, composite ops do not count: what they do not support fails in the CPU sweep too.
+        If another op runs on the CPU, composite ops do not count: what they do not support fails in
+        the CPU sweep too.
         """
         rows = {name: self.ops[name] for name in reversed(names)}
         failing = {row.registration: name for name, row in rows.items() if row.runs_in(dtype) is False}
@@ -250,7 +291,9 @@ class Release(TorchRelease):
         return failing.get("none") or failing.get("native") or (None if falls_back else failing.get("composite"))
 
     def _refused_everywhere(self, record: OpRecord, dtype: Dtype, mode: Mode) -> bool:
-        """Whether Python code or a backward formula refuses the dtype, on the CPU and on every other device that was measured."""
+        """Whether Python code or a backward formula refuses the dtype, on the CPU and on every
+        other device that was measured.
+        """
         forward: Mode = "autocast" if mode.startswith("autocast") else "forward"
         if _own_name(record.op) in self.ops and (mode == forward or record.state(dtype, forward) == "none"):
             return False  # C++ code may check the device, as torch.fft does, before any formula of the backward pass
@@ -262,8 +305,12 @@ class Release(TorchRelease):
     def cell(self, op: str, dtype: Dtype, mode: Mode) -> SupportCell:
         """The support of an operator, with the worst registration and the sources."""
         cell, sweep = super().cell(op, dtype, mode), measured.at_release("cpu", self.torch)
-        names = self.dispatched(sweep.records[op], mode) if sweep and op in sweep.records else []
-        sources = [cell.at] if cell.at else names
+        names = []
+        if sweep and op in sweep.records:
+            names = self.dispatched(sweep.records[op], mode)
+        sources = names
+        if cell.at:
+            sources = [cell.at]
         links = list(dict.fromkeys(link for name in sources for link in self.evidence(self.ops[name])))[:3]
         return msgspec.structs.replace(cell, registration=self.worst(names) if names else None, links=links)
 

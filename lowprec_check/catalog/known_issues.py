@@ -88,7 +88,9 @@ class KnownIssue(StrictStruct, frozen=True, kw_only=True):
 
 @cache
 def known_issues(path: Path | None = None) -> tuple[KnownIssue, ...]:
-    """All issues in the order of the file; raises :class:`UsageError` that names the file, the entry and the invalid key."""
+    """All issues in the order of the file; raises :class:`UsageError` that names the file, the
+    entry and the invalid key.
+    """
     path = path or data_folder() / "known_issues.toml"
     issues = read_tables(path, "issue", KnownIssue)
     seen: set[str] = set()
@@ -117,17 +119,33 @@ def matching(
     ignored. If any of `op`, `model`, `code` and `message` is given, an issue must match one of them. Raises
     :class:`UsageError` for an unknown device, dtype or version.
     """
-    function = None if op is None else function_name(op)
-    kind = None if device is None else device_of(str(device)).name
-    low = None if dtype is None else SHORT[dtype_of(dtype)]
-    release = None if torch is None else release_of(torch)
+    function = None
+    if op is not None:
+        function = function_name(op)
+    kind = None
+    if device is not None:
+        kind = device_of(str(device)).name
+    low = None
+    if dtype is not None:
+        low = SHORT[dtype_of(dtype)]
+    release = None
+    if torch is not None:
+        release = release_of(torch)
     found = []
     for issue in known_issues():
-        # a word of the model's name starts with that of the issue: T5 matches `T5Model` and not `resnet50`
-        words = [rf"(?<![A-Za-z]){re.escape(name)}" for name in issue.models] if model is not None else []
-        by_model = any(re.search(word, model or "", re.IGNORECASE) for word in words) if words else None
+        # a word of the model's name starts with that of the issue: T5 matches `T5Model` and not
+        # `resnet50`
+        words = []
+        if model is not None:
+            words = [rf"(?<![A-Za-z]){re.escape(name)}" for name in issue.models]
+        by_model = None
+        if words:
+            by_model = any(re.search(word, model or "", re.IGNORECASE) for word in words)
         named = _is(function, [function_name(name) for name in issue.ops]), by_model
-        by_message = None if message is None or issue.message is None else bool(re.search(issue.message, message))
+        if message is None or issue.message is None:
+            by_message = None
+        else:
+            by_message = bool(re.search(issue.message, message))
         by_code = _is(code, issue.codes)
         matches = [
             by_message,
@@ -150,4 +168,6 @@ def matching(
 
 def _is(value: str | None, names: Sequence[str | None]) -> bool | None:
     """Whether `value` is one of `names`; `None` if either is not given."""
-    return None if value is None or not names else value in names
+    if value is None or not names:
+        return None
+    return value in names

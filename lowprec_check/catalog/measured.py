@@ -1,6 +1,8 @@
-"""The sweeps that ship with this package: every operator measured with one version of torch on one device.
+"""The sweeps that ship with this package: every operator measured with one version of torch on one
+device.
 
-A file `measured-DEVICE-CAPABILITY.jsonl` has the records of all sweeps on one kind of machine, and `….times.jsonl` their times.
+A file `measured-DEVICE-CAPABILITY.jsonl` has the records of all sweeps on one kind of machine, and
+`….times.jsonl` their times.
 """
 
 from __future__ import annotations
@@ -37,7 +39,9 @@ _REBUILD = "Restore the file, or measure again as docs/catalog.md shows."
 
 
 class TimedBuilds(StrictStruct, frozen=True):
-    """The one version of a file of times: sweeps share no times, so each row has a column per sweep."""
+    """The one version of a file of times: sweeps share no times, so each row has a column per
+    sweep.
+    """
 
     builds: list[str]
     """:attr:`Header.build` of each sweep."""
@@ -47,7 +51,9 @@ class TimedBuilds(StrictStruct, frozen=True):
 
 
 class TimeColumns(StrictStruct, frozen=True, kw_only=True):
-    """The times of an operator in each sweep: ``float32_us``, and in each low dtype the ratio to it."""
+    """The times of an operator in each sweep: ``float32_us``, and in each low dtype the ratio to
+    it.
+    """
 
     forward: dict[str, list[float | None]] = {}
     training: dict[str, list[float | None]] = {}
@@ -114,7 +120,9 @@ class Sweep(TorchRelease):
         self.release = ".".join(map(str, self.key[:2]))
 
     def failing(self, dtype: Dtype, mode: Mode) -> dict[str, str | None]:
-        """The operators that fail in a dtype and mode, each with the aten overload that raised; ``None``: above dispatch."""
+        """The operators that fail in a dtype and mode, each with the aten overload that raised;
+        ``None``: above dispatch.
+        """
         known = self._failing.get((dtype, mode))
         if known is None:
             failures = ((record.op, record.failure(dtype, mode)) for record in self.records.values())
@@ -132,11 +140,15 @@ class Sweep(TorchRelease):
         return self.records
 
     def state(self, op: str, dtype: Dtype, mode: Mode) -> State | None:
-        """Whether all, some or none of the samples of ``op`` run; ``None`` if it was not measured, or ``dtype`` does not apply."""
+        """Whether all, some or none of the samples of ``op`` run; ``None`` if it was not measured,
+        or ``dtype`` does not apply.
+        """
         record = self.records.get(op)
         if record is None or (mode.startswith("autocast") and dtype not in self.header.autocast):
             return None
-        return None if why_operator_not_applicable(op, dtype) else record.state(dtype, mode)
+        if why_operator_not_applicable(op, dtype):
+            return None
+        return record.state(dtype, mode)
 
     def support(self, op: str, dtype: Dtype, mode: Mode) -> OpSupport | None:
         """The measured state, and the failure if not all samples run."""
@@ -168,7 +180,9 @@ class Sweep(TorchRelease):
 
 
 def read_sweeps(path: Path) -> list[Sweep]:
-    """The sweeps of one file in its order; raises :class:`CatalogError` that names file, line and key."""
+    """The sweeps of one file in its order; raises :class:`CatalogError` that names file, line and
+    key.
+    """
     file = VersionedFile(path, Header, OpRecord, rebuild=_REBUILD)
     all_times = cache(partial(read_times, times_path(path)))
     return [Sweep(header, file.table(index, header.ops), all_times) for index, header in enumerate(file.versions)]
@@ -176,7 +190,9 @@ def read_sweeps(path: Path) -> list[Sweep]:
 
 @cache
 def sweeps() -> tuple[Sweep, ...]:
-    """All sweeps by device, then extension, then version; raises :class:`CatalogError` that names file and line."""
+    """All sweeps by device, then extension, then version; raises :class:`CatalogError` that names
+    file and line.
+    """
     paths = sorted(path for path in data_folder().glob("measured-*.jsonl") if not path.name.endswith(TIMES))
     found = [sweep for path in paths for sweep in read_sweeps(path)]
     return tuple(sorted(found, key=lambda sweep: (sweep.device, *sweep.header.order)))
@@ -184,7 +200,9 @@ def sweeps() -> tuple[Sweep, ...]:
 
 @cache
 def history(device: str, extension: str | None = None) -> tuple[Sweep, ...]:
-    """The sweeps of one device, oldest first; if a version was measured on several machines, the last file by name is used."""
+    """The sweeps of one device, oldest first; if a version was measured on several machines, the
+    last file by name is used.
+    """
     found = [sweep for sweep in sweeps() if sweep.device == device and sweep.extension == extension]
     return tuple({sweep.key: sweep for sweep in found}.values())
 
@@ -212,12 +230,18 @@ def catalog_device(device: AnyDevice) -> str:
 
 
 def sweep_of(device: str, version: str | None = None) -> Sweep:
-    """The sweep of a version (``2.13``, ``2.13.0+cpu``, ``2.8+ipex``), by default the newest; raises :class:`UsageError` if there is none."""
+    """The sweep of a version (``2.13``, ``2.13.0+cpu``, ``2.8+ipex``), by default the newest;
+    raises :class:`UsageError` if there is none.
+    """
     measured = history(device)
-    among = with_extension(device) if version and has_extension(version) else measured
+    among = measured
+    if version and has_extension(version):
+        among = with_extension(device)
     found = [sweep for sweep in among if version is None or sweep.release == release_of(version)]
     if not found:
-        wanted = f"torch {version}" if version else "torch"
+        wanted = "torch"
+        if version:
+            wanted = f"torch {version}"
         known = ", ".join(sweep.version for sweep in [*measured, *with_extension(device)]) or "none"
         raise UsageError(f"The catalog has no measurements of {wanted} on {device}.", f"Measured versions: {known}.")
     return found[-1]

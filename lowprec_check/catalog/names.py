@@ -71,7 +71,9 @@ _FUNCTION = {
 """The function that a module calls, if it has another name than the module."""
 
 _OTHERS = {"sparse.mm": "sparse.mm.reduce", "cond": "linalg.cond", "vander": "linalg.vander"}
-"""Functions that OpInfo does not describe, and an operator with the same name or a variant, which is another one."""
+"""Functions that OpInfo does not describe, and an operator with the same name or a variant, which
+is another one.
+"""
 
 _RECURRENT = re.compile(r"^_*(mkldnn_|thnn_fused_|quantized_)?(lstm|gru|rnn)|transformer")
 _NOT_IN_OPINFO = re.compile(r"^(fold|lp_?pool(\dd)?|crossmaplrn2d|adaptivelogsoftmaxwithloss)$")
@@ -79,7 +81,9 @@ _CONTAINERS = re.compile(r"^((base|data|distributed)?(module|parameter|parallel)
 
 
 def functions_of(module: str, ops: Iterable[str]) -> list[str]:
-    """The functions that a module of ``torch.nn`` calls, variants included: ``nn.functional.batch_norm`` for ``LazyBatchNorm2d``."""
+    """The functions that a module of ``torch.nn`` calls, variants included:
+    ``nn.functional.batch_norm`` for ``LazyBatchNorm2d``.
+    """
     name = re.sub(r"^(lazy|sync)", "", module.lower())
     stem = re.sub(r"\dd$", "", name)
     ops = [op for op in ops if not op.startswith("__")]
@@ -93,7 +97,9 @@ def functions_of(module: str, ops: Iterable[str]) -> list[str]:
 
 
 def why_unmeasured(name: str) -> tuple[str, str] | None:
-    """Why the catalog has no operator of that name, and what to do instead; ``None`` if the name is unknown."""
+    """Why the catalog has no operator of that name, and what to do instead; ``None`` if the name is
+    unknown.
+    """
     name = name.lower()
     if _CONTAINERS.search(name):
         return (
@@ -125,7 +131,9 @@ _PREFIX = re.compile(
 
 
 def dtype_of(dtype: AnyDtype) -> Dtype:
-    """``float16`` for ``half``, ``fp16`` and ``torch.float16``; raises :class:`UsageError` for an unknown dtype."""
+    """``float16`` for ``half``, ``fp16`` and ``torch.float16``; raises :class:`UsageError` for an
+    unknown dtype.
+    """
     word = str(dtype).strip()
     found = _DTYPES.get(word.lower().removeprefix("torch."))
     if found is not None:
@@ -139,12 +147,16 @@ def dtype_of(dtype: AnyDtype) -> Dtype:
             f"{precision.name} is not a dtype.",
             "Choose half or bfloat16; results under autocast have a column of their own.",
         )
-    suggestion = f"Did you mean {SHORT[_DTYPES[near]]}? " if near else ""
+    suggestion = ""
+    if near:
+        suggestion = f"Did you mean {SHORT[_DTYPES[near]]}? "
     raise UsageError(f"{word!r} is not a dtype in the catalog.", f"{suggestion}Choose half, bfloat16 or fp32.")
 
 
 def low_dtype_of(dtype: AnyDtype) -> Dtype:
-    """``half`` or ``bfloat16`` in any usual spelling; raises :class:`UsageError` for other dtypes and for fp32."""
+    """``half`` or ``bfloat16`` in any usual spelling; raises :class:`UsageError` for other dtypes
+    and for fp32.
+    """
     low = dtype_of(dtype)
     if low not in LOW:
         raise UsageError("fp32 is the baseline.", "Choose half or bfloat16.")
@@ -152,7 +164,9 @@ def low_dtype_of(dtype: AnyDtype) -> Dtype:
 
 
 def why_not_covered(precision: Precision) -> str | None:
-    """Why the catalog does not say what runs in a precision, which another package registers; ``None`` if it does."""
+    """Why the catalog does not say what runs in a precision, which another package registers;
+    ``None`` if it does.
+    """
     if precision.kind == "custom":
         return f"{precision.name} changes a model by its own code, and the catalog covers casts and autocast"
     if precision.format.name not in FORMATS:
@@ -161,20 +175,28 @@ def why_not_covered(precision: Precision) -> str | None:
 
 
 def bare(name: str) -> str:
-    """An operator without namespace and parentheses: ``dot`` for ``torch.dot``, ``aten::dot``, ``Tensor.dot``, ``dot()``."""
+    """An operator without namespace and parentheses: ``dot`` for ``torch.dot``, ``aten::dot``,
+    ``Tensor.dot``, ``dot()``.
+    """
     name = name.strip().removesuffix("()").removesuffix(".default")
     return _PREFIX.sub("", name)
 
 
 def overload_name(op: str) -> str:
-    """`add.Tensor` for `aten.add.Tensor`, `aten::add.Tensor` and `torch.ops.aten.add.Tensor`; `.default` is removed."""
+    """`add.Tensor` for `aten.add.Tensor`, `aten::add.Tensor` and `torch.ops.aten.add.Tensor`;
+    `.default` is removed.
+    """
     return re.sub(r"^(torch\.ops\.)?aten(\.|::)", "", op).removesuffix(".default")
 
 
 def function_name(op: str) -> str:
-    """The aten name of an operator's function: ``fft_rfft`` for ``torch.fft.rfft``, ``std`` for ``std.unbiased``, ``add`` for ``add_.Tensor``."""
+    """The aten name of an operator's function: ``fft_rfft`` for ``torch.fft.rfft``, ``std`` for
+    ``std.unbiased``, ``add`` for ``add_.Tensor``.
+    """
     parts = bare(op).split(".")
-    spaces = 2 if parts[:2] == ["signal", "windows"] else int(parts[0] in _SPACES)
+    spaces = 2
+    if parts[:2] != ["signal", "windows"]:
+        spaces = int(parts[0] in _SPACES)
     return _functional("_".join(parts[: spaces + 1]))
 
 
@@ -240,7 +262,9 @@ def _spelled(name: str, forms: Mapping[str, set[str]]) -> list[str]:
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """The name, then without overload, then without the underscore of in-place ops, then its aliases."""
+    """The name, then without overload, then without the underscore of in-place ops, then its
+    aliases.
+    """
     name = name.lower()
     yield name
     yield (base := _without_overload(name))
@@ -256,14 +280,21 @@ def _without_overload(name: str) -> str:
 
 
 def _functional(name: str) -> str:
-    return name if name.endswith("__") else name.removesuffix("_")
+    if name.endswith("__"):
+        return name
+    return name.removesuffix("_")
 
 
 def _last_parts(op: str) -> set[str]:
-    """Short names of an operator: ``conv2d`` for ``nn.functional.conv2d``, ``std`` for ``std.unbiased``, ``fft_rfft`` for ``fft.rfft``."""
+    """Short names of an operator: ``conv2d`` for ``nn.functional.conv2d``, ``std`` for
+    ``std.unbiased``, ``fft_rfft`` for ``fft.rfft``.
+    """
     short = bare(op).lower()
     head, _, tail = short.rpartition(".")
-    base = {head} if head and head.rpartition(".")[2] not in _SPACES else set()
+    if head and head.rpartition(".")[2] not in _SPACES:
+        base = {head}
+    else:
+        base = set()
     return {op.lower(), short, tail, short.replace(".", "_"), *base}
 
 
@@ -272,4 +303,6 @@ def _suggestion(wanted: str, ops: Iterable[str]) -> str:
     inside = [op for op in ops if len(wanted) > 2 and wanted in op.lower()]
     near = [names[part] for part in difflib.get_close_matches(wanted, names, n=5, cutoff=0.6)]
     found = list(dict.fromkeys(inside + near))[:6]
-    return f"Did you mean {', '.join(found)}?" if found else "`lowprec-check catalog gaps` lists operators with gaps."
+    if found:
+        return f"Did you mean {', '.join(found)}?"
+    return "`lowprec-check catalog gaps` lists operators with gaps."

@@ -1,4 +1,5 @@
-"""What a prediction of a device rests on: the releases that the catalog covers, and the autocast policies of CUDA and XPU in each.
+"""What a prediction of a device rests on: the releases that the catalog covers, and the autocast
+policies of CUDA and XPU in each.
 
 `catalog/autocast-policies.toml` has the ops that torch's header `ATen/autocast_mode.h` lists in each release;
 :data:`DEVICE_OPS` has those that a device registers elsewhere.
@@ -28,15 +29,17 @@ from lowprec_check.schema.measures import PredictedDevice
 HeaderPolicy = Literal["lower", "fp32", "fp32-set-dtype", "fp32-append-dtype", "promote"]
 """What autocast does with the inputs of an op.
 
-``lower``: casts them to the autocast dtype. ``fp32``: casts them to fp32. ``fp32-set-dtype``: leaves them, and sets the
-argument ``dtype`` to fp32 if the caller did not set it. ``fp32-append-dtype``: calls the overload that has a ``dtype``,
-with fp32. ``promote``: casts them to the widest of their dtypes, at least the autocast dtype. Only floating inputs on the
-device are cast, and fp64 never is; the two policies about ``dtype`` apply if the first input is one that may be cast.
+``lower``: casts them to the autocast dtype. ``fp32``: casts them to fp32. ``fp32-set-dtype``:
+leaves them, and sets the argument ``dtype`` to fp32 if the caller did not set it.
+``fp32-append-dtype``: calls the overload that has a ``dtype``, with fp32. ``promote``: casts them
+to the widest of their dtypes, at least the autocast dtype. Only floating inputs on the device are
+cast, and fp64 never is; the two policies about ``dtype`` apply if the first input is one that may
+be cast.
 """
 HEADER_POLICIES: tuple[HeaderPolicy, ...] = get_args(HeaderPolicy)
 CastPolicy = Literal[HeaderPolicy, "fp16", "banned"]
-"""A policy of the header, or one of a device alone. ``fp16``: casts to fp16, whatever the autocast dtype is.
-``banned``: raises.
+"""A policy of the header, or one of a device alone. ``fp16``: casts to fp16, whatever the autocast
+dtype is. ``banned``: raises.
 """
 
 FILE = "autocast-policies.toml"
@@ -77,7 +80,9 @@ class ReadHeader(NamedTuple):
 
 
 class HeaderChanges(StrictStruct, frozen=True, kw_only=True, rename="kebab"):
-    """What the header of a release changed since the release before it; the first release has all ops."""
+    """What the header of a release changed since the release before it; the first release has all
+    ops.
+    """
 
     torch: str
     """The release, `2.13`."""
@@ -98,7 +103,8 @@ class HeaderChanges(StrictStruct, frozen=True, kw_only=True, rename="kebab"):
 
 
 def policies_of(device: str, torch: str) -> dict[str, CastPolicy]:
-    """The policy of each op that autocast on a device wraps in a release (`2.13`, `2.13.0+cpu`), by overload name.
+    """The policy of each op that autocast on a device wraps in a release (`2.13`, `2.13.0+cpu`), by
+    overload name.
 
     Raises :class:`UsageError` if the catalog does not have the policies of this device or release.
     """
@@ -121,8 +127,8 @@ def policies_of(device: str, torch: str) -> dict[str, CastPolicy]:
 def installed_policies(device: str, torch: str, registered: Iterable[str]) -> dict[str, CastPolicy]:
     """The policies of the installed torch, whose version is ``torch``.
 
-    ``registered`` are the ops (`aten::mm`) that this build registers for autocast on the device; raises :class:`UsageError` if the
-    catalog has others for its release.
+    ``registered`` are the ops (`aten::mm`) that this build registers for autocast on the device;
+    raises :class:`UsageError` if the catalog has others for its release.
     """
     found = policies_of(device, torch)
     ops = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
@@ -143,7 +149,9 @@ def releases() -> dict[str, ReadHeader]:
 
 
 def read_releases(path: Path) -> dict[str, ReadHeader]:
-    """The headers in a file by release, oldest first; :mod:`tools.autocast_policies` checks what it writes."""
+    """The headers in a file by release, oldest first; :mod:`tools.autocast_policies` checks what it
+    writes.
+    """
     found: dict[str, ReadHeader] = {}
     policies: dict[str, HeaderPolicy] = {}
     for changes in read_tables(path, "release", HeaderChanges):
@@ -156,8 +164,8 @@ def read_releases(path: Path) -> dict[str, ReadHeader]:
 
 
 def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
-    """The device ``name`` with a version of ``torch``, where the version ``installed`` runs; raises :class:`UsageError` for one
-    that the catalog does not cover.
+    """The device ``name`` with a version of ``torch``, where the version ``installed`` runs; raises
+    :class:`UsageError` for one that the catalog does not cover.
     """
     device, release, here = device_of(name), release_of(torch), release_of(installed)
     known = [entry for entry in catalogued() if (declared.releases(entry) if is_declared(entry) else history(entry))]
@@ -182,11 +190,21 @@ def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
             f"known issues of {device.name} only, since its kernels are declared for torch {among[0]} to {among[-1]}"
         )
     policies = list(releases())  # of the release itself, or the nearest one that is known
-    nearest = policies[0] if version_key(release) < version_key(policies[0]) else policies[-1]
-    autocast = here if device.name == "cpu" else release if release in policies else nearest
+    if version_key(release) < version_key(policies[0]):
+        nearest = policies[0]
+    else:
+        nearest = policies[-1]
+    if device.name == "cpu":
+        autocast = here
+    elif release in policies:
+        autocast = release
+    else:
+        autocast = nearest
     return PredictedDevice(name=device.name, torch=release, kernels=kernels, autocast=autocast)
 
 
 def has_kernels(device: str, release: str) -> bool:
-    """Whether the catalog says which kernels a device has in a release; a measured one counts for all releases."""
+    """Whether the catalog says which kernels a device has in a release; a measured one counts for
+    all releases.
+    """
     return not is_declared(device) or release in declared.releases(device)

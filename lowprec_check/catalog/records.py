@@ -1,7 +1,8 @@
-"""What is measured of an operator: its record, its times, and on which machine; and which precisions apply to it.
+"""What is measured of an operator: its record, its times, and on which machine; and which
+precisions apply to it.
 
-Times differ from run to run. They are stored in a separate file, so that measuring again on the same machine gives the same
-records, byte for byte.
+Times differ from run to run. They are stored in a separate file, so that measuring again on the
+same machine gives the same records, byte for byte.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ SHORT: dict[Dtype, str] = {"float32": "float32", "float16": "half", "bfloat16": 
 """The names that users, declarations and known issues use."""
 Mode = Literal["forward", "backward", "autocast", "autocast-backward"]
 MODES: tuple[Mode, ...] = ("forward", "backward", "autocast", "autocast-backward")
-"""How an operator was called. Under autocast its floating inputs were low-precision, as they are after a Linear layer."""
+"""How an operator was called. Under autocast its floating inputs were low-precision, as they are
+after a Linear layer.
+"""
 
 CellName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(DTYPES)})/({'|'.join(MODES)})$")]
 State = Literal["all", "some", "none"]
@@ -57,7 +60,9 @@ class Header(StrictStruct, frozen=True, kw_only=True):
     @property
     def build(self) -> str:
         """The key of the sweep in its file: ``2.13.0``, ``2.8.0+ipex2.8.0``."""
-        return f"{self.torch}+{self.extension.replace(' ', '')}" if self.extension else self.torch
+        if self.extension:
+            return f"{self.torch}+{self.extension.replace(' ', '')}"
+        return self.torch
 
     @property
     def order(self) -> tuple[str, tuple[int, ...]]:
@@ -74,14 +79,22 @@ class Failure(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     message: str
     """The message for the dtype of the first cell; see :meth:`message_in`."""
     at: str | None = None
-    """The aten overload that raised, ``_linalg_svd``; ``None`` if the error was raised above dispatch."""
+    """The aten overload that raised, ``_linalg_svd``; ``None`` if the error was raised above
+    dispatch.
+    """
     condition: str | None = None
-    """The property that separates failing samples from passing ones, if there is one; shown by :func:`in_samples`."""
+    """The property that separates failing samples from passing ones, if there is one; shown by
+    :func:`in_samples`.
+    """
 
     def of(self, dtype: Dtype) -> Failure | None:
-        """The failure in one dtype: its cells and its message; ``None`` if it does not occur in the dtype."""
+        """The failure in one dtype: its cells and its message; ``None`` if it does not occur in the
+        dtype.
+        """
         cells = [cell for cell in self.cells if cell.startswith(f"{dtype}/")]
-        return msgspec.structs.replace(self, cells=cells, message=self.message_in(dtype)) if cells else None
+        if cells:
+            return msgspec.structs.replace(self, cells=cells, message=self.message_in(dtype))
+        return None
 
     def message_in(self, dtype: Dtype | None) -> str:
         """The message for another dtype; for ``None``, with a star in place of the dtype."""
@@ -94,12 +107,18 @@ class Failure(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def in_samples(condition: str | None) -> str:
-    """A condition as text after a failure. It was derived from the measured samples and may not apply to others."""
-    return f"; in the measured samples it {condition}" if condition else ""
+    """A condition as text after a failure. It was derived from the measured samples and may not
+    apply to others.
+    """
+    if condition:
+        return f"; in the measured samples it {condition}"
+    return ""
 
 
 class Ulp(NamedTuple):
-    """Error against fp64 on the same inputs, in units in the last place of the dtype, over all output elements."""
+    """Error against fp64 on the same inputs, in units in the last place of the dtype, over all
+    output elements.
+    """
 
     median: float | None
     """``None``: not finite although fp64 rounded to the dtype is."""
@@ -112,7 +131,9 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     op: str
     """The name in OpInfo, with the variant after a dot: ``std.unbiased``."""
     samples: tuple[int, int]
-    """The number of samples that run in any dtype, forward and backward: the totals for the counts below."""
+    """The number of samples that run in any dtype, forward and backward: the totals for the counts
+    below.
+    """
     passed: dict[Dtype, list[int]] = {}
     """For dtypes in which not all samples run: how many do, in each measured mode of :data:`MODES`."""
     ulp: dict[Dtype, list[Ulp | None]] = {}
@@ -131,7 +152,9 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
         index = MODES.index(mode)
         total = self.samples[index % 2]
         passed = self.passed.get(dtype, self.samples if dtype == "float32" else self.samples * 2)
-        return (passed[index], total) if total and index < len(passed) else None
+        if total and index < len(passed):
+            return (passed[index], total)
+        return None
 
     def __post_init__(self) -> None:
         """Reject impossible counts; msgspec turns this into an error that names the line."""
@@ -147,10 +170,16 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
         count = self.count(dtype, mode)
         if count is None:
             return "none" if self.failure(dtype, mode) is not None else None
-        return "all" if count[0] == count[1] else "some" if count[0] else "none"
+        if count[0] == count[1]:
+            return "all"
+        if count[0]:
+            return "some"
+        return "none"
 
     def failure(self, dtype: Dtype, mode: Mode) -> Failure | None:
-        """The failure in a dtype and mode, with the cells and the message of that dtype; ``None`` if it does not fail."""
+        """The failure in a dtype and mode, with the cells and the message of that dtype; ``None``
+        if it does not fail.
+        """
         cell = f"{dtype}/{mode}"
         return next((failure.of(dtype) for failure in self.failures if cell in failure.cells), None)
 
@@ -158,11 +187,15 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
         """The error in ULP, forward or backward; not measured under autocast."""
         found = self.ulp.get(dtype, ())
         index = MODES.index(mode)
-        return found[index] if index < len(found) else None
+        if index < len(found):
+            return found[index]
+        return None
 
 
 class OpTimes(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
-    """The time of an operator's largest sample in fp32, and the ratio of the time in low precision to it."""
+    """The time of an operator's largest sample in fp32, and the ratio of the time in low precision
+    to it.
+    """
 
     op: str
     float32_us: list[float | None] = []
@@ -174,9 +207,13 @@ class OpTimes(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
 # -- The numbers that an op computes with, and whether a low precision applies to them
 
 Numbers = Literal["integer", "complex", "float64", "floating"]
-"""``integer``: integers and booleans; ``floating``: floating-point numbers other than float64, or both."""
+"""``integer``: integers and booleans; ``floating``: floating-point numbers other than float64, or
+both.
+"""
 NUMBERS: tuple[Numbers, ...] = ("integer", "complex", "float64", "floating")
-"""From weakest to strongest: an op that was called with several counts as the strongest, since more precisions apply to it."""
+"""From weakest to strongest: an op that was called with several counts as the strongest, since more
+precisions apply to it.
+"""
 
 COMPLEX_OPERATORS = frozenset({"imag", "istft", "nn.functional.silu.complex", "view_as_real"})
 """Operators of the catalog whose samples are complex: they stay complex64 in bfloat16."""
@@ -188,9 +225,11 @@ def stronger(one: Numbers, other: Numbers) -> Numbers:
 
 
 def why_not_applicable(numbers: Numbers, dtype: Dtype, mode: Mode = "forward") -> str | None:
-    """Why a low precision changes nothing for an op that computes with ``numbers``; ``None`` if it applies.
+    """Why a low precision changes nothing for an op that computes with ``numbers``; ``None`` if it
+    applies.
 
-    A cast to half makes complex numbers complex32. Autocast casts neither complex numbers nor float64.
+    A cast to half makes complex numbers complex32. Autocast casts neither complex numbers nor
+    float64.
     """
     under_autocast = mode.startswith("autocast")
     if numbers == "integer":
@@ -206,4 +245,6 @@ def why_not_applicable(numbers: Numbers, dtype: Dtype, mode: Mode = "forward") -
 
 def why_operator_not_applicable(op: str, dtype: Dtype) -> str | None:
     """The same for an operator of the catalog, whose samples were cast, under autocast too."""
-    return why_not_applicable("complex", dtype) if op in COMPLEX_OPERATORS and dtype != "float32" else None
+    if op in COMPLEX_OPERATORS and dtype != "float32":
+        return why_not_applicable("complex", dtype)
+    return None

@@ -1,4 +1,6 @@
-"""The support of one operator in one dtype and mode: what each release of torch does on a device, since when, and which one fixes it."""
+"""The support of one operator in one dtype and mode: what each release of torch does on a device,
+since when, and which one fixes it.
+"""
 
 from __future__ import annotations
 
@@ -53,7 +55,9 @@ class SupportCell(Struct, frozen=True, kw_only=True):
     passed: int | None = None
     samples: int | None = None
     since: str | None = None
-    """The release since which it has always run; if declared, also in the same way (with a kernel, or on the CPU)."""
+    """The release since which it has always run; if declared, also in the same way (with a kernel,
+    or on the CPU).
+    """
     since_oldest: bool = False
     """Whether that is the oldest release in the catalog: it may have run before."""
     failed_before: bool = False
@@ -90,7 +94,9 @@ class TorchRelease(abc.ABC):
     @property
     def version(self) -> str:
         """As users write it: ``2.13``, ``2.8+ipex``."""
-        return f"{self.release}+{self.extension.split()[0]}" if self.extension else self.release
+        if self.extension:
+            return f"{self.release}+{self.extension.split()[0]}"
+        return self.release
 
     @property
     @abc.abstractmethod
@@ -106,12 +112,16 @@ class TorchRelease(abc.ABC):
         """All releases on the device, oldest first."""
 
     def state(self, op: str, dtype: Dtype, mode: Mode) -> State | None:
-        """Whether all, some or none of the samples of an operator run; ``None`` as in :meth:`support`."""
+        """Whether all, some or none of the samples of an operator run; ``None`` as in
+        :meth:`support`.
+        """
         support = self.support(op, dtype, mode)
         return support.state if support else None
 
     def counts_for(self, op: str) -> bool:
-        """Whether the release says since when an operator runs: a measured one that does not have it is passed over."""
+        """Whether the release says since when an operator runs: a measured one that does not have
+        it is passed over.
+        """
         return True
 
     def cell(self, op: str, dtype: Dtype, mode: Mode) -> SupportCell:
@@ -145,7 +155,8 @@ class TorchRelease(abc.ABC):
 def fixed_since(
     release: TorchRelease, ops: Sequence[str], dtype: Dtype, mode: Mode, at: str | None = None
 ) -> str | None:
-    """The first later release since which all ``ops`` run in all samples; ``None`` if there is none yet.
+    """The first later release since which all ``ops`` run in all samples; ``None`` if there is none
+    yet.
 
     ``at``: the aten op that they fail in. Those that fail in another one there do not count.
     """
@@ -158,5 +169,8 @@ def fixed_since(
                 for its in found
                 if at is None or not its or not its.failure or its.failure.at in (None, at)
             ]
-            since = (since or other.release) if runs and all(runs) else None
+            if runs and all(runs):
+                since = since or other.release
+            else:
+                since = None
     return since

@@ -1,9 +1,12 @@
-"""The files of the catalog: a table of operators for each version of torch, where rows that versions share are stored once.
+"""The files of the catalog: a table of operators for each version of torch, where rows that
+versions share are stored once.
 
-The first line counts the others. Then comes a line for each version, oldest first, those with an extension last; then the changes,
-sorted by operator and version: ``["dot","2.2.0",{…}]`` is what is new of an operator since that version. An object has the keys that
-differ from the base version (``null`` removes a key), an array the whole row; ``null`` removes the operator. The base of a version is
-the one before it; of one with an extension, the same version of torch without it, or the newest older one.
+The first line counts the others. Then comes a line for each version, oldest first, those with an
+extension last; then the changes, sorted by operator and version: ``["dot","2.2.0",{…}]`` is what is
+new of an operator since that version. An object has the keys that differ from the base version
+(``null`` removes a key), an array the whole row; ``null`` removes the operator. The base of a
+version is the one before it; of one with an extension, the same version of torch without it, or the
+newest older one.
 """
 
 from __future__ import annotations
@@ -68,10 +71,11 @@ class _Change(NamedTuple):
 
 
 class VersionedFile(Generic[AnyVersion, Row]):
-    """A file whose lines for versions are of the type ``version``, and whose rows are of the type ``row``.
+    """A file whose lines for versions are of the type ``version``, and whose rows are of the type
+    ``row``.
 
-    ``check`` returns what is wrong with a row of a version. Raises :class:`CatalogError` with the hint ``rebuild``, for a row when it is
-    read first.
+    ``check`` returns what is wrong with a row of a version. Raises :class:`CatalogError` with the
+    hint ``rebuild``, for a row when it is read first.
     """
 
     def __init__(
@@ -104,7 +108,9 @@ class VersionedFile(Generic[AnyVersion, Row]):
         if len(indices) != len(self.versions) or sorted(self.versions, key=lambda one: one.order) != self.versions:
             raise CatalogError(f"{path.name}: the versions are not sorted, or one is a duplicate", rebuild)
         self._chains: list[frozenset[int]] = []
-        """For each version the indices of the versions whose changes apply to it: itself, its base, the base of that, and so on."""
+        """For each version the indices of the versions whose changes apply to it: itself, its base,
+        the base of that, and so on.
+        """
         for index, base in enumerate(bases(self.versions)):
             self._chains.append(frozenset({index}) | (frozenset() if base is None else self._chains[base]))
         self._changes: dict[str, list[_Change]] = {}
@@ -145,11 +151,16 @@ class VersionedFile(Generic[AnyVersion, Row]):
         return last is not None and last.content != REMOVED
 
     def row(self, op: str, index: int) -> Row:
-        """The row of an operator in a version that has it; versions without a change between them share the object."""
+        """The row of an operator in a version that has it; versions without a change between them
+        share the object.
+        """
         changes: list[_Change] = []
         for change in self._changes[op]:
             if change.since in self._chains[index]:
-                changes = [] if change.content == REMOVED else [*changes, change]
+                if change.content == REMOVED:
+                    changes = []
+                else:
+                    changes = [*changes, change]
         number = changes[-1].number
         if number not in self._rows:
             self._rows[number] = self._read(op, changes)
@@ -161,7 +172,9 @@ class VersionedFile(Generic[AnyVersion, Row]):
         try:
             content = last.content
             if content.startswith(b"{"):
-                fields = {"op": msgspec.Raw(msgspec.json.encode(op))} if self._row_has_op else {}
+                fields = {}
+                if self._row_has_op:
+                    fields = {"op": msgspec.Raw(msgspec.json.encode(op))}
                 for change in changes:
                     fields |= msgspec.json.decode(change.content, type=dict[str, msgspec.Raw])
                 content = msgspec.json.encode({key: value for key, value in fields.items() if bytes(value) != REMOVED})
@@ -216,7 +229,9 @@ class VersionRows(Mapping[str, Row]):
 
 
 def bases(versions: Sequence[Version]) -> list[int | None]:
-    """The index of the base of each version: the last one before it that has no extension and is not newer; ``None`` for the first."""
+    """The index of the base of each version: the last one before it that has no extension and is
+    not newer; ``None`` for the first.
+    """
     found: list[int | None] = []
     for index, version in enumerate(versions):
         before = [other.order for other in versions[:index]]

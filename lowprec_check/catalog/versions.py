@@ -40,4 +40,6 @@ def installed_version(package: str) -> str | None:
 def installed_release() -> str:
     """`2.13` for torch 2.13.0+cpu; empty if torch is not installed. Does not import torch."""
     version = installed_version("torch")
-    return release_of(version) if version else ""
+    if version:
+        return release_of(version)
+    return ""

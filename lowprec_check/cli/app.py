@@ -76,7 +76,9 @@ def _global_options(
 
 
 def print_status(text: str) -> None:
-    """Print ``text`` to stderr at once, with control characters made visible: it may have names and messages of other people."""
+    """Print ``text`` to stderr at once, with control characters made visible: it may have names and
+    messages of other people.
+    """
     from lowprec_check.report.foreign_text import visible_text
 
     with contextlib.suppress(OSError):  # the exit code matters more
@@ -84,7 +86,9 @@ def print_status(text: str) -> None:
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Raise :class:`UsageError` before the work starts if ``path``, the value of ``option``, cannot be written."""
+    """Raise :class:`UsageError` before the work starts if ``path``, the value of ``option``, cannot
+    be written.
+    """
     if path is None or (str(path) == "-" and option == "--json"):
         return
     if str(path) == "-":
@@ -122,7 +126,8 @@ def print_document(data: bytes | str) -> None:
 
 @contextlib.contextmanager
 def stdout_kept() -> Iterator[None]:
-    """While a model runs, standard output is standard error: what it prints, also from C, must not end up in a result.
+    """While a model runs, standard output is standard error: what it prints, also from C, must not
+    end up in a result.
 
     Afterwards the current folder is the same as before, since names of files are relative to it.
     """
@@ -143,8 +148,8 @@ def stdout_kept() -> Iterator[None]:
 
 
 def last_before_end(results: Iterable[Result], on_result: Callable[[Any], object] = lambda _: None) -> Ended[Result]:
-    """Take all ``results`` of a scan or search, which grow; what ends it early is returned, so that the last is not lost, or
-    raised if there is none.
+    """Take all ``results`` of a scan or search, which grow; what ends it early is returned, so that
+    the last is not lost, or raised if there is none.
     """
     last = None
     try:
@@ -179,13 +184,17 @@ def print_error(error: UsageError) -> None:
 
 
 def close_stdout() -> None:
-    """Write what is left of the result; what is printed at exit goes to standard error. Raises ``OSError`` if that fails."""
+    """Write what is left of the result; what is printed at exit goes to standard error. Raises
+    ``OSError`` if that fails.
+    """
     sys.stdout.flush()
     os.dup2(2, 1)
 
 
 def screen_size() -> dict[str, Any]:
-    """The terminal's width, at least 40 columns, and whether it has colours; ``COLUMNS``, else 100 columns, in a pipe."""
+    """The terminal's width, at least 40 columns, and whether it has colours; ``COLUMNS``, else 100
+    columns, in a pipe.
+    """
     from lowprec_check.report.layout.text import NARROWEST
 
     return {"width": max(NARROWEST, shutil.get_terminal_size((100, 40)).columns), "color": sys.stdout.isatty()}
@@ -195,18 +204,25 @@ SAVE_SCAN = "Save a scan with: lowprec-check scan TARGET --json FILE"
 
 
 def read_saved(path: Path, hint: str = SAVE_SCAN) -> bytes:
-    """The content of a saved file (``-``: of stdin); raises :class:`UsageError` with ``hint`` if it cannot be read."""
+    """The content of a saved file (``-``: of stdin); raises :class:`UsageError` with ``hint`` if it
+    cannot be read.
+    """
     try:
-        return sys.stdin.buffer.read() if str(path) == "-" else path.read_bytes()
+        if str(path) == "-":
+            return sys.stdin.buffer.read()
+        return path.read_bytes()
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.", hint) from None
 
 
 def load_result(path: Path, data: bytes | None = None) -> ScanResult:
-    """Decode the saved scan at ``path`` (``data``: its content, if it was read); raises :class:`UsageError` if that fails."""
+    """Decode the saved scan at ``path`` (``data``: its content, if it was read); raises
+    :class:`UsageError` if that fails.
+    """
     from lowprec_check.schema.scan_result import ResultError, ScanResult
 
-    data = read_saved(path) if data is None else data
+    if data is None:
+        data = read_saved(path)
     try:
         return ScanResult.from_json(data)
     except ResultError as error:

@@ -73,7 +73,9 @@ def compat(
     from lowprec_check.compat.scan_process import Request, expand_requests, read_list
     from lowprec_check.report.foreign_text import visible
 
-    listed = read_list(from_file) if from_file else []
+    listed = []
+    if from_file:
+        listed = read_list(from_file)
     requests = expand_requests(
         [*map(Request, targets or []), *listed], _options(precision, backend, budget, scan_options), device or []
     )

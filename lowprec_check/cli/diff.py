@@ -62,13 +62,16 @@ def diff(
         ),
     ] = TIME_FACTOR,
 ) -> None:
-    """Compare two saved scans, or two coverages saved by the pytest plugin (--lowprec-report). They may differ in torch
-    release, device or commit. Exits 1 if something got worse: for coverages, if there are new gaps.
+    """Compare two saved scans, or two coverages saved by the pytest plugin (--lowprec-report). They
+    may differ in torch release, device or commit. Exits 1 if something got worse: for coverages, if
+    there are new gaps.
     """
     files = output_files(output, format)
     if str(old) == str(new) == "-":
         raise UsageError("Only one of the two files can come from stdin.", "Save the other to a file.")
-    chosen = _diff_format(FORMATS.get(format, diff_formats())) if format else None
+    chosen = None
+    if format:
+        chosen = _diff_format(FORMATS.get(format, diff_formats()))
     formats = [chosen or _diff_format(format_of(file)) for file in files]
     for file in files:
         check_writable(file, "-o")
@@ -103,7 +106,9 @@ def _are_coverages(paths: tuple[Path, Path], data: tuple[bytes, bytes]) -> bool:
     kinds = [kind_of(content) for content in data]
     if kinds.count("coverage") == 1:
         at = kinds.index("coverage")
-        other = f"a {kinds[1 - at]}" if kinds[1 - at] else "not"
+        other = "not"
+        if kinds[1 - at]:
+            other = f"a {kinds[1 - at]}"
         raise UsageError(
             f"{paths[at]} is the coverage of a test suite and {paths[1 - at]} is {other}, so they cannot be compared.",
             "Pass two scans or two coverages.",

@@ -1,4 +1,6 @@
-"""``lowprec-check fix``: a patch of the user's source, tried in processes of their own, and applied on request."""
+"""``lowprec-check fix``: a patch of the user's source, tried in processes of their own, and applied
+on request.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ def fix(
     isolation: Isolation = None,
     quiet: Quiet = False,
 ) -> None:
-    """Find a patch of the model's source with which it passes in low precision. Shows it, and writes nothing unless asked to."""
+    """Find a patch of the model's source with which it passes in low precision. Shows it, and
+    writes nothing unless asked to.
+    """
     check_writable(json, "--json")
     check_reports(report or [])
     if check and (apply or interactive):
@@ -137,7 +141,9 @@ def fix(
 
 
 def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOptions:
-    """``options`` with those of a saved scan; raises :class:`UsageError` if that is not of ``target``, or others were asked for."""
+    """``options`` with those of a saved scan; raises :class:`UsageError` if that is not of
+    ``target``, or others were asked for.
+    """
 
     def model_in(name: str) -> tuple[str, str]:  # the scan may have run in another folder
         file, suffix, attribute = name.partition(".py")
@@ -155,8 +161,14 @@ def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOpt
     for name, _, default, _ in declared_in(FixOptions):
         if name in ("device", "tolerance", "seed", "further_inputs", "without_kernel"):
             given, saved = getattr(options, name), known.get(name, default)
-            taken[name] = tuple(saved) if isinstance(saved, list) else saved
-            differs = device_type(given or "") != saved if name == "device" else given != taken[name]
+            if isinstance(saved, list):
+                taken[name] = tuple(saved)
+            else:
+                taken[name] = saved
+            if name == "device":
+                differs = device_type(given or "") != saved
+            else:
+                differs = given != taken[name]
             if given != default and differs:
                 raise UsageError(f"The saved scan used a different --{name.replace('_', '-')}.", without)
     from lowprec_check.analysis.fixes.source_text import texts_of_lines
@@ -203,7 +215,9 @@ def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> Non
 
 
 def _chosen(fixing: Fixing, patch: Patch) -> tuple[list[int], bool]:
-    """The changes that the user wants, and whether each precision passes with them; these alone were tried, if they are not all."""
+    """The changes that the user wants, and whether each precision passes with them; these alone
+    were tried, if they are not all.
+    """
     from lowprec_check.report.foreign_text import visible_text
 
     chosen = list[int]()
@@ -215,7 +229,9 @@ def _chosen(fixing: Fixing, patch: Patch) -> tuple[list[int], bool]:
             chosen.append(number)
     if len(chosen) == len(fixing.changes):
         return chosen, fixing.passes
-    proven = patch.proven(chosen) if chosen else []
+    proven = []
+    if chosen:
+        proven = patch.proven(chosen)
     for its in proven:
         tried = f"status with these changes alone: {look(its.after).word}; without: {look(its.before).word}"
         print_status(f"{its.precision}: {tried}")
@@ -225,7 +241,9 @@ def _chosen(fixing: Fixing, patch: Patch) -> tuple[list[int], bool]:
 
 
 def _write(texts: Mapping[SourceText, str], *, allow_dirty: bool) -> None:
-    """Write all files or none; raises :class:`UsageError` if one has changed since it was read, is not committed, or cannot be written."""
+    """Write all files or none; raises :class:`UsageError` if one has changed since it was read, is
+    not committed, or cannot be written.
+    """
     old = {source: source.path.read_bytes() for source in texts}
     for source, data in old.items():
         check_file(source.path)
@@ -249,7 +267,9 @@ def _write(texts: Mapping[SourceText, str], *, allow_dirty: bool) -> None:
 
 
 def _is_dirty(path: Path) -> bool:
-    """Whether git knows of changes of a file that are not committed; without git, or outside a repository, it does not."""
+    """Whether git knows of changes of a file that are not committed; without git, or outside a
+    repository, it does not.
+    """
     try:
         command = ["git", "status", "--porcelain", "--", path.name]
         done = subprocess.run(command, cwd=path.parent, capture_output=True, check=False, timeout=30)

@@ -1,4 +1,6 @@
-"""Commands whose answers need no scan: ``lowprec-check env``, ``explain``, ``op`` and ``catalog`` (diff, gaps)."""
+"""Commands whose answers need no scan: ``lowprec-check env``, ``explain``, ``op`` and ``catalog``
+(diff, gaps).
+"""
 
 from __future__ import annotations
 
@@ -83,7 +85,9 @@ def op(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show whether an operator runs in a dtype on a device. Also shows since which torch release, how accurately and how fast."""
+    """Show whether an operator runs in a dtype on a device. Also shows since which torch release,
+    how accurately and how fast.
+    """
     from lowprec_check.catalog.answers import lookup
     from lowprec_check.catalog.versions import installed_release
     from lowprec_check.report.answers import answers_document

@@ -1,4 +1,6 @@
-"""The entry point of the command line. It imports torch only for commands that run a model or query the machine."""
+"""The entry point of the command line. It imports torch only for commands that run a model or query
+the machine.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ _OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EB
 
 
 def main() -> None:
-    """Entry point: exit 0, 1 (findings), 2 (the call or the user's file is wrong), 3 (the tool failed), 128 + a signal."""
+    """Entry point: exit 0, 1 (findings), 2 (the call or the user's file is wrong), 3 (the tool
+    failed), 128 + a signal.
+    """
     warnings.filterwarnings("ignore", message="Failed to initialize NumPy")  # from importing torch; NumPy is not needed
     open_standard_streams()
     for stream in (sys.stdout, sys.stderr):
@@ -91,7 +95,9 @@ def _bug_report(error: Exception) -> str:
     text = traceback_of(error)
     lines = text.rstrip().splitlines()
     places = re.findall(r'File ".*?(lowprec_check[/\\][^"]+)", line (\d+)', text)
-    where = f" at {places[-1][0]}:{places[-1][1]}" if places else ""
+    where = ""
+    if places:
+        where = f" at {places[-1][0]}:{places[-1][1]}"
     said = f"lowprec-check failed{where}: {first_line(lines[-1])[:LONGEST_MESSAGE]}"
     try:
         with tempfile.NamedTemporaryFile(
@@ -113,7 +119,8 @@ def _report_output_error(error: OSError) -> int:
 
 
 def _end_workers_when_terminated() -> list[signal.Signals]:
-    """Turn SIGTERM and SIGHUP, unless they are ignored, into an exception, but not in workers, which are forks.
+    """Turn SIGTERM and SIGHUP, unless they are ignored, into an exception, but not in workers,
+    which are forks.
 
     Returns which of these and SIGINT, which Python turns into one, were not ignored.
     """
@@ -129,7 +136,9 @@ def _end_workers_when_terminated() -> list[signal.Signals]:
                 signal.signal(number, signal.SIG_DFL)
 
     def raise_again(lost: sys.UnraisableHookArgs) -> None:
-        """Destructors and callbacks, as of an import, print an exception and go on: the signal is sent once more when they have ended."""
+        """Destructors and callbacks, as of an import, print an exception and go on: the signal is
+        sent once more when they have ended.
+        """
         if not isinstance(lost.exc_value, (KeyboardInterrupt, Terminated)):
             report(lost)
             return

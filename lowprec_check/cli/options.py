@@ -1,4 +1,6 @@
-"""Options of commands: those declared in :mod:`lowprec_check.schema.options`, and a few that only commands have."""
+"""Options of commands: those declared in :mod:`lowprec_check.schema.options`, and a few that only
+commands have.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,9 @@ from lowprec_check.schema.options import FORMS, Declared, DeclaredOptions, PlanO
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
-    """A command whose parameter ``options`` becomes one parameter for each option that its type declares."""
+    """A command whose parameter ``options`` becomes one parameter for each option that its type
+    declares.
+    """
     signature = inspect.signature(command, eval_str=True)
     kind: type[DeclaredOptions] = signature.parameters["options"].annotation
     declared = {each.name: each for each in _parameters(kind)}
@@ -37,7 +41,9 @@ def _parameters(options: type[DeclaredOptions]) -> Iterator[inspect.Parameter]:
     """The declared options as parameters of a command."""
     for name, kind, default, declared in declared_in(options):
         info = _option(name, declared, "; repeatable or comma-separated" if declared.takes_several else "")
-        typed = list[str] | None if declared.takes_several else kind
+        typed = kind
+        if declared.takes_several:
+            typed = list[str] | None
         unset = None if declared.takes_several else default
         yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=unset, annotation=Annotated[typed, info])
 
@@ -54,7 +60,9 @@ def _option(name: str, declared: Declared, more: str) -> Any:
 
 
 class WithScriptArguments(TyperCommand):
-    """A command of a target that may be a script: what follows ``--`` is for the script, after the target if it is not named before."""
+    """A command of a target that may be a script: what follows ``--`` is for the script, after the
+    target if it is not named before.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep what follows ``--`` for :func:`script_arguments`."""

@@ -15,7 +15,9 @@ LINE_SECONDS = 30.0
 
 
 class Progress:
-    """What goes on, as one line: which run of how many, its step, the time so far and the time left."""
+    """What goes on, as one line: which run of how many, its step, the time so far and the time
+    left.
+    """
 
     def __init__(
         self,
@@ -23,7 +25,9 @@ class Progress:
         show_rows: Callable[[ScanResult], None] | None = None,
         keep: Callable[[str], None] | None = None,
     ) -> None:
-        """``show`` prints a line, ``show_rows`` the rows so far, ``keep`` a line that stays; without them, nothing is shown."""
+        """``show`` prints a line, ``show_rows`` the rows so far, ``keep`` a line that stays;
+        without them, nothing is shown.
+        """
         self._show, self._show_rows, self._keep = show, show_rows, keep
         self._started = system.monotonic()
         self._done, self._total = 0, 0
@@ -68,7 +72,9 @@ def _clock(seconds: float) -> str:
 
 @contextlib.contextmanager
 def progress(quiet: bool) -> Iterator[Progress]:
-    """On a terminal, the rows so far and a line on standard error that are updated; otherwise a line every :data:`LINE_SECONDS`."""
+    """On a terminal, the rows so far and a line on standard error that are updated; otherwise a
+    line every :data:`LINE_SECONDS`.
+    """
     if quiet:
         yield Progress()
     elif sys.stderr.isatty():

@@ -69,7 +69,9 @@ def report(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Write a saved scan as a web page, Markdown, SARIF, JUnit or text. Needs neither the model nor torch."""
+    """Write a saved scan as a web page, Markdown, SARIF, JUnit or text. Needs neither the model nor
+    torch.
+    """
     files = output_files(output, format)
     check_reports(files, format, "-o")
     if not files:
@@ -95,7 +97,8 @@ def check_reports(files: list[Path], format: str | None = None, option: str = "-
 def print_report(result: ScanResult, format: str, findings: int | None = None, *, verbose: bool = False) -> None:
     """Print ``result`` to stdout.
 
-    Text has the width and colours of the terminal, at most ``findings`` groups of findings, and notes if ``verbose``.
+    Text has the width and colours of the terminal, at most ``findings`` groups of findings, and
+    notes if ``verbose``.
     """
     chosen = FORMATS.get(format)
     if chosen.name != "text":

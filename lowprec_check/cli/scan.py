@@ -92,7 +92,9 @@ def scan(
     isolation: Isolation = None,
     quiet: Quiet = False,
 ) -> None:
-    """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and fast they are, and what to do."""
+    """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and
+    fast they are, and what to do.
+    """
     check_writable(json, "--json")
     check_reports(report or [])
     printed = FORMATS.get("json" if prints_json(json, format) else format or "text")
@@ -134,7 +136,9 @@ def scan(
 
 
 def _known_findings(path: Path | None, update: bool) -> Baseline | None:
-    """Load the baseline at ``path``; raises :class:`UsageError` before the scan starts if it cannot be used."""
+    """Load the baseline at ``path``; raises :class:`UsageError` before the scan starts if it cannot
+    be used.
+    """
     from lowprec_check.analysis.baseline import load
 
     if update:
@@ -142,13 +146,17 @@ def _known_findings(path: Path | None, update: bool) -> Baseline | None:
             raise UsageError("--update-baseline needs a file to write.", "Add --baseline FILE.")
         check_writable(path, "--baseline")
         return load(path) if path.exists() and path.stat().st_size else None  # never overwrite another file
-    return load(path) if path is not None else None
+    if path is not None:
+        return load(path)
+    return None
 
 
 def _apply_baseline(
     result: ScanResult, accepted: Baseline | None, path: Path | None, update: bool
 ) -> tuple[ScanResult, Saves]:
-    """``result`` with accepted findings marked, and what saves the baseline; reports on stderr which findings no longer occur."""
+    """``result`` with accepted findings marked, and what saves the baseline; reports on stderr
+    which findings no longer occur.
+    """
     from lowprec_check.analysis.baseline import accept, baseline_of, save
 
     saves: Saves = []
@@ -181,18 +189,24 @@ def _unfinished(path: Path | None) -> ScanResult | None:
 
 
 def _save_so_far(result: ScanResult, path: Path) -> None:
-    """Save the finished runs of a scan whose runs take long: one of weights that are read from their files."""
+    """Save the finished runs of a scan whose runs take long: one of weights that are read from
+    their files.
+    """
     from lowprec_check.analysis.conclusion import conclude_early
     from lowprec_check.schema.scanned_model import STREAMED
 
-    so_far = conclude_early(result) if STREAMED in result.model.notes else None
+    so_far = None
+    if STREAMED in result.model.notes:
+        so_far = conclude_early(result)
     if so_far is not None:
         with contextlib.suppress(UsageError):  # the whole result is saved at the end, or that says why it cannot be
             so_far.save(path)
 
 
 def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
-    """The result with its conclusion, also of a scan that ``ended_by`` ended early, which is raised if nothing was found."""
+    """The result with its conclusion, also of a scan that ``ended_by`` ended early, which is raised
+    if nothing was found.
+    """
     from lowprec_check.analysis.conclusion import conclude, conclude_early
 
     if ended_by is None:
@@ -212,7 +226,9 @@ def _save_plan(result: ScanResult, path: Path | None) -> Saves:
     """What saves its plan, if one is to be saved, and was found."""
     if path is not None and result.plan is None:
         print_status("no plan was needed or found; nothing saved")
-    return [(result.plan.save, path)] if path is not None and result.plan is not None else []
+    if path is not None and result.plan is not None:
+        return [(result.plan.save, path)]
+    return []
 
 
 @app.command(cls=WithScriptArguments)
@@ -230,7 +246,9 @@ def plan(
     isolation: Isolation = None,
     quiet: Quiet = False,
 ) -> None:
-    """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16 bits."""
+    """Find the modules that must stay in fp32. Verifies that the model passes with all others in 16
+    bits.
+    """
     check_writable(save, "--save")
     with stdout_kept(), progress(quiet) as shown:
         from lowprec_check.engine.run.target_spec import TargetSpec

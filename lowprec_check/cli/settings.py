@@ -18,14 +18,21 @@ TABLE = "tool.lowprec-check"
 def default_options(group: Any, context: Any) -> dict[str, Any]:
     """The settings as click's ``default_map`` for ``group``, the application.
 
-    A key of the table itself applies to every command with that option that accepts the value; the table of a command,
-    ``[tool.lowprec-check.scan]``, to that command. Raises :class:`UsageError` for an unknown key or a wrong value.
+    A key of the table itself applies to every command with that option that accepts the value; the
+    table of a command, ``[tool.lowprec-check.scan]``, to that command. Raises :class:`UsageError`
+    for an unknown key or a wrong value.
     """
     folder = current_folder()
-    above = [] if folder is None else [Path(folder), *Path(folder).parents]
+    above = []
+    if folder is not None:
+        above = [Path(folder), *Path(folder).parents]
     path = next((file for parent in above if (file := parent / "pyproject.toml").is_file()), None)
-    table = None if path is None else _read(path)
-    return _of_group(group, context, table, path, TABLE, {}) if path is not None and table is not None else {}
+    table = None
+    if path is not None:
+        table = _read(path)
+    if path is not None and table is not None:
+        return _of_group(group, context, table, path, TABLE, {})
+    return {}
 
 
 def _read(path: Path) -> Mapping[str, Any] | None:
@@ -92,7 +99,9 @@ def _check(
     table: str,
     commands: Sequence[str] = (),
 ) -> None:
-    """Raise :class:`UsageError` for a key that is no option, and for a value that no option of this name accepts."""
+    """Raise :class:`UsageError` for a key that is no option, and for a value that no option of this
+    name accepts.
+    """
     for key, value in values.items():
         if key not in options:
             near = nearest(key, [*options, *commands])
@@ -111,7 +120,9 @@ def _accepted_by(options: Sequence[Any], value: Any, context: Any) -> bool:
 
 def _problem(option: Any, value: Any, context: Any) -> str | None:
     """Why the option does not accept the value; ``None`` if it does."""
-    items = value if isinstance(value, list) else [value]
+    items = value
+    if not isinstance(value, list):
+        items = [value]
     if isinstance(value, list) and not option.multiple:
         return "one value is expected, not a list."
     for item in items:
@@ -127,7 +138,9 @@ def _problem(option: Any, value: Any, context: Any) -> str | None:
 def _texts(option: Any, value: Any) -> Any:
     """The value as on the command line: a text, a list of them, or whether a flag is given."""
     texts = [item if isinstance(item, bool) else str(item) for item in (value if isinstance(value, list) else [value])]
-    return texts if option.multiple else texts[0]
+    if option.multiple:
+        return texts
+    return texts[0]
 
 
 def _given(option: Any, value: Any, context: Any, folder: Path) -> Any:
@@ -138,4 +151,6 @@ def _given(option: Any, value: Any, context: Any, folder: Path) -> Any:
     below = [
         item if item == "-" else os.path.relpath(folder / item) for item in (texts if option.multiple else [texts])
     ]
-    return below if option.multiple else below[0]
+    if option.multiple:
+        return below
+    return below[0]

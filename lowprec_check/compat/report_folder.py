@@ -45,7 +45,9 @@ def saved_scan(folder: Path, row: MatrixRow) -> ScanResult | None:
 
 def missing_pages(folder: Path, row: MatrixRow, suffixes: Iterable[str]) -> list[Path]:
     """The pages of a row that are missing or incomplete; a row without a scan has none."""
-    pages = [page_path(folder, row, suffix) for suffix in suffixes] if row.state == "scanned" else []
+    pages = []
+    if row.state == "scanned":
+        pages = [page_path(folder, row, suffix) for suffix in suffixes]
     return [page for page in pages if not _is_complete(page)]
 
 
@@ -59,7 +61,9 @@ def _is_complete(page: Path) -> bool:
 
 
 def is_done(folder: Path, row: MatrixRow, suffixes: Iterable[str], *, retry_failed: bool) -> bool:
-    """Whether a saved row need not be scanned again: its scan is saved, or at least its pages are, and no part of a scan."""
+    """Whether a saved row need not be scanned again: its scan is saved, or at least its pages are,
+    and no part of a scan.
+    """
     if row.state == "failed":
         return not retry_failed
     if saved_scan(folder, row) is not None:
@@ -71,10 +75,12 @@ def is_done(folder: Path, row: MatrixRow, suffixes: Iterable[str], *, retry_fail
 
 
 class ReportFolder:
-    """Context manager that makes ``folder``, locks it so that a second run cannot overwrite its rows, and writes the report into it.
+    """Context manager that makes ``folder``, locks it so that a second run cannot overwrite its
+    rows, and writes the report into it.
 
-    The lock is on the folder itself and leaves no file; the system releases it when the process ends. Entering the folder and its
-    methods raise :class:`UsageError` if it cannot be written or another run writes to it.
+    The lock is on the folder itself and leaves no file; the system releases it when the process
+    ends. Entering the folder and its methods raise :class:`UsageError` if it cannot be written or
+    another run writes to it.
     """
 
     def __init__(self, folder: Path, title: str, *, html: bool) -> None:

@@ -60,10 +60,12 @@ def map_unordered(
     on_error: Callable[[Item, Exception], Result],
     stop: Callable[[], None],
 ) -> Generator[Result, None, None]:
-    """Yield ``call(item)`` for all ``items``, in order of completion; ``jobs`` run at once, or one per thread of ``engine``.
+    """Yield ``call(item)`` for all ``items``, in order of completion; ``jobs`` run at once, or one
+    per thread of ``engine``.
 
-    The result of a call that raises, or that kills its worker, is ``on_error(item, error)``. At the end, ``stop`` is called
-    in the processes of this machine that make calls: it ends those still running after an interruption.
+    The result of a call that raises, or that kills its worker, is ``on_error(item, error)``. At the
+    end, ``stop`` is called in the processes of this machine that make calls: it ends those still
+    running after an interruption.
 
     Raises:
         UsageError: the engine is unknown, not installed or not reachable.
@@ -105,9 +107,9 @@ def _map_on_dask(
     on_error: Callable[[Item, Exception], Result],
     stop: Callable[[], None],
 ) -> Iterator[Result]:
-    """Yield the results. dask blames the death of a worker on every call that the worker had accepted, and an accepted call fails
-    after a few deaths; a result that was not transferred yet is lost as well. So calls without a result run again, one at a time:
-    then the blame is certain.
+    """Yield the results. dask blames the death of a worker on every call that the worker had
+    accepted, and an accepted call fails after a few deaths; a result that was not transferred yet
+    is lost as well. So calls without a result run again, one at a time: then the blame is certain.
     """
     with _dask_client(address, jobs, stop) as client:
         suspects: list[Item] = []
@@ -129,14 +131,18 @@ def _map_on_dask(
 def _completed(
     client: Any, call: Callable[[Item], Result], items: list[Item], alone: bool
 ) -> Iterator[tuple[Item, Any]]:
-    """Yield each item with its future, in order of completion; two calls per thread are submitted, or one at a time."""
+    """Yield each item with its future, in order of completion; two calls per thread are submitted,
+    or one at a time.
+    """
     from distributed import CancelledError, wait
     from distributed import TimeoutError as DaskTimeoutError
 
     waiting, running = collections.deque(items), dict[Any, Item]()
     try:
         while waiting or running:
-            most = 1 if alone else 2 * max(1, sum(client.ncores().values()))
+            most = 1
+            if not alone:
+                most = 2 * max(1, sum(client.ncores().values()))
             while waiting and len(running) < most:
                 item = waiting.popleft()
                 running[client.submit(call, item, pure=False, retries=0)] = item
@@ -158,7 +164,8 @@ def _completed(
 
 @contextlib.contextmanager
 def _dask_client(address: str, jobs: int, stop: Callable[[], None]) -> Iterator[Any]:
-    """Connect to the scheduler at ``address``; without one, start it here, with a worker of ``jobs`` threads.
+    """Connect to the scheduler at ``address``; without one, start it here, with a worker of
+    ``jobs`` threads.
 
     At the end, running calls are ended by ``stop`` first, which the worker would wait for.
     """
@@ -241,11 +248,13 @@ def scan_all(
     pages: Iterable[str] = (".md",),
     on_row: OnRow | None = None,
 ) -> Matrix:
-    """Scan the models that ``folder`` does not contain yet; every row is saved as soon as its scan has ended.
+    """Scan the models that ``folder`` does not contain yet; every row is saved as soon as its scan
+    has ended.
 
-    ``matrix.json`` and ``scans/<slug>.json`` are written into ``folder``, which is made again if it is removed meanwhile.
-    A model whose scan is gone is done if it has all ``pages`` (suffixes). ``on_row`` is called with the number of finished
-    rows, the number of all rows, the row, and its result (``None`` if the scan failed).
+    ``matrix.json`` and ``scans/<slug>.json`` are written into ``folder``, which is made again if it
+    is removed meanwhile. A model whose scan is gone is done if it has all ``pages`` (suffixes).
+    ``on_row`` is called with the number of finished rows, the number of all rows, the row, and its
+    result (``None`` if the scan failed).
 
     Raises:
         UsageError: the engine is unknown, not installed or not reachable, ``matrix.json`` in the folder is not valid, or
@@ -267,7 +276,9 @@ def scan_all(
         )
     }
     missing = [request for request in requests if request not in rows]
-    threads = max(1, (os.cpu_count() or 1) // jobs) if jobs > 1 and engine is None else None
+    threads = None
+    if jobs > 1 and engine is None:
+        threads = max(1, (os.cpu_count() or 1) // jobs)
     if missing and engine is None:
         temporary_file().close()  # without one, no scan can run
     scan = functools.partial(scan_one, limits=ScanLimits(timeout, threads))
@@ -288,11 +299,15 @@ def scan_all(
 
 
 SMALL_FILE = 1 << 20
-"""Bytes of a file that is read to find out whether it was changed; of a larger one, size and time tell."""
+"""Bytes of a file that is read to find out whether it was changed; of a larger one, size and time
+tell.
+"""
 
 
 def _digest_of_files(request: Request) -> dict[str, str]:
-    """A digest of the files that a scan reads: of the target, with what it imports from its folder, and of options, such as weights."""
+    """A digest of the files that a scan reads: of the target, with what it imports from its folder,
+    and of options, such as weights.
+    """
     target = re.sub(r"(\.py):[^:]*$", r"\1", request.target)
     words = [Path(part) for word in request.options for part in (word, word.partition("=")[2])]
     files = [*_with_imports(Path(target)), *filter(_is_file, words)]
@@ -305,11 +320,15 @@ def _digest_of_files(request: Request) -> dict[str, str]:
             state = path.stat()
             is_small = state.st_size <= SMALL_FILE
             found.update(path.read_bytes() if is_small else repr((state.st_size, state.st_mtime_ns)).encode())
-    return {"file": found.hexdigest()[:12]} if files else {}
+    if files:
+        return {"file": found.hexdigest()[:12]}
+    return {}
 
 
 def _with_imports(path: Path) -> list[Path]:
-    """A file of Python, and the modules that it or they import from its folder or its package; nothing if there is no such file."""
+    """A file of Python, and the modules that it or they import from its folder or its package;
+    nothing if there is no such file.
+    """
     root, found, waiting = path.parent, dict[Path, None](), [path] if _is_file(path) else []
     while waiting and _is_file(root / "__init__.py"):
         waiting.append(root / "__init__.py")
@@ -326,7 +345,8 @@ def _with_imports(path: Path) -> list[Path]:
         for node in nodes:
             places, names = {source.parent, path.parent, root}, list[str]()
             if isinstance(node, ast.ImportFrom):
-                places = {source.parents[node.level - 1]} if 0 < node.level <= len(source.parents) else places
+                if 0 < node.level <= len(source.parents):
+                    places = {source.parents[node.level - 1]}
                 names = [f"{node.module}.{alias.name}" if node.module else alias.name for alias in node.names]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
@@ -366,5 +386,8 @@ def _row(outcome: ScanOutcome, made_with: dict[str, str]) -> tuple[MatrixRow, Sc
 
 def _failed(request: Request, error: Exception) -> ScanOutcome:
     """The outcome of a scan that could not be started, or that killed its worker in the cluster."""
-    reason = error.message if isinstance(error, UsageError) else f"{type_name(error)}: {message_of(error)}"
+    if isinstance(error, UsageError):
+        reason = error.message
+    else:
+        reason = f"{type_name(error)}: {message_of(error)}"
     return ScanOutcome(request, b"", reason[:500], 0.0)

@@ -70,7 +70,9 @@ def read_list(path: Path) -> list[Request]:
 
 
 def expand_requests(requests: Iterable[Request], options: tuple[str, ...], devices: Iterable[str]) -> list[Request]:
-    """Return each model on each device, without duplicates; ``options`` are placed before the model's own options."""
+    """Return each model on each device, without duplicates; ``options`` are placed before the
+    model's own options.
+    """
     chosen: list[str | None] = [*devices] or [None]
     return with_slugs(
         request._replace(options=(*options, *request.options), device=device)
@@ -97,7 +99,9 @@ def with_slugs(requests: Iterable[Request]) -> list[Request]:
 def _plain_slug(request: Request) -> str:
     zoo = re.match(r"\w+:[^,./]+(?=,)", request.target)  # without the values of a configuration
     name = _file_name(zoo[0] if zoo else request.target)[-80:].lstrip("-.") or "model"
-    return f"{name}-{_file_name(request.device.replace(':', ''))}" if request.device else name
+    if request.device:
+        return f"{name}-{_file_name(request.device.replace(':', ''))}"
+    return name
 
 
 def _file_name(text: str) -> str:
@@ -115,7 +119,9 @@ def request_of(row: MatrixRow) -> Request:
 
 
 def _as_given(saved: str) -> str:
-    r"""Undo :func:`~lowprec_check.errors.encodable` for bytes of a file name that are not UTF-8: ``\udcff``."""
+    r"""Undo :func:`~lowprec_check.errors.encodable` for bytes of a file name that are not UTF-8:
+    ``\udcff``.
+    """
     return re.sub(r"\\u(dc[89a-f][0-9a-f])", lambda match: chr(int(match[1], 16)), saved)
 
 
@@ -144,8 +150,12 @@ def _advice(advice: Recommendation | None) -> str | None:
         return None
     name = advice.label + way_text(advice.way) + (f" + {len(advice.keep_fp32)} in fp32" if advice.keep_fp32 else "")
     if not advice.stay_in_fp32:
-        return name if advice.evidence == "measured" else f"{name} ({advice.evidence})"
-    return f"fp32 ({name}: {advice.gain})" if advice.gain else "fp32"
+        if advice.evidence == "measured":
+            return name
+        return f"{name} ({advice.evidence})"
+    if advice.gain:
+        return f"fp32 ({name}: {advice.gain})"
+    return "fp32"
 
 
 def failed_row(request: Request, reason: str, seconds: float, made_with: dict[str, str]) -> MatrixRow:
@@ -222,26 +232,35 @@ _running: set[CommandWorker] = set()
 
 
 def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
-    """Scan in a new process; a crash or a timeout is an outcome too. Runs on any machine that has this package.
+    """Scan in a new process; a crash or a timeout is an outcome too. Runs on any machine that has
+    this package.
 
     Raises:
         UsageError: no temporary file can be created.
     """
     started = system.monotonic()
-    device = ["--device", request.device] if request.device else []
+    device = []
+    if request.device:
+        device = ["--device", request.device]
     options = ("--json", "-", "--quiet", *device, *request.options, "--fail-on", "never")
     command = module_command("lowprec_check", "--no-settings", "scan", request.target, *options)
-    threads = {} if limits.threads is None else {"OMP_NUM_THREADS": str(limits.threads)}
+    threads = {}
+    if limits.threads is not None:
+        threads = {"OMP_NUM_THREADS": str(limits.threads)}
     with temporary_file() as output, temporary_file() as errors:
         worker = CommandWorker(command, environment=os.environ | threads, output=output, errors=errors)
         worker.set_timeout(limits.seconds)
         reason = _reason(_watch(worker), errors, limits)
-        json = _read(output) if reason is None else b""
+        json = b""
+        if reason is None:
+            json = _read(output)
     return ScanOutcome(request, json, reason, system.monotonic() - started)
 
 
 def temporary_file() -> IO[bytes]:
-    """A file without a name for the output of a scan; raises :class:`UsageError` if there is no usable temporary folder."""
+    """A file without a name for the output of a scan; raises :class:`UsageError` if there is no
+    usable temporary folder.
+    """
     try:
         return tempfile.TemporaryFile()
     except OSError as error:
@@ -258,7 +277,9 @@ def end_running_scans() -> None:
 
 
 def _watch(worker: CommandWorker) -> int | None:
-    """Wait for a scan to end, and return its exit code; ``None`` if it took too long. An interruption kills it."""
+    """Wait for a scan to end, and return its exit code; ``None`` if it took too long. An
+    interruption kills it.
+    """
     _running.add(worker)
     try:
         with Supervisor[CommandWorker, NoReturn]([worker]) as supervisor:
@@ -269,7 +290,9 @@ def _watch(worker: CommandWorker) -> int | None:
 
 
 def _reason(ended: int | None, errors: IO[bytes], limits: ScanLimits) -> str | None:
-    """Why there is no result: the last line that starts with ``error:``, or the last line written to standard error."""
+    """Why there is no result: the last line that starts with ``error:``, or the last line written
+    to standard error.
+    """
     if ended is None:
         return f"timed out after {limits.seconds:.0f} s"
     if ended == 0:

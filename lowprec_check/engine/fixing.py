@@ -1,6 +1,8 @@
-"""The search for a patch of the user's source: changes are proposed for what fails, tried together, and left out where nothing needs them.
+"""The search for a patch of the user's source: changes are proposed for what fails, tried together,
+and left out where nothing needs them.
 
-No code of the user's runs in this process: each trial is a session of its own, which loads the changed source.
+No code of the user's runs in this process: each trial is a session of its own, which loads the
+changed source.
 """
 
 from __future__ import annotations
@@ -51,7 +53,9 @@ LEAST_SECONDS = 60.0
 """For the search after a scan that took less, and for each trial."""
 
 SLOW_SECONDS = 30.0
-"""A model whose scan took longer may be slow: each run of a trial has a process of its own, with limits for its calls and ops."""
+"""A model whose scan took longer may be slow: each run of a trial has a process of its own, with
+limits for its calls and ops.
+"""
 
 MOST_ROUNDS = 8
 
@@ -64,7 +68,9 @@ class Patch:
 
     def texts(self, numbers: Sequence[int]) -> dict[SourceText, str]:
         """The texts of the files with the changes of these ``numbers``."""
-        patched = self._search.patched(self._state(numbers)) if numbers else {}
+        patched = {}
+        if numbers:
+            patched = self._search.patched(self._state(numbers))
         return {file.source: file.text for file in patched.values()}
 
     def proven(self, numbers: Sequence[int]) -> list[Proven]:
@@ -83,9 +89,11 @@ def fix_file(
     on_progress: OnProgress | None = None,
     scanned: ScanResult | None = None,
 ) -> Iterator[tuple[ScanResult, Patch | None]]:
-    """Scan ``spec``, unless it was ``scanned``; then search for a patch. Yields the scan as it grows, last with what was found.
+    """Scan ``spec``, unless it was ``scanned``; then search for a patch. Yields the scan as it
+    grows, last with what was found.
 
-    Raises :class:`UsageError` and :class:`ProcessLostError` as :func:`~lowprec_check.engine.session.scan_file` does.
+    Raises :class:`UsageError` and :class:`ProcessLostError` as
+    :func:`~lowprec_check.engine.session.scan_file` does.
     """
     if isolation == "none":
         raise UsageError("Each change is tried in a process of its own.", "Leave --isolation none out.")
@@ -147,8 +155,12 @@ class _Search:
 
     def found(self) -> tuple[State, SourceTrial | None]:
         """The smallest set of changes that passes, or comes nearest."""
-        best = self._searched() if self.failing else None
-        return self._smallest(*best) if best is not None else ({}, None)
+        best = None
+        if self.failing:
+            best = self._searched()
+        if best is not None:
+            return self._smallest(*best)
+        return ({}, None)
 
     def _searched(self) -> tuple[State, SourceTrial] | None:
         state, analyzed, best = State(), self.scanned, None
@@ -171,7 +183,9 @@ class _Search:
         return best
 
     def _advance(self, state: State, analyzed: ScanResult) -> bool:
-        """Another change at each place that fails; whether there is any. At new ones only if the given inputs fail, or nothing else is left."""
+        """Another change at each place that fails; whether there is any. At new ones only if the
+        given inputs fail, or nothing else is left.
+        """
         patched = self.patched(state)
         sites = Sites(self.files, patched, self.device)
         failing = [run for run in analyzed.runs if fails(run)]
@@ -192,7 +206,9 @@ class _Search:
         tops = {c.fix.back[0] for key, c in state.items() if c.fix.back is not None and c.fix.back[0] is not key}
         for covered in tops.intersection(state):
             del state[covered]
-        looked = self._looked(state) if new and not (advanced and (given_pass or instead)) else None
+        looked = None
+        if new and not (advanced and (given_pass or instead)):
+            looked = self._looked(state)
         for site in new if looked is not None else ():
             found = proposals(site, self._scene(site, patched, looked or self.bits))
             if found:
@@ -205,7 +221,9 @@ class _Search:
         return advanced
 
     def _composes(self, state: State, newest: ast.AST) -> bool:
-        """Whether the changes together are Python; those of the ``newest`` place are left out otherwise."""
+        """Whether the changes together are Python; those of the ``newest`` place are left out
+        otherwise.
+        """
         chosen = state[newest]
         for option in range(chosen.option, len(chosen.options)):
             chosen.option = option
@@ -231,7 +249,9 @@ class _Search:
         return bool(state)
 
     def _with_equal_bits(self, state: State) -> SourceTrial | None:
-        """The trial of ``state``, analyzed; where it changes fp32, with other changes, or without those that do."""
+        """The trial of ``state``, analyzed; where it changes fp32, with other changes, or without
+        those that do.
+        """
         trial = self.tried(state)
         while trial is not None and not self._keeps_bits(trial) and compute_instead(state):
             trial = self.tried(state)
@@ -241,11 +261,15 @@ class _Search:
             alone = self.tried({key: state[key]}, "proof")
             if alone is None or not self._keeps_bits(alone):
                 self._leave_alone(state.pop(key).site, "the changes that are known for it change fp32's results")
-        trial = self.tried(state) if state else None
+        trial = None
+        if state:
+            trial = self.tried(state)
         return trial if trial is not None and self._keeps_bits(trial) else None
 
     def _smallest(self, state: State, trial: SourceTrial) -> tuple[State, SourceTrial]:
-        """Without what is not needed, found at a glance; by proofs if that set fails where all of it passes."""
+        """Without what is not needed, found at a glance; by proofs if that set fails where all of
+        it passes.
+        """
         best = distance_of(trial.runs)
         may_go = [key for key, chosen in state.items() if not chosen.raises or chosen.round]
         may_go.sort(key=lambda key: (state[key].site.breaks, state[key].round, -getattr(key, "lineno", 0)))
@@ -257,7 +281,9 @@ class _Search:
         return state, trial
 
     def _without(self, keys: Sequence[ast.AST], state: State, best: tuple[float, float], goal: Goal) -> State:
-        """``state`` without those of ``keys`` that are not needed: all at once, or else each half, the first one before the second."""
+        """``state`` without those of ``keys`` that are not needed: all at once, or else each half,
+        the first one before the second.
+        """
         fewer = {key: chosen for key, chosen in state.items() if key not in keys}
         if not keys or self._out_of_time():
             return state
@@ -269,7 +295,9 @@ class _Search:
         return self._without(keys[half:], self._without(keys[:half], state, best, goal), best, goal)
 
     def _as_good(self, state: State, best: tuple[float, float], goal: Goal) -> SourceTrial | None:
-        """The trial of ``state``, if it passes as ``best`` does, or its error is not more than a tenth larger."""
+        """The trial of ``state``, if it passes as ``best`` does, or its error is not more than a
+        tenth larger.
+        """
         tried = self.tried(state, goal)
         if tried is None or tried.broken or not self._keeps_bits(tried):
             return None
@@ -280,7 +308,9 @@ class _Search:
     # -- trials
 
     def tried(self, state: State, goal: Goal = "step") -> SourceTrial | None:
-        """What a trial with the changes of ``state`` finds; ``None`` if its process dies, or the file cannot be loaded."""
+        """What a trial with the changes of ``state`` finds; ``None`` if its process dies, or the
+        file cannot be loaded.
+        """
         texts = tuple(sorted(self._texts(self.patched(state)).items()))
         for other in ("glance", "proof", "step"):
             known = self.known.get((*texts, other))
@@ -294,7 +324,9 @@ class _Search:
         return found
 
     def _looked(self, state: State) -> SourceTrial | None:
-        """What the expressions of the files give with the changes of ``state``; of the original, it is looked at once."""
+        """What the expressions of the files give with the changes of ``state``; of the original, it
+        is looked at once.
+        """
         first = not self.bits.seen
         if not state and not first:
             return self.bits
@@ -321,7 +353,9 @@ class _Search:
         return conclude(msgspec.structs.replace(self.scanned, runs=[self.scanned.runs[0], *trial.runs]))
 
     def _keeps_bits(self, trial: SourceTrial) -> bool:
-        """Whether fp32 gives the same outputs and gradients, where two calls of the original do, if the trial took them."""
+        """Whether fp32 gives the same outputs and gradients, where two calls of the original do, if
+        the trial took them.
+        """
         both = ((self.bits.outputs, trial.outputs), (self.bits.gradients, trial.gradients))
         return not trial.outputs or all(not before or after == before for before, after in both)
 
@@ -334,7 +368,9 @@ class _Search:
     # -- files
 
     def patched(self, state: State) -> dict[Path, PatchedFile]:
-        """Each file that reports name, with the changes of ``state``; raises ``ValueError`` if two of these overlap."""
+        """Each file that reports name, with the changes of ``state``; raises ``ValueError`` if two
+        of these overlap.
+        """
         fixes: dict[Path, tuple[SourceText, list[SourceFix]]] = {}
         for chosen in state.values():
             fixes.setdefault(chosen.site.source.path, (chosen.site.source, []))[1].append(chosen.fix)
@@ -352,7 +388,9 @@ class _Search:
         return {str(path): file.text for path, file in patched.items()}
 
     def _scene(self, site: Site, patched: dict[Path, PatchedFile], probe: SourceTrial) -> Scene:
-        """What the expressions around ``site`` gave: in fp32, and in the first precision that fails there."""
+        """What the expressions around ``site`` gave: in fp32, and in the first precision that fails
+        there.
+        """
         file = patched.get(site.source.path) or PatchedFile(site.source)
         names = [run.precision for run in self.failing if run.precision in site.precisions]
         name = names[0] if names else self.failing[0].precision  # else a change has made another one fail there
@@ -371,8 +409,12 @@ class _Search:
     def told(self, ordered: Sequence[Chosen], trial: SourceTrial | None) -> Fixing:
         """What was found, to be saved."""
         runs = trial.runs if trial is not None else []
-        passes = bool(runs) and not distance_of(runs)[0] if self.failing else True
-        patched = self.patched({each.site.node: each for each in ordered}) if ordered else {}
+        passes = True
+        if self.failing:
+            passes = bool(runs) and not distance_of(runs)[0]
+        patched = {}
+        if ordered:
+            patched = self.patched({each.site.node: each for each in ordered})
         changes = [change_of(chosen.site, chosen.fix, [its.fix for its in ordered]) for chosen in ordered]
         return Fixing(
             tool=f"lowprec-check {version()}",

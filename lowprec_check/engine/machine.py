@@ -1,4 +1,6 @@
-"""The hardware and which precisions it accelerates. May initialize a device, so it runs in a separate process if possible."""
+"""The hardware and which precisions it accelerates. May initialize a device, so it runs in a
+separate process if possible.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Machine(Struct, frozen=True, kw_only=True):
 def prepared_runs(
     source: TargetSource, isolation: Isolation | None, device: str | None, find: Callable[[], Machine]
 ) -> tuple[Machine, Isolation]:
-    """What ``find`` returns for the machine, from a process that may initialize ``device``, and how runs are isolated there."""
+    """What ``find`` returns for the machine, from a process that may initialize ``device``, and how
+    runs are isolated there.
+    """
     machine = isolated(find, source.isolation_of_functions(isolation, device), Machine)
     isolation = isolation or isolation_on(machine.runs_on, source.best_on(machine.runs_on))
     if machine.predicted is not None and isolation not in ("fork", "spawn"):
@@ -54,7 +58,8 @@ def prepared_runs(
 
 
 def machine_for(device: str | None, torch_version: str | None, *, predict: bool) -> Machine:
-    """The machine of a scan on ``device``. If that is not here, or ``predict``, runs are predicted for it, with a version of torch.
+    """The machine of a scan on ``device``. If that is not here, or ``predict``, runs are predicted
+    for it, with a version of torch.
 
     Raises :class:`UsageError` for a device that is neither here nor predictable.
     """
@@ -62,8 +67,12 @@ def machine_for(device: str | None, torch_version: str | None, *, predict: bool)
     if predicted is None:
         return Machine(environment=environment(device))
     here = environment("cpu")
-    unknown = {f"{low.short}_accelerated": None for low in LOW_FORMATS} if predicted.name != "cpu" else {}
-    default = here["default_autocast"] if predicted.name == "cpu" else "float16"
+    unknown = {}
+    if predicted.name != "cpu":
+        unknown = {f"{low.short}_accelerated": None for low in LOW_FORMATS}
+    default = "float16"
+    if predicted.name == "cpu":
+        default = here["default_autocast"]
     about = {"device": predicted.name, "device_name": "predicted on a CPU", "default_autocast": default}
     return Machine(environment=here | about | unknown, predicted=predicted)
 
@@ -86,7 +95,9 @@ def _predicted(device: str | None, torch_version: str | None, *, predict: bool) 
 
 
 def environment(device: str | None = None) -> dict[str, Any]:
-    """Versions, CPU features, accelerated dtypes, accelerators, IPEX; raises ``UsageError`` if ``device`` is not available."""
+    """Versions, CPU features, accelerated dtypes, accelerators, IPEX; raises ``UsageError`` if
+    ``device`` is not available.
+    """
     chosen = devices.resolve(device)
     return {
         "torch": str(torch.__version__),
@@ -111,18 +122,26 @@ def environment(device: str | None = None) -> dict[str, Any]:
 
 
 def _accelerates(device: torch.device, kind: str) -> bool | None:
-    """Whether the hardware computes matrix products in this dtype; ``None`` if this torch cannot report it."""
+    """Whether the hardware computes matrix products in this dtype; ``None`` if this torch cannot
+    report it.
+    """
     if device.type != "cpu":
         module = devices.module_of(device)
         test = getattr(module, "is_bf16_supported", None)
-        return bool(test()) if kind == "bf16" and test is not None else True
+        if kind == "bf16" and test is not None:
+            return bool(test())
+        return True
     test = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
-    return bool(test()) if test is not None else None
+    if test is not None:
+        return bool(test())
+    return None
 
 
 def _describe(kind: str) -> str:
     module = devices.module_of(torch.device(kind))
-    count = module.device_count() if hasattr(module, "device_count") else 1
+    count = 1
+    if hasattr(module, "device_count"):
+        count = module.device_count()
     try:
         name = devices.name_of(torch.device(kind))
     except RuntimeError:  # in a fork of a process that has asked for its accelerators

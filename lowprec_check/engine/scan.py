@@ -1,4 +1,6 @@
-"""Scans a target: runs it in every precision on every backend, then explains, diagnoses and recommends."""
+"""Scans a target: runs it in every precision on every backend, then explains, diagnoses and
+recommends.
+"""
 
 from __future__ import annotations
 
@@ -116,7 +118,9 @@ def scan_target(source: TargetSource, isolation: Isolation | None, options: Scan
 def growing_scan(
     source: TargetSource, isolation: Isolation | None, options: ScanOptions, earlier: ScanResult | None = None
 ) -> Iterator[ScanResult]:
-    """Yield the result after each run, without its conclusion; the last one has all runs. Those of ``earlier`` are taken as :func:`_resumed` says."""
+    """Yield the result after each run, without its conclusion; the last one has all runs. Those of
+    ``earlier`` are taken as :func:`_resumed` says.
+    """
     check_options(options)
     machine, isolation = prepared_runs(
         source,
@@ -129,7 +133,9 @@ def growing_scan(
         importlib.import_module("torch._dynamo")  # optimizers import it, which takes a second in each fork
     target = source.target
     stream = stream_of(target.model)
-    own = [] if stream is None else [hashlib.sha256(file.read_bytes()).hexdigest() for file in source.own_files()]
+    own = []
+    if stream is not None:
+        own = [hashlib.sha256(file.read_bytes()).hexdigest() for file in source.own_files()]
     with (
         open_runs(source, settings, isolation) as target_runs,
         open_batches(source, options.batches, settings, isolation) as further,
@@ -233,8 +239,8 @@ def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False
 
 
 def _resumed(source: TargetSource, result: ScanResult, earlier: ScanResult | None) -> dict[RunKey, Run]:
-    """The runs of ``earlier``, if weights are streamed, both scans are about the same model, source, inputs and options on one machine,
-    and fp32 gives the same output.
+    """The runs of ``earlier``, if weights are streamed, both scans are about the same model,
+    source, inputs and options on one machine, and fp32 gives the same output.
     """
     if earlier is None or result.digest is None:
         return {}
@@ -260,7 +266,9 @@ def _estimate(stream: WeightStream, options: ScanOptions, device: str) -> str:
     each, twice = " on each batch" if options.batches > 1 else "", "twice" if often > 1 else "once"
     most = stream.most_held + (0 if device.startswith("cpu") else 2 * AHEAD_BYTES)
     when = "If a precision fails" if options.plan else "If none of them passes"
-    again = "" if options.plan is False else f"{when}, each trial of the search for a plan reads them again. "
+    again = ""
+    if options.plan is not False:
+        again = f"{when}, each trial of the search for a plan reads them again. "
     return (
         f"{gibibytes(stream.nbytes)} of weights are read at least {times} times if every call ends: once in fp32{each}, {twice} in each other "
         f"precision. {again}Reading them {times} times takes about {max(1.0, seconds):.0f} s at {gibibytes(speed)}/s, the speed of a sample; "

@@ -1,4 +1,6 @@
-"""The search for a patch of a training script: its steps run with the changes and without, as they are and in fp32."""
+"""The search for a patch of a training script: its steps run with the changes and without, as they
+are and in fp32.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ STEPS = 8
 """That are run by default."""
 
 NEARER = 0.5
-"""A patch must bring the weights at least so much nearer to those in fp32, and so much nearer than weights that do not move, whose distance is 1."""
+"""A patch must bring the weights at least so much nearer to those in fp32, and so much nearer than
+weights that do not move, whose distance is 1.
+"""
 
 SECONDS = 600.0
 """For the steps of a script."""
@@ -40,7 +44,8 @@ Change = tuple[SourceText, SourceFix]
 def fix_script(
     spec: TargetSpec, options: FixOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
 ) -> tuple[Fixing, dict[SourceText, str]]:
-    """Run the steps that a script makes, and search for a patch of it: what was found, and the texts of the files with it.
+    """Run the steps that a script makes, and search for a patch of it: what was found, and the
+    texts of the files with it.
 
     Raises :class:`UsageError` if it makes none, and :class:`ProcessLostError` if its process ends.
     """
@@ -76,7 +81,9 @@ class _Search:
         """The changes that bring the weights nearer to those in fp32, and what is told of them."""
         before = self._tried([])
         if before is not None and before.problem:
-            fewer = f"Add --steps {before.steps}." if before.steps else None
+            fewer = None
+            if before.steps:
+                fewer = f"Add --steps {before.steps}."
             raise UsageError(f"The steps of {self.spec.name} cannot be compared: {before.problem}.", fewer)
         if before is None or not before.steps:
             parts = "If it defines its parts, scan them: lowprec-check scan --train."
@@ -103,7 +110,9 @@ class _Search:
         return changes, self._told(changes, before, after, reasons, tolerance)
 
     def _best(self, changes: list[Change], before: ScriptFacts) -> tuple[list[Change], ScriptFacts, str]:
-        """The changes and their trial, from a scale that skips no step; without any if they do not help, and why they do not."""
+        """The changes and their trial, from a scale that skips no step; without any if they do not
+        help, and why they do not.
+        """
         after = self._tried(changes)
         if after is not None and after.skipped and after.scale is not None and before.scale is None:
             again = self._changes(faults(before, self._located, after.scale))
@@ -122,7 +131,9 @@ class _Search:
         elif after.distance is None or after.distance > NEARER * min(1.0, before.distance or 1.0):
             words = "with {known:text}, the distance from fp32's weights is {after:error} instead of {before:error}"
             why = say(words, known=known, after=after.distance, before=before.distance).text
-        return ([], before, why) if why else (changes, after, "")
+        if why:
+            return ([], before, why)
+        return (changes, after, "")
 
     @staticmethod
     def _changes(wrong: Iterable[Fault]) -> list[Change]:
@@ -133,7 +144,9 @@ class _Search:
         return Sites(self.files, {}, "cpu").located(row)
 
     def _tried(self, changes: Sequence[Change]) -> ScriptFacts | None:
-        """What the steps do with ``changes``; ``None`` if the script fails with them. Raises :class:`UsageError` if it does without."""
+        """What the steps do with ``changes``; ``None`` if the script fails with them. Raises
+        :class:`UsageError` if it does without.
+        """
         self.trials += 1
         if self.on_progress is not None:
             self.on_progress("fix", f"trial {self.trials}: {counted(len(changes), 'change')}")

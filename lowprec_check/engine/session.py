@@ -1,7 +1,8 @@
-"""Scans and plans in a process of its own: whatever the user's file does to it, this process reports what was finished.
+"""Scans and plans in a process of its own: whatever the user's file does to it, this process
+reports what was finished.
 
-The process loads the target and starts the workers. Its messages are encoded by msgspec: nothing that it sends is unpickled. This process does
-not import torch: both would wait for it.
+The process loads the target and starts the workers. Its messages are encoded by msgspec: nothing
+that it sends is unpickled. This process does not import torch: both would wait for it.
 """
 
 from __future__ import annotations
@@ -72,7 +73,9 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item", ScanResult, Planning, SourceTrial)
 Grow = Callable[..., Iterator[Item]]
-"""Yields what has been found so far, as :func:`growing_scan` does; picklable for a fresh interpreter."""
+"""Yields what has been found so far, as :func:`growing_scan` does; picklable for a fresh
+interpreter.
+"""
 
 
 def scan_file(
@@ -92,7 +95,10 @@ def scan_file(
     for result in session.grow(functools.partial(_growing_changes, earlier=earlier)):
         for run in result.runs:
             known = runs.get(run.key)
-            runs[run.key] = run if known is None else msgspec.structs.replace(run, op_calls=known.op_calls)
+            if known is None:
+                runs[run.key] = run
+            else:
+                runs[run.key] = msgspec.structs.replace(run, op_calls=known.op_calls)
         whole = msgspec.structs.replace(result, runs=list(runs.values()))
         yield msgspec.structs.replace(whole, runs=as_wanted(whole, whole.runs))
 
@@ -100,7 +106,9 @@ def scan_file(
 def plan_file(
     spec: TargetSpec, options: PlanOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
 ) -> Iterator[Planning]:
-    """Load ``spec`` and search for its plan; yield what was found after each base. Raises as :func:`scan_file` does."""
+    """Load ``spec`` and search for its plan; yield what was found after each base. Raises as
+    :func:`scan_file` does.
+    """
     yield from _Session(spec, options, isolation, options.seconds, on_progress).grow(_growing_planning)
 
 
@@ -113,7 +121,9 @@ def _growing_planning(source: TargetSource, isolation: Isolation | None, options
 def try_source(
     spec: TargetSpec, options: ScanOptions, isolation: Isolation | None, grow: Grow[SourceTrial], seconds: float
 ) -> SourceTrial:
-    """Load ``spec`` with its changed sources, and return what ``grow`` finds within so many ``seconds`` each. Raises as :func:`scan_file` does."""
+    """Load ``spec`` with its changed sources, and return what ``grow`` finds within so many
+    ``seconds`` each. Raises as :func:`scan_file` does.
+    """
     *_, trial = _Session(spec, options, isolation, seconds, None, seconds).grow(grow)
     return trial
 
@@ -121,8 +131,8 @@ def try_source(
 def _growing_changes(
     source: TargetSource, isolation: Isolation | None, options: ScanOptions, earlier: ScanResult | None = None
 ) -> Iterator[ScanResult]:
-    """The result after each run; ``runs`` has only those that are new, and those that have changed, without the op calls that
-    were sent before.
+    """The result after each run; ``runs`` has only those that are new, and those that have changed,
+    without the op calls that were sent before.
     """
     from lowprec_check.engine.scan import growing_scan
 
@@ -147,7 +157,9 @@ class _Session:
     """Limit of what follows, if its runs have no limits of their own."""
 
     def grow(self, grow: Grow[Item]) -> Iterator[Item]:
-        """Load the target and yield what ``grow`` finds; in this process, if there are no other ones."""
+        """Load the target and yield what ``grow`` finds; in this process, if there are no other
+        ones.
+        """
         check_isolation(self.isolation)
         best = best_isolation(can_spawn=True)
         if (self.isolation or best) == "none":
@@ -202,7 +214,9 @@ class _Session:
             ended.check()
 
     def _raise_loss(self, event: StateEvent[Any], loaded: bool, line: str | None) -> NoReturn:
-        at = f" at {line}" if line else ""
+        at = ""
+        if line:
+            at = f" at {line}"
         if event.state == "timeout" and not loaded:
             raise UsageError(
                 f"{self.spec.name} was not loaded within {self.load_seconds:g} s{at and f'; it was{at}'}.",
@@ -249,7 +263,9 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
 
 
 def _load(spec: TargetSpec, options: ScanOptions | PlanOptions) -> TargetSource:
-    """The source of the target; raises :class:`UsageError` for what the user can fix, in the options first."""
+    """The source of the target; raises :class:`UsageError` for what the user can fix, in the
+    options first.
+    """
     from lowprec_check.engine.run.target_source import load_here
     from lowprec_check.engine.scan import check_options
 
@@ -259,9 +275,13 @@ def _load(spec: TargetSpec, options: ScanOptions | PlanOptions) -> TargetSource:
 
 
 def _packages_named_by(name: str) -> list[str]:
-    """The top-level package that a target names: ``timm`` of ``timm:resnet18``, ``package`` of ``package.module:attr``."""
+    """The top-level package that a target names: ``timm`` of ``timm:resnet18``, ``package`` of
+    ``package.module:attr``.
+    """
     root = name.partition(":")[0].partition(".")[0]
-    return [{"hf": "transformers"}.get(root, root)] if root.isidentifier() else []
+    if root.isidentifier():
+        return [{"hf": "transformers"}.get(root, root)]
+    return []
 
 
 @contextlib.contextmanager

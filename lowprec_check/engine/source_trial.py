@@ -1,4 +1,6 @@
-"""Trials of a source of the user's, in a process of their own: its plain runs, its bits in fp32, and what its expressions give."""
+"""Trials of a source of the user's, in a process of their own: its plain runs, its bits in fp32,
+and what its expressions give.
+"""
 
 from __future__ import annotations
 
@@ -48,13 +50,16 @@ Goal = Literal["glance", "step", "proof"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTrial:
-    """A trial of a source: the model runs plain in fp32, then in each precision. Called in a session, which may be its only process."""
+    """A trial of a source: the model runs plain in fp32, then in each precision. Called in a
+    session, which may be its only process.
+    """
 
     fp32: Run
     """The reference of the scan, without its op calls."""
     goal: Goal
-    """``glance``: which precisions pass. ``proof``: also on further inputs, and the bits of fp32. ``step``: a proof if all pass, else what
-    fails is analyzed op by op."""
+    """``glance``: which precisions pass. ``proof``: also on further inputs, and the bits of fp32.
+    ``step``: a proof if all pass, else what fails is analyzed op by op.
+    """
     passing: tuple[str, ...] = ()
     """The precisions that pass without the changes."""
     apart: bool = False
@@ -95,7 +100,9 @@ class PlainTrial:
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What the expressions of a source with probes give in fp32 and in each precision, as far as the model runs in it."""
+    """What the expressions of a source with probes give in fp32 and in each precision, as far as
+    the model runs in it.
+    """
 
     device: str
     first: bool
@@ -144,8 +151,16 @@ class ScriptTrial:
             start, fp32, low = ([t.double() for t in torch.load(io.BytesIO(each))] for each in kept)
             is_same = [tensor.shape for tensor in fp32] == [tensor.shape for tensor in low]
             moved = _norm(one - other for one, other in zip(fp32, start, strict=True))
-            apart = _norm(one - other for one, other in zip(fp32, low, strict=True)) if is_same else math.inf
-            distance = apart / moved if moved else math.inf if apart else 0.0
+            if is_same:
+                apart = _norm(one - other for one, other in zip(fp32, low, strict=True))
+            else:
+                apart = math.inf
+            if moved:
+                distance = apart / moved
+            elif apart:
+                distance = math.inf
+            else:
+                distance = 0.0
             known = distance if math.isfinite(distance) else None
             is_repeatable = not self.twice or ran[2].weights == ran[0].weights
             facts = msgspec.structs.replace(facts, distance=known, fp32=digest_of(fp32) if is_repeatable else "")
@@ -157,7 +172,10 @@ class ScriptTrial:
         for tensors in zip(*watch.weights, strict=True):
             saved.append(io.BytesIO())
             torch.save([tensor.cpu() for tensor in tensors], saved[-1])
-        start, weights = (each.getvalue() for each in saved) if saved else (b"", b"")
+        if saved:
+            start, weights = (each.getvalue() for each in saved)
+        else:
+            start, weights = (b"", b"")
         return _Made(facts=watch.facts(), start=start, weights=weights)
 
 
@@ -209,7 +227,9 @@ def _probed(source: TargetSource, device: str, precisions: Sequence[str], option
 def _rounded_buffers(
     target: Target, device: str, precisions: Iterable[str], options: ScanOptions
 ) -> dict[str, list[str]]:
-    """The floating buffers that a cast rounds, by the file and class of their module, if fp32 with the rounded ones comes near the tolerance."""
+    """The floating buffers that a cast rounds, by the file and class of their module, if fp32 with
+    the rounded ones comes near the tolerance.
+    """
     for precision in map(PRECISIONS.get, precisions):
         found: dict[str, list[str]] = {}
         with _ready(target, REFERENCE, device) as ready:
@@ -253,7 +273,8 @@ def _digests(ready: Any, target: Target, seed: int) -> tuple[str, str]:
                 output, _ = run_once(ready, target.args, target.kwargs, seed)
         bits, generator = digest_of(output_tensors(output)), torch.Generator().manual_seed(0)
         floating = [tensor for _, tensor in leaves(output) if tensor.requires_grad]
-        # of one number, since torch imports sympy for gradients that it is given, which takes a second
+        # of one number, since torch imports sympy for gradients that it is given, which takes a
+        # second
         products = [(t * torch.randn(t.shape, generator=generator).to(t)).sum().real for t in floating]
         try:
             gradients = torch.autograd.grad(sum(products, torch.zeros(())), parameters, allow_unused=True)

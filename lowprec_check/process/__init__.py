@@ -1,7 +1,10 @@
-"""Worker processes: starting them, receiving their messages, enforcing limits, describing how they ended."""
+"""Worker processes: starting them, receiving their messages, enforcing limits, describing how they
+ended.
+"""
 
 from typing import Literal
 
 Isolation = Literal["fork", "spawn", "shared", "none"]
-"""Where a model runs: ``fork``, each run in a copy of this process; ``spawn``, each in a fresh interpreter; ``shared``, one run after
-another in one worker; ``none``, in this process."""
+"""Where a model runs: ``fork``, each run in a copy of this process; ``spawn``, each in a fresh
+interpreter; ``shared``, one run after another in one worker; ``none``, in this process.
+"""

@@ -1,4 +1,6 @@
-"""Small files that processes share: a breadcrumb records which op a worker runs and survives its death; others have no name."""
+"""Small files that processes share: a breadcrumb records which op a worker runs and survives its
+death; others have no name.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,8 @@ from lowprec_check.process.interpreter import open_descriptors
 
 
 def shared_file() -> int:
-    """A new descriptor of an empty file: in memory on Linux, so that no temporary folder is needed; else in one.
+    """A new descriptor of an empty file: in memory on Linux, so that no temporary folder is needed;
+    else in one.
 
     Raises :class:`UsageError` if neither is possible.
     """
@@ -42,7 +45,9 @@ def clear_shared(descriptor: int) -> None:
 
 
 class _Shared(io.RawIOBase):
-    """Reads a shared file at a position of its own: that of a descriptor is shared by all processes that have it."""
+    """Reads a shared file at a position of its own: that of a descriptor is shared by all processes
+    that have it.
+    """
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._position = descriptor, 0
@@ -104,7 +109,9 @@ class Position(NamedTuple):
 
     def seconds_in_op(self) -> float:
         """Seconds since the running op started; 0 between ops."""
-        return system.now() - self.started if self.in_op else 0.0
+        if self.in_op:
+            return system.now() - self.started
+        return 0.0
 
 
 class Breadcrumb:

@@ -1,4 +1,6 @@
-"""Workers that run a command: one exchanges lines with its supervisor, the other is read after it has ended; a queue of tasks."""
+"""Workers that run a command: one exchanges lines with its supervisor, the other is read after it
+has ended; a queue of tasks.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ _CHUNK = 1 << 16
 
 
 class LineWorker(Worker[Message]):
-    """A command that reads tasks from its standard input and writes messages to its standard output, one per line."""
+    """A command that reads tasks from its standard input and writes messages to its standard
+    output, one per line.
+    """
 
     def __init__(
         self,
@@ -57,11 +61,15 @@ class LineWorker(Worker[Message]):
             self._tasks.flush()
 
     def waitables(self) -> list[int | Connection]:
-        """Return standard output, while it is open, and a descriptor that becomes ready when the process ends."""
+        """Return standard output, while it is open, and a descriptor that becomes ready when the
+        process ends.
+        """
         return [*([] if self._at_end else [self._messages.fileno()]), *super().waitables()]
 
     def receive(self) -> list[Message]:
-        """Return the messages in one chunk of the output; an incomplete line is kept until its rest arrives."""
+        """Return the messages in one chunk of the output; an incomplete line is kept until its rest
+        arrives.
+        """
         if self._at_end or not system.wait_for([self._messages.fileno()], 0):
             return []
         chunk = os.read(self._messages.fileno(), _CHUNK)
@@ -88,10 +96,11 @@ Task = TypeVar("Task", bound=_HasOp)
 
 
 class TaskQueue(Generic[Task, Message]):
-    """Tasks for workers that run one command: a worker has one at a time, and is replaced if it ends.
+    """Tasks for workers that run one command: a worker has one at a time, and is replaced if it
+    ends.
 
-    The first message of a worker says that it has started, each later one is the answer to its task. While it has a task, its breadcrumb
-    names the op, from when the task is sent.
+    The first message of a worker says that it has started, each later one is the answer to its
+    task. While it has a task, its breadcrumb names the op, from when the task is sent.
     """
 
     def __init__(
@@ -105,9 +114,11 @@ class TaskQueue(Generic[Task, Message]):
         call_seconds: float,
         on_send: Callable[[Task], None] = lambda _: None,
     ) -> None:
-        """A worker is killed if it has not started after ``start_seconds``, or if one call takes longer than ``call_seconds``.
+        """A worker is killed if it has not started after ``start_seconds``, or if one call takes
+        longer than ``call_seconds``.
 
-        ``folder`` is for breadcrumbs, logs and temporary files of the workers; ``command`` gets the option ``--breadcrumb``.
+        ``folder`` is for breadcrumbs, logs and temporary files of the workers; ``command`` gets the
+        option ``--breadcrumb``.
         """
         self.waiting: collections.deque[Task] = collections.deque()
         self.workers: list[LineWorker[Message]] = []
@@ -138,7 +149,9 @@ class TaskQueue(Generic[Task, Message]):
         self.workers.append(worker)
 
     def fill(self, workers: int) -> None:
-        """Give tasks to idle workers, and start others until there are ``workers``; those that died while they were idle are dropped."""
+        """Give tasks to idle workers, and start others until there are ``workers``; those that died
+        while they were idle are dropped.
+        """
         for worker in [worker for worker in self.workers if worker.exit_code is not None]:
             self.workers.remove(worker)
             self._idle.discard(worker)
@@ -150,9 +163,11 @@ class TaskQueue(Generic[Task, Message]):
             self.start()
 
     def events(self) -> Iterator[tuple[Task | None, Message | StateEvent[LineWorker[Message]]]]:
-        """Yield each message with the task that it answers, and the end of each worker with the task that it was at, until none is left.
+        """Yield each message with the task that it answers, and the end of each worker with the
+        task that it was at, until none is left.
 
-        ``None`` stands for the task of a worker that had just started. A task that is put back into :attr:`waiting` is sent again.
+        ``None`` stands for the task of a worker that had just started. A task that is put back into
+        :attr:`waiting` is sent again.
         """
         for event in self.supervisor.events():
             worker = event.worker
@@ -186,6 +201,8 @@ class CommandWorker(Worker[NoReturn]):
     def __init__(
         self, command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes], errors: IO[bytes]
     ) -> None:
-        """``output`` and ``errors`` must be files: nobody reads them while the command runs, and a full pipe would block it."""
+        """``output`` and ``errors`` must be files: nobody reads them while the command runs, and a
+        full pipe would block it.
+        """
         super().__init__()
         self._group = start_command(command, environment=environment, output=output, errors=errors)

@@ -1,4 +1,6 @@
-"""A lock that a fork makes anew: the thread that held it at that moment is not copied, and would never release it."""
+"""A lock that a fork makes anew: the thread that held it at that moment is not copied, and would
+never release it.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,8 @@ from typing import Any
 class ForkLock:
     """A lock to enter by ``with``, several times by one thread; in a fork nobody holds it.
 
-    Instances are kept for the life of the process: make them at module level, or in an object that is there once.
+    Instances are kept for the life of the process: make them at module level, or in an object that
+    is there once.
     """
 
     def __init__(self) -> None:

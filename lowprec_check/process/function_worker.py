@@ -1,4 +1,6 @@
-"""A worker that runs a Python function: in a fork of this process, or in a fresh interpreter; one may wait for its next task."""
+"""A worker that runs a Python function: in a fork of this process, or in a fresh interpreter; one
+may wait for its next task.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from lowprec_check.process.supervisor import BATCH, FOREIGN_BYTES, Decode, Messa
 
 
 class Activity:
-    """How long a process and its descendants have been waiting for something, without using the processor."""
+    """How long a process and its descendants have been waiting for something, without using the
+    processor.
+    """
 
     SECONDS = 0.5
     """Between two measurements."""
@@ -48,7 +52,9 @@ class Activity:
         self._worked: float | None = None
 
     def idle_seconds(self, now: float) -> float:
-        """Seconds until ``now``, a value of ``time.monotonic()``, since the process was last seen to work."""
+        """Seconds until ``now``, a value of ``time.monotonic()``, since the process was last seen
+        to work.
+        """
         if self._worked is None or now - self._measured >= self.SECONDS:
             used = _processor_seconds(self._pid)
             if self._worked is None or used is None or abs(used - self._used) > self.LEAST:
@@ -58,7 +64,9 @@ class Activity:
 
 
 def _processor_seconds(pid: int) -> float | None:
-    """Processor time of the process and its descendants; ``None`` if it has ended, or one is stopped, or waits for a disk or a core."""
+    """Processor time of the process and its descendants; ``None`` if it has ended, or one is
+    stopped, or waits for a disk or a core.
+    """
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -96,7 +104,9 @@ Method = Literal["fork", "spawn"]
 
 _MARK = os.urandom(8)
 _HEAD = struct.Struct("!8sQ")
-"""What is in front of each message of a worker: the mark, which foreign bytes do not have, and the length."""
+"""What is in front of each message of a worker: the mark, which foreign bytes do not have, and the
+length.
+"""
 
 
 class Channel:
@@ -138,7 +148,8 @@ class FunctionWorker(Worker[Message]):
         breadcrumb: Breadcrumb | None = None,
         descriptors: Sequence[int] = (),
     ) -> None:
-        """``log`` is the descriptor for the traceback that ``faulthandler`` writes when a signal or a limit kills the worker.
+        """``log`` is the descriptor for the traceback that ``faulthandler`` writes when a signal or
+        a limit kills the worker.
 
         A fresh interpreter inherits ``descriptors``.
         """
@@ -166,7 +177,9 @@ class FunctionWorker(Worker[Message]):
         self._activity = Activity(self._group.pid)
 
     def send(self, message: bytes) -> None:
-        """Send what :meth:`Channel.receive` returns. If the worker is dead, it is lost; the supervisor reports its end."""
+        """Send what :meth:`Channel.receive` returns. If the worker is dead, it is lost; the
+        supervisor reports its end.
+        """
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send_bytes(message)
 
@@ -182,8 +195,12 @@ class FunctionWorker(Worker[Message]):
         self._activity = Activity(self._group.pid)
 
     def waitables(self) -> list[int | Connection]:
-        """Return the pipe, while it is open, and a descriptor that becomes ready when the process ends."""
-        pipe = [] if self._at_end else [self._connection]
+        """Return the pipe, while it is open, and a descriptor that becomes ready when the process
+        ends.
+        """
+        pipe = []
+        if not self._at_end:
+            pipe = [self._connection]
         return [*pipe, *super().waitables()]
 
     def receive(self) -> list[Message]:
@@ -215,7 +232,9 @@ class FunctionWorker(Worker[Message]):
     @property
     def exit_code(self) -> int | None:
         """Exit code of the process, or :data:`FOREIGN_BYTES`; ``None`` while it runs."""
-        return FOREIGN_BYTES if self._is_foreign else super().exit_code
+        if self._is_foreign:
+            return FOREIGN_BYTES
+        return super().exit_code
 
     def idle_seconds(self) -> float:
         """Seconds since the process or one that it started was last seen to use the processor."""
@@ -253,8 +272,10 @@ class FunctionWorker(Worker[Message]):
 
 
 _PLACE_SIGNAL = getattr(signal, "SIGRTMAX", getattr(signal, "SIGUSR2", 0))
-"""Makes a worker log the traceback of its main thread. ``faulthandler`` may crash where it reads the frames of a running thread, so this is
-done only when the worker is killed anyway, and not before, with ``dump_traceback_later``."""
+"""Makes a worker log the traceback of its main thread. ``faulthandler`` may crash where it reads
+the frames of a running thread, so this is done only when the worker is killed anyway, and not
+before, with ``dump_traceback_later``.
+"""
 
 _PLACE_WAITS = 50
 """Hundredths of a second: a process that is stopped logs nothing."""
@@ -271,7 +292,9 @@ def in_worker() -> bool:
 
 
 def end_if_forked(error: BaseException) -> None:
-    """After an exception in a process that the model forked: end it, as it would end without a worker around it."""
+    """After an exception in a process that the model forked: end it, as it would end without a
+    worker around it.
+    """
     if _worker_pid is not None and not in_worker():
         code = error.code if isinstance(error, SystemExit) else 1
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
@@ -282,7 +305,9 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """The last message of a worker: it is done, or was ended by an error. A worker that dies sends none."""
+    """The last message of a worker: it is done, or was ended by an error. A worker that dies sends
+    none.
+    """
 
     value: bytes = b""
     """What was computed, if it is not sent before."""
@@ -338,15 +363,18 @@ def _run(task: Task, connection: Connection, log: int | None, folder: str | None
 
 
 def _use_folder(folder: str) -> None:
-    """Make ``folder`` that for temporary files, also of what this process starts: it is removed after the process was ended.
+    """Make ``folder`` that for temporary files, also of what this process starts: it is removed
+    after the process was ended.
 
-    What inductor has compiled stays for other workers of the parent; where the user has a cache of it, that is used.
+    What inductor has compiled stays for other workers of the parent; where the user has a cache of
+    it, that is used.
     """
     user = ""
     with contextlib.suppress(Exception):  # no name is known for the number of the user
         user = re.sub(r'[\\/:*?"<>|]', "_", getpass.getuser())  # as torch does
     cache = os.path.join(tempfile.gettempdir(), f"torchinductor_{user}")
-    cache = cache if os.path.isdir(cache) else os.path.join(os.path.dirname(folder), "inductor")
+    if not os.path.isdir(cache):
+        cache = os.path.join(os.path.dirname(folder), "inductor")
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", cache)
     os.environ["TMPDIR"] = tempfile.tempdir = folder
     process.current_process()._config["tempdir"] = folder  # type: ignore[attr-defined]
@@ -354,7 +382,9 @@ def _use_folder(folder: str) -> None:
 
 
 def _before_use() -> None:
-    """Before a pipe is used: undo what the model did to builtins; end a process that it forked, and that was to end in the call."""
+    """Before a pipe is used: undo what the model did to builtins; end a process that it forked, and
+    that was to end in the call.
+    """
     system.restore_builtins()
     if not in_worker():
         os._exit(1)
@@ -370,7 +400,9 @@ def _flush() -> None:
 
 
 class KeptWorker:
-    """Keeps a worker for its next task; a worker of another owner is ended first, so that there is never more than one."""
+    """Keeps a worker for its next task; a worker of another owner is ended first, so that there is
+    never more than one.
+    """
 
     def __init__(self) -> None:
         self.started = 0

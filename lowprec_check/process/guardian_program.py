@@ -1,6 +1,8 @@
-"""Ends a worker with all that it has started. As a program, the guardian: does so, and removes folders, after this program was killed.
+"""Ends a worker with all that it has started. As a program, the guardian: does so, and removes
+folders, after this program was killed.
 
-The guardian starts in milliseconds, as ``python -I -S FILE``: this file imports only what it needs of the standard library.
+The guardian starts in milliseconds, as ``python -I -S FILE``: this file imports only what it needs
+of the standard library.
 """
 
 from __future__ import annotations
@@ -43,7 +45,9 @@ def new_mark() -> int:
 
 def set_mark(mark: int, pid: int = 0) -> None:
     """Mark a process, by default the calling one; does nothing where marks cannot be read."""
-    limits = _call(_prlimit, pid, resource.RLIMIT_RTTIME) if resource is not None else None
+    limits = None
+    if resource is not None:
+        limits = _call(_prlimit, pid, resource.RLIMIT_RTTIME)
     if limits is not None and limits[1] == resource.RLIM_INFINITY:
         _call(_prlimit, pid, resource.RLIMIT_RTTIME, (mark, limits[1]))
 
@@ -51,7 +55,9 @@ def set_mark(mark: int, pid: int = 0) -> None:
 # -- Ends a worker and all that it has started
 
 _CLEANERS = (os.path.basename(__file__).encode(), b"multiprocessing.resource_tracker", b"torch_shm_manager")
-"""In the command lines of processes that clean up after others, and then end: guardians, and those that remove shared memory."""
+"""In the command lines of processes that clean up after others, and then end: guardians, and those
+that remove shared memory.
+"""
 _CLEANERS_WAITS, _WAIT_SECONDS = 1000, 0.005
 
 _ROUNDS = 100
@@ -59,7 +65,8 @@ _ROUNDS = 100
 
 
 def end_family(leader: int, mark: int) -> None:
-    """Kill the group of ``leader`` and all processes with its mark; those that clean up after them may do so first.
+    """Kill the group of ``leader`` and all processes with its mark; those that clean up after them
+    may do so first.
 
     Where processes have no marks, as on macOS, this is the group alone.
     """
@@ -106,7 +113,9 @@ def _runs(pid: int) -> bool:
 
 
 def _remove_shared_memory(killed: set[int]) -> None:
-    """Remove the tensors in shared memory that torch made in these processes: their names start with the process."""
+    """Remove the tensors in shared memory that torch made in these processes: their names start
+    with the process.
+    """
     for name in _call(_listdir, "/dev/shm") or ():
         kind, _, rest = name.partition("_")
         if kind == "torch" and rest.partition("_")[0].isdigit() and int(rest.partition("_")[0]) in killed:
@@ -122,9 +131,13 @@ def _read(path: str) -> bytes:
 
 
 def _call(function: Callable[..., Any] | None, *arguments: Any) -> Any:
-    """What ``function`` returns; ``None`` if it fails: the process has ended, or is that of another user."""
+    """What ``function`` returns; ``None`` if it fails: the process has ended, or is that of another
+    user.
+    """
     try:
-        return function(*arguments) if function is not None else None
+        if function is not None:
+            return function(*arguments)
+        return None
     except OSError:
         return None
 

@@ -1,4 +1,6 @@
-"""Fresh interpreters that run this program, their standard streams, and the current folder, which may have been removed."""
+"""Fresh interpreters that run this program, their standard streams, and the current folder, which
+may have been removed.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,9 @@ _START = """import os, sys
 if os.getppid() != {parent}: os._exit(1)
 if sys.path[:1] == [""]: del sys.path[0]
 """
-"""Ends if its parent has died already, and removes the current folder, whose files must not replace modules."""
+"""Ends if its parent has died already, and removes the current folder, whose files must not replace
+modules.
+"""
 
 
 def python_command(code: str, *arguments: str, python: str = sys.executable) -> list[str]:
@@ -60,5 +64,7 @@ def python_command(code: str, *arguments: str, python: str = sys.executable) -> 
 
 
 def module_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """The command that runs ``module`` as ``python -m`` does, but cannot import from the current folder."""
+    """The command that runs ``module`` as ``python -m`` does, but cannot import from the current
+    folder.
+    """
     return python_command(f"import runpy; runpy.run_module({module!r}, None, '__main__')", *arguments, python=python)

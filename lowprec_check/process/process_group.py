@@ -1,4 +1,6 @@
-"""Child processes, each the leader of a group: started by a command or a fork, ended with everything they started."""
+"""Child processes, each the leader of a group: started by a command or a fork, ended with
+everything they started.
+"""
 
 from __future__ import annotations
 
@@ -49,14 +51,18 @@ class Guardian:
             return os.dup(self._pipe())
 
     def withdraw(self, entry: str) -> None:
-        """Tell the guardian that a worker has ended, whose number may be used again by others, or that a folder is removed."""
+        """Tell the guardian that a worker has ended, whose number may be used again by others, or
+        that a folder is removed.
+        """
         with self._lock:
             announce(entry, os.dup(self._pipe()), ended=True)
 
     def temporary_folder(self) -> str:
-        """A new folder for the temporary files of a worker and of all that it starts, inside one of this process.
+        """A new folder for the temporary files of a worker and of all that it starts, inside one of
+        this process.
 
-        Its path is short, since those of sockets have 107 characters at most. Raises ``OSError`` if there is no place for it.
+        Its path is short, since those of sockets have 107 characters at most. Raises ``OSError`` if
+        there is no place for it.
         """
         with self._lock:
             if self._folder is None:
@@ -68,7 +74,9 @@ class Guardian:
         return folder
 
     def use_folder(self, folder: str) -> None:
-        """In a worker: make the folders of its own workers inside its own one, which its parent removes."""
+        """In a worker: make the folders of its own workers inside its own one, which its parent
+        removes.
+        """
         self._folder, self._owner = folder, None
 
     def _pipe(self) -> int:
@@ -113,7 +121,9 @@ class Guardian:
 
 
 def announce(entry: str, lifeline: int, *, ended: bool = False) -> None:
-    """Tell the guardian of a worker or a folder (``entry``), and close the descriptor. A guardian that has died learns nothing."""
+    """Tell the guardian of a worker or a folder (``entry``), and close the descriptor. A guardian
+    that has died learns nothing.
+    """
     with contextlib.suppress(OSError):
         os.write(lifeline, os.fsencode(f"{'-' if ended else '+'}{entry}\0"))
     os.close(lifeline)
@@ -147,7 +157,9 @@ class ProcessGroup:
 
     def waitables(self) -> list[int]:
         """A descriptor that becomes ready when the process ends; none if the kernel has none."""
-        return [] if self._pidfd is None else [self._pidfd]
+        if self._pidfd is None:
+            return []
+        return [self._pidfd]
 
     @property
     def exit_code(self) -> int | None:
@@ -159,7 +171,8 @@ class ProcessGroup:
     def end(self) -> None:
         """Kill the process if it still runs, and all that it has started; wait until it has ended.
 
-        The process is reaped only after its group was killed, so that its number cannot belong to another one.
+        The process is reaped only after its group was killed, so that its number cannot belong to
+        another one.
         """
         if self._has_ended:
             return
@@ -207,7 +220,9 @@ def start_command(
 
 
 def _exit_code(pid: int, *, block: bool = False) -> int | None:
-    """The exit code of a child process, which stays a zombie; ``None`` while it runs, unless to ``block`` until it ends."""
+    """The exit code of a child process, which stays a zombie; ``None`` while it runs, unless to
+    ``block`` until it ends.
+    """
     try:
         ended: Any = system.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG))
     except ChildProcessError:
@@ -223,18 +238,23 @@ _SOFT = 1
 """``omp_pause_soft``: threads end, settings stay; the next parallel region starts new threads."""
 
 PRIVATE: set[int] = set()
-"""Open descriptors of this process that a fork must not use: in it they lead nowhere, so that a model which writes to all
-descriptors that it finds reaches no other process."""
+"""Open descriptors of this process that a fork must not use: in it they lead nowhere, so that a
+model which writes to all descriptors that it finds reaches no other process.
+"""
 
 WHOLE_PROCESS = ForkLock()
-"""Held while a process forks, and while a model is run in this process, with hooks and modes that a fork must not copy."""
+"""Held while a process forks, and while a model is run in this process, with hooks and modes that a
+fork must not copy.
+"""
 
 
 def fork(run: Callable[[], object]) -> ProcessGroup:
-    """Start a copy of this process that calls ``run`` in its main thread, then exits without the exit handlers.
+    """Start a copy of this process that calls ``run`` in its main thread, then exits without the
+    exit handlers.
 
-    OpenMP keeps a pool of threads for each thread that used it, and the copy would wait for the threads of a pool, which
-    were not copied. So the pool of this thread is released first; if that is not possible, a new thread forks.
+    OpenMP keeps a pool of threads for each thread that used it, and the copy would wait for the
+    threads of a pool, which were not copied. So the pool of this thread is released first; if that
+    is not possible, a new thread forks.
     """
     with WHOLE_PROCESS:
         lifeline, mark = GUARDIAN.lifeline(), new_mark()
@@ -252,8 +272,8 @@ def fork(run: Callable[[], object]) -> ProcessGroup:
 def _release_threads() -> bool:
     """End the pool of threads of the calling thread, in every GNU OpenMP runtime that is loaded.
 
-    False if a runtime has no function for this (before GCC 9), or the calling thread is in a parallel region. Runtimes
-    of Intel and LLVM handle a fork themselves.
+    False if a runtime has no function for this (before GCC 9), or the calling thread is in a
+    parallel region. Runtimes of Intel and LLVM handle a fork themselves.
     """
     released = True
     with contextlib.suppress(OSError):

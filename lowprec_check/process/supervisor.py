@@ -22,7 +22,9 @@ from lowprec_check.process.process_group import UNKNOWN_EXIT, ProcessGroup
 
 
 def signal_name(exit_code: int) -> str | None:
-    """Return the name of the signal that killed the process (``SIGSEGV``); ``None`` if it exited by itself."""
+    """Return the name of the signal that killed the process (``SIGSEGV``); ``None`` if it exited by
+    itself.
+    """
     if exit_code >= 0:
         return None
     try:
@@ -32,7 +34,9 @@ def signal_name(exit_code: int) -> str | None:
 
 
 FOREIGN_BYTES = 1000
-"""Stands for the exit code of a process that was killed because its pipe holds what is no message; no process can end with it."""
+"""Stands for the exit code of a process that was killed because its pipe holds what is no message;
+no process can end with it.
+"""
 
 
 def describe_exit(exit_code: int, *, brief: bool = False) -> str:
@@ -43,8 +47,12 @@ def describe_exit(exit_code: int, *, brief: bool = False) -> str:
         )
     name = signal_name(exit_code)
     if brief:
-        return f"exit code {exit_code}" if name is None else f"killed by signal {-exit_code}"
-    return f"the process ended with exit code {exit_code}" if name is None else f"the process was killed by {name}"
+        if name is None:
+            return f"exit code {exit_code}"
+        return f"killed by signal {-exit_code}"
+    if name is None:
+        return f"the process ended with exit code {exit_code}"
+    return f"the process was killed by {name}"
 
 
 # -- The interface of a worker process, as its supervisor uses it
@@ -55,7 +63,9 @@ Decode = Callable[[bytes], Message]
 """Decodes a message; raises ``msgspec.DecodeError`` if the bytes are not a valid message."""
 
 BATCH = 64
-"""Messages read from a worker at once, so that a worker that floods its pipe cannot delay the check of deadlines."""
+"""Messages read from a worker at once, so that a worker that floods its pipe cannot delay the check
+of deadlines.
+"""
 
 
 class Worker(Generic[Message]):
@@ -78,23 +88,33 @@ class Worker(Generic[Message]):
         self.deadline = system.monotonic() + seconds
 
     def position(self) -> Position | None:
-        """Return the op that the worker runs or ran last; ``None`` if it has no breadcrumb or has not run an op."""
-        return self.breadcrumb.read() if self.breadcrumb is not None else None
+        """Return the op that the worker runs or ran last; ``None`` if it has no breadcrumb or has
+        not run an op.
+        """
+        if self.breadcrumb is not None:
+            return self.breadcrumb.read()
+        return None
 
     def idle_seconds(self) -> float:
         """Seconds for which the process has only waited; 0 if that is not known."""
         return 0.0
 
     def log_place(self) -> bool:
-        """Have the process log which line it runs, before it is killed; whether it has begun to. That may crash it."""
+        """Have the process log which line it runs, before it is killed; whether it has begun to.
+        That may crash it.
+        """
         return False
 
     def waitables(self) -> Sequence[int | Connection]:
-        """Return the objects to wait on: they become ready when the worker sends a message or ends. May be empty."""
+        """Return the objects to wait on: they become ready when the worker sends a message or ends.
+        May be empty.
+        """
         return self._group.waitables()
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived, about :data:`BATCH` at most, without waiting; by default, it sends none."""
+        """Return the messages that have arrived, about :data:`BATCH` at most, without waiting; by
+        default, it sends none.
+        """
         return []
 
     @property
@@ -103,11 +123,14 @@ class Worker(Generic[Message]):
         return self._group.exit_code
 
     def waited_seconds(self) -> float:
-        """Seconds that its threads have waited for a core, the largest of them; 0 if that is not known."""
+        """Seconds that its threads have waited for a core, the largest of them; 0 if that is not
+        known.
+        """
         return system.longest_wait(self._group.pid) or 0.0
 
     def end(self) -> None:
-        """Kill the process if it still runs, with all that it started, wait until it has ended, and close its pipes.
+        """Kill the process if it still runs, with all that it started, wait until it has ended, and
+        close its pipes.
 
         May be called from any thread if there are no pipes.
         """
@@ -119,8 +142,9 @@ class Worker(Generic[Message]):
 AnyWorker = TypeVar("AnyWorker", bound=Worker[Any])
 
 State = Literal["running", "ended", "timeout", "stuck", "idle"]
-"""``ended``: by itself; the others were killed: ``timeout`` at its deadline, ``stuck`` because one op exceeded its limit,
-``idle`` because it waited for longer than allowed."""
+"""``ended``: by itself; the others were killed: ``timeout`` at its deadline, ``stuck`` because one
+op exceeded its limit, ``idle`` because it waited for longer than allowed.
+"""
 
 
 _KILLED = -9
@@ -137,7 +161,9 @@ class MessageEvent(Generic[AnyWorker, Message]):
 
 @dataclass(frozen=True)
 class StateEvent(Generic[AnyWorker]):
-    """The state of a worker: reported at every check while it is ``running``, and once when it has ended."""
+    """The state of a worker: reported at every check while it is ``running``, and once when it has
+    ended.
+    """
 
     worker: AnyWorker
     state: State
@@ -176,7 +202,8 @@ class Supervisor(Generic[AnyWorker, Message]):
     def events(self) -> Iterator[MessageEvent[AnyWorker, Message] | StateEvent[AnyWorker]]:
         """Yield events until no worker is left.
 
-        All messages of a worker come before its end. A worker past a limit is killed before this is reported.
+        All messages of a worker come before its end. A worker past a limit is killed before this is
+        reported.
         """
         while self._workers:
             waitables = [waitable for worker in self._workers for waitable in worker.waitables()]

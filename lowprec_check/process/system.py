@@ -1,6 +1,8 @@
-"""What limits and figures ask of the system: clocks, waiting, processes. It does not change if user code replaces Python's functions.
+"""What limits and figures ask of the system: clocks, waiting, processes. It does not change if user
+code replaces Python's functions.
 
-Tests stop clocks (freezegun) and replace functions such as ``os.kill``; models may do so when they are imported.
+Tests stop clocks (freezegun) and replace functions such as ``os.kill``; models may do so when they
+are imported.
 """
 
 from __future__ import annotations
@@ -73,8 +75,8 @@ def sleep(seconds: float) -> None:
 
 
 def longest_wait(process: int | str = "self") -> float | None:
-    """Seconds that the threads of a process, by default this one, have waited for a core, the largest of them; ``None`` if the system does
-    not tell.
+    """Seconds that the threads of a process, by default this one, have waited for a core, the
+    largest of them; ``None`` if the system does not tell.
     """
     waited = []
     with contextlib.suppress(OSError):

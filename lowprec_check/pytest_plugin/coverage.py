@@ -40,13 +40,15 @@ if TYPE_CHECKING:
 
 _POLICIES = "lowprec_autocast_policies"
 _ATTACHED = ("lowprec_ops", "lowprec_fixtures", "lowprec_torn_down", "lowprec_uses")
-"""What is attached to a report: the operators of the test, those of shared fixtures by their ids, the ids of those that were torn down,
-and of those that the test uses.
+"""What is attached to a report: the operators of the test, those of shared fixtures by their ids,
+the ids of those that were torn down, and of those that the test uses.
 """
 
 
 def register(config: pytest.Config) -> None:
-    """Check the options and register the plugin; raises :class:`pytest.UsageError` if an option is wrong."""
+    """Check the options and register the plugin; raises :class:`pytest.UsageError` if an option is
+    wrong.
+    """
     found = checked_options(config)
     if found is not None and not config.option.collectonly:
         recorder = CoverageRecorder(config, found)
@@ -62,12 +64,16 @@ class CoverageRecorder:
     def __init__(self, config: pytest.Config, asked: CoverageOptions) -> None:
         self.config, self.columns, self.report, self.how, self.gate = config, *asked
         self.root = config.rootpath
-        """The folder that lines of the project are relative to: on GitHub the checkout, where annotations look for them."""
+        """The folder that lines of the project are relative to: on GitHub the checkout, where
+        annotations look for them.
+        """
         checkout = os.environ.get("GITHUB_WORKSPACE")
         if checkout and self.root.is_relative_to(os.path.realpath(checkout)):
             self.root = Path(os.path.realpath(checkout))
         self.places: dict[str, tuple[str, int]] = {}
-        """By test, where it is defined: the path, relative to pytest's root directory, and the line."""
+        """By test, where it is defined: the path, relative to pytest's root directory, and the
+        line.
+        """
         self.ran: set[str] = set()
         """Tests that were not skipped."""
         self.ops: defaultdict[str, Ops] = defaultdict(dict)
@@ -128,7 +134,9 @@ class CoverageRecorder:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
-        """Tell the operators of a fixture that tests share from those of the test that is the first to use it."""
+        """Tell the operators of a fixture that tests share from those of the test that is the first
+        to use it.
+        """
         if self._shared is None or fixturedef.scope == "function":
             return (yield)
         before = self._shared.begin(fixturedef, request)
@@ -144,7 +152,9 @@ class CoverageRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Attach the operators to the report, and those of fixtures from the one before, if a plugin that runs tests again drops it."""
+        """Attach the operators to the report, and those of fixtures from the one before, if a
+        plugin that runs tests again drops it.
+        """
         report = yield
         if self._shared is None:
             return report
@@ -159,7 +169,9 @@ class CoverageRecorder:
         return report
 
     def _autocast_policies(self) -> dict[str, AutocastDtype]:
-        """What autocast of the installed torch does on the device; empty if it is not needed or not known."""
+        """What autocast of the installed torch does on the device; empty if it is not needed or not
+        known.
+        """
         asked = [column for column in self.columns if column.precision.kind == "autocast"]
         if self._watch is None or not asked:
             return {}
@@ -278,7 +290,9 @@ class CoverageRecorder:
     def _support(self, op: str, numbers: Numbers, column: CoverageColumn, phase: Phase = "forward") -> AtenSupport:
         """What the catalog says of an op, and what a call of it has shown."""
         support = column.catalog.of(op, numbers, self.policies, phase)
-        return support if phase == "backward" else self.kept.settled(op, column.catalog.dtype, support)
+        if phase == "backward":
+            return support
+        return self.kept.settled(op, column.catalog.dtype, support)
 
     def _line_of(self, test: str) -> str:
         """The line of a test's definition relative to ``root``, ``tests/test_net.py:7``."""
@@ -286,12 +300,16 @@ class CoverageRecorder:
         return encodable(f"{os.path.relpath(self.config.rootpath / path, self.root)}:{line}")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print new gaps and the table: with ``-v`` all operators, else only those that do not run in all cases."""
+        """Print new gaps and the table: with ``-v`` all operators, else only those that do not run
+        in all cases.
+        """
         if is_worker(self.config):
             return
         terminalreporter.section("lowprec coverage")
         if self.found is None:
-            written = f"; {self.report} was not written" if self.report is not None else ""
+            written = ""
+            if self.report is not None:
+                written = f"; {self.report} was not written"
             terminalreporter.write_line(f"No test ran, so there is no coverage{written}.")
             return
         if self.stopped_early:
@@ -302,7 +320,9 @@ class CoverageRecorder:
         if self.no_summary is not None:
             terminalreporter.write_line(self.no_summary)
         if self.report is not None:
-            kept = f"; it has earlier runs of {counted(self.kept_tests, 'test')}" if self.kept_tests else ""
+            kept = ""
+            if self.kept_tests:
+                kept = f"; it has earlier runs of {counted(self.kept_tests, 'test')}"
             terminalreporter.write_line(self.not_written or f"Full report: {self.report}{kept}")
 
 

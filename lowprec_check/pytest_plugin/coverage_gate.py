@@ -1,4 +1,6 @@
-"""The options of ``--lowprec-coverage``, whether gaps fail a run that passes otherwise, and what it prints and adds to JUnit files."""
+"""The options of ``--lowprec-coverage``, whether gaps fail a run that passes otherwise, and what it
+prints and adds to JUnit files.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ FAIL_ON = (NEVER, "gaps", "new")
 
 
 def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
-    """Read the coverage that gaps are compared with; raises :class:`UsageError` if it is not one of this device and precisions."""
+    """Read the coverage that gaps are compared with; raises :class:`UsageError` if it is not one of
+    this device and precisions.
+    """
     names = ",".join(map(precision_of, keys))
     command = f"pytest --lowprec-coverage {names} --lowprec-report {shlex.quote(str(path))}"
     try:
@@ -83,8 +87,8 @@ class CoverageGate:
         saved: Coverage | None = None,
         replaces: bool = False,
     ) -> None:
-        """``shown`` names the baseline in messages; ``saved``: the coverage that the JSON report of the run updates; ``replaces``: it
-        is written to the file of the baseline.
+        """``shown`` names the baseline in messages; ``saved``: the coverage that the JSON report of
+        the run updates; ``replaces``: it is written to the file of the baseline.
         """
         self.fail_on, self.baseline, self.shown, self.saved, self.replaces = fail_on, baseline, shown, saved, replaces
         self.changes: CoverageDiff | None = None
@@ -108,17 +112,29 @@ class CoverageGate:
     @property
     def new(self) -> list[str] | None:
         """The names of the ops that are new gaps; ``None`` without a baseline."""
-        return None if self.changes is None else [change.name for change in self.changes.new_gaps]
+        if self.changes is None:
+            return None
+        return [change.name for change in self.changes.new_gaps]
 
     @property
     def verdict(self) -> str | None:
-        """One sentence on what was found and whether the run fails for it; ``None`` without a gate and a baseline."""
-        fails = f": the run fails (--lowprec-fail-on {self.fail_on})" if self.fails else ""
+        """One sentence on what was found and whether the run fails for it; ``None`` without a gate
+        and a baseline.
+        """
+        fails = ""
+        if self.fails:
+            fails = f": the run fails (--lowprec-fail-on {self.fail_on})"
         compared = f"{counted(len(self.new), 'new gap') if self.new else 'No new gap'}, compared with {self.shown}"
         if self.fail_on == "gaps":
-            every = f"{counted(self.gaps, 'gap')}{fails}" if self.gaps else "No gap"
-            return f"{every}. {compared}." if self.changes else f"{every}."
-        return f"{compared}{fails}." if self.changes else None
+            every = "No gap"
+            if self.gaps:
+                every = f"{counted(self.gaps, 'gap')}{fails}"
+            if self.changes:
+                return f"{every}. {compared}."
+            return f"{every}."
+        if self.changes:
+            return f"{compared}{fails}."
+        return None
 
     def notes(self) -> list[str]:
         """What the comparison leaves out, and the conditions that differ."""
@@ -145,7 +161,8 @@ class CoverageGate:
     def why_kept(self) -> str | None:
         """Why the report must not replace the baseline, if it is the same file; ``None`` if it may.
 
-        A new gap that it accepted would pass the next run, and a run in a precision that it lost would be an error.
+        A new gap that it accepted would pass the next run, and a run in a precision that it lost
+        would be an error.
         """
         if not self.replaces or self.changes is None or self.baseline is None:
             return None
@@ -173,7 +190,9 @@ class CoverageColumn(NamedTuple):
 
     @property
     def key(self) -> str:
-        """In saved coverage: the dtype of a cast, ``float16``; the name of others, ``autocast-bf16``."""
+        """In saved coverage: the dtype of a cast, ``float16``; the name of others,
+        ``autocast-bf16``.
+        """
         dtype = self.precision.format.name
         return dtype if PRECISIONS.find(dtype) == self.precision else self.precision.name
 
@@ -189,7 +208,9 @@ class CoverageOptions(NamedTuple):
 
 
 def checked_options(config: pytest.Config) -> CoverageOptions | None:
-    """The options; ``None`` if no coverage was asked for. Raises :class:`pytest.UsageError` if one is wrong."""
+    """The options; ``None`` if no coverage was asked for. Raises :class:`pytest.UsageError` if one
+    is wrong.
+    """
     names = option_value(config, "coverage")
     if not names:
         for name in _NEED_COVERAGE:
@@ -236,7 +257,9 @@ def _device(device: str) -> str:
 
 
 def _columns(names: list[str], device: str) -> list[CoverageColumn]:
-    """The precisions asked for; raises :class:`UsageError` for one that the catalog has no data for."""
+    """The precisions asked for; raises :class:`UsageError` for one that the catalog has no data
+    for.
+    """
     low = low_precisions()
     known = [precision.name for precision in low if why_not_covered(precision) is None]
     hint, columns = f"Choose from {', '.join(known)}.", []
@@ -275,7 +298,9 @@ def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | N
 
 
 def _saved(report: Path, device: str) -> Coverage | None:
-    """The coverage in the file of the report, which the run updates; ``None`` if it has none, or one of another device."""
+    """The coverage in the file of the report, which the run updates; ``None`` if it has none, or
+    one of another device.
+    """
     try:
         found = coverage_of(report.read_bytes(), report)
     except (OSError, UsageError):
@@ -293,7 +318,9 @@ def lines(found: Coverage, gate: CoverageGate, how: str, *, every: bool) -> list
     """The lines of the section: what is new comes first."""
     shown = text(coverage_document(found), width=WIDTH, detail="more" if every else "first")
     if gate.verdict is not None:
-        new = change_blocks(gate.changes.new_gaps) if gate.changes else []
+        new = []
+        if gate.changes:
+            new = change_blocks(gate.changes.new_gaps)
         said = Document("", [Say(gate.verdict), *new, *map(Say, gate.notes())])
         shown = f"{text(said, width=WIDTH)}\n{shown}"
     if how == "github":
@@ -302,7 +329,9 @@ def lines(found: Coverage, gate: CoverageGate, how: str, *, every: bool) -> list
 
 
 def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
-    """Append to the summary of GitHub's step, which several commands share; returns what to print if that fails."""
+    """Append to the summary of GitHub's step, which several commands share; returns what to print
+    if that fails.
+    """
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if not path:
         return None
@@ -331,9 +360,11 @@ _COUNTS: dict[str, tuple[Cell, ...]] = {
 
 
 class JunitProperties:
-    """Adds them at the end of the session, before pytest writes the file: only then is known what calls of the tests have shown.
+    """Adds them at the end of the session, before pytest writes the file: only then is known what
+    calls of the tests have shown.
 
-    ``record_property`` would be too early, so the test cases that pytest makes are kept; pytest has no public name for them.
+    ``record_property`` would be too early, so the test cases that pytest makes are kept; pytest has
+    no public name for them.
     """
 
     def __init__(self, config: pytest.Config) -> None:

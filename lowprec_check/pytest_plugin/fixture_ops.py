@@ -9,9 +9,10 @@ import pytest
 
 from lowprec_check.catalog.records import Numbers, stronger
 
-# Such a fixture is set up while the first of its tests runs and torn down while the last one does. Its operators belong to all
-# of them. So each gets an id, each report names the ids of the fixtures that the test uses, and what was recorded for an id is
-# sent once; the process that collects the results joins them.
+# Such a fixture is set up while the first of its tests runs and torn down while the last one does.
+# Its operators belong to all of them. So each gets an id, each report names the ids of the fixtures
+# that the test uses, and what was recorded for an id is sent once; the process that collects the
+# results joins them.
 
 Recorded = tuple[Numbers, str | None]
 """The strongest numbers an op was called with, and the line of the project that called it first."""
@@ -23,19 +24,26 @@ def merge(into: Ops, ops: Mapping[str, Recorded]) -> None:
     """Add ``ops``, which were recorded later."""
     for op, (numbers, source) in ops.items():
         known = into.get(op)
-        into[op] = (stronger(numbers, known[0]), known[1] or source) if known else (numbers, source)
+        if known:
+            into[op] = (stronger(numbers, known[0]), known[1] or source)
+        else:
+            into[op] = (numbers, source)
 
 
 class SharedFixtures:
     """Separates the ops of shared fixtures from those of the test that happens to run."""
 
     def __init__(self, take: Callable[[], Mapping[str, Recorded]], prefix: str) -> None:
-        """``take`` returns what was recorded since it was called last; ``prefix`` is unique to this process."""
+        """``take`` returns what was recorded since it was called last; ``prefix`` is unique to this
+        process.
+        """
         self._take, self._prefix = take, prefix
         self._ids: dict[Any, str] = {}
         """Of fixtures that are set up."""
         self._uses: dict[str, set[str]] = {}
-        """Ids of the fixtures that a fixture asked for while it was set up, by name or by ``getfixturevalue``."""
+        """Ids of the fixtures that a fixture asked for while it was set up, by name or by
+        ``getfixturevalue``.
+        """
         self._setting_up: list[str] = []
         self._set_up: set[str] = set()
         """Ids of the fixtures that were set up since the last report, also if that failed."""
@@ -56,10 +64,14 @@ class SharedFixtures:
 
     @property
     def _owner(self) -> str | None:
-        return self._setting_up[-1] if self._setting_up else None
+        if self._setting_up:
+            return self._setting_up[-1]
+        return None
 
     def begin(self, fixture: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> set[Any]:
-        """A fixture is about to be set up; returns the fixtures that the test uses now, for :meth:`end`."""
+        """A fixture is about to be set up; returns the fixtures that the test uses now, for
+        :meth:`end`.
+        """
         self._assign(self._owner)
         key = f"{self._prefix}{len(self._uses)}"
         active = _fixtures_of(request)
@@ -88,7 +100,9 @@ class SharedFixtures:
                 self._torn_down.append(key)
 
     def ids(self, item: pytest.Item) -> list[str]:
-        """Ids of the shared fixtures that a test uses, sorted; directly, through others, or by setting them up."""
+        """Ids of the shared fixtures that a test uses, sorted; directly, through others, or by
+        setting them up.
+        """
         if not self._ids and not self._set_up:
             return []
         pending = {self._ids[other] for other in _fixtures_of(item) if other in self._ids} | self._set_up
@@ -99,7 +113,9 @@ class SharedFixtures:
         return sorted(found)
 
     def take_all(self) -> tuple[Ops, dict[str, Ops], list[str]]:
-        """The ops of the test, those of fixtures, and the ids of the fixtures that were torn down, since the last report."""
+        """The ops of the test, those of fixtures, and the ids of the fixtures that were torn down,
+        since the last report.
+        """
         self._assign(self._owner)
         taken = self._own, self._found, self._torn_down
         self._own, self._found, self._torn_down = {}, {}, []
@@ -108,7 +124,8 @@ class SharedFixtures:
 
 
 def _fixtures_of(holder: Any) -> Iterable[Any]:
-    """The definitions of the fixtures that a test, or the test of a request, has asked for until now.
+    """The definitions of the fixtures that a test, or the test of a request, has asked for until
+    now.
 
     pytest has no public name for them; without it, fixtures count for the test that set them up.
     """

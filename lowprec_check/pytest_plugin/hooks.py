@@ -1,6 +1,7 @@
 """The hooks of the pytest plugin. See docs/pytest.md.
 
-Defines the fixture ``lowprec``, the marker ``lowprec``, and options and ini keys that start with ``lowprec``.
+Defines the fixture ``lowprec``, the marker ``lowprec``, and options and ini keys that start with
+``lowprec``.
 """
 
 from __future__ import annotations
@@ -126,7 +127,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the worker of ``assert_supported`` if a test calls it: it imports torch while other tests run.
+    """Start the worker of ``assert_supported`` if a test calls it: it imports torch while other
+    tests run.
 
     Not in workers of pytest-xdist: each has all tests, but runs some.
     """
@@ -141,7 +143,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail marked tests that do not run once per precision: methods of ``unittest.TestCase``, and tests that were marked too late."""
+    """Fail marked tests that do not run once per precision: methods of ``unittest.TestCase``, and
+    tests that were marked too late.
+    """
     is_function = isinstance(item, pytest.Function)  # not a doctest of a marked module
     if not is_function or item.get_closest_marker("lowprec") is None:
         return
@@ -183,11 +187,15 @@ _NOT_MEASURED = {
     "lowprec_predicted": "predicted from the catalog, not measured",
     "lowprec_skipped": "skipped",
 }
-"""By the name of a test's property, whose value is the device that is not available, what is said of the test."""
+"""By the name of a test's property, whose value is the device that is not available, what is said
+of the test.
+"""
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Count the tests that were skipped since their device is not available, and those that predicted what it does."""
+    """Count the tests that were skipped since their device is not available, and those that
+    predicted what it does.
+    """
     found: set[tuple[str, str, str]] = set()
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     for report in (report for report in reports if isinstance(report, pytest.TestReport)):
@@ -201,5 +209,7 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
     if counts:
         terminalreporter.section("lowprec")
     for (name, device), count in sorted(counts.items()):
-        tests = "1 test was" if count == 1 else f"{count:,} tests were"
+        tests = "1 test was"
+        if count != 1:
+            tests = f"{count:,} tests were"
         terminalreporter.write_line(f"{tests} {_NOT_MEASURED[name]}: device {device} is not available")

@@ -1,4 +1,6 @@
-"""Known failures: ``--lowprec-manifest`` and ``--lowprec-update-manifest``, and which entry applies to which test."""
+"""Known failures: ``--lowprec-manifest`` and ``--lowprec-update-manifest``, and which entry applies
+to which test.
+"""
 
 from __future__ import annotations
 
@@ -52,9 +54,11 @@ class EntryOfTest:
                 self.found[item.nodeid] = found
 
     def unused(self, config: pytest.Config, items: Sequence[pytest.Item]) -> list[int]:
-        """Positions of the entries that name no test, although its file was collected or is missing.
+        """Positions of the entries that name no test, although its file was collected or is
+        missing.
 
-        None if only parts of files were collected. An entry that does not apply here may name tests that exist elsewhere only.
+        None if only parts of files were collected. An entry that does not apply here may name tests
+        that exist elsewhere only.
         """
         if any("::" in argument for argument in config.args) or config.getoption("lf", False):
             return []
@@ -82,14 +86,17 @@ def _file(nodeid: str) -> str:
 
 
 def as_in_ids(file: str) -> str:
-    """A path as pytest writes it in ids, on every system: ``tests/test_a.py`` for ``./tests/test_a.py`` and for one with backslashes."""
+    """A path as pytest writes it in ids, on every system: ``tests/test_a.py`` for
+    ``./tests/test_a.py`` and for one with backslashes.
+    """
     return posixpath.normpath(file.replace("\\", "/"))
 
 
 def _runs_on(item: pytest.Item, device: str | None) -> bool:
     """Whether a test with the marker runs on a type of device; else, whether this machine has it.
 
-    A test without the marker chooses the best device, if any: ``cpu`` are machines without an accelerator.
+    A test without the marker chooses the best device, if any: ``cpu`` are machines without an
+    accelerator.
     """
     if device is None:
         return True
@@ -110,7 +117,9 @@ _UNUSED = "lowprec_unused"
 
 
 def register(config: pytest.Config) -> None:
-    """Read the manifest and register the plugin; raises :class:`pytest.UsageError` if it cannot be read."""
+    """Read the manifest and register the plugin; raises :class:`pytest.UsageError` if it cannot be
+    read.
+    """
     path, update = option_path(config, "manifest"), bool(config.getoption("lowprec_update_manifest"))
     if path is None:
         raise pytest.UsageError(
@@ -119,7 +128,10 @@ def register(config: pytest.Config) -> None:
     if update and not path.parent.is_dir():
         raise wrong_option(config, "manifest", f"the folder {path.parent} does not exist.")
     try:
-        known = [] if update and not path.exists() else manifest.read(path)
+        if update and not path.exists():
+            known = []
+        else:
+            known = manifest.read(path)
     except UsageError as error:
         raise wrong_option(config, "manifest", error) from None
     config.pluginmanager.register(KnownFailures(config, path, known, update), "lowprec-known")
@@ -245,7 +257,9 @@ class KnownFailures:
 
     def _attach(self, report: pytest.TestReport, result: Result) -> None:
         """Attach what pytest-xdist can send."""
-        position = None if result.entry is None else self.known.index(result.entry)
+        position = None
+        if result.entry is not None:
+            position = self.known.index(result.entry)
         report.lowprec_known = [list(result.raised), position, result.expected, result.matched]  # type: ignore[attr-defined]
 
     # -- in the process that collects results
@@ -257,7 +271,10 @@ class KnownFailures:
         raised, position, expected, matched = report.lowprec_known
         found = Result(tuple(raised), None if position is None else self.known[position], expected, matched)
         earlier = self.results.get(encodable(report.nodeid))
-        self.results[encodable(report.nodeid)] = found if earlier is None else earlier + found
+        if earlier is None:
+            self.results[encodable(report.nodeid)] = found
+        else:
+            self.results[encodable(report.nodeid)] = earlier + found
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -280,7 +297,10 @@ class KnownFailures:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the changes to the manifest, or its unused entries."""
-        lines = self._changes() if self.update else self._unused_lines()
+        if self.update:
+            lines = self._changes()
+        else:
+            lines = self._unused_lines()
         if lines:
             terminalreporter.section(f"lowprec: {self.shown}")
             for line in lines:
@@ -320,4 +340,6 @@ class KnownFailures:
 def _expected(known: KnownFailure) -> str:
     """``NotImplementedError with a message that matches 'dot'``."""
     names = " or ".join(known.exceptions)
-    return names if known.match is None else f"{names} with a message that matches {known.match!r}"
+    if known.match is None:
+        return names
+    return f"{names} with a message that matches {known.match!r}"

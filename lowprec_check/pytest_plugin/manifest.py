@@ -38,8 +38,9 @@ class KnownFailure(StrictStruct, frozen=True, kw_only=True):
     """Tests that are known to fail."""
 
     test: str
-    r"""The id of a test, ``tests/test_model.py::test_half[dot]``, or a pattern in which ``*`` stands for any characters, also for
-    none; ``\*`` is a star."""
+    r"""The id of a test, ``tests/test_model.py::test_half[dot]``, or a pattern in which ``*`` stands
+    for any characters, also for none; ``\*`` is a star.
+    """
     exception: str | list[str]
     """Name of the exception's class, ``NotImplementedError``; several if subtests raise several."""
     match: str | None = None
@@ -59,7 +60,9 @@ class KnownFailure(StrictStruct, frozen=True, kw_only=True):
     @property
     def exceptions(self) -> tuple[str, ...]:
         """The names of the exceptions' classes."""
-        return (self.exception,) if isinstance(self.exception, str) else tuple(self.exception)
+        if isinstance(self.exception, str):
+            return (self.exception,)
+        return tuple(self.exception)
 
     @property
     def conditions(self) -> tuple[str | None, ...]:
@@ -75,7 +78,9 @@ class KnownFailure(StrictStruct, frozen=True, kw_only=True):
         return test in (self.test, _literal(self.test))
 
     def matches(self, error: BaseException) -> bool:
-        """Whether the message, with the notes below it as in ``pytest.raises``, has a match; raises ``TimeoutError``."""
+        """Whether the message, with the notes below it as in ``pytest.raises``, has a match; raises
+        ``TimeoutError``.
+        """
         try:
             message = "\n".join([str(error), *getattr(error, "__notes__", [])])
         except Exception:
@@ -97,7 +102,9 @@ MATCH_SECONDS = 1.0
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` after so much processor time, where a signal can: in the main thread, not on Windows."""
+    """Raise ``TimeoutError`` after so much processor time, where a signal can: in the main thread,
+    not on Windows.
+    """
     if not hasattr(signal, "SIGVTALRM") or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -145,8 +152,9 @@ def _check(entry: KnownFailure) -> None:
 
 
 def closest(entries: Iterable[KnownFailure], test: str) -> KnownFailure | None:
-    """The entry of a test, of those that name it: the exact one before patterns, of these the one with the most characters that are
-    no star, and with the same characters the one with the most conditions.
+    """The entry of a test, of those that name it: the exact one before patterns, of these the one
+    with the most characters that are no star, and with the same characters the one with the most
+    conditions.
 
     Raises :class:`UsageError` that names two entries if neither is closer.
     """
@@ -161,12 +169,16 @@ def closest(entries: Iterable[KnownFailure], test: str) -> KnownFailure | None:
             f"{test} has two entries, and neither is closer: {_shown(found[0])} and {_shown(found[1])}.",
             "Remove one of them, or add an entry for the test itself.",
         )
-    return found[0] if found else None
+    if found:
+        return found[0]
+    return None
 
 
 def _shown(entry: KnownFailure) -> str:
     where = [f"{name} {value}" for name, value in zip(_CONDITIONS, entry.conditions, strict=True) if value is not None]
-    return f"{entry.test} ({', '.join(where)})" if where else entry.test
+    if where:
+        return f"{entry.test} ({', '.join(where)})"
+    return entry.test
 
 
 def exact(test: str) -> str:
@@ -182,13 +194,17 @@ def _pattern(test: str) -> re.Pattern[str]:
 
 def _literal(test: str) -> str | None:
     """The only test that a pattern names; ``None`` if it has a star that stands for others."""
-    return None if re.search(r"(?<!\\)\*", test) else test.replace(r"\*", "*")
+    if re.search(r"(?<!\\)\*", test):
+        return None
+    return test.replace(r"\*", "*")
 
 
 @functools.cache
 def _is_installed(torch: str | None, python: str | None) -> bool:
     """Whether the versions are in these ranges; a development version of 2.9 counts as 2.9."""
-    installed = importlib.metadata.version("torch") if torch is not None else "0"
+    installed = "0"
+    if torch is not None:
+        installed = importlib.metadata.version("torch")
     here = ((torch, installed), (python, platform.python_version()))
     return all(SpecifierSet(versions or "").contains(Version(version).base_version) for versions, version in here)
 
@@ -232,7 +248,9 @@ def dump(entries: Iterable[KnownFailure], head: str = HEAD) -> str:
         for name in entry.__struct_fields__:
             value = getattr(entry, name)
             if value is not None and (name, value) != ("strict", True):
-                given = encodable(value) if isinstance(value, str) else value
+                given = value
+                if isinstance(value, str):
+                    given = encodable(value)
                 text = json.dumps(given, ensure_ascii=False).replace(
                     "\x7f", "\\u007f"
                 )  # what else TOML has as JSON has it
@@ -287,10 +305,12 @@ class Change(NamedTuple):
 
 
 def updated(before: Manifest, results: Mapping[str, Result], missing: Iterable[KnownFailure] = ()) -> Change:
-    """Update ``before`` by the results of the tests that ran; ``missing`` are entries whose tests do not exist.
+    """Update ``before`` by the results of the tests that ran; ``missing`` are entries whose tests
+    do not exist.
 
-    Entries of tests that did not run, and that do not apply here, are unchanged. A pattern is unchanged; a test that it names but that
-    raises something else gets an entry of its own. Reasons and other keys are kept, but for a ``match`` that fails.
+    Entries of tests that did not run, and that do not apply here, are unchanged. A pattern is
+    unchanged; a test that it names but that raises something else gets an entry of its own. Reasons
+    and other keys are kept, but for a ``match`` that fails.
     """
     gone, added, changed, edit = [*missing], [], [], []
     after = [entry for entry in before if entry not in gone]
@@ -314,4 +334,6 @@ def updated(before: Manifest, results: Mapping[str, Result], missing: Iterable[K
 
 
 def _one_or_more(names: tuple[str, ...]) -> str | list[str]:
-    return names[0] if len(names) == 1 else sorted(names)
+    if len(names) == 1:
+        return names[0]
+    return sorted(names)

@@ -42,25 +42,35 @@ _MEANT: dict[str, tuple[str, ...]] = {
 } | dict.fromkeys(
     ("tolerance", "tol", "atol", "rtol", "abs_tol", "rel_tol", "threshold", "max_error", "eps"), ("tolerance",)
 )
-"""What someone means who writes an argument that another library, or another method, has; the first that is taken."""
+"""What someone means who writes an argument that another library, or another method, has; the first
+that is taken.
+"""
 _OURS = frozenset(_MEANT) - {"tol", "atol", "rtol", "grad", "input", "args", "eps", "threshold"}
 """Names that no function of torch has: whoever gives one to a function means this library."""
 
 
 def unknown_argument(where: str, name: str, known: Iterable[str]) -> UsageError:
-    """The error about a keyword that ``where`` (``check()``) does not take: the one that was probably meant."""
+    """The error about a keyword that ``where`` (``check()``) does not take: the one that was
+    probably meant.
+    """
     names = list(known)
     meant = next((other for other in _MEANT.get(name, ()) if other in names), None) or nearest(name, names)
     if meant is None:
         its = "Its argument is" if len(names) == 1 else "Its arguments are"
         return UsageError(f"{where} has no argument {name!r}.", f"{its} {choices(names, 'and')}.")
-    about = f" {_TOLERANCE}" if meant == "tolerance" and name in _MEANT else ""
-    several = f" {where} takes one {meant}." if name == f"{meant}s" else ""
+    about = ""
+    if meant == "tolerance" and name in _MEANT:
+        about = f" {_TOLERANCE}"
+    several = ""
+    if name == f"{meant}s":
+        several = f" {where} takes one {meant}."
     return UsageError(f"{where} has no argument {name!r}.", f"Did you mean {meant}?{several}{about}")
 
 
 def explained(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A method of the fixture whose wrong arguments are a :class:`UsageError`, which has no traceback: its message is sufficient."""
+    """A method of the fixture whose wrong arguments are a :class:`UsageError`, which has no
+    traceback: its message is sufficient.
+    """
 
     @functools.wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -77,14 +87,18 @@ def explained(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _in_words_of(method: Callable[..., Any], error: UsageError) -> UsageError:
-    """The error with the arguments of ``method`` in place of options of the command line: ``budget`` for ``--budget``."""
+    """The error with the arguments of ``method`` in place of options of the command line:
+    ``budget`` for ``--budget``.
+    """
     names = inspect.signature(method).parameters
 
     def argument(option: re.Match[str]) -> str:
         name = option["name"].replace("-", "_")
         if name not in names:
             return option[0]
-        return f'{name}="{option["device"]}"' if option["device"] else name
+        if option["device"]:
+            return f'{name}="{option["device"]}"'
+        return name
 
     def translated(text: str) -> str:
         if "lowprec-check " in text:  # a command to run
@@ -119,7 +133,9 @@ def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def check_passed_on(function: Any, kwargs: dict[str, Any]) -> None:
-    """Raise :class:`UsageError` for an argument meant for ``assert_no_gaps`` that ``function``, which gets it, does not have."""
+    """Raise :class:`UsageError` for an argument meant for ``assert_no_gaps`` that ``function``,
+    which gets it, does not have.
+    """
     call = getattr(function, "forward", function)
     try:
         parameters = inspect.signature(call).parameters
@@ -134,17 +150,24 @@ def check_passed_on(function: Any, kwargs: dict[str, Any]) -> None:
 
 
 def checked_tolerance(value: Any) -> float | None:
-    """A tolerance, or ``None`` if none is given; raises :class:`UsageError` unless it is a positive, finite number."""
+    """A tolerance, or ``None`` if none is given; raises :class:`UsageError` unless it is a
+    positive, finite number.
+    """
     return positive(value, "tolerance", "Give the largest rel_l2 that passes, such as tolerance=0.01.")
 
 
 def positive(value: Any, name: str, hint: str) -> float | None:
-    """``value`` as a float, or ``None``; raises :class:`UsageError` with ``hint`` unless it is a positive, finite number."""
+    """``value`` as a float, or ``None``; raises :class:`UsageError` with ``hint`` unless it is a
+    positive, finite number.
+    """
     if value is None:
         return None
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
-        shown = text_of(value) if is_number else f"{value!r:.100}"
+        if is_number:
+            shown = text_of(value)
+        else:
+            shown = f"{value!r:.100}"
         raise UsageError(f"{name} {shown} is not a positive number.", hint)
     return float(value)
 
@@ -166,7 +189,8 @@ def check_callable(function: Any, name: str) -> None:
 def device_name(value: Any, known: Sequence[str] | None = None) -> str:
     """The name of a device, also of a ``torch.device``.
 
-    Raises :class:`UsageError` for several, and for one whose type is not ``known`` (by default, to torch).
+    Raises :class:`UsageError` for several, and for one whose type is not ``known`` (by default, to
+    torch).
     """
     if isinstance(value, (list, tuple, set)):
         raise UsageError("device is one device, not several.", "The marker takes several: one test for each.")
@@ -184,7 +208,9 @@ def check_dtype(value: Any, hint: str = "Choose torch.half or torch.bfloat16.") 
     """Raise :class:`UsageError` with ``hint`` unless ``value`` is one dtype, or the name of one."""
     if not isinstance(value, str) and type_name(value) != "dtype":
         several = isinstance(value, (list, tuple, set))
-        what = "dtype is one dtype, not several." if several else f"dtype is of type {type_name(value)}, not a dtype."
+        what = "dtype is one dtype, not several."
+        if not several:
+            what = f"dtype is of type {type_name(value)}, not a dtype."
         raise UsageError(what, hint)
 
 
@@ -200,17 +226,23 @@ class Case(NamedTuple):
     @property
     def largest_error(self) -> float:
         """The largest rel_l2 that passes: that of the marker, by default that of the precision."""
-        return self.tolerance if self.tolerance is not None else PRECISIONS.get(self.key.precision).tolerance
+        if self.tolerance is not None:
+            return self.tolerance
+        return PRECISIONS.get(self.key.precision).tolerance
 
     @property
     def id(self) -> str:
         """The parameter in the test's id: ``half-cpu``, ``half-inductor-cpu``."""
-        backend = [] if self.key.backend == EAGER else [self.key.backend]
+        backend = []
+        if self.key.backend != EAGER:
+            backend = [self.key.backend]
         return "-".join([self.key.precision, *backend, self.key.device])
 
     @property
     def same(self) -> RunKey:
-        """Equal for cases that run the same: ``half-cpu`` and ``half-cpu:0``, ``half-cuda`` and ``half-cuda:0`` if that is the default."""
+        """Equal for cases that run the same: ``half-cpu`` and ``half-cpu:0``, ``half-cuda`` and
+        ``half-cuda:0`` if that is the default.
+        """
         kind, _, index = self.key.device.partition(":")
         if kind != "cpu" and not index:
             index = "0"
@@ -278,15 +310,20 @@ def _is_several(value: object) -> bool:
 
 def _several(given: Any) -> list[Any]:
     """The values given: one, several in a sequence, or in a text separated by commas."""
-    values = list(given) if _is_several(given) else [given]
+    if _is_several(given):
+        values = list(given)
+    else:
+        values = [given]
     return [part for value in values for part in (value.split(",") if isinstance(value, str) else [value])]
 
 
 def cases_of(node: pytest.Item) -> list[Case]:
-    """The cases of the markers that are closest to a test: those of the function replace those of its class, and these those of its module.
+    """The cases of the markers that are closest to a test: those of the function replace those of
+    its class, and these those of its module.
 
-    The cases of several markers of one function (or class, or module) add up, in the order in which they are written.
-    Raises :class:`UsageError` for a wrong marker, and for a case that two markers name.
+    The cases of several markers of one function (or class, or module) add up, in the order in which
+    they are written. Raises :class:`UsageError` for a wrong marker, and for a case that two markers
+    name.
     """
     marks = list(node.iter_markers_with_node("lowprec"))
     closest = [mark for owner, mark in marks if owner is marks[0][0]]
@@ -295,14 +332,19 @@ def cases_of(node: pytest.Item) -> list[Case]:
         for case in cases(mark):
             if case.same in found:
                 other = found[case.same].id
-                named = case.id if other == case.id else f"{other} and {case.id}, which are the same"
+                if other == case.id:
+                    named = case.id
+                else:
+                    named = f"{other} and {case.id}, which are the same"
                 raise UsageError(f"Two markers name {named}.", "Remove it from one of them.")
             found[case.same] = case
     return list(found.values())
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
-    """Run a test with the marker ``mark`` once per case; a wrong marker, or a test without the fixture, is a collection error."""
+    """Run a test with the marker ``mark`` once per case; a wrong marker, or a test without the
+    fixture, is a collection error.
+    """
     problem, found = None, list[Case]()
     try:
         found = cases_of(metafunc.definition)

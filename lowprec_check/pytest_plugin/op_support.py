@@ -85,7 +85,9 @@ class Support(NamedTuple):
 
 
 def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False) -> Support:
-    """The support of the operators named ``asked``; raises :class:`UsageError` for an unknown name or device."""
+    """The support of the operators named ``asked``; raises :class:`UsageError` for an unknown name
+    or device.
+    """
     if device not in catalogued():
         raise UsageError(f"Unknown device {device!r}.", f"Choose from {', '.join(catalogued())}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
@@ -115,7 +117,10 @@ def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False)
 
 def _named(asked: str, device: str) -> list[OpRecord]:
     """The operators of exactly that name; if there are none, all that it may refer to."""
-    sweep = sweep_of(device) if history(device) else sweep_of("cpu")
+    if history(device):
+        sweep = sweep_of(device)
+    else:
+        sweep = sweep_of("cpu")
     found, dispatching = search(asked, sweep.records)
     if dispatching and re.match(r"(torch|F|Tensor|nn)\.(?!ops\.)", asked):
         names = ", ".join(record.op for record in found[:4])
@@ -126,7 +131,9 @@ def _named(asked: str, device: str) -> list[OpRecord]:
 
 @cache
 def _measured(device: str, ops: tuple[str, ...]) -> BriefSweep | None:
-    """Run the samples of the operators in a worker that is kept for others; ``None`` if that is not possible."""
+    """Run the samples of the operators in a worker that is kept for others; ``None`` if that is not
+    possible.
+    """
     from lowprec_check.engine.sweep.kept_sweep import measure_briefly
 
     if not is_device_available(device):
@@ -142,9 +149,13 @@ def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, torch: str) 
         return OpState(record.op, mode, None, not_applicable=reason)
     state = record.state(dtype, mode)
     passed, samples = record.count(dtype, mode) or (None, None)
-    failure = record.failure(dtype, mode) if state in ("some", "none") else None
+    failure = None
+    if state in ("some", "none"):
+        failure = record.failure(dtype, mode)
     sweep = next((s for s in history(device) if s.header.torch == torch), None)
-    fixed_in = fixed_since(sweep, [record.op], dtype, mode) if sweep and failure else None
+    fixed_in = None
+    if sweep and failure:
+        fixed_in = fixed_since(sweep, [record.op], dtype, mode)
     return OpState(record.op, mode, state, passed, samples, failure, fixed_in)
 
 
@@ -154,7 +165,9 @@ WIDTH = 110
 
 
 def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_fp32: bool = False) -> str:
-    """A summary line, the table of runs, and all findings. ``exception`` stopped the call; ``in_fp32``: it occurs in fp32 too."""
+    """A summary line, the table of runs, and all findings. ``exception`` stopped the call;
+    ``in_fp32``: it occurs in fp32 too.
+    """
     low = [run for run in result.runs if not run.is_reference]
     failed = [label(run) for run in low if run.status != "ok"] or [label(run) for run in low]
     torch, device = result.torch.partition("+")[0], result.environment.get("device")
@@ -167,7 +180,9 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
     blocks += [runs_table(result)] if len(low) < len(result.runs) else []
     blocks += [findings_table(found)] if found else []
     if exception is not None:
-        where = f" at {exception.source}" if exception.source else ""
+        where = ""
+        if exception.source:
+            where = f" at {exception.source}"
         which = "also occurs in fp32" if in_fp32 else "does not occur in fp32"
         blocks += [Say(f"The call stopped{where} with an error that {which}:"), Say(exception.text, role="item")]
     blocks += [Say(f"More: lowprec-check explain {found[0].code}")] if found else []
@@ -193,7 +208,9 @@ def no_support_text(found: Support) -> str:
                 "The catalog has no data for it on this device. docs/catalog.md shows how to measure it there."
             )
         for state in found.failing:
-            samples = f", {state.passed} of {state.samples} samples" if state.samples else ""
+            samples = ""
+            if state.samples:
+                samples = f", {state.passed} of {state.samples} samples"
             no_backward = state.state is None and state.mode == "backward"
             what = f"{'no backward' if no_backward else _WORDS[state.state]}{samples}"
             if state.not_applicable:
@@ -208,7 +225,9 @@ def _details(state: OpState) -> Iterator[str]:
     """How an operator fails, and what to do."""
     failure = state.failure
     if failure is not None:
-        at = f" in {failure.at}" if failure.at else ""
+        at = ""
+        if failure.at:
+            at = f" in {failure.at}"
         yield f"{failure.kind}{at}: {shorten(failure.message)}{in_samples(failure.condition)}"
     if state.state in ("some", "none"):
         yield f"→ {WITHOUT_KERNEL}" + (f"; supported since torch {state.fixed_in}" if state.fixed_in else "")

@@ -74,12 +74,16 @@ class KeptCall(NamedTuple):
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Of the calls of an op, the one with the lowest rank is kept, however tests are spread over processes."""
+        """Of the calls of an op, the one with the lowest rank is kept, however tests are spread
+        over processes.
+        """
         return self.data is None, self.position
 
 
 class KeptCalls:
-    """A plugin of pytest: keeps calls in the processes that run tests, and tries them in the one that collects results."""
+    """A plugin of pytest: keeps calls in the processes that run tests, and tries them in the one
+    that collects results.
+    """
 
     def __init__(self, config: pytest.Config, catalogs: Iterable[AtenCatalog]) -> None:
         self.config, self.catalogs = config, list(catalogs)
@@ -143,7 +147,9 @@ class KeptCalls:
     def settled(self, op: str, dtype: Dtype, support: AtenSupport) -> AtenSupport:
         """The support of an op, with what its call has shown."""
         answer = self.answers.get((op, dtype))
-        return with_answer(op, support, answer) if answer is not None and _can_learn(support) else support
+        if answer is not None and _can_learn(support):
+            return with_answer(op, support, answer)
+        return support
 
 
 def _can_learn(support: AtenSupport) -> bool:
@@ -152,11 +158,15 @@ def _can_learn(support: AtenSupport) -> bool:
 
 
 def with_answer(op: str, support: AtenSupport, answer: ReplayAnswer) -> AtenSupport:
-    """The support of an op that the catalog does not know, or that runs in part, with what a call of it has shown."""
+    """The support of an op that the catalog does not know, or that runs in part, with what a call
+    of it has shown.
+    """
     raised = answer.raised
     if not answer.tried:
         message = support.message or f"not tried here: {answer.why_not}"
-        return support if support.state else msgspec.structs.replace(support, message=message)
+        if support.state:
+            return support
+        return msgspec.structs.replace(support, message=message)
     if support.state == "some":
         condition = f"{support.condition or 'fails in part'}; {_TRIED} {'fails' if raised else 'runs'}"
         return msgspec.structs.replace(support, condition=condition, tried_here=True)
@@ -181,7 +191,9 @@ ALL_SECONDS = 120.0
 
 
 def replay_calls(tasks: Iterable[ReplayTask], folder: Path) -> Answers:
-    """Make calls in a process, and in another after a call that ends it, until every call is tried or the time is up."""
+    """Make calls in a process, and in another after a call that ends it, until every call is tried
+    or the time is up.
+    """
     queue: TaskQueue[ReplayTask, ReplayAnswer] = TaskQueue(
         module_command(WORKER),
         _DECODER.decode,
@@ -207,7 +219,10 @@ def replay_calls(tasks: Iterable[ReplayTask], folder: Path) -> Answers:
                 raised = Raised.of_end(event.exit_code, f"no result within {CALL_SECONDS:.0f} s")
                 in_dtype = event.position is not None and event.position.module == task.dtype
                 why_not = f"the call does not run again as it was: {raised.message}"
-                answer = ReplayAnswer(tried=True, raised=raised) if in_dtype else ReplayAnswer(why_not=why_not)
+                if in_dtype:
+                    answer = ReplayAnswer(tried=True, raised=raised)
+                else:
+                    answer = ReplayAnswer(why_not=why_not)
                 answers[task.op, task.dtype] = answer
             if len(answers) == total or is_late:
                 break

@@ -1,4 +1,6 @@
-"""What the parts of the plugin share: values of options, and tracebacks without the plugin's frames."""
+"""What the parts of the plugin share: values of options, and tracebacks without the plugin's
+frames.
+"""
 
 from __future__ import annotations
 
@@ -15,30 +17,41 @@ from lowprec_check.report.foreign_text import visible_text
 
 
 def option_value(config: pytest.Config, name: str) -> Any:
-    """The value of ``--lowprec-NAME``, else of the ini key ``lowprec_NAME``; ``None`` or empty if neither is given."""
+    """The value of ``--lowprec-NAME``, else of the ini key ``lowprec_NAME``; ``None`` or empty if
+    neither is given.
+    """
     return config.getoption(f"lowprec_{name}") or config.getini(f"lowprec_{name}")
 
 
 def option_path(config: pytest.Config, name: str) -> Path | None:
-    """A path: in an option relative to the directory pytest was started in, in an ini key to the ini file."""
+    """A path: in an option relative to the directory pytest was started in, in an ini key to the
+    ini file.
+    """
     given = config.getoption(f"lowprec_{name}")
     if given:
         return config.invocation_params.dir / str(given)
     from_ini = config.getini(f"lowprec_{name}")
-    return (config.inipath.parent if config.inipath else config.rootpath) / str(from_ini) if from_ini else None
+    if from_ini:
+        return (config.inipath.parent if config.inipath else config.rootpath) / str(from_ini)
+    return None
 
 
 def wrong_option(config: pytest.Config, name: str, problem: object) -> pytest.UsageError:
     """The error about a value, which names the option or the ini key that it comes from."""
     given = config.getoption(f"lowprec_{name}")
-    where = f"--lowprec-{name.replace('_', '-')}" if given else f"lowprec_{name} in {config.inipath}"
+    if given:
+        where = f"--lowprec-{name.replace('_', '-')}"
+    else:
+        where = f"lowprec_{name} in {config.inipath}"
     return pytest.UsageError(visible_text(f"{where}: {problem}"))
 
 
 def shown_path(config: pytest.Config, path: Path) -> str:
     """A path as messages show it: relative to the directory pytest was started in, if it is below."""
     folder = config.invocation_params.dir
-    return path.relative_to(folder).as_posix() if path.is_relative_to(folder) else str(path)
+    if path.is_relative_to(folder):
+        return path.relative_to(folder).as_posix()
+    return str(path)
 
 
 def is_worker(config: pytest.Config) -> bool:
@@ -85,7 +98,9 @@ class OwnFrames:
 
 
 def without_own_frames(error: BaseException) -> bool:
-    """Remove the frames from the tracebacks of an exception and of those that it was raised from; returns whether there were any."""
+    """Remove the frames from the tracebacks of an exception and of those that it was raised from;
+    returns whether there were any.
+    """
     seen: dict[int, BaseException] = {}
     left: list[BaseException | None] = [error]
     while left:
@@ -107,13 +122,17 @@ def _of_doctest(error: BaseException) -> Iterator[BaseException]:
 
 
 def _cut(error: BaseException) -> bool:
-    """Remove the frames from the traceback of one exception, unless they explain a bug of this package."""
+    """Remove the frames from the traceback of one exception, unless they explain a bug of this
+    package.
+    """
     frames, frame = list[TracebackType](), error.__traceback__
     while frame is not None:
         frames.append(frame)
         frame = frame.tb_next
     own = _are_own([each.tb_frame.f_code for each in frames])
-    raised_in = frames[-1].tb_frame.f_code.co_filename if frames else ""
+    raised_in = ""
+    if frames:
+        raised_in = frames[-1].tb_frame.f_code.co_filename
     of_user = isinstance(error, (AssertionError, UsageError)) or raised_in.endswith((*_RUN_OPS, _CALL_OF_OP))
     if own[-1:] == [True] and not of_user:
         return False
@@ -129,7 +148,8 @@ def _cut(error: BaseException) -> bool:
 def _are_own(codes: list[CodeType]) -> list[bool]:
     """For each frame, whether it is of this package, or a call that only one of these makes.
 
-    ``dispatch`` gives a higher-order op to a mode, or to its kernel: a mode of this package lets the same function do it again.
+    ``dispatch`` gives a higher-order op to a mode, or to its kernel: a mode of this package lets
+    the same function do it again.
     """
     found: list[bool] = []
     for code, following in zip(codes, [*codes[1:], None], strict=True):

@@ -1,4 +1,6 @@
-"""Answers that need no scan, as blocks: operators of the catalog, the hardware, the manual of diagnostics."""
+"""Answers that need no scan, as blocks: operators of the catalog, the hardware, the manual of
+diagnostics.
+"""
 
 from __future__ import annotations
 
@@ -42,7 +44,9 @@ _WORDS: dict[State | None, str] = {"all": "yes", "some": "in part", "none": "no"
 
 
 def answers_document(answers: Sequence[OpAnswer]) -> Document:
-    """One table per operator: devices × dtypes × modes, then its failures and the issues reported about it."""
+    """One table per operator: devices × dtypes × modes, then its failures and the issues reported
+    about it.
+    """
     blocks: list[Block] = []
     if dispatching := answers[0].dispatching:
         text = f"{dispatching} is not an operator in the catalog; these operators dispatch it:"
@@ -57,14 +61,21 @@ def answers_document(answers: Sequence[OpAnswer]) -> Document:
         blocks += [_support_table(others)] if others else []
         blocks += (Say(line, role="hint") for line in _failures(answer.cells))
         for issue in answer.issues:
-            fixed = f" (fixed in {issue.fixed})" if issue.fixed else ""
-            where = f" for {', '.join(issue.devices)}" if issue.devices else ""
+            fixed = ""
+            if issue.fixed:
+                fixed = f" (fixed in {issue.fixed})"
+            where = ""
+            if issue.devices:
+                where = f" for {', '.join(issue.devices)}"
             blocks += [Say(f"reported{where}: {issue.title}{fixed}"), Say(issue.link, role="hint")]
     if len(answers) > _SHOWN_OPS:
         blocks.append(Say(f"Also: {', '.join(answer.op for answer in answers[_SHOWN_OPS:])}"))
     for device, versions in answers[0].elsewhere.items():
         evidence = "declared" if is_declared(device) else "measured"
-        span = versions[0] if len(versions) == 1 else f"{versions[0]} to {versions[-1]}"
+        if len(versions) == 1:
+            span = versions[0]
+        else:
+            span = f"{versions[0]} to {versions[-1]}"
         blocks.append(Say(f"{device}: {evidence} only for torch {span}", role="hint"))
     return Document(answers[0].op, blocks)
 
@@ -73,8 +84,14 @@ def _support_table(cells: Sequence[SupportCell]) -> Table:
     """A row per device, release and dtype."""
     found: dict[tuple[str, str, str], list[SupportCell]] = {}
     for cell in cells:
-        device = cell.device if cell.evidence == "measured" else f"{cell.device}, {cell.evidence}"
-        version = f"{cell.torch} ipex" if cell.extension else cell.torch
+        if cell.evidence == "measured":
+            device = cell.device
+        else:
+            device = f"{cell.device}, {cell.evidence}"
+        if cell.extension:
+            version = f"{cell.torch} ipex"
+        else:
+            version = cell.torch
         found.setdefault((device, version, SHORT[cell.dtype]), []).append(cell)
     rows = []
     for key, of_row in found.items():
@@ -89,7 +106,9 @@ def _support_table(cells: Sequence[SupportCell]) -> Table:
 
 
 def _head(answer: OpAnswer, *, is_here: bool) -> Iterator[str]:
-    """The operator, what the answer says about the installed torch unless a release was asked for, and what it dispatches."""
+    """The operator, what the answer says about the installed torch unless a release was asked for,
+    and what it dispatches.
+    """
     yield answer.op
     if answer.installed == "":
         yield "torch is not installed"
@@ -97,8 +116,12 @@ def _head(answer: OpAnswer, *, is_here: bool) -> Iterator[str]:
         newest = max((version_key(cell.torch) for cell in answer.cells), default=())
         is_newer = version_key(answer.installed) > newest
         devices = list(dict.fromkeys(cell.device for cell in answer.cells))
-        of_device = f" of {devices[0]}" if len(devices) == 1 else ""
-        missing = "" if is_here else f" is {'newer than' if is_newer else 'not in'} the catalog{of_device}"
+        of_device = ""
+        if len(devices) == 1:
+            of_device = f" of {devices[0]}"
+        missing = ""
+        if not is_here:
+            missing = f" is {'newer than' if is_newer else 'not in'} the catalog{of_device}"
         yield f"torch {answer.installed} (installed){missing}"
     yield f"dispatches {some(answer.aten, 4)}"
 
@@ -127,7 +150,9 @@ def _failures(cells: list[SupportCell]) -> list[str]:
     where: dict[str, list[str]] = {}
     for cell in cells:
         if cell.failure is not None:
-            at = f" in {cell.failure.at}" if cell.failure.at else ""
+            at = ""
+            if cell.failure.at:
+                at = f" in {cell.failure.at}"
             text = f"{cell.failure.kind}{at}: {cell.failure.message}{in_samples(cell.failure.condition)}"
             where.setdefault(text, []).append(f"{cell.device} {cell.torch} {SHORT[cell.dtype]} {cell.mode}")
     return [*dict.fromkeys(reasons), *(f"{some(places, 1)}: {text}" for text, places in where.items())]
@@ -168,7 +193,9 @@ def gaps_document(found: Gaps) -> Document:
     dtype, is_measured = SHORT[found.dtype], found.evidence == "measured"
     title = f"{found.device} · torch {found.torch} · {dtype} · {found.evidence}"
     share = f"{len(found.missing)} of {found.runnable} operators that run in fp32"
-    groups = _GROUPS if is_measured else _GROUPS[:2]
+    groups = _GROUPS
+    if not is_measured:
+        groups = _GROUPS[:2]
     rows = []
     for missing in found.missing:
         of_groups = ([missing.states.get(mode) for mode in group] for group in groups)
@@ -177,7 +204,9 @@ def gaps_document(found: Gaps) -> Document:
         why = f"{missing.kind}{f' in {missing.at}' if missing.at else ''}{in_samples(missing.condition)}"
         if not is_measured:
             name = missing.op.rpartition("nn.functional.")[2].replace(".", "_")
-            other = f"{missing.at}: " if missing.at and missing.at.strip("_") != name else ""
+            other = ""
+            if missing.at and missing.at.strip("_") != name:
+                other = f"{missing.at}: "
             why = other + (missing.message or "")
         rows.append(Row([missing.op, *shown, missing.fixed_in, why]))
     columns = [Column("operator"), *(Column(group[0], "status") for group in groups), Column("from")]
@@ -229,7 +258,9 @@ def list_document(rules: Iterable[Rule]) -> Document:
 
 
 def render_page(rule: Rule, width: int) -> str:
-    """The page of one diagnostic in lines of ``width`` columns; code stays as it is, and commands are not divided."""
+    """The page of one diagnostic in lines of ``width`` columns; code stays as it is, and commands
+    are not divided.
+    """
     no_break = "\0"
     fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
     parts = [f"{rule.code} {rule.name} ({rule.severity})"]

@@ -1,4 +1,6 @@
-"""What a report is made of: headings, sentences, tables with typed columns, code and charts. Formats lay them out and know nothing else."""
+"""What a report is made of: headings, sentences, tables with typed columns, code and charts.
+Formats lay them out and know nothing else.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ from lowprec_check.schema.statements import (
 from lowprec_check.schema.verdict import StatusLook, look
 
 Detail = Literal["first", "more", "all"]
-"""Where a block is shown: ``first`` in every format, ``more`` in documents and with ``-v``, ``all`` only on pages."""
+"""Where a block is shown: ``first`` in every format, ``more`` in documents and with ``-v``, ``all``
+only on pages.
+"""
 DETAILS: tuple[Detail, ...] = ("first", "more", "all")
 
 
@@ -40,15 +44,21 @@ class ErrorOf(NamedTuple):
 
 
 class SpeedOf(NamedTuple):
-    """How many times as fast as fp32, and whether that can be told: :class:`~lowprec_check.analysis.speed.Speed`."""
+    """How many times as fast as fp32, and whether that can be told:
+    :class:`~lowprec_check.analysis.speed.Speed`.
+    """
 
     told: str
     ratio: float | None
 
 
 def speed_of(ratio: float | None) -> SpeedOf | None:
-    """Of a ratio of which it is known that it could be told, such as a saved one; ``None`` if it could not."""
-    return None if ratio is None else SpeedOf(*judged(ratio, ratio, ratio)[:2])
+    """Of a ratio of which it is known that it could be told, such as a saved one; ``None`` if it
+    could not.
+    """
+    if ratio is None:
+        return None
+    return SpeedOf(*judged(ratio, ratio, ratio)[:2])
 
 
 class StatusOf(NamedTuple):
@@ -71,14 +81,19 @@ class Link(NamedTuple):
 
 
 def speed_text(value: SpeedOf) -> str:
-    """``1.8 × as fast``, ``2.1 × slower``, ``≈ fp32``, ``noisy``, ``–``: the one unit of speed of all tables and charts."""
+    """``1.8 × as fast``, ``2.1 × slower``, ``≈ fp32``, ``noisy``, ``–``: the one unit of speed of
+    all tables and charts.
+    """
     if value.told == "same":
         return "≈ fp32"
     if value.told == "noisy":
         return "noisy"
     if value.ratio is None or value.told not in ("faster", "slower"):
         return "–"
-    ratio = value.ratio if value.told == "faster" else 1 / value.ratio
+    if value.told == "faster":
+        ratio = value.ratio
+    else:
+        ratio = 1 / value.ratio
     return f"{times(ratio).removesuffix('times')}× {'as fast' if value.told == 'faster' else 'slower'}"
 
 
@@ -86,7 +101,11 @@ def ratio_text(ratio: float | None) -> str:
     """``0.53 ×``."""
     if ratio is None:
         return "–"
-    return f"{ratio:,.0f} ×" if ratio >= 10 else f"{ratio:.2f} ×" if ratio >= 0.01 else f"{ratio:.1g} ×"
+    if ratio >= 10:
+        return f"{ratio:,.0f} ×"
+    if ratio >= 0.01:
+        return f"{ratio:.2f} ×"
+    return f"{ratio:.1g} ×"
 
 
 Type = Literal[
@@ -121,7 +140,9 @@ WIDE = ("sentence", "code")
 
 def cell_text(value: Any, kind: Type) -> str:
     """A value as text on one line; ``–`` for ``None``."""
-    return "–" if value is None else visible(_SHOWN.get(kind, str)(value), 2000 if kind in WIDE else 400)
+    if value is None:
+        return "–"
+    return visible(_SHOWN.get(kind, str)(value), 2000 if kind in WIDE else 400)
 
 
 # -- blocks
@@ -174,8 +195,9 @@ class Say(Block):
     text: str
     tone: Tone = "none"
     role: Literal["title", "verdict", "hint", "note", "text", "item", "prompt"] = "text"
-    """``title``: the first line; ``hint``: how to read what follows; ``note``: what the reader should know; ``item``: of a list;
-    ``prompt``: what to type next, which only a terminal shows."""
+    """``title``: the first line; ``hint``: how to read what follows; ``note``: what the reader
+    should know; ``item``: of a list; ``prompt``: what to type next, which only a terminal shows.
+    """
     lead: str = ""
     """What it is about, before it and emphasized: ``half, bfloat16``."""
 
@@ -232,7 +254,9 @@ class Fold(Block):
 
 @dataclass(frozen=True)
 class Chart(Block):
-    """Points and lines; formats that cannot draw leave it out, since a table near it has the figures."""
+    """Points and lines; formats that cannot draw leave it out, since a table near it has the
+    figures.
+    """
 
     name: str
     draw: Callable[[], str]
@@ -247,7 +271,9 @@ class Document:
     blocks: Sequence[Block]
     tool: str = ""
     advice: Sequence[Block] = ()
-    """What to do: documents begin with it, after their first line; a terminal ends with it, where its reader looks."""
+    """What to do: documents begin with it, after their first line; a terminal ends with it, where
+    its reader looks.
+    """
     whole: bool = False
     """Whether Markdown has all rows too, as a file; else it is short enough for a comment."""
 

@@ -1,4 +1,6 @@
-"""Charts as SVG without scripts: colours are variables of the page, figures are native tooltips, and a table has them too."""
+"""Charts as SVG without scripts: colours are variables of the page, figures are native tooltips,
+and a table has them too.
+"""
 
 from __future__ import annotations
 
@@ -34,12 +36,20 @@ class _Axis:
 
     def __init__(self, low: float, high: float, start: float, end: float, *, log: bool) -> None:
         self.log = log
-        self.low, self.high = (math.log10(low), math.log10(high)) if log else (low, high)
-        self.high = self.high if self.high > self.low else self.low + 1
+        if log:
+            self.low, self.high = (math.log10(low), math.log10(high))
+        else:
+            self.low, self.high = (low, high)
+        if self.high > self.low:
+            self.high = self.high
+        else:
+            self.high = self.low + 1
         self.start, self.end = start, end
 
     def __call__(self, value: float) -> float:
-        at = math.log10(max(value, 1e-300)) if self.log else value
+        at = value
+        if self.log:
+            at = math.log10(max(value, 1e-300))
         part = min(1.0, max(0.0, (at - self.low) / (self.high - self.low)))
         return round(self.start + part * (self.end - self.start), 1)
 
@@ -75,7 +85,10 @@ def _svg(name: str, parts: Iterable[Markup]) -> str:
 
 
 def _frame(x: _Axis, y: _Axis, x_ticks: Sequence[tuple[float, str]], y_name: str, x_name: str) -> Iterator[Markup]:
-    ticks = y.decades() if y.log else y.steps()
+    if y.log:
+        ticks = y.decades()
+    else:
+        ticks = y.steps()
     for value in ticks:
         yield _line(_LEFT, y(value), _RIGHT, y(value))
         yield _text(_LEFT - 6, y(value) + 4, f"{value:.0e}" if y.log else f"{value:.4g}", "end")
@@ -97,7 +110,9 @@ def _path(points: Iterable[tuple[float, float] | None], color: str, **more: obje
         else:
             steps.append(f"{pen}{point[0]:g} {point[1]:g}")
             pen = "L"
-    return _tag("path", d="".join(steps), fill="none", stroke=f"var(--{color})", **more) if steps else Markup()
+    if steps:
+        return _tag("path", d="".join(steps), fill="none", stroke=f"var(--{color})", **more)
+    return Markup()
 
 
 # -- speed and error of all runs
@@ -122,7 +137,9 @@ def tradeoff(result: ScanResult) -> Chart | None:
             continue
         known = look("unjudged" if degenerate_output(run, result.runs) else run.status)
         memory = memory_ratio(run, result.runs)
-        size = f", {ratio_text(memory)} the memory" if memory else ""
+        size = ""
+        if memory:
+            size = f", {ratio_text(memory)} the memory"
         told = speed_text(SpeedOf(found.told, found.ratio))
         tip = f"{visible(label(run))}: {told}, error {error_figure(error)}{size}, {known.word}"
         dots.append(_Dot(run, found.ratio, found.low, found.high, error, known.tone, tip))
@@ -205,7 +222,9 @@ def error_along(run: Run) -> Chart | None:
 
 def _along(run: Run, rows: Sequence[tuple[int, OpCall]], errors: Sequence[float]) -> Iterator[Markup]:
     limit = run.tolerance
-    ends = [*errors, limit] if limit else errors
+    ends = errors
+    if limit:
+        ends = [*errors, limit]
     x = _Axis(1, len(rows), _LEFT + 6, _RIGHT - 6, log=False)
     y = _Axis(max(min(ends), max(ends) * 1e-9) / 1.5, max(ends) * 2, _BOTTOM, _TOP, log=True)
     kept = list(worst_of_segments(rows, MOST_POINTS))
@@ -229,7 +248,9 @@ def _along(run: Run, rows: Sequence[tuple[int, OpCall]], errors: Sequence[float]
             yield _text(x(at), _BOTTOM - 4, "▲", color="warn")
     width = round((_RIGHT - _LEFT) / min(len(rows), MOST_TIPS), 1)
     for at, row in worst_of_segments(rows, MOST_TIPS):
-        found = ["Inf or NaN"] if row.gives_nonfinite else []
+        found = []
+        if row.gives_nonfinite:
+            found = ["Inf or NaN"]
         found += [f"accumulated {error_figure(row.accumulated_error)}"] if row.accumulated_error is not None else []
         found += [f"local {error_figure(row.local_error)}"] if row.local_error is not None else []
         place = ", ".join(filter(None, (module_name(row.module), row.source)))
@@ -254,9 +275,11 @@ def worst_of_segments(rows: Sequence[tuple[int, OpCall]], most: int) -> Iterator
 
 
 def training(result: ScanResult) -> Chart | None:
-    """Loss by step, a line per precision, with the range of fp32 runs from other seeds; ``None`` for fewer than three steps.
+    """Loss by step, a line per precision, with the range of fp32 runs from other seeds; ``None``
+    for fewer than three steps.
 
-    Changes of the loss are judged, so each line starts at the first loss of fp32, as the range does.
+    Changes of the loss are judged, so each line starts at the first loss of fp32, as the range
+    does.
     """
     setup = result.training
     if setup is None or setup.steps < 2 or len(setup.losses) < 2:
@@ -330,7 +353,9 @@ def _steps(
 
 
 def magnitudes(run: Run) -> Chart | None:
-    """A histogram of the magnitudes of fp32's values against the ranges of fp16, bf16 and the run's format; ``None`` if none were counted."""
+    """A histogram of the magnitudes of fp32's values against the ranges of fp16, bf16 and the run's
+    format; ``None`` if none were counted.
+    """
     counts: dict[int, int] = {}
     for module in run.magnitudes:
         for exponent, count in enumerate(module.counts, module.lowest):

@@ -1,5 +1,5 @@
-"""The operators that a test suite uses and their support in low precision, as blocks and for GitHub; the difference of two such
-coverages.
+"""The operators that a test suite uses and their support in low precision, as blocks and for
+GitHub; the difference of two such coverages.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from lowprec_check.schema.statements import counted, some
 
 WIDTH = 110
 LONGEST_SUMMARY = 200_000
-"""Bytes. GitHub drops the summary of a step of more than 1 MiB, which other commands of the step share, and shows 20 per job."""
+"""Bytes. GitHub drops the summary of a step of more than 1 MiB, which other commands of the step
+share, and shows 20 per job.
+"""
 
 _TITLE = "Low precision in the tests"
 _SHOWN = 40
@@ -52,7 +54,9 @@ _CHANGES: dict[CellBefore, tuple[str, str]] = {
 
 
 def coverage_document(found: Coverage) -> Document:
-    """The counts, the operators (a terminal shows those with gaps), and the tests that use each gap."""
+    """The counts, the operators (a terminal shows those with gaps), and the tests that use each
+    gap.
+    """
     blocks = [Say(_TITLE, role="title", detail="more"), *_head(found)]
     uses = sorted(found.ops, key=lambda use: (use.worst, use.op))
     blocks += [Heading("Operators"), _uses(found, uses, "operators", most=len(found.gaps))]
@@ -122,16 +126,24 @@ def _uses(found: Coverage, uses: Sequence[OpUse], name: str, most: int = 0) -> T
 
 
 def _words(use: OpUse, key: str) -> str:
-    """What a precision does to an operator; one that fails under autocast was called with 16-bit inputs, and runs on fp32 ones."""
+    """What a precision does to an operator; one that fails under autocast was called with 16-bit
+    inputs, and runs on fp32 ones.
+    """
     support, precision = use.support[key], PRECISIONS.find(key)
     low, cell = precision.format.short if precision else key, cell_of(support)
-    on = f" on {low} inputs" if cell in ("some", "none") and key.startswith("autocast") else ""
-    fixed = f", from torch {support.fixed_in}" if support.fixed_in else ""
+    on = ""
+    if cell in ("some", "none") and key.startswith("autocast"):
+        on = f" on {low} inputs"
+    fixed = ""
+    if support.fixed_in:
+        fixed = f", from torch {support.fixed_in}"
     return f"{_CELLS[cell][0].format(dtype=low)}{on}{fixed}"
 
 
 def why(use: OpUse) -> str:
-    """How it fails, in the first dtype in which it fails; else why a dtype does not apply or nothing is known."""
+    """How it fails, in the first dtype in which it fails; else why a dtype does not apply or
+    nothing is known.
+    """
     failing = [support for support in use.support.values() if support.state in ("none", "some")]
     if failing:
         return reason_of(failing[0])
@@ -185,29 +197,42 @@ def change_blocks(changes: Sequence[GapChange]) -> list[Block]:
         if change.fix is None:
             blocks.append(Say(title, role="item"))
             continue
-        where = [f"at {some(change.sources)}"] if change.sources else []
+        where = []
+        if change.sources:
+            where = [f"at {some(change.sources)}"]
         lines = [*where, change.reason, f"→ {change.fix}", f"used by {some(change.tests)}"]
         blocks.append(Fold(title, [Say(line, role="item") for line in lines], open=True))
     more = len(changes) - _SHOWN
-    return [*blocks, Say(f"{more:,} more are not shown; a JSON report has all.")] if more > 0 else blocks
+    if more > 0:
+        return [*blocks, Say(f"{more:,} more are not shown; a JSON report has all.")]
+    return blocks
 
 
 def verdict(found: CoverageDiff) -> str:
     """The number of new gaps, and of those that are gone."""
-    new = counted(len(found.new_gaps), "new gap") if found.new_gaps else "No new gap"
-    return f"{new}, {counted(len(found.gone_gaps), 'gap')} gone" if found.gone_gaps else new
+    new = "No new gap"
+    if found.new_gaps:
+        new = counted(len(found.new_gaps), "new gap")
+    if found.gone_gaps:
+        return f"{new}, {counted(len(found.gone_gaps), 'gap')} gone"
+    return new
 
 
 # -- GitHub
 
 
 def coverage_github(found: Coverage, new: Collection[str] | None = None) -> str:
-    """A workflow command of GitHub for each gap, shown in a pull request at the first line that uses it.
+    """A workflow command of GitHub for each gap, shown in a pull request at the first line that
+    uses it.
 
-    GitHub shows 10 errors and 10 warnings of a step, so the message names further lines. With ``new``, the ops that are new
-    gaps, these come first and say so, and others are notices, which have 10 of their own.
+    GitHub shows 10 errors and 10 warnings of a step, so the message names further lines. With
+    ``new``, the ops that are new gaps, these come first and say so, and others are notices, which
+    have 10 of their own.
     """
-    gaps = found.gaps if new is None else sorted(found.gaps, key=lambda use: use.name not in new)
+    if new is None:
+        gaps = found.gaps
+    else:
+        gaps = sorted(found.gaps, key=lambda use: use.name not in new)
     commands = []
     for use in gaps:
         path, _, line = use.sources[0].rpartition(":")
@@ -215,7 +240,12 @@ def coverage_github(found: Coverage, new: Collection[str] | None = None) -> str:
         states = {state: [key for key in use.failing if use.support[key].state == state] for state in ("none", "some")}
         fails = {"none": "does not run", "some": "does not always run"}
         parts = [f"{fails[state]} in {', '.join(map(precision_of, keys))}" for state, keys in states.items() if keys]
-        level = "notice" if new is not None and not is_new else "error" if states["none"] else "warning"
+        if new is not None and not is_new:
+            level = "notice"
+        elif states["none"]:
+            level = "error"
+        else:
+            level = "warning"
         title = f"lowprec: {'new: ' * is_new}{use.name} {', '.join(parts)} on {found.device}"
         message = f"{why(use)} ({found.evidence}, torch {found.torch}). Used by {counted(len(use.tests), 'test')}"
         message += f"; also at {some(use.sources[1:])}" if len(use.sources) > 1 else ""
@@ -226,7 +256,8 @@ def coverage_github(found: Coverage, new: Collection[str] | None = None) -> str:
 def step_summary(
     found: Coverage, changes: CoverageDiff | None, head: str | None, longest: int = LONGEST_SUMMARY
 ) -> str:
-    """The summary of a step as Markdown of at most ``longest`` bytes: new gaps, the counts, then the table of all gaps.
+    """The summary of a step as Markdown of at most ``longest`` bytes: new gaps, the counts, then
+    the table of all gaps.
 
     ``head`` is the verdict of the gate. Tests are left out: the report has them.
     """

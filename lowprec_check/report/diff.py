@@ -60,14 +60,18 @@ def diff_document(diff: ScanDiff) -> Document:
 def compared(
     title: str, worse: bool, sides: Sequence[tuple[str, str]], warnings: Sequence[str], what: str
 ) -> Iterator[Block]:
-    """The head of every comparison: its verdict, the two sides, and the conditions in which they differ."""
+    """The head of every comparison: its verdict, the two sides, and the conditions in which they
+    differ.
+    """
     tone: Tone = "bad" if worse else "good"
     yield Say(title, tone, "verdict")
     for name, side in sides:
         yield Say(side, role="hint", lead=name)
     if warnings:
         yield Say(f"The two {what} under different conditions:", "warn", "note")
-        more = [f"and {len(warnings) - _SHOWN} more"] if len(warnings) > _SHOWN else []
+        more = []
+        if len(warnings) > _SHOWN:
+            more = [f"and {len(warnings) - _SHOWN} more"]
         for warning in [*warnings[:_SHOWN], *more]:
             yield Say(warning, role="item")
 
@@ -85,4 +89,6 @@ def verdict(diff: ScanDiff) -> str:
 
 def _arrow(kind: Type, old: Any, new: Any) -> str:
     before, after = cell_text(old, kind), cell_text(new, kind)
-    return before if before == after else f"{before} → {after}"
+    if before == after:
+        return before
+    return f"{before} → {after}"

@@ -1,4 +1,6 @@
-"""A patch of the user's source as blocks: the diff, what was proven of it, and what is left alone; and as suggestions for GitHub."""
+"""A patch of the user's source as blocks: the diff, what was proven of it, and what is left alone;
+and as suggestions for GitHub.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def fix_blocks(fixing: Fixing, *, heading: bool = False) -> Iterator[Block]:
     if fixing.proven:
         rows = []
         for its in fixing.proven:
-            further = f"{its.further - its.further_failed} of {its.further}" if its.further else None
+            further = None
+            if its.further:
+                further = f"{its.further - its.further_failed} of {its.further}"
             errors = [its.error_before, its.error_after, its.tolerance]
             rows.append(Row([its.precision, its.before, its.after, *errors, further]))
         yield Table(_PROVEN, rows, "precisions before and after the patch")
@@ -58,7 +62,9 @@ def fix_blocks(fixing: Fixing, *, heading: bool = False) -> Iterator[Block]:
     searched = say("{trials:count trial} in {seconds:seconds}", trials=fixing.trials, seconds=fixing.seconds).text
     if fixing.script is None:
         searched += say(", after a scan of {scan:seconds}", scan=fixing.scan_seconds).text
-    stopped = f"; the search stopped {fixing.stopped}" if fixing.stopped else ""
+    stopped = ""
+    if fixing.stopped:
+        stopped = f"; the search stopped {fixing.stopped}"
     if fixing.trials:
         yield Say(f"{searched[:1].upper()}{searched[1:]}{stopped}.", role="hint")
     if fixing.left_alone:
@@ -75,9 +81,13 @@ def _of_script(fixing: Fixing, script: ScriptProof) -> tuple[str, Tone]:
         for distance in (script.before, script.after)
     )
     what = f"the distance of the weights from those of fp32 after {counted(script.steps, 'step')} is"
-    tolerance = "" if fixing.passes else f" The tolerance is {script.tolerance:g}."
+    tolerance = ""
+    if not fixing.passes:
+        tolerance = f" The tolerance is {script.tolerance:g}."
     if fixing.due:
-        skipped = f", with {counted(script.skipped, 'step')} skipped" if script.skipped else ""
+        skipped = ""
+        if script.skipped:
+            skipped = f", with {counted(script.skipped, 'step')} skipped"
         words = f"With {counted(len(fixing.changes), 'change')}, {what} {after}{skipped}; without, {before}.{tolerance}"
         return words, "good" if fixing.passes else "warn"
     if fixing.passes:
@@ -122,8 +132,14 @@ def suggestions(fixing: Fixing) -> str:
     parts = []
     for change in fixing.changes:
         last = change.end_line if change.before else change.line
-        lines = f"{change.line}" if last <= change.line else f"{change.line}-{last}"
-        after = change.after if change.after.endswith(("\n", "\r")) else f"{change.after}\n"
+        if last <= change.line:
+            lines = f"{change.line}"
+        else:
+            lines = f"{change.line}-{last}"
+        if change.after.endswith(("\n", "\r")):
+            after = change.after
+        else:
+            after = f"{change.after}\n"
         fence = "`" * max(
             3, 1 + max((len(run) for run in after.replace("`", " `").split() if set(run) == {"`"}), default=0)
         )

@@ -1,4 +1,6 @@
-"""Text of others made safe to print: on one line, without invisible characters and folders of this machine, in the encoding of the stream."""
+"""Text of others made safe to print: on one line, without invisible characters and folders of this
+machine, in the encoding of the stream.
+"""
 
 from __future__ import annotations
 
@@ -16,18 +18,24 @@ _BLANK = (
     "\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\uffff\U000110bd\U000110cd\U00013430-\U0001345f\U0001bca0-\U0001bca3"
     "\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
 )
-"""Format characters (directions, joiners, tags), characters that Unicode says to ignore, fillers, line separators, non-characters."""
+"""Format characters (directions, joiners, tags), characters that Unicode says to ignore, fillers,
+line separators, non-characters.
+"""
 _SUSPECT = re.compile(
     rf"(?!(?<=[{_EMOJI}\ufe0f])\u200d[{_EMOJI}]|(?<=[#*0-9\xa9\xae\u203c-\u2139{_EMOJI}])\ufe0f)"
     rf"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ue000-\uf8ff\U000f0000-\U0010ffff{_BLANK}]"
 )
-"""These, control characters, surrogates and private use; but not what joins two emoji, or makes one of a character."""
+"""These, control characters, surrogates and private use; but not what joins two emoji, or makes one
+of a character.
+"""
 
 LONGEST = 300
 
 
 def visible(text: str, most: int = LONGEST) -> str:
-    r"""``text`` on one line of at most ``most`` characters, with invisible characters escaped: ``a\n``, ``\u202e``."""
+    r"""``text`` on one line of at most ``most`` characters, with invisible characters escaped:
+    ``a\n``, ``\u202e``.
+    """
     if len(text) > most:
         text = f"{text[: most - 1]}…"
     return _SUSPECT.sub(_escape, text)
@@ -37,7 +45,11 @@ def _escape(match: re.Match[str]) -> str:
     number = ord(match[0])
     if match[0] in "\n\r\t":
         return {"\n": "\\n", "\r": "\\r", "\t": " "}[match[0]]
-    return f"\\x{number:02x}" if number < 256 else f"\\u{number:04x}" if number < 0x10000 else f"\\U{number:08x}"
+    if number < 256:
+        return f"\\x{number:02x}"
+    if number < 0x10000:
+        return f"\\u{number:04x}"
+    return f"\\U{number:08x}"
 
 
 LONGEST_LINE = 2000
@@ -55,7 +67,9 @@ def visible_text(text: str) -> str:
 
 
 def workflow_command(command: str, message: str, **properties: str) -> str:
-    """A line that GitHub Actions shows at the code: ``::error file=net.py,line=23::message``, escaped as its own toolkit does."""
+    """A line that GitHub Actions shows at the code: ``::error file=net.py,line=23::message``,
+    escaped as its own toolkit does.
+    """
 
     def encoded(text: str, more: str = "") -> str:
         for character in f"%\r\n{more}":
@@ -72,7 +86,9 @@ _PART = r"[^\s/\\'\"`:;,()\[\]{}<>|*?]+"
 _PATH = rf"(?<![\w/\\.~@-])(?:file://)?(?:[A-Za-z]:[/\\]|/)(?!(?:dev|proc|sys)/|/)(?:{_PART}[/\\])+(?:{_PART})?"
 _QUOTED = r"(?<=(['\"`]))(?:[A-Za-z]:[/\\]|/)(?:[^'\"`\n/\\]+[/\\])+[^'\"`\n/\\]*(?=\1)"
 _ABSOLUTE = re.compile(f"{_QUOTED}|{_PATH}")
-"""Paths of at least two parts, with spaces only within quotes; not URLs, and not `/dev/shm`, which is the same everywhere."""
+"""Paths of at least two parts, with spaces only within quotes; not URLs, and not `/dev/shm`, which
+is the same everywhere.
+"""
 
 _PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\](?=.)|.*[/\\]lib[/\\]python3\.\d+[/\\](?=.)")
 
@@ -80,9 +96,12 @@ _PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\](?=.)|.*[/\\]lib[/\\]
 def without_folders(text: str) -> str:
     """``text`` with each absolute path replaced by what means the same elsewhere.
 
-    That is the path from an installed package on (``timm/layers/mlp.py:42``), relative to the current folder, or else the name alone.
+    That is the path from an installed package on (``timm/layers/mlp.py:42``), relative to the
+    current folder, or else the name alone.
     """
-    return _ABSOLUTE.sub(_without_folder, text) if "/" in text or "\\" in text else text
+    if "/" in text or "\\" in text:
+        return _ABSOLUTE.sub(_without_folder, text)
+    return text
 
 
 def _without_folder(match: re.Match[str]) -> str:
@@ -109,7 +128,9 @@ _WRITTEN = """
 ‘' ’' ‚' “" ”" „" «" »" •* ─- ━- ╸- ╺- │| ┃|
 ✅[ok] ➖[-] ❌[x] ⚠[!] ❔[?] ⏭[>] 🔴[x] 🟡[!] 🔵[i] 🟢[+] ⚪[=] ✓+ ✕x ✗x ▲! \ufe0f
 """
-"""Each character of our texts, and of what other programs put into messages, followed by what is written for it."""
+"""Each character of our texts, and of what other programs put into messages, followed by what is
+written for it.
+"""
 
 _ASCII = {pair[0]: pair[1:] for pair in _WRITTEN.split()}
 
@@ -131,11 +152,15 @@ def _replacement(character: str) -> str:
     if character in _ASCII:
         return _ASCII[character]
     digit = unicodedata.digit(character, None)  # superscript or subscript
-    return character.encode("ascii", "backslashreplace").decode() if digit is None else str(digit)
+    if digit is None:
+        return character.encode("ascii", "backslashreplace").decode()
+    return str(digit)
 
 
 def _handle(error: UnicodeError) -> tuple[str, int]:
-    """Replace what cannot be encoded; what is wider then takes the difference from the next gap between columns."""
+    """Replace what cannot be encoded; what is wider then takes the difference from the next gap
+    between columns.
+    """
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lost = error.object[error.start : error.end]

@@ -1,4 +1,6 @@
-"""The matrix of models, precisions and devices as blocks, with the ops that most often lack a kernel."""
+"""The matrix of models, precisions and devices as blocks, with the ops that most often lack a
+kernel.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,8 @@ def matrix_document(
 ) -> Document:
     """The index: totals, a row per model, and on a page a row per run.
 
-    Each model links to ``models/<slug>`` with the suffix ``pages``, unless that is ``None``. ``note`` follows the title.
+    Each model links to ``models/<slug>`` with the suffix ``pages``, unless that is ``None``.
+    ``note`` follows the title.
     """
     scanned = [row for row in matrix.rows if row.state == "scanned"]
     failed = [row for row in matrix.rows if row.state == "failed"]
@@ -53,14 +56,22 @@ def matrix_document(
     devices = {row.device for row in matrix.rows}
 
     def name_of(row: MatrixRow) -> str:
-        """``timm:vit_tiny --train on cuda``: the options that not all rows share, and the device if not all rows have the same."""
-        own = [shlex.join(row.options[len(options) :])] if row.options[len(options) :] else []
+        """``timm:vit_tiny --train on cuda``: the options that not all rows share, and the device if
+        not all rows have the same.
+        """
+        own = []
+        if row.options[len(options) :]:
+            own = [shlex.join(row.options[len(options) :])]
         return " ".join([row.target, *own, *([f"on {row.device}"] if row.device and len(devices) > 1 else [])])
 
-    missed = f"; {len(failed)} could not be" if failed else ""
+    missed = ""
+    if failed:
+        missed = f"; {len(failed)} could not be"
     blocks: list[Block] = [Say(title, role="title"), *([Say(note, role="note")] if note else [])]
     targets = len({row.target for row in scanned})
-    times = "" if targets == len(scanned) else f" in {counted(len(scanned), 'scan')}"
+    times = ""
+    if targets != len(scanned):
+        times = f" in {counted(len(scanned), 'scan')}"
     blocks.append(Say(f"{counted(targets, 'model')} scanned{times}{missed}."))
     counts = {column: Counter(status_of(cell) for cell in cells if column_of(cell) == column) for column in columns}
     statuses = [status for status in LOOKS if any(count[status] for count in counts.values())]
@@ -100,7 +111,9 @@ def column_of(cell: MatrixCell) -> str:
 
 
 def status_of(cell: MatrixCell) -> str:
-    """Its status; ``unjudged`` too if its output tells nothing. Of a run that passes, the worst one on further inputs."""
+    """Its status; ``unjudged`` too if its output tells nothing. Of a run that passes, the worst one
+    on further inputs.
+    """
     if cell.degenerate:
         return "unjudged"
     further = cell.further_inputs.statuses if cell.status == "ok" and cell.further_inputs else {}
@@ -134,7 +147,9 @@ def _outcome(cell: MatrixCell) -> StatusOf:
 
 
 def why(cell: MatrixCell) -> str | None:
-    """Why a run fails or cannot be judged, if more than its status is known: ``no linalg_cholesky_ex +1``."""
+    """Why a run fails or cannot be judged, if more than its status is known: ``no
+    linalg_cholesky_ex +1``.
+    """
     if cell.status == "error" and cell.gaps:
         return f"no {short_op(cell.gaps[0])}{f' +{len(cell.gaps) - 1}' if len(cell.gaps) > 1 else ''}"
     if cell.status == "error" and cell.first_gap:
@@ -160,7 +175,9 @@ def _runs(rows: list[MatrixRow], name_of: Callable[[MatrixRow], str]) -> Table:
     shown = []
     for row in rows:
         for cell in row.cells:
-            speed = speed_of(1 / cell.time) if cell.time else None
+            speed = None
+            if cell.time:
+                speed = speed_of(1 / cell.time)
             codes = ", ".join(dict.fromkeys([*cell.codes, *row.codes]))
             gaps = ", ".join(map(short_op, cell.gaps))
             figures = [cell.rel_l2, speed, cell.memory]

@@ -1,4 +1,6 @@
-"""What only pages show: the user's code with what happens at each line, modules, operators, value ranges."""
+"""What only pages show: the user's code with what happens at each line, modules, operators, value
+ranges.
+"""
 
 from __future__ import annotations
 
@@ -61,10 +63,16 @@ class Calls:
             return some([value for value, _ in Counter(values).most_common() if value], 1) or None
         if quantity.plus:
             values += [getattr(columns, quantity.plus)[at] for at in self.positions]
-        return None if not values else sum(values) if quantity.total == "sum" else max(values)
+        if not values:
+            return None
+        if quantity.total == "sum":
+            return sum(values)
+        return max(values)
 
     def cell(self, name: str, tolerance: float | None = None) -> Any:
-        """The same as a table shows it: the accumulated error beside a ``tolerance``, and infinite if values became Inf or NaN."""
+        """The same as a table shows it: the accumulated error beside a ``tolerance``, and infinite
+        if values became Inf or NaN.
+        """
         value, kind = self.total(name), QUANTITIES[name].type
         if name == "accumulated_error" and self.total("introduced_nan"):
             return ErrorOf(None, tolerance, "Inf/NaN")
@@ -72,7 +80,9 @@ class Calls:
             return None
         if kind in ("number", "percent"):
             return value or None
-        return ErrorOf(value, tolerance) if name == "accumulated_error" else value
+        if name == "accumulated_error":
+            return ErrorOf(value, tolerance)
+        return value
 
     def worst_error(self) -> Any:
         """The largest accumulated error, beside the tolerance of a run that fails."""
@@ -80,7 +90,9 @@ class Calls:
 
 
 def calls_by(run: Run, field: Literal["op", "module", "source"]) -> dict[str, Calls]:
-    """The op calls and gaps of ``run``, by their op, module or line; those without a line are left out."""
+    """The op calls and gaps of ``run``, by their op, module or line; those without a line are left
+    out.
+    """
     found = defaultdict[str, Calls](lambda: Calls(run))
     for position, key in enumerate(getattr(run.op_calls, field)):
         if key is not None:
@@ -115,7 +127,9 @@ _OTHERS = [name for name in _OPERATORS if name not in _MAIN]
 
 
 def operator_table(run: Run) -> Table | None:
-    """A row per op, those without a kernel, with Inf or NaN, and with the largest share or error first; it unfolds its worst calls."""
+    """A row per op, those without a kernel, with Inf or NaN, and with the largest share or error
+    first; it unfolds its worst calls.
+    """
     found = calls_by(run, "op")
     if not found:
         return None
@@ -169,7 +183,9 @@ RANGES = ("LP201", "LP202", "LP205")
 
 
 def scan_page(result: ScanResult) -> Document:
-    """The report of a scan with its charts, and with what happened op by op before the conditions of the scan."""
+    """The report of a scan with its charts, and with what happened op by op before the conditions
+    of the scan.
+    """
     document = scan_document(result)
     blocks: list[Block] = []
     for block in document.blocks:
@@ -182,7 +198,9 @@ def scan_page(result: ScanResult) -> Document:
 
 
 def page_blocks(result: ScanResult) -> Iterator[Block]:
-    """The sections of a page that other formats leave out, for the runs that were analyzed op by op."""
+    """The sections of a page that other formats leave out, for the runs that were analyzed op by
+    op.
+    """
     runs = analyzed(result)
     if not runs:
         return
@@ -215,7 +233,9 @@ def page_blocks(result: ScanResult) -> Iterator[Block]:
 
 
 def analyzed(result: ScanResult) -> list[Run]:
-    """The runs with op calls or gaps but the reference: first those that fail by wrong numbers, then those that fail otherwise."""
+    """The runs with op calls or gaps but the reference: first those that fail by wrong numbers,
+    then those that fail otherwise.
+    """
     runs = [run for run in result.runs if not run.is_reference and (len(run.op_calls) or run.gaps)]
     wrong = {"inaccurate": 0, "nonfinite": 0}
     return sorted(runs, key=lambda run: wrong.get(run.status, 1) if look(run.status).tone == "bad" else 2)
@@ -225,7 +245,9 @@ def analyzed(result: ScanResult) -> list[Run]:
 
 
 def source_table(result: ScanResult, runs: Sequence[Run]) -> Table | None:
-    """The lines of each file with the ops run there, and for each run the share of the error or the worst error; ``None`` without lines."""
+    """The lines of each file with the ops run there, and for each run the share of the error or the
+    worst error; ``None`` without lines.
+    """
     by_line = [calls_by(run, "source") for run in runs]
     files: dict[str, list[int]] = {}
     for source in dict.fromkeys(source for found in by_line for source in found):
@@ -284,7 +306,9 @@ def _found(here: Sequence[Calls], diagnostics: Sequence[Diagnostic]) -> str:
 
 
 def module_table(runs: Sequence[Run]) -> Table:
-    """The tree of modules in which an op of any of ``runs`` ran or a kernel is missing, each with all inside."""
+    """The tree of modules in which an op of any of ``runs`` ran or a kernel is missing, each with
+    all inside.
+    """
     by_path = [calls_inside(run) for run in runs]
     paths = _in_order(path for found in by_path for path in found)
     kept = set(sorted(paths, key=lambda path: path.count(".") + bool(path))[:MOST_ROWS])
@@ -304,7 +328,9 @@ def module_table(runs: Sequence[Run]) -> Table:
 
 
 def calls_inside(run: Run) -> dict[str, Calls]:
-    """The op calls and gaps of each module that has some or a share of the error, submodules included."""
+    """The op calls and gaps of each module that has some or a share of the error, submodules
+    included.
+    """
     found: dict[str, Calls] = {}
     for module, calls in calls_by(run, "module").items():
         for path in _lineage(module):
@@ -317,7 +343,9 @@ def calls_inside(run: Run) -> dict[str, Calls]:
 
 
 def _shares_inside(run: Run) -> dict[str, float]:
-    """The share of the error of each module in the budget, which knows the roundings between modules; submodules included."""
+    """The share of the error of each module in the budget, which knows the roundings between
+    modules; submodules included.
+    """
     found: dict[str, float] = {}
     for part in module_shares(run) if trusted_budget(run) else ():
         for path in _lineage("" if part.name == BETWEEN else part.name):
@@ -327,12 +355,16 @@ def _shares_inside(run: Run) -> dict[str, float]:
 
 def _lineage(path: str) -> list[str]:
     """``["", "a", "a.b"]`` of ``a.b``."""
-    parts = path.split(".") if path else []
+    parts = []
+    if path:
+        parts = path.split(".")
     return [".".join(parts[:index]) for index in range(len(parts) + 1)]
 
 
 def _in_order(paths: Iterable[str]) -> list[str]:
-    """Each path once, children directly below their parent, siblings in the order in which they first ran."""
+    """Each path once, children directly below their parent, siblings in the order in which they
+    first ran.
+    """
     below: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths):
         if path:

@@ -17,7 +17,9 @@ class FileLine(NamedTuple):
     """A line of a file."""
 
     file: str
-    """As saved, relative to where the scan ran or absolute; of an installed package, from the package on. Not yet escaped."""
+    """As saved, relative to where the scan ran or absolute; of an installed package, from the
+    package on. Not yet escaped.
+    """
     number: int
     """Counted from 1; also 1 if only the file is known."""
 
@@ -26,14 +28,18 @@ class FileLine(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A line of the user's, and the findings with the same code about the same op that it leads to, in all precisions and modules."""
+    """A line of the user's, and the findings with the same code about the same op that it leads to,
+    in all precisions and modules.
+    """
 
     line: FileLine
     group: FindingGroup
     found: list[Diagnostic]
     """The most severe first."""
     is_own: bool = True
-    """Whether the line is in a file of the user's own. If not, none of them leads there: the model was scanned by its name."""
+    """Whether the line is in a file of the user's own. If not, none of them leads there: the model
+    was scanned by its name.
+    """
 
     @property
     def inside(self) -> dict[FileLine, list[Diagnostic]]:
@@ -45,26 +51,35 @@ class Place(NamedTuple):
         return lines
 
     def sentence(self, message: Message, what_to_do: str = " → ") -> str:
-        """``half, bfloat16: mul: message (in timm/x.py:7) → what to do`` of one of the group's; without runs of the whole scan."""
+        """``half, bfloat16: mul: message (in timm/x.py:7) → what to do`` of one of the group's;
+        without runs of the whole scan.
+        """
         about = "".join(f"{visible(part)}: " for part in (", ".join(message.runs), self.group.op) if part)
-        advice = f"{what_to_do}{visible(message.help, 1000)}" if message.help else ""
+        advice = ""
+        if message.help:
+            advice = f"{what_to_do}{visible(message.help, 1000)}"
         return f"{about}{visible(message.text, 1000).rstrip('.')}{self._where(message)}{advice}"
 
     def _where(self, message: Message) -> str:
-        """`` (in blocks.0.mlp, timm/layers/mlp.py:42 and 3 more places)``; empty if it is the one place on the line itself."""
+        """`` (in blocks.0.mlp, timm/layers/mlp.py:42 and 3 more places)``; empty if it is the one
+        place on the line itself.
+        """
         found = dict.fromkeys((d.module or "", (d.source or "") if d.caller else "") for d in message.found)
         first = next(iter(found))
         if not any(first) or (len(found) == 1 and not first[1]):
             return ""
-        more = f" and {counted(len(found) - 1, 'more place')}" if len(found) > 1 else ""
+        more = ""
+        if len(found) > 1:
+            more = f" and {counted(len(found) - 1, 'more place')}"
         return f" (in {', '.join(visible(part) for part in first if part)}{more})"
 
 
 def places(result: ScanResult, diagnostics: Iterable[Diagnostic] | None = None) -> list[Place]:
-    """The findings of ``result``, or some of them, that the baseline does not accept, by place, the most severe first.
+    """The findings of ``result``, or some of them, that the baseline does not accept, by place, the
+    most severe first.
 
-    What was found in an installed package is at the user's line that leads there. Findings without a line are at the one that makes the
-    model, else at the target.
+    What was found in an installed package is at the user's line that leads there. Findings without
+    a line are at the one that makes the model, else at the target.
     """
     found: dict[tuple[str, str, bool, str | None], list[Diagnostic]] = {}
     for d in result.diagnostics if diagnostics is None else diagnostics:
@@ -81,7 +96,9 @@ def places(result: ScanResult, diagnostics: Iterable[Diagnostic] | None = None) 
 def line_of(source: str) -> FileLine:
     """The line of ``net.py:41``; the first one of ``net.py`` and ``net.py:make_model``."""
     match = re.fullmatch(r"(?s)(.*):(\d{1,9})", source)
-    return FileLine(match[1], max(1, int(match[2]))) if match else FileLine(re.sub(r"(?<=\.py):\w+$", "", source), 1)
+    if match:
+        return FileLine(match[1], max(1, int(match[2])))
+    return FileLine(re.sub(r"(?<=\.py):\w+$", "", source), 1)
 
 
 def told(result: ScanResult) -> dict[str, str]:

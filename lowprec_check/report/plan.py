@@ -1,4 +1,6 @@
-"""A search for modules to keep in fp32, as blocks: the attempt from each base, the plan and why, the code to paste."""
+"""A search for modules to keep in fp32, as blocks: the attempt from each base, the plan and why,
+the code to paste.
+"""
 
 from __future__ import annotations
 
@@ -54,10 +56,15 @@ def plan_document(planning: Planning) -> Document:
         )
         blocks.append(Say(said.text, "warn", "note"))
     if plan is not None:
-        kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules), plan)}" if plan.keep_fp32 else "as it is"
+        kept = "as it is"
+        if plan.keep_fp32:
+            kept = f"with {in_fp32(plan.keep_fp32, len(plan.modules), plan)}"
         proof = chained(*_proof(plan)).text
         name, is_slower = qualified(plan.base, plan.backend, plan.memory_format), (plan.speedup or 1.0) < 1 / ALIKE
-        verdict = f"{name} passes {kept}, but was slower than fp32 here" if is_slower else f"Use {name} {kept}"
+        if is_slower:
+            verdict = f"{name} passes {kept}, but was slower than fp32 here"
+        else:
+            verdict = f"Use {name} {kept}"
         blocks += [
             Say(verdict, "warn" if is_slower else "good", "verdict"),
             Say(f"{proof[:1].upper()}{proof[1:]}."),
@@ -76,7 +83,9 @@ def kept_modules(plan: Plan) -> list[Block]:
     """Why each module of a plan stays in fp32."""
     rows = [Row([one.module, kept_because(one)], module=one.module) for one in plan.blame]
     columns = [Column("kept in fp32", "module"), Column("why", "sentence")]
-    return [Table(columns, rows, "modules kept in fp32", most=20)] if rows else []
+    if rows:
+        return [Table(columns, rows, "modules kept in fp32", most=20)]
+    return []
 
 
 def _proof(plan: Plan) -> Iterator[Sentence]:

@@ -1,7 +1,7 @@
 """The report formats, by name and by suffix.
 
-To add one, add a module with an instance of :class:`ReportFormat` to :mod:`lowprec_check.report.formats`, or register it from another
-package (CONTRIBUTING.md).
+To add one, add a module with an instance of :class:`ReportFormat` to
+:mod:`lowprec_check.report.formats`, or register it from another package (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -21,18 +21,26 @@ from lowprec_check.schema.scan_result import ScanResult
 
 
 class ReportFormat:
-    """A format, rendered from a saved result alone. Subclasses import what they need inside their methods."""
+    """A format, rendered from a saved result alone. Subclasses import what they need inside their
+    methods.
+    """
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """The suffixes of files in this format, in lower case, the preferred one first; without any, it is chosen by name."""
+    """The suffixes of files in this format, in lower case, the preferred one first; without any, it
+    is chosen by name.
+    """
     aliases: ClassVar[tuple[str, ...]] = ()
     renders_diffs: ClassVar[bool] = False
     for_terminals: ClassVar[bool] = False
-    """Whether it is printed in the encoding of the terminal, as text is; a document is always UTF-8."""
+    """Whether it is printed in the encoding of the terminal, as text is; a document is always
+    UTF-8.
+    """
 
     def check_available(self) -> None:
-        """Raise :class:`UsageError` if a package that the format needs is not installed; called before a scan starts."""
+        """Raise :class:`UsageError` if a package that the format needs is not installed; called
+        before a scan starts.
+        """
 
     def render(self, result: ScanResult) -> str:
         """The report of a scan; by default its blocks, laid out."""
@@ -92,15 +100,21 @@ def format_of(path: Path) -> ReportFormat:
 
 
 def render(result: ScanResult, format: str) -> str:
-    """Render ``result`` in a format; raises :class:`UsageError` if a package that it needs is not installed."""
+    """Render ``result`` in a format; raises :class:`UsageError` if a package that it needs is not
+    installed.
+    """
     return FORMATS.get(format).render(result)
 
 
 def write(result: ScanResult, path: Path, format: str | None = None, *, verbose: bool = False) -> None:
-    """Write the report to ``path`` in UTF-8, in ``format`` or else in the format of the suffix; ``verbose`` lists notes.
+    """Write the report to ``path`` in UTF-8, in ``format`` or else in the format of the suffix;
+    ``verbose`` lists notes.
 
     Raises:
         UsageError: the file cannot be written.
     """
-    chosen = FORMATS.get(format) if format else format_of(path)
+    if format:
+        chosen = FORMATS.get(format)
+    else:
+        chosen = format_of(path)
     write_file(path, chosen.render_verbose(result) if verbose else chosen.render(result))

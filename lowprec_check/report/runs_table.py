@@ -86,9 +86,14 @@ def _figures(run: Run, result: ScanResult) -> dict[str, Any]:
         figures["lost updates"] = way.lost_updates if way is not None else None
         if not run.is_reference and training is not None and training.gradients:
             gradient = training.gradient_error
-            figures["gradient error"] = "Inf/NaN" if gradient is None else f"{gradient:.1e}"
+            if gradient is None:
+                figures["gradient error"] = "Inf/NaN"
+            else:
+                figures["gradient error"] = f"{gradient:.1e}"
     elif not run.is_reference and error is not None:
-        text = (error_text(run) or "") if error.rel_l2 is None and error.distance is not None else ""
+        text = ""
+        if error.rel_l2 is None and error.distance is not None:
+            text = error_text(run) or ""
         figures["output error"] = ErrorOf(error.distance, run.tolerance, text)
     return figures
 
@@ -105,19 +110,31 @@ def _loss(run: Run, way: TrainingWay | None, setup: TrainingSetup) -> str | None
         losses: Sequence[float | None] = setup.losses
     elif way is None or way.status not in ("ok", "inaccurate", "nonfinite") or len(way.losses) < 2:
         return None
+    elif way.status == "nonfinite":
+        losses = [None]
     else:
-        losses = [None] if way.status == "nonfinite" else way.losses
-    return None if not losses else "Inf/NaN" if losses[-1] is None else f"{losses[-1]:.4g}"
+        losses = way.losses
+    if not losses:
+        return None
+    if losses[-1] is None:
+        return "Inf/NaN"
+    return f"{losses[-1]:.4g}"
 
 
 def _why_reference(run: Run) -> str:
-    parts = [milliseconds(run.latency_ms)] if run.latency_ms is not None else []
+    parts = []
+    if run.latency_ms is not None:
+        parts = [milliseconds(run.latency_ms)]
     held = run.process_memory_bytes or run.peak_memory_bytes
-    small = f"under {bytes_figure(LEAST_MEMORY)}" if is_too_small(run.process_memory_bytes) else None
+    small = None
+    if is_too_small(run.process_memory_bytes):
+        small = f"under {bytes_figure(LEAST_MEMORY)}"
     parts += [small or bytes_figure(held)] if held else []
     timing = run.timing
     if timing is not None:
-        batch = f", batch {timing.batch}" if timing.batch else ""
+        batch = ""
+        if timing.batch:
+            batch = f", batch {timing.batch}"
         parts.append(f"{timing.scenario}: {milliseconds(timing.median_ms)}")
         parts.append(f"{timing.instances} × {timing.cores} cores{batch}")
     return ", ".join(parts)
@@ -160,11 +177,17 @@ def _what_if(predictions: Sequence[WhatIf]) -> Iterator[Block]:
         Column("why", "sentence", meaning),
     ]
     notes = {entry.note for entry in predictions}
-    shared = notes.pop() if len(notes) == 1 and len(predictions) > 1 else None
+    shared = None
+    if len(notes) == 1 and len(predictions) > 1:
+        shared = notes.pop()
     rows = []
     for entry in predictions:
-        error = None if entry.predicted is None else ErrorOf(entry.predicted, None, f"≈ {entry.predicted:.1e}")
-        note = plain(entry.note) if entry.note and not shared else None
+        error = None
+        if entry.predicted is not None:
+            error = ErrorOf(entry.predicted, None, f"≈ {entry.predicted:.1e}")
+        note = None
+        if entry.note and not shared:
+            note = plain(entry.note)
         rows.append(Row([entry.format, entry.evidence, error, chained(_causes(entry), note).text]))
     yield Heading("What if: formats that were not run", anchor="what-if")
     yield Table(columns, rows, "predicted output errors")
@@ -182,4 +205,6 @@ def _causes(entry: WhatIf) -> Sentence | None:
         for name, share in sorted(totals.items(), key=lambda item: -item[1])[:3]
         if share >= MATTERS
     ]
-    return chained(*named, between=", ") if named else None
+    if named:
+        return chained(*named, between=", ")
+    return None

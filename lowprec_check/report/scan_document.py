@@ -1,4 +1,6 @@
-"""A scan as blocks: what it was, the runs, where errors come from, the findings, and what to do; at a prompt and in a notebook too."""
+"""A scan as blocks: what it was, the runs, where errors come from, the findings, and what to do; at
+a prompt and in a notebook too.
+"""
 
 from __future__ import annotations
 
@@ -83,9 +85,14 @@ def _head(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
 
 
 def title(result: ScanResult, taken: str = "") -> str:
-    """Model, what of the user's file was ``taken`` for it, size, inputs: the first line of a report."""
+    """Model, what of the user's file was ``taken`` for it, size, inputs: the first line of a
+    report.
+    """
     model = result.model
-    name = f"{model.name} ({taken})" if taken else model.name
+    if taken:
+        name = f"{model.name} ({taken})"
+    else:
+        name = model.name
     inputs = f"input {', '.join(model.inputs[:3])}{', …' if len(model.inputs) > 3 else ''}"
     parameters = f"{format_count(model.parameters)} parameter{'' if model.parameters == 1 else 's'}"
     return " · ".join([name, parameters, inputs])
@@ -100,15 +107,21 @@ def format_count(number: int) -> str:
 
 
 def machine(result: ScanResult) -> str:
-    """The torch version and the device, with the formats it accelerates or that it is predicted: the second line of a report."""
+    """The torch version and the device, with the formats it accelerates or that it is predicted:
+    the second line of a report.
+    """
     env, device = result.environment, result.prediction
     if device is not None:
         other = release_of(str(env.get("torch")))
-        where = f"predicted with torch {other}" if device.torch != other else "predicted"
+        where = "predicted"
+        if device.torch != other:
+            where = f"predicted with torch {other}"
         return f"torch {result.torch} · {device.name}, {where if device.name == 'cpu' else 'predicted on a CPU'}"
     accelerated = [(low.short, env.get(f"{low.short}_accelerated")) for low in LOW_FORMATS]
     formats = ", ".join(f"{name} {'accelerated' if yes else 'not'}" for name, yes in accelerated if yes is not None)
-    device_text = f" · {env['device']}{f': {formats}' if formats else ''}" if env.get("device") else ""
+    device_text = ""
+    if env.get("device"):
+        device_text = f" · {env['device']}{f': {formats}' if formats else ''}"
     return f"torch {result.torch.partition('+')[0]}{device_text}"
 
 
@@ -173,7 +186,9 @@ def _findings(result: ScanResult, most: int) -> Iterator[Block]:
     shown = [group for group in notes if not group.harmless]
     parts = [tally(result.diagnostics), no_effect(found), f"Notes: {folded(shown)}" if shown else ""]
     yield Say(" · ".join(filter(None, parts)), role="hint")
-    options = ["--findings"] if len(listed) > most else []
+    options = []
+    if len(listed) > most:
+        options = ["--findings"]
     options += [f"lowprec-check explain {found[0].code}", "--report FILE.html"]
     options += ["-v lists the notes"] if notes else []
     yield Say(f"More: {', '.join(options)}", role="prompt")
@@ -227,7 +242,9 @@ def _about(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     for run in result.runs:
         if run.latency is not None:
             its, found = run.latency, run.latency.speedup
-            ratio = None if found is None else f"{found.median:.3g} ({found.low:.3g} – {found.high:.3g})"
+            ratio = None
+            if found is not None:
+                ratio = f"{found.median:.3g} ({found.low:.3g} – {found.high:.3g})"
             cells = [label(run), its.median_ms, *its.quartiles_ms, its.samples, ratio, found and found.rounds]
             rows.append(Row(cells))
     if rows:
@@ -237,7 +254,9 @@ def _about(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
         items = [Say(found.text, "none", "item", ", ".join(found.runs)) for found in unseen]
         yield Fold("What was not seen", items, detail="more")
     device = result.prediction
-    predicted = [("predicted for", f"{device.name}, torch {device.torch}")] if device else []
+    predicted = []
+    if device:
+        predicted = [("predicted for", f"{device.name}, torch {device.torch}")]
     pairs = [("target", result.target), *predicted, *result.environment.items(), *result.options.items()]
     shown = [
         (name.replace("_", " "), ", ".join(map(str, value)) if isinstance(value, list) else str(value))
@@ -271,7 +290,9 @@ def _advice(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
     if result.plan is not None and best.keep_fp32 == result.plan.keep_fp32:
         yield from kept_modules(result.plan)
     if best.stay_in_fp32:
-        title = f"To use {best.label} nevertheless" if run is not None else "To use it nevertheless"
+        title = "To use it nevertheless"
+        if run is not None:
+            title = f"To use {best.label} nevertheless"
         yield Fold(title, [CodeBlock(best.code)])
     elif best.code:
         yield CodeBlock(best.code)

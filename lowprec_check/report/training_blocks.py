@@ -59,7 +59,9 @@ def training_blocks(result: ScanResult, said: Sequence[Statement]) -> Iterator[B
     for run in result.runs:
         for kind in lost_kinds(run):
             elements = sum(one.elements for one in kind.tensors)
-            most = f"{tensor_name(kind.worst)}, {percent(kind.worst.lost)}" if kind.share else None
+            most = None
+            if kind.share:
+                most = f"{tensor_name(kind.worst)}, {percent(kind.worst.lost)}"
             rows.append(Row([label(run), kind.name, len(kind.tensors), elements, kind.share, kind.decay, most]))
     if rows:
         yield Fold("Lost updates by kind of value", [Table(_LOST, rows, "lost updates", headings=2)], detail="all")
@@ -106,7 +108,9 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
     )
     fp32, reference = reference_of(result.runs), []
     if fp32 is not None and (way := first_way(fp32)) is not None:
-        loss = setup.losses[-1] if setup.losses else None
+        loss = None
+        if setup.losses:
+            loss = setup.losses[-1]
         figures = (loss, None, None, None, way.state_bytes, None)
         reference = [Row(["fp32", way.declared.words, "reference", *figures])]
     yield Heading("Ways to train", anchor="ways")
@@ -118,9 +122,14 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
         if passing:
             parts.append(f"{counted(passing, f'{more}way')} to train {'passes' if passing == 1 else 'pass'}")
         if failing:
-            what = str(failing) if passing else f"{counted(failing, f'{more}way')} to train"
+            if passing:
+                what = str(failing)
+            else:
+                what = f"{counted(failing, f'{more}way')} to train"
             parts.append(f"{what} {'fails as its' if failing == 1 else 'fail as their'} precision does")
-        rows = others if news else [*reference, *others]
+        rows = others
+        if not news:
+            rows = [*reference, *others]
         table = Table(columns, rows, "ways to train", headings=2).with_content()
         yield Fold(", ".join(parts), [table], detail="more")
     untried: dict[str, dict[str, None]] = {}
@@ -135,10 +144,13 @@ def _ways(result: ScanResult, setup: TrainingSetup) -> Iterator[Block]:
 
 
 def _told(run: Run) -> Iterator[tuple[TrainingWay, bool]]:
-    """Each way, and whether it says more than the table of runs: of a precision that passes, the ways that fail; of one that
-    fails, those that do not fail as the first does, and the first with them.
+    """Each way, and whether it says more than the table of runs: of a precision that passes, the
+    ways that fail; of one that fails, those that do not fail as the first does, and the first with
+    them.
     """
-    ways = [] if run.is_reference else ways_tried(run)
+    ways = []
+    if not run.is_reference:
+        ways = ways_tried(run)
     if ways and ways[0].status == "ok":
         yield from ((way, way.status != "ok") for way in ways)
     elif ways:
@@ -169,14 +181,18 @@ def _band(setup: TrainingSetup) -> str:
     if setup.distances:
         parts.append(f"weights up to {shown(setup.distances[-1], 'error')} from those of fp32")
     seeds = f"fp32 with {counted(setup.seeds, 'other seed')}, counted from the first loss of fp32"
-    return f"{seeds}: {', '.join(parts)}" if setup.seeds and parts else ""
+    if setup.seeds and parts:
+        return f"{seeds}: {', '.join(parts)}"
+    return ""
 
 
 # -- gradients
 
 
 def _gradients(result: ScanResult) -> Iterator[Block]:
-    """A table for each run with gradients, the parameters with the largest overflow, underflow and error first."""
+    """A table for each run with gradients, the parameters with the largest overflow, underflow and
+    error first.
+    """
     for run in result.runs:
         found = run.training.gradients if run.training is not None and not run.is_reference else []
         if found:

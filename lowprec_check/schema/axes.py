@@ -1,4 +1,6 @@
-"""The axes of a run besides its precision: backends, devices and memory formats, and the named sets of runs."""
+"""The axes of a run besides its precision: backends, devices and memory formats, and the named sets
+of runs.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ class Example:
     device: str
     """Its type, ``cpu``."""
     calibration: Callable[[], Iterable[Call]]
-    """Returns inputs to calibrate on: those of the file's ``calibration()``, else the example itself."""
+    """Returns inputs to calibrate on: those of the file's ``calibration()``, else the example
+    itself.
+    """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +83,30 @@ class Backend:
     """One line for ``--help``."""
     aliases: ClassVar[tuple[str, ...]] = ()
     setup_budget: ClassVar[float] = 0.0
-    """Seconds that preparing the model and its first call may take by default, beyond the budget of a call."""
+    """Seconds that preparing the model and its first call may take by default, beyond the budget of
+    a call.
+    """
     changes_process: ClassVar[bool] = False
-    """Whether it changes its process for good, so that it can only run in a worker: it overrides kernels, say."""
+    """Whether it changes its process for good, so that it can only run in a worker: it overrides
+    kernels, say.
+    """
     tolerance: ClassVar[float] = 0.0
-    """The least default tolerance for the rel_l2 of the output; for a backend that computes in fewer bits itself."""
+    """The least default tolerance for the rel_l2 of the output; for a backend that computes in
+    fewer bits itself.
+    """
     lowers_precision: ClassVar[bool] = False
-    """Whether it computes in fewer bits than the precision, so that fp32 on it is a low-precision run."""
+    """Whether it computes in fewer bits than the precision, so that fp32 on it is a low-precision
+    run.
+    """
     calibrates: ClassVar[bool] = False
     """Whether it depends on :attr:`Example.calibration`."""
     project: ClassVar[str] = ""
     """Where its faults are reported, ``pytorch/pytorch``; empty for the package that registers it."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
-        """Why the backend cannot run a precision on a device, the reason of a skipped run; ``None`` if it can."""
+        """Why the backend cannot run a precision on a device, the reason of a skipped run; ``None``
+        if it can.
+        """
         return None
 
     def replacement(self) -> Replacement | None:
@@ -100,30 +114,38 @@ class Backend:
         return None
 
     def note(self, precision: Precision) -> str | None:
-        """What the backend does otherwise for a precision on this machine, a note of the scan; ``None`` if there is nothing to say."""
+        """What the backend does otherwise for a precision on this machine, a note of the scan;
+        ``None`` if there is nothing to say.
+        """
         return None
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
-        """Return a callable that replaces ``model`` (a ``torch.nn.Module`` in its precision, on its device).
+        """Return a callable that replaces ``model`` (a ``torch.nn.Module`` in its precision, on its
+        device).
 
-        It is called in the context of the first call: without gradients, under autocast if the precision is. Ops that the backend
-        lacks are an :class:`UnsupportedOpsError`; those that it computes in fp32 instead may be a list of gaps, the attribute
-        ``gaps`` of what is returned.
+        It is called in the context of the first call: without gradients, under autocast if the
+        precision is. Ops that the backend lacks are an :class:`UnsupportedOpsError`; those that it
+        computes in fp32 instead may be a list of gaps, the attribute ``gaps`` of what is returned.
         """
         raise NotImplementedError
 
     def memory(self, prepared: Any, measured: int | None) -> int | None:
-        """Bytes that serving ``prepared`` (what :meth:`prepare` returned) takes at the peak of a call; ``None`` if that is not known.
+        """Bytes that serving ``prepared`` (what :meth:`prepare` returned) takes at the peak of a
+        call; ``None`` if that is not known.
 
-        What is not known is shown as "–" and decides no recommendation. ``measured`` is right for every runtime that holds its
-        memory in its process: on the CPU, what a process with ``prepared`` alone holds beyond one that has loaded torch and the
-        model's file, but no model; weights of the model count only if ``prepared`` refers to them. On an accelerator, it is what
-        torch's allocator reports. Override this method for a runtime that holds memory elsewhere.
+        What is not known is shown as "–" and decides no recommendation. ``measured`` is right for
+        every runtime that holds its memory in its process: on the CPU, what a process with
+        ``prepared`` alone holds beyond one that has loaded torch and the model's file, but no
+        model; weights of the model count only if ``prepared`` refers to them. On an accelerator, it
+        is what torch's allocator reports. Override this method for a runtime that holds memory
+        elsewhere.
         """
         return measured
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
-        """The errors of the layers of what :meth:`prepare` returned, for a backend that quantizes; called after it ran."""
+        """The errors of the layers of what :meth:`prepare` returned, for a backend that quantizes;
+        called after it ran.
+        """
         return []
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
@@ -132,7 +154,9 @@ class Backend:
 
 
 def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The backends that run when those of ``names`` are asked for, each once, and a note for each that replaces others."""
+    """The backends that run when those of ``names`` are asked for, each once, and a note for each
+    that replaces others.
+    """
     running: list[str] = []
     replaced_by: dict[Replacement, list[str]] = {}
     for name in names:
@@ -176,7 +200,9 @@ def project_of(name: str) -> str:
 
 
 def lowers_precision(name: str) -> bool:
-    """Whether the backend ``name`` computes in fewer bits than the precision; false if it is not installed."""
+    """Whether the backend ``name`` computes in fewer bits than the precision; false if it is not
+    installed.
+    """
     return bool(getattr(BACKENDS.find(name), "lowers_precision", False))
 
 
@@ -197,7 +223,9 @@ class Device:
 
     name: str
     catalog: Literal["measured", "declared"] | None = None
-    """The catalog's data: measured on hardware, or declared in torch's sources; ``None`` if it has none."""
+    """The catalog's data: measured on hardware, or declared in torch's sources; ``None`` if it has
+    none.
+    """
     fallback_variable: str | None = None
     """The environment variable that makes torch run missing ops on the CPU."""
     aliases: tuple[str, ...] = ()
@@ -222,10 +250,15 @@ def device_type(device: str) -> str:
 
 
 def device_of(name: str) -> Device:
-    """The device of a name such as ``cuda:0``; raises :class:`UsageError` for an unknown type, or an index that is no number."""
+    """The device of a name such as ``cuda:0``; raises :class:`UsageError` for an unknown type, or
+    an index that is no number.
+    """
     found = DEVICES.find(device_type(name))
     if found is None or not re.fullmatch(r"[^:]*(:(0|[1-9][0-9]*))?", name.strip()):
-        choices = DEVICES.names() if found is None else [found.name, f"{found.name}:0"]
+        if found is None:
+            choices = DEVICES.names()
+        else:
+            choices = [found.name, f"{found.name}:0"]
         raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(choices)}.")
     return found
 

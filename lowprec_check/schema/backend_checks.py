@@ -1,4 +1,6 @@
-"""How a backend compares with eager mode: its error, on changed inputs, what else it changes, and what it says while it compiles."""
+"""How a backend compares with eager mode: its error, on changed inputs, what else it changes, and
+what it says while it compiles.
+"""
 
 from __future__ import annotations
 
@@ -10,15 +12,18 @@ from lowprec_check.schema.verdict import Status
 # -- Whether a compiler made the output of a run worse
 
 FACTOR = 2.0
-"""The compiled output may be this many times as far from fp64 as eager's. That of ``torch._dynamo.utils.same``."""
+"""The compiled output may be this many times as far from fp64 as eager's. That of
+``torch._dynamo.utils.same``.
+"""
 
 CompilerVerdict = Literal["no-worse", "harmless", "worse"]
 """``harmless``: further than :data:`FACTOR` times, but within a tenth of the tolerance."""
 
 
 class CompilerCheck(Struct, frozen=True, kw_only=True):
-    """The four corners of a compiled run: how far fp32 eager, its own precision in eager mode, and the compiled model are from
-    fp64 eager, for the output tensor in which the compiled model does worst. Errors are rel_l2; ``None`` if infinite.
+    """The four corners of a compiled run: how far fp32 eager, its own precision in eager mode, and
+    the compiled model are from fp64 eager, for the output tensor in which the compiled model does
+    worst. Errors are rel_l2; ``None`` if infinite.
     """
 
     verdict: CompilerVerdict
@@ -46,7 +51,9 @@ class CompilerCheck(Struct, frozen=True, kw_only=True):
     compiled_changed: int = 0
     """Those that differ from fp64's in the compiled model."""
     emulated: CompilerVerdict | None = None
-    """The verdict with ``torch._inductor.config.emulate_precision_casts``; ``None`` if it was not tried."""
+    """The verdict with ``torch._inductor.config.emulate_precision_casts``; ``None`` if it was not
+    tried.
+    """
     culprit: str | None = None
     """What ``torch._inductor.compiler_bisector`` found."""
 
@@ -66,14 +73,20 @@ INPUT_CHANGES: dict[str, str] = {
 
 
 class ChangedInputs(Struct, frozen=True, kw_only=True):
-    """A run on a backend, on changed inputs, compared with eager mode in the same precision on the same inputs."""
+    """A run on a backend, on changed inputs, compared with eager mode in the same precision on the
+    same inputs.
+    """
 
     change: InputChange
     """How they differ from those of the scan."""
     status: Status
-    """``ok`` if the backend is within the tolerance of eager mode, or at most :data:`FACTOR` times as far from the exact result."""
+    """``ok`` if the backend is within the tolerance of eager mode, or at most :data:`FACTOR` times
+    as far from the exact result.
+    """
     error: float | None = None
-    """rel_l2 between the backend and eager mode, or the share of integers that differ; ``None`` if it is not finite."""
+    """rel_l2 between the backend and eager mode, or the share of integers that differ; ``None`` if
+    it is not finite.
+    """
     eager_error: float | None = None
     """Of eager mode against fp64, if the backend is not within the tolerance of it."""
 
@@ -86,7 +99,9 @@ class CompilerRemark(Struct, frozen=True, kw_only=True):
     """What a compiler said about a line of the model."""
 
     kind: Literal["warning", "graph-break", "state"]
-    """``graph-break``: Dynamo compiled what is before and after the line separately; ``state``: preparing the model changed what it keeps between calls."""
+    """``graph-break``: Dynamo compiled what is before and after the line separately; ``state``:
+    preparing the model changed what it keeps between calls.
+    """
     text: str
     """The first sentence of the warning, or the reason of the graph break."""
     source: str | None = None
@@ -103,7 +118,9 @@ class BackendCheck(Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why it was not tried on more."""
     changed: list[str] = []
-    """Inputs and buffers, ``buffer bn.running_mean``, whose values after two calls differ from those after two calls in eager mode."""
+    """Inputs and buffers, ``buffer bn.running_mean``, whose values after two calls differ from
+    those after two calls in eager mode.
+    """
     dtypes: list[tuple[str, str]] = []
     """The dtypes of output tensors in eager mode and on the backend, where they differ."""
     remarks: list[CompilerRemark] = []

@@ -28,8 +28,9 @@ class OfModel(Protocol[Model_contra, P, Found_co]):
 def called_with(
     arguments: Callable[P, Given],
 ) -> Callable[[Callable[[Model, Any, Given], Found]], OfModel[Model, P, Found]]:
-    """Makes ``f(model, inputs, given)`` a function of the Python API, ``f(model, inputs, *, option=…)``, with the fields of
-    ``arguments`` as keyword arguments, also in its signature and documentation.
+    """Makes ``f(model, inputs, given)`` a function of the Python API, ``f(model, inputs, *,
+    option=…)``, with the fields of ``arguments`` as keyword arguments, also in its signature and
+    documentation.
     """
 
     def decorated(function: Callable[[Model, Any, Given], Found]) -> OfModel[Model, P, Found]:

@@ -16,27 +16,39 @@ Reference = Literal["fp32", "fp64"]
 """The precision of the reference that each op is compared with."""
 
 Scenario = Literal["offline", "realtime"]
-"""``offline``: the inputs as they are, on all cores; ``realtime``: batches of 1 in several instances of at most 4 cores."""
+"""``offline``: the inputs as they are, on all cores; ``realtime``: batches of 1 in several
+instances of at most 4 cores.
+"""
 
 
 class Speedup(Struct, frozen=True, kw_only=True):
-    """How many times as fast as fp32 a run is: both are called in turns, and each round gives one ratio."""
+    """How many times as fast as fp32 a run is: both are called in turns, and each round gives one
+    ratio.
+    """
 
     median: float
     """The median of the ratios."""
     low: float
     """The lower end of the interval."""
     high: float
-    """``low`` to ``high`` contains the median of all possible rounds with a probability of at least 95 %: order
-    statistics from 6 rounds on, else Student's interval of the ratios' logarithms; of one ratio, a factor of 3 to each side."""
+    """``low`` to ``high`` contains the median of all possible rounds with a probability of at least
+    95 %: order statistics from 6 rounds on, else Student's interval of the ratios' logarithms; of
+    one ratio, a factor of 3 to each side.
+    """
     rounds: int
-    """Number of rounds, one ratio each; 0 if the calls of the plain parts are compared, of a run that is too slow for rounds."""
+    """Number of rounds, one ratio each; 0 if the calls of the plain parts are compared, of a run
+    that is too slow for rounds.
+    """
     one_core: bool = False
-    """Whether it rests on calls that used one core, less the time that they waited for it: other programs used the cores."""
+    """Whether it rests on calls that used one core, less the time that they waited for it: other
+    programs used the cores.
+    """
 
 
 class Latency(Struct, frozen=True, kw_only=True):
-    """How long calls took, in rounds over all runs, so that a change of the machine's speed meets each of them."""
+    """How long calls took, in rounds over all runs, so that a change of the machine's speed meets
+    each of them.
+    """
 
     median_ms: float
     """The median of the calls, in milliseconds."""
@@ -45,29 +57,42 @@ class Latency(Struct, frozen=True, kw_only=True):
     samples: int
     """Calls timed."""
     noisy: bool = False
-    """Whether the quartiles are further apart than a quarter of the median, after a second attempt too."""
+    """Whether the quartiles are further apart than a quarter of the median, after a second attempt
+    too.
+    """
     speedup: Speedup | None = None
     """``None`` for fp32 itself, and for a run that was not timed in rounds with it."""
     slower_than: list[str] = []
-    """The labels of runs that are told to be faster than this one, of those timed in the same rounds."""
+    """The labels of runs that are told to be faster than this one, of those timed in the same
+    rounds.
+    """
     host_ms: float | None = None
-    """Milliseconds until the host has launched a call on an idle accelerator; ``None`` on a CPU, or if they were not measured."""
+    """Milliseconds until the host has launched a call on an idle accelerator; ``None`` on a CPU, or
+    if they were not measured.
+    """
     device_ms: float | None = None
-    """Milliseconds that the accelerator takes, at most, for a call that need not wait for the host; ``None`` as :attr:`host_ms`."""
+    """Milliseconds that the accelerator takes, at most, for a call that need not wait for the host;
+    ``None`` as :attr:`host_ms`.
+    """
 
 
 class TimingConditions(Struct, frozen=True, kw_only=True):
     """What may have disturbed the times of a scan."""
 
     waited: float | None = None
-    """The share of the time that threads of the model waited for a processor core that something else used; ``None`` if
-    the system does not tell."""
+    """The share of the time that threads of the model waited for a processor core that something
+    else used; ``None`` if the system does not tell.
+    """
     speed_change: float | None = None
-    """The largest ratio, above 1, between the speeds of the processor in two rounds, by a fixed piece of work."""
+    """The largest ratio, above 1, between the speeds of the processor in two rounds, by a fixed
+    piece of work.
+    """
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """How long calls took in a scenario: in several instances of the model at a time, or in one on all cores."""
+    """How long calls took in a scenario: in several instances of the model at a time, or in one on
+    all cores.
+    """
 
     scenario: Scenario
     """How the model is served."""
@@ -88,14 +113,18 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class LayerError(Struct, frozen=True, kw_only=True):
-    """How far the output of a quantized layer is from that of the layer that is not quantized, in the precision of the run, over the calibration inputs."""
+    """How far the output of a quantized layer is from that of the layer that is not quantized, in
+    the precision of the run, over the calibration inputs.
+    """
 
     module: str
     """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
     op: str
     """``conv2d``."""
     local: float | None = None
-    """The rel_l2 of the layer alone, on the inputs that it gets without quantization; ``None`` if it was not measured, or is not finite."""
+    """The rel_l2 of the layer alone, on the inputs that it gets without quantization; ``None`` if
+    it was not measured, or is not finite.
+    """
     accumulated: float | None = None
     """The rel_l2 in the quantized model, with the errors of the layers before it."""
 
@@ -107,7 +136,9 @@ MATTERS = 0.03
 
 
 class Share(Struct, frozen=True, kw_only=True):
-    """The share of the output error that one op causes at one place, over all its calls: what goes with the module in fp32."""
+    """The share of the output error that one op causes at one place, over all its calls: what goes
+    with the module in fp32.
+    """
 
     module: str
     """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
@@ -120,20 +151,27 @@ class Share(Struct, frozen=True, kw_only=True):
     calls: int = 1
     """Number of op calls."""
     rounding: bool = False
-    """Whether it is the rounding of the op's result that stays if only a module inside ``module`` is in fp32: of a cast model where the result leaves
-    that, under autocast where an op reads it in 16 bits. ``module`` is the innermost with which it goes; empty: it stays with any."""
+    """Whether it is the rounding of the op's result that stays if only a module inside ``module``
+    is in fp32: of a cast model where the result leaves that, under autocast where an op reads it in
+    16 bits. ``module`` is the innermost with which it goes; empty: it stays with any.
+    """
 
 
 class ModuleShare(Struct, frozen=True, kw_only=True):
-    """What goes if one module is kept in fp32, with all inside: 1 - (error with it in fp32 / error)², to first order."""
+    """What goes if one module is kept in fp32, with all inside: 1 - (error with it in fp32 /
+    error)², to first order.
+    """
 
     module: str
     """The path of the module, ``layer1.0``."""
     share: float
-    """Of the squared error; negative if the error grows. What goes with any of several modules is in the share of each, so these need
-    not add up to 1."""
+    """Of the squared error; negative if the error grows. What goes with any of several modules is
+    in the share of each, so these need not add up to 1.
+    """
     measured: float | None = None
-    """The same of a plain run with the module in fp32, of the tensor that the budget is about; ``None`` if there was none."""
+    """The same of a plain run with the module in fp32, of the tensor that the budget is about;
+    ``None`` if there was none.
+    """
 
     @property
     def told(self) -> float:
@@ -142,10 +180,12 @@ class ModuleShare(Struct, frozen=True, kw_only=True):
 
 
 class ErrorBudget(Struct, frozen=True, kw_only=True):
-    """Where the error of an output comes from, to first order: shares and ``unexplained`` add up to 1.
+    """Where the error of an output comes from, to first order: shares and ``unexplained`` add up to
+    1.
 
-    The error that an op adds reaches the output through the derivatives of all later ops. A share is the part of the squared
-    error of the output that is explained so. It is about the floating tensor of the output with the largest error.
+    The error that an op adds reaches the output through the derivatives of all later ops. A share
+    is the part of the squared error of the output that is explained so. It is about the floating
+    tensor of the output with the largest error.
     """
 
     predicted: float | None = None
@@ -153,23 +193,33 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     measured: float | None = None
     """rel_l2 that the shares are about: of the first call, with missing kernels replaced."""
     unexplained: float | None = None
-    """1 less the sum of all shares: what the first order does not explain; negative if it predicts too much."""
+    """1 less the sum of all shares: what the first order does not explain; negative if it predicts
+    too much.
+    """
     decisions: float = 0.0
-    """The part of ``unexplained`` that is due to decisions (indices, comparisons) other than those of fp32; 0 if no op shows one."""
+    """The part of ``unexplained`` that is due to decisions (indices, comparisons) other than those
+    of fp32; 0 if no op shows one.
+    """
     shares: list[Share] = []
     """The largest shares, largest first."""
     others: float = 0.0
     """The sum of the shares that are not listed."""
     modules: list[ModuleShare] = []
-    """What goes with each module in fp32, largest first; empty in a file of a version that did not save it."""
+    """What goes with each module in fp32, largest first; empty in a file of a version that did not
+    save it.
+    """
     blocked: list[str] = []
     """Ops that no derivative passes, so that errors before them are not seen."""
     output_rms: float | None = None
     """Root mean square of the fp32 output."""
     spread: float = 0.0
-    """How far, by chance, a share differs from what a plain run shows (standard deviation): later results are rounded otherwise then."""
+    """How far, by chance, a share differs from what a plain run shows (standard deviation): later
+    results are rounded otherwise then.
+    """
     next_error: float | None = 0.0
-    """rel_l2 of the floating tensor of the output with the next largest error, which other ops may cause; 0 if there is none."""
+    """rel_l2 of the floating tensor of the output with the next largest error, which other ops may
+    cause; 0 if there is none.
+    """
     reason: str | None = None
     """Why there is no budget, in words."""
 
@@ -183,7 +233,9 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
 
 
 class PlaceRange(Struct, frozen=True, kw_only=True):
-    """The range of one op at one place, over all its calls there; each list has an item per batch, the first one first."""
+    """The range of one op at one place, over all its calls there; each list has an item per batch,
+    the first one first.
+    """
 
     module: str
     """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
@@ -204,12 +256,16 @@ class PlaceRange(Struct, frozen=True, kw_only=True):
 
 
 class BatchRanges(Struct, frozen=True, kw_only=True):
-    """A run on several batches; each list but ``places`` has an item per batch, the first one first."""
+    """A run on several batches; each list but ``places`` has an item per batch, the first one
+    first.
+    """
 
     statuses: list[str]
     """The status on each batch, ``ok``; the batches after one that fails are not run."""
     output_errors: list[float | None]
-    """The error of the output that the status rests on; ``None`` if there is none, or if it is infinite."""
+    """The error of the output that the status rests on; ``None`` if there is none, or if it is
+    infinite.
+    """
     places: list[PlaceRange] = []
     """In the order in which they were called first; empty if the run was not analyzed op by op."""
 
@@ -217,8 +273,8 @@ class BatchRanges(Struct, frozen=True, kw_only=True):
 # -- Further inputs that a run was tried on: how many fail, and how near the others are to the tolerance
 
 InputKind = Literal["drawn", "batches", "resampled"]
-"""``drawn``: made anew, by the function ``inputs`` or by this tool; ``batches``: the next ones of a loader; ``resampled``: the values
-of the inputs, drawn with replacement from their own.
+"""``drawn``: made anew, by the function ``inputs`` or by this tool; ``batches``: the next ones of a
+loader; ``resampled``: the values of the inputs, drawn with replacement from their own.
 """
 
 
@@ -234,16 +290,23 @@ class InputsTried(Struct, frozen=True, kw_only=True):
     statuses: dict[str, int] = {}
     """How often it ended in each status: ``{"ok": 15, "inaccurate": 1}``."""
     worst: float | None = None
-    """The largest error of an output, rel_l2 or the share of integers that differ; ``None`` if one is not finite, or none was tried."""
+    """The largest error of an output, rel_l2 or the share of integers that differ; ``None`` if one
+    is not finite, or none was tried.
+    """
     low: float = 0.0
     """The lower end of the interval."""
     high: float = 1.0
-    """``low`` to ``high`` contains the share of such inputs that fail with a probability of at least 95 % (Clopper-Pearson)."""
+    """``low`` to ``high`` contains the share of such inputs that fail with a probability of at
+    least 95 % (Clopper-Pearson).
+    """
     first_failed: int | None = None
-    """The number of the first batch that fails, ``inputs(17)``; of resampled values, the number added to the seed."""
+    """The number of the first batch that fails, ``inputs(17)``; of resampled values, the number
+    added to the seed.
+    """
     left_out: int = 0
-    """Inputs that were not tried: fp32 fails on them or has NaN or Inf, or they have other shapes, or their outputs hold nothing to
-    compare."""
+    """Inputs that were not tried: fp32 fails on them or has NaN or Inf, or they have other shapes,
+    or their outputs hold nothing to compare.
+    """
     seed: int = 0
     """The seed that they were drawn with."""
     reason: str | None = None
@@ -259,14 +322,17 @@ SAMPLE = 1024
 class ModuleMagnitudes(Struct, frozen=True, kw_only=True):
     """A histogram of the fp32 reference's values in one module, its submodules not included.
 
-    Of each op output at most :data:`SAMPLE` values; casts and copies, which give no new values, and op calls after the forward
-    pass are left out. An op that no low-precision value reaches is its own reference.
+    Of each op output at most :data:`SAMPLE` values; casts and copies, which give no new values, and
+    op calls after the forward pass are left out. An op that no low-precision value reaches is its
+    own reference.
     """
 
     module: str
     """The path of the module; empty for the model itself."""
     lowest: int = 0
-    """The exponent of the first bucket: ``counts[i]`` is the number of values with 2**(lowest + i) <= magnitude < 2**(lowest + i + 1)."""
+    """The exponent of the first bucket: ``counts[i]`` is the number of values with 2**(lowest + i)
+    <= magnitude < 2**(lowest + i + 1).
+    """
     counts: list[int] = []
     """Number of values per bucket."""
     zeros: int = 0
@@ -285,14 +351,17 @@ class ModuleMagnitudes(Struct, frozen=True, kw_only=True):
 # -- What became of a failing run when the modules blamed for its error were kept in fp32
 
 BlamedFor = Literal["share", "nonfinite", "range", "tolerance"]
-"""``share``: the largest shares of the error; ``nonfinite``: their ops turn finite values into Inf or NaN, which reach the output; ``range``:
-values that became Inf or zero there spoil the output of fp32 alone; ``tolerance``: the output of one is the first to be over
-the tolerance, which need not be the cause.
+"""``share``: the largest shares of the error; ``nonfinite``: their ops turn finite values into Inf
+or NaN, which reach the output; ``range``: values that became Inf or zero there spoil the output of
+fp32 alone; ``tolerance``: the output of one is the first to be over the tolerance, which need not
+be the cause.
 """
 
 
 class Ablation(Struct, frozen=True, kw_only=True):
-    """A plain run like the one that failed, with some modules in fp32: the test of what the analysis blames."""
+    """A plain run like the one that failed, with some modules in fp32: the test of what the
+    analysis blames.
+    """
 
     keep_fp32: list[str]
     """The modules blamed, none inside another, in the order of the analysis."""
@@ -303,11 +372,15 @@ class Ablation(Struct, frozen=True, kw_only=True):
     rel_l2: float | None = None
     """Error of the output; ``None`` if it is not finite, or the run gave no output."""
     predicted: float | None = None
-    """``rel_l2`` that the shares predict to first order; ``None`` if the modules are not blamed for their shares."""
+    """``rel_l2`` that the shares predict to first order; ``None`` if the modules are not blamed for
+    their shares.
+    """
 
 
 class RangeTrial(Struct, frozen=True, kw_only=True):
-    """A run of the fp32 model in which the values of one place that a run's format cannot hold became Inf or zero, and nothing else."""
+    """A run of the fp32 model in which the values of one place that a run's format cannot hold
+    became Inf or zero, and nothing else.
+    """
 
     module: str
     """Dotted path, ``""`` for the model itself."""
@@ -355,10 +428,14 @@ class InputLayout(Struct, frozen=True, kw_only=True):
     """Where the tensors are in the inputs, so that code can cast and move them."""
 
     kind: Literal["tensor", "sequence", "mapping", "nested"]
-    """``inputs`` is one tensor; a sequence or mapping of tensors and other values; or one with tensors deeper inside."""
+    """``inputs`` is one tensor; a sequence or mapping of tensors and other values; or one with
+    tensors deeper inside.
+    """
     tensors: list[str] = []
     """Positions or keys of the tensors."""
     floating: list[str] = []
     """Positions or keys of those with floating-point values; for one tensor, one empty key."""
     images: list[str] = []
-    """Positions or keys of those with 4 dimensions, which have a memory format; for one tensor, one empty key."""
+    """Positions or keys of those with 4 dimensions, which have a memory format; for one tensor, one
+    empty key.
+    """

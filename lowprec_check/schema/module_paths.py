@@ -6,7 +6,9 @@ from collections.abc import Collection, Iterator
 
 
 def paths_above(path: str) -> Iterator[str]:
-    """The modules above ``path``, the innermost first, without the model itself: ``encoder.layer``, ``encoder``."""
+    """The modules above ``path``, the innermost first, without the model itself: ``encoder.layer``,
+    ``encoder``.
+    """
     while "." in path:
         path = path.rpartition(".")[0]
         yield path
@@ -23,7 +25,8 @@ def number_of(paths: Collection[str], modules: Collection[str]) -> int:
 
 
 def module_around(path: str, modules: Collection[str]) -> str | None:
-    """Which of ``modules``, a set if there are many, is ``path`` or the nearest one above it; ``None`` if there is none.
+    """Which of ``modules``, a set if there are many, is ``path`` or the nearest one above it;
+    ``None`` if there is none.
 
     The cost does not depend on the number of modules.
     """

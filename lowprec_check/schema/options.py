@@ -1,5 +1,6 @@
-"""The options of a scan and of a search for a plan, each declared once: the Python API, the command line, settings, the saved JSON and
-the documentation all derive from :class:`ScanOptions` and :class:`PlanOptions`.
+"""The options of a scan and of a search for a plan, each declared once: the Python API, the command
+line, settings, the saved JSON and the documentation all derive from :class:`ScanOptions` and
+:class:`PlanOptions`.
 """
 
 from __future__ import annotations
@@ -51,7 +52,9 @@ class Declared:
     names: Callable[[], list[str]] | None = None
     """The names to choose from, which a shell completes."""
     registry: Registry[Any] | None = None
-    """Of which one name or several are given, or aliases; :class:`DeclaredOptions` keeps the registered names."""
+    """Of which one name or several are given, or aliases; :class:`DeclaredOptions` keeps the
+    registered names.
+    """
     repeatable: bool = False
     """Whether it takes several words that are in no registry."""
     least: float | None = None
@@ -61,8 +64,13 @@ class Declared:
 
     def sentence(self, more: str = "") -> str:
         """The text, with ``more`` before its full stop, and what the default is."""
-        text = f"{self.text.removesuffix('.')}{more}." if more else self.text
-        return f"{text} Default: {self.unset}." if self.unset else text
+        if more:
+            text = f"{self.text.removesuffix('.')}{more}."
+        else:
+            text = self.text
+        if self.unset:
+            return f"{text} Default: {self.unset}."
+        return text
 
     @property
     def takes_several(self) -> bool:
@@ -76,7 +84,9 @@ def option(default: Any, text: str, **more: Any) -> Any:
 
 
 def declared_in(options: type[DeclaredOptions]) -> Iterator[tuple[str, Any, Any, Declared]]:
-    """The name, the type, the default value and the declaration of each option; other fields are left out."""
+    """The name, the type, the default value and the declaration of each option; other fields are
+    left out.
+    """
     types = get_type_hints(options)
     for each in dataclasses.fields(options):  # type: ignore[arg-type]
         if "declared" in each.metadata:
@@ -85,17 +95,24 @@ def declared_in(options: type[DeclaredOptions]) -> Iterator[tuple[str, Any, Any,
 
 
 class DeclaredOptions:
-    """Options whose values are checked and put into one form when they are given; raises :class:`UsageError` for a wrong value."""
+    """Options whose values are checked and put into one form when they are given; raises
+    :class:`UsageError` for a wrong value.
+    """
 
     device: DeviceName
 
     def __post_init__(self) -> None:
-        """Names become those registered, each once; texts that hold several words become these words."""
+        """Names become those registered, each once; texts that hold several words become these
+        words.
+        """
         for name, kind, default, declared in declared_in(type(self)):
             given = getattr(self, name)
             if declared.takes_several:
                 words = words_in if declared.registry is None else declared.registry.names_in
-                given = default if given is None else tuple(words(given))
+                if given is None:
+                    given = default
+                else:
+                    given = tuple(words(given))
             elif name != "device":
                 _check_value(name, kind, given, declared)
             object.__setattr__(self, name, given)
@@ -103,7 +120,9 @@ class DeclaredOptions:
     @property
     def device_name(self) -> str | None:
         """The name of the device, if one is given."""
-        return None if self.device is None else str(self.device)
+        if self.device is None:
+            return None
+        return str(self.device)
 
 
 def _check_value(name: str, kind: Any, given: Any, declared: Declared) -> None:
@@ -116,7 +135,10 @@ def _check_value(name: str, kind: Any, given: Any, declared: Declared) -> None:
     if least is not None or above is not None:
         fits = isinstance(given, int if whole else (int, float))
         if not fits or (above is not None and not given > above) or (least is not None and not given >= least):
-            limit = f"above {above:g}" if above is not None else f"of at least {least:g}"
+            if above is not None:
+                limit = f"above {above:g}"
+            else:
+                limit = f"of at least {least:g}"
             raise UsageError(f"{name} is {given!r}.", f"Give {'an integer' if whole else 'a number'} {limit}.")
     elif kind is int and not isinstance(given, int):
         raise UsageError(f"{name} is {given!r}.", "Give an integer.")
@@ -152,7 +174,9 @@ def _without_kernel() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ScanOptions(DeclaredOptions):
-    """What to run and how; the fields are arguments of :func:`lowprec_check.scan` and options of ``lowprec-check scan``."""
+    """What to run and how; the fields are arguments of :func:`lowprec_check.scan` and options of
+    ``lowprec-check scan``.
+    """
 
     precisions: Names = option(
         None,
@@ -286,7 +310,9 @@ class ScanOptions(DeclaredOptions):
     @property
     def training_steps(self) -> int:
         """Steps of training; 0 if only the forward pass is run."""
-        return (self.steps or 1) if self.train else 0
+        if self.train:
+            return self.steps or 1
+        return 0
 
     def saved(self, isolation: Isolation) -> dict[str, Any]:
         """The options as they are saved with the result."""
@@ -305,7 +331,9 @@ class ScanOptions(DeclaredOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FixOptions(DeclaredOptions):
-    """What a patch must make pass, and how long it is searched; the options of ``lowprec-check fix``."""
+    """What a patch must make pass, and how long it is searched; the options of ``lowprec-check
+    fix``.
+    """
 
     precisions: Names = option(
         None,
@@ -337,7 +365,9 @@ class FixOptions(DeclaredOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(DeclaredOptions):
-    """What to search for and how; the fields are arguments of :func:`lowprec_check.find_plan` and options of ``lowprec-check plan``."""
+    """What to search for and how; the fields are arguments of :func:`lowprec_check.find_plan` and
+    options of ``lowprec-check plan``.
+    """
 
     dtype: Dtypes = option(
         None,
@@ -373,7 +403,9 @@ class PlanOptions(DeclaredOptions):
     seed: int = _seed()
     without_kernel: Words = _without_kernel()
     predict: bool = True
-    """Whether sets are proposed by the error budget; otherwise each is found by trials alone, which takes more of them."""
+    """Whether sets are proposed by the error budget; otherwise each is found by trials alone, which
+    takes more of them.
+    """
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for options that do not go together, too."""

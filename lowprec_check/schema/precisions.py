@@ -1,6 +1,7 @@
 """The precisions: each a named way to run a model.
 
-To add one, add an entry to :data:`PRECISIONS`, or register it from another package (CONTRIBUTING.md).
+To add one, add an entry to :data:`PRECISIONS`, or register it from another package
+(CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -14,8 +15,10 @@ from lowprec_check.schema.registry import Registry, words_in
 from lowprec_check.schema.run_key import PLAN
 
 Specials = Literal["ieee", "fn", "fnuz"]
-"""Where Inf and NaN are: ``ieee``: they have an exponent of their own, above the largest; ``fn``: no Inf, and NaN is what would be
-the largest number, as in E4M3; ``fnuz``: no Inf, and NaN is what would be -0."""
+"""Where Inf and NaN are: ``ieee``: they have an exponent of their own, above the largest; ``fn``:
+no Inf, and NaN is what would be the largest number, as in E4M3; ``fnuz``: no Inf, and NaN is what
+would be -0.
+"""
 
 
 @dataclass(frozen=True)
@@ -40,7 +43,9 @@ class FloatFormat:
     cpp_name: str = ""
     """The dtype's name in error messages of torch's C++ code, ``Half``."""
     specials: Specials | None = None
-    """By default what torch's names end with: ``fn`` for ``float8_e4m3fn``, ``ieee`` for ``float8_e5m2``."""
+    """By default what torch's names end with: ``fn`` for ``float8_e4m3fn``, ``ieee`` for
+    ``float8_e5m2``.
+    """
 
     def __post_init__(self) -> None:
         """Derive ``specials`` from the name if it is not given."""
@@ -50,7 +55,9 @@ class FloatFormat:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All names that users may write, in lower case and without ``torch.``: ``float16``, ``fp16``, ``f16``, ``half``."""
+        """All names that users may write, in lower case and without ``torch.``: ``float16``,
+        ``fp16``, ``f16``, ``half``.
+        """
         return tuple(dict.fromkeys((self.name, self.short, self.mark, *self.aliases)))
 
     def is_called(self, name: str) -> bool:
@@ -85,7 +92,9 @@ class FloatFormat:
 
     @property
     def underflows(self) -> bool:
-        """Whether values that are not 0 in fp32 can become 0, since the range ends above that of fp32."""
+        """Whether values that are not 0 in fp32 can become 0, since the range ends above that of
+        fp32.
+        """
         return self.min_exponent > FP32.min_exponent
 
 
@@ -98,15 +107,18 @@ LOW_FORMATS = (BF16, FP16)
 """The 16-bit formats that a device may accelerate."""
 
 Kind = Literal["reference", "cast", "autocast", "custom"]
-"""``reference``: the model as it is; ``cast``: weights and inputs cast, as ``model.half()`` does; ``autocast``: inside
-``torch.autocast``; ``custom``: through the precision's own ``application``."""
+"""``reference``: the model as it is; ``cast``: weights and inputs cast, as ``model.half()`` does;
+``autocast``: inside ``torch.autocast``; ``custom``: through the precision's own ``application``.
+"""
 
 
 class SnippetWriter(Protocol):
     """Writes the code to paste for a ``custom`` precision."""
 
     def __call__(self, device: str, keep_fp32: Sequence[str]) -> str:
-        """Code that prepares ``model`` and ``inputs`` in place, without the call; ``device`` is a type, ``cuda``."""
+        """Code that prepares ``model`` and ``inputs`` in place, without the call; ``device`` is a
+        type, ``cuda``.
+        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,14 +139,18 @@ class Precision:
     tolerance: float = -1.0
     """Default tolerance for the rel_l2 of the output; if not given, that of the format."""
     application: str | None = None
-    """``package.module:attribute`` of a :class:`~lowprec_check.engine.model.prepared.Application`; only for ``custom``."""
+    """``package.module:attribute`` of a :class:`~lowprec_check.engine.model.prepared.Application`;
+    only for ``custom``.
+    """
     snippet: SnippetWriter | None = None
     """Writes the code to paste; only for ``custom``."""
     keeps_modules: bool = True
     """Whether modules can stay in fp32 inside it, so that a plan can start from it."""
 
     def __post_init__(self) -> None:
-        """Fill in the defaults; raise ``ValueError`` unless exactly the ``custom`` ones have an application and a snippet."""
+        """Fill in the defaults; raise ``ValueError`` unless exactly the ``custom`` ones have an
+        application and a snippet.
+        """
         if not self.short:
             object.__setattr__(self, "short", self.name)
         if self.tolerance < 0:
@@ -156,7 +172,9 @@ def _of_autocast(format: FloatFormat) -> tuple[str, ...]:
 def _problem(precision: Precision) -> str | None:
     if precision.kind not in ("cast", "autocast", "custom"):
         return f"its kind {precision.kind!r} is not cast, autocast or custom"
-    return f"{PLAN!r} is the name of runs with modules in fp32" if precision.name.lower() == PLAN else None
+    if precision.name.lower() == PLAN:
+        return f"{PLAN!r} is the name of runs with modules in fp32"
+    return None
 
 
 PRECISIONS: Registry[Precision] = Registry(
@@ -185,19 +203,22 @@ def low_names() -> list[str]:
 
 
 def plan_bases() -> list[Precision]:
-    """The precisions that a plan can start from, in the order of the search: the widest range first, since it is the most
-    likely to pass, and autocast before casts.
+    """The precisions that a plan can start from, in the order of the search: the widest range
+    first, since it is the most likely to pass, and autocast before casts.
     """
     bases = [precision for precision in low_precisions() if precision.keeps_modules]
     return sorted(bases, key=lambda base: (-base.format.max_exponent, base.kind != "autocast"))
 
 
 def bases_called(given: object) -> list[Precision]:
-    """The bases of a format (``fp16``) or precision (``amp-fp16``), by any of their names, or of several; all for ``None``.
+    """The bases of a format (``fp16``) or precision (``amp-fp16``), by any of their names, or of
+    several; all for ``None``.
 
     Raises :class:`UsageError` with a suggestion for an unknown name.
     """
-    words = [] if given is None else words_in(given)
+    words = []
+    if given is not None:
+        words = words_in(given)
     bases, asked = plan_bases(), list[Precision]()
     for word in words:
         of_format = [base for base in bases if base.format.is_called(word)]

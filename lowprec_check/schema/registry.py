@@ -22,7 +22,9 @@ from lowprec_check.errors import UsageError, message_of, type_name
 
 ENTRY_POINTS = "lowprec_check.axes"
 _KINDS = ("Precision", "Backend", "Device", "ReportFormat", "WhatIfFormat", "WayToTrain")
-"""The classes of what other packages add; by name, since they are defined in modules that import this one."""
+"""The classes of what other packages add; by name, since they are defined in modules that import
+this one.
+"""
 
 
 class Named(Protocol):
@@ -54,7 +56,9 @@ def objects_in(package: str, kind: type[Item]) -> list[Item]:
 
 @functools.cache
 def added_by_packages() -> tuple[tuple[str, Any], ...]:
-    """The objects that installed packages register, each with the name of its package; raises :class:`UsageError` naming the package that registers something wrong."""
+    """The objects that installed packages register, each with the name of its package; raises
+    :class:`UsageError` naming the package that registers something wrong.
+    """
     found = []
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         package = entry.dist.name if entry.dist else entry.value
@@ -70,7 +74,9 @@ def added_by_packages() -> tuple[tuple[str, Any], ...]:
         is_named = isinstance(getattr(item, "name", None), str)
         if isinstance(item, type) or not is_named or kinds.isdisjoint(_KINDS):
             instance = f"a {type(item).__name__}{'' if is_named else ' without a name'}"
-            found_kind = f"the class {item.__name__}" if isinstance(item, type) else instance
+            found_kind = instance
+            if isinstance(item, type):
+                found_kind = f"the class {item.__name__}"
             raise UsageError(
                 f"{package} registers {entry.name!r} with lowprec-check, which is {found_kind}.",
                 "Register a Precision, a Backend, a Device, a ReportFormat, a WhatIfFormat or a WayToTrain: an object, not its class.",
@@ -80,7 +86,9 @@ def added_by_packages() -> tuple[tuple[str, Any], ...]:
 
 
 class Registry(Generic[Item]):
-    """The values of one axis in the order in which reports show them: those built in, then those of other packages."""
+    """The values of one axis in the order in which reports show them: those built in, then those of
+    other packages.
+    """
 
     def __init__(
         self,
@@ -89,8 +97,9 @@ class Registry(Generic[Item]):
         built_in: Iterable[Item] | Callable[[], Iterable[Item]],
         problem: Callable[[Item], str | None] = lambda _: None,
     ) -> None:
-        """``noun`` names one value in messages; ``built_in`` are the values of this package, or loads them on first use; ``problem``
-        describes what is wrong with a value of another package.
+        """``noun`` names one value in messages; ``built_in`` are the values of this package, or
+        loads them on first use; ``problem`` describes what is wrong with a value of another
+        package.
         """
         self._noun, self._kind, self._built_in, self._problem = noun, kind, built_in, problem
 
@@ -127,7 +136,9 @@ class Registry(Generic[Item]):
         return list(self._items)
 
     def find(self, name: str) -> Item | None:
-        """The value of that name or alias, in any case, with ``-`` or ``_``; ``None`` if there is none."""
+        """The value of that name or alias, in any case, with ``-`` or ``_``; ``None`` if there is
+        none.
+        """
         wanted = _plain(str(name))
         return next((item for item in self if wanted in _spellings(item)), None)
 
@@ -138,16 +149,24 @@ class Registry(Generic[Item]):
         """
         found = self.find(name)
         if found is None:
-            choice = self.names() if offered is None else list(offered)
+            if offered is None:
+                choice = self.names()
+            else:
+                choice = list(offered)
             spellings = [spelling for item in self if item.name in choice for spelling in (item.name, *item.aliases)]
             near = nearest(str(name), spellings)
-            meant = self.find(near) if near else None
-            suggestion = f"Did you mean {meant.name}? " if meant else ""
+            meant = None
+            if near:
+                meant = self.find(near)
+            suggestion = ""
+            if meant:
+                suggestion = f"Did you mean {meant.name}? "
             raise UsageError(f"Unknown {self._noun} {str(name)!r}.", f"{suggestion}Choose from {', '.join(choice)}.")
         return found
 
     def names_in(self, given: object, offered: Sequence[str] | None = None) -> list[str]:
-        """The names for one name or alias, or for several: in a sequence or separated by commas; each once, in the order given.
+        """The names for one name or alias, or for several: in a sequence or separated by commas;
+        each once, in the order given.
 
         Raises :class:`UsageError` with a suggestion, of those ``offered``, for an unknown one.
         """
@@ -155,9 +174,11 @@ class Registry(Generic[Item]):
 
 
 def words_in(given: object) -> list[str]:
-    """The words of a text separated by commas, of another value (``torch.half``), or of each value in a sequence.
+    """The words of a text separated by commas, of another value (``torch.half``), or of each value
+    in a sequence.
 
-    Nothing between two commas, or behind the last, is no word; an empty text is one, which nothing is called.
+    Nothing between two commas, or behind the last, is no word; an empty text is one, which nothing
+    is called.
     """
     several = isinstance(given, Iterable) and not isinstance(given, str)
     values = list(given) if several else [given]  # type: ignore[call-overload]
@@ -170,7 +191,9 @@ def nearest(word: str, spellings: Iterable[str]) -> str | None:
     plain, wanted = {_plain(spelling): spelling for spelling in spellings}, _plain(word)
     begun = [spelling for spelling in plain if len(wanted) > 2 and spelling.startswith(wanted)]
     found = begun or difflib.get_close_matches(wanted, plain, 1)
-    return plain[found[0]] if found else None
+    if found:
+        return plain[found[0]]
+    return None
 
 
 def _spellings(item: Named) -> list[str]:
@@ -185,4 +208,6 @@ def _plain(spelling: str) -> str:
 def choices(names: Sequence[str], last: str = "or") -> str:
     """``cpu, cuda, xpu or mps``."""
     *others, final = names
-    return f"{', '.join(others)} {last} {final}" if others else final
+    if others:
+        return f"{', '.join(others)} {last} {final}"
+    return final

@@ -38,12 +38,16 @@ class RunKey(NamedTuple):
 
     @property
     def label(self) -> str:
-        """``half``, or ``half · inductor · channels_last``: without the device and without defaults."""
+        """``half``, or ``half · inductor · channels_last``: without the device and without
+        defaults.
+        """
         return qualified(self.precision, self.backend, self.memory_format)
 
 
 def qualified(precision: str, backend: str, memory_format: str) -> str:
     """A precision, with the backend and the memory format unless they are the defaults."""
-    extra = [backend] if backend != EAGER else []
+    extra = []
+    if backend != EAGER:
+        extra = [backend]
     extra += [memory_format] if memory_format != CONTIGUOUS else []
     return " · ".join([precision, *extra])

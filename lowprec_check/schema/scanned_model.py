@@ -8,7 +8,9 @@ from lowprec_check.schema.base import Struct
 from lowprec_check.schema.measures import InputLayout
 
 WeightsOrigin = Literal["unknown", "random", "scaled", "loaded"]
-"""``scaled``: random, then scaled where outputs of layers vanish or explode; ``unknown``: the user's file made them."""
+"""``scaled``: random, then scaled where outputs of layers vanish or explode; ``unknown``: the
+user's file made them.
+"""
 
 STREAMED = "weights are read from their files when a module uses them (--stream): no times, memory and further inputs; shares of the output error with --budget-error on"
 """The note of a model whose weights stay in their files."""
@@ -32,7 +34,9 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     call: str = "model(*inputs)"
     """How the model is called, as code."""
     calibration: str = ""
-    """The file's calibration batches, as code; empty if a quantized model is calibrated on the inputs."""
+    """The file's calibration batches, as code; empty if a quantized model is calibrated on the
+    inputs.
+    """
     setup: list[str] = []
     """Code that makes ``model`` and ``inputs`` from the file's definitions."""
     castable: bool = True
@@ -40,12 +44,15 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     layout: InputLayout = InputLayout(kind="nested")
     """The tensors in the inputs."""
     taken: str = ""
-    """What of the user's file was scanned, and why: ``model of mymodel.py``, whose inputs are its own unless others are named; empty if the model was not taken from a file."""
+    """What of the user's file was scanned, and why: ``model of mymodel.py``, whose inputs are its
+    own unless others are named; empty if the model was not taken from a file.
+    """
     source: str | None = None
     """The line that makes the model, or defines its class: ``file.py:line``."""
     caller: str | None = None
-    """The line of the user's own code that makes the model, or scans it, if ``source`` is in an installed package or unknown;
-    empty if there is none."""
+    """The line of the user's own code that makes the model, or scans it, if ``source`` is in an
+    installed package or unknown; empty if there is none.
+    """
     notes: list[str] = []
     """What to know of the model and its inputs, in words."""
 

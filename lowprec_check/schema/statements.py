@@ -27,18 +27,29 @@ NAMED = 3
 def some(names: Sequence[str], most: int = NAMED) -> str:
     """The first few names, and how many more there are."""
     shown = ", ".join(names[:most])
-    return shown if len(names) <= most else f"{shown} and {len(names) - most} more"
+    if len(names) <= most:
+        return shown
+    return f"{shown} and {len(names) - most} more"
 
 
 def counted(number: int, noun: str) -> str:
     """``1 trial``, ``2,000 trials``, ``2 batches``."""
-    ending = "" if number == 1 else "es" if noun.endswith(("s", "x", "ch")) else "s"
+    if number == 1:
+        ending = ""
+    elif noun.endswith(("s", "x", "ch")):
+        ending = "es"
+    else:
+        ending = "s"
     return f"{number:,} {noun}{ending}"
 
 
 def error_figure(error: float | None) -> str:
     """``1.3e-03``; ``infinite`` for ``None``."""
-    return "infinite" if error is None or math.isinf(error) else f"{error:.1e}" if error else "0"
+    if error is None or math.isinf(error):
+        return "infinite"
+    if error:
+        return f"{error:.1e}"
+    return "0"
 
 
 def share_figure(share: float | None) -> str:
@@ -47,11 +58,15 @@ def share_figure(share: float | None) -> str:
         return "–"
     if 0.995 <= share < 1 - 1e-9:
         return "> 99 %"
-    return "< 1 %" if 0 < abs(share) < 0.005 else f"{share * 100:.0f} %".replace("-", "−")
+    if 0 < abs(share) < 0.005:
+        return "< 1 %"
+    return f"{share * 100:.0f} %".replace("-", "−")
 
 
 def percent(share: float | None) -> str:
-    """``0.2 %`` of 0.002; ``< 0.1 %`` for less than can be shown; ``> 99.9 %`` for less than all; ``0 %``; ``–`` if it is unknown."""
+    """``0.2 %`` of 0.002; ``< 0.1 %`` for less than can be shown; ``> 99.9 %`` for less than all;
+    ``0 %``; ``–`` if it is unknown.
+    """
     if share is None:
         return "–"
     if 0 < abs(share) < 0.0005:
@@ -76,33 +91,49 @@ def bytes_figure(number: float | None) -> str:
     if number < 2**10:
         return counted(int(number), "byte")
     size, unit = next((size, unit) for size, unit in ((2**30, "GiB"), (2**20, "MiB"), (2**10, "KiB")) if number >= size)
-    return f"{number / size:.0f} {unit}" if unit == "KiB" else f"{number / size:.1f} {unit}"
+    if unit == "KiB":
+        return f"{number / size:.0f} {unit}"
+    return f"{number / size:.1f} {unit}"
 
 
 def milliseconds(duration: float | None) -> str:
     """``134 ms``, ``13.1 ms``, ``0.4 ms``, ``0.0056 ms``."""
     if duration is None:
         return "–"
-    return (
-        f"{duration:,.0f} ms" if duration >= 100 else f"{duration:.1f} ms" if duration >= 0.1 else f"{duration:.2g} ms"
-    )
+    if duration >= 100:
+        return f"{duration:,.0f} ms"
+    if duration >= 0.1:
+        return f"{duration:.1f} ms"
+    return f"{duration:.2g} ms"
 
 
 def times(ratio: float) -> str:
     """``1.4 times``, ``134 times``; two digits below 1.1, so that it never says 1.0."""
-    return f"{ratio:.2f} times" if ratio < 1.095 else f"{ratio:.1f} times" if ratio < 9.95 else f"{ratio:,.0f} times"
+    if ratio < 1.095:
+        return f"{ratio:.2f} times"
+    if ratio < 9.95:
+        return f"{ratio:.1f} times"
+    return f"{ratio:,.0f} times"
 
 
 def short_op(op: str) -> str:
-    """``linalg_cholesky_ex`` of ``aten.linalg_cholesky_ex.default``; ``torch.quantile``, a function above dispatch, as it is."""
+    """``linalg_cholesky_ex`` of ``aten.linalg_cholesky_ex.default``; ``torch.quantile``, a function
+    above dispatch, as it is.
+    """
     parts = op.split(".")
     is_overload = len(parts) == 3 and parts[0] != "torch" and " " not in op
-    return parts[1].removeprefix("_") if is_overload else op
+    if is_overload:
+        return parts[1].removeprefix("_")
+    return op
 
 
 def module_name(path: str) -> str:
     """The path, or words for the model; quoted if it could be read as a number."""
-    return "the model itself" if not path else f'"{path}"' if path.replace(".", "").isdigit() else path
+    if not path:
+        return "the model itself"
+    if path.replace(".", "").isdigit():
+        return f'"{path}"'
+    return path
 
 
 def limit_figure(limit: float) -> str:
@@ -200,11 +231,15 @@ def words(sentence: Sentence) -> tuple[str, ...]:
 
 
 def joined(sentences: Sequence[Sentence]) -> str:
-    """One sentence that is true of all, which have the same :func:`words`: figures that differ are a range."""
+    """One sentence that is true of all, which have the same :func:`words`: figures that differ are
+    a range.
+    """
     first = sentences[0]
     parts = []
     for text, name, kind, _ in string.Formatter().parse(first.template):
-        figure = "" if name is None else _range([one.figures.get(name) for one in sentences], kind or "text")
+        figure = ""
+        if name is not None:
+            figure = _range([one.figures.get(name) for one in sentences], kind or "text")
         is_bound = figure.startswith(("<", ">"))  # which is not about a number
         parts.append((text.removesuffix("about ") if is_bound else text) + figure)
     return "".join(parts)
@@ -228,11 +263,15 @@ def _range(figures: Sequence[Figure], kind: str) -> str:
         return f"{order[0]:,} – {shown(order[-1], kind)}"
     low, high = (shown(None if end == math.inf else end, kind) for end in (order[0], order[-1]))
     unit = low.rpartition(" ")[2]
-    return f"{low.removesuffix(f' {unit}')} – {high}" if " " in low and high.endswith(f" {unit}") else f"{low} – {high}"
+    if " " in low and high.endswith(f" {unit}"):
+        return f"{low.removesuffix(f' {unit}')} – {high}"
+    return f"{low} – {high}"
 
 
 def _range_of(pairs: Sequence[list[Any]], noun: str) -> str:
-    """``417 – 884 of 200,704 values (0.2 – 0.4 %)``; of differing totals ``417 – 884 of 576 – 1,024 values (41 – 98 %)``."""
+    """``417 – 884 of 200,704 values (0.2 – 0.4 %)``; of differing totals ``417 – 884 of 576 – 1,024
+    values (41 – 98 %)``.
+    """
     numbers, totals, count = [number for number, _ in pairs], [total for _, total in pairs], f"count {noun}"
     if any(not total or total < number for number, total in pairs):
         return _range(numbers, count)
@@ -254,10 +293,14 @@ class Joined(NamedTuple):
 
 
 def join(said: Sequence[tuple[str, Sentence]], same: Mapping[str, object] | None = None) -> list[Joined]:
-    """The sentences of several runs, ``(label, sentence)``, joined where one holds for all; ``same`` keeps runs apart by label."""
+    """The sentences of several runs, ``(label, sentence)``, joined where one holds for all;
+    ``same`` keeps runs apart by label.
+    """
     found: dict[object, Joined] = {}
     for label, sentence in said:
-        key = same.get(label) if same else None
+        key = None
+        if same:
+            key = same.get(label)
         known = found.setdefault((key, words(sentence)), Joined([], []))
         known.runs.append(label)
         known.sentences.append(sentence)
@@ -268,8 +311,10 @@ def join(said: Sequence[tuple[str, Sentence]], same: Mapping[str, object] | None
 # result alone
 
 Evidence = Literal["measured", "derived", "predicted", "declared"]
-"""``measured``: by running it; ``derived``: computed from what was measured, such as a share of an error; ``predicted``: emulated, for a
-device that is not here; ``declared``: by the user, by an option, or by the sources of torch."""
+"""``measured``: by running it; ``derived``: computed from what was measured, such as a share of an
+error; ``predicted``: emulated, for a device that is not here; ``declared``: by the user, by an
+option, or by the sources of torch.
+"""
 
 Tone = Literal["good", "warn", "bad", "none"]
 """What a statement means to its reader: the colour and the sign of a report."""

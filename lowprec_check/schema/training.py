@@ -1,4 +1,6 @@
-"""What ``scan --train`` saves: how the model is trained, and what each precision does to gradients, updates and the loss."""
+"""What ``scan --train`` saves: how the model is trained, and what each precision does to gradients,
+updates and the loss.
+"""
 
 from __future__ import annotations
 
@@ -10,21 +12,29 @@ from lowprec_check.schema.verdict import ExceptionInfo, Status
 from lowprec_check.schema.ways_to_train import WayToTrain, way_named
 
 Values = Literal["weight", "buffer", "optimizer state", "average"]
-"""What an update changes: a parameter, a buffer (running statistics), the state of the optimizer, or an average of the weights."""
+"""What an update changes: a parameter, a buffer (running statistics), the state of the optimizer,
+or an average of the weights.
+"""
 
 
 NOISE_ALONE = "1 % noise on the initial weights"
 """What differs between runs from other seeds where all else is fixed."""
 
 STALLED = 0.5
-"""Weights that have moved less than this part of the way of fp32 do not train as fp32 does, however few the steps were."""
+"""Weights that have moved less than this part of the way of fp32 do not train as fp32 does, however
+few the steps were.
+"""
 
 BEYOND = 2.0
-"""How many times the largest distance of another seed to fp32 the weights of a run may be from those of fp32."""
+"""How many times the largest distance of another seed to fp32 the weights of a run may be from
+those of fp32.
+"""
 
 
 class TrainingPhase(Struct, frozen=True, kw_only=True):
-    """A part of a step with several optimizers: gradients are cleared, a loss is computed and differentiated, optimizers make steps."""
+    """A part of a step with several optimizers: gradients are cleared, a loss is computed and
+    differentiated, optimizers make steps.
+    """
 
     clears: list[int] = []
     """Numbers of the optimizers whose gradients are cleared, counted from 0."""
@@ -46,19 +56,30 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     default_optimizer: bool = False
     """Whether the file defines no optimizer, so that a default is used."""
     loss_setup: list[str] = []
-    """Lines of code before the first step, which define what ``loss_code`` and ``optimizer_code`` need; if they set ``targets``, a tuple with the rest of
-    the batch, these are cast and moved like the inputs.
+    """Lines of code before the first step, which define what ``loss_code`` and ``optimizer_code``
+    need; if they set ``targets``, a tuple with the rest of the batch, these are cast and moved like
+    the inputs.
     """
     loss_code: str = ""
-    """The loss as an expression of ``output``, and perhaps ``inputs`` and ``targets``: ``loss(output, *targets)``."""
+    """The loss as an expression of ``output``, and perhaps ``inputs`` and ``targets``:
+    ``loss(output, *targets)``.
+    """
     optimizer_code: str = ""
-    """The optimizer as an expression of ``parameters``, a list: ``torch.optim.AdamW(parameters, lr=0.001)``, ``optimizer(parameters)``."""
+    """The optimizer as an expression of ``parameters``, a list: ``torch.optim.AdamW(parameters,
+    lr=0.001)``, ``optimizer(parameters)``.
+    """
     script: str = ""
-    """The line of a script that calls the model, ``train.py:36``, if the step is that of the script; its `optimizer` exists then."""
+    """The line of a script that calls the model, ``train.py:36``, if the step is that of the
+    script; its `optimizer` exists then.
+    """
     framework: str = ""
-    """What trains in the script: ``lightning``, ``transformers`` or ``accelerate``; empty if it has a loop of its own."""
+    """What trains in the script: ``lightning``, ``transformers`` or ``accelerate``; empty if it has
+    a loop of its own.
+    """
     clip_code: list[str] = []
-    """Calls that clip the gradients of ``parameters`` before each step of the optimizer; of several, of the first."""
+    """Calls that clip the gradients of ``parameters`` before each step of the optimizer; of
+    several, of the first.
+    """
     optimizers: list[str] = []
     """The lines that make the optimizers of a script with several; empty for one."""
     clips: list[list[str]] = []
@@ -76,24 +97,29 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     seeds: int = 0
     """fp32 runs from other seeds."""
     varied: list[str] = []
-    """What differs between fp32 and the runs from other seeds: ``initial weights``; ``batches``, ``order of the batches`` or ``rows of
-    the batch`` (drawn with replacement); ``random draws``; ``1 % noise on the initial weights`` if all else is fixed. Empty in a file of a
-    version that added such noise to all.
+    """What differs between fp32 and the runs from other seeds: ``initial weights``; ``batches``,
+    ``order of the batches`` or ``rows of the batch`` (drawn with replacement); ``random draws``;
+    ``1 % noise on the initial weights`` if all else is fixed. Empty in a file of a version that
+    added such noise to all.
     """
     losses: list[float] = []
     """The loss of fp32 before each step, and after the last that of the first batch."""
     loss_low: list[float] = []
     """The lower end of the loss of the other seeds, after each step."""
     loss_high: list[float] = []
-    """Between these, the loss of the other seeds lies, counted from the loss of fp32 before the first step."""
+    """Between these, the loss of the other seeds lies, counted from the loss of fp32 before the
+    first step.
+    """
     limit_low: list[float] = []
     """The lower limit of the loss of a run in low precision, after each step."""
     limit_high: list[float] = []
-    """Outside of these, counted alike, the loss of a run in low precision diverges, if its forward pass computes the loss of fp32; if not,
-    its limits are wider.
+    """Outside of these, counted alike, the loss of a run in low precision diverges, if its forward
+    pass computes the loss of fp32; if not, its limits are wider.
     """
     distances: list[float] = []
-    """After each step, the largest distance of another seed to fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw is how far the weights moved."""
+    """After each step, the largest distance of another seed to fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw
+    is how far the weights moved.
+    """
 
     @property
     def loss_tells(self) -> bool:
@@ -110,18 +136,25 @@ class Divergence(Struct, frozen=True, kw_only=True):
     """Where a run leaves the range of the fp32 runs for good."""
 
     step: int
-    """The first step after which it is outside, counted from 1; 0 if its loss is wrong before any step."""
+    """The first step after which it is outside, counted from 1; 0 if its loss is wrong before any
+    step.
+    """
     what: Literal["loss", "weights", "progress"]
     """What leaves the range first."""
     value: float
-    """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of the progress: how far they moved,
-    ‖Δw‖ / ‖Δw₃₂‖."""
+    """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of the
+    progress: how far they moved, ‖Δw‖ / ‖Δw₃₂‖.
+    """
     limit: float
     """The limit that it crosses."""
     parameter: str | None = None
-    """The parameter that adds most to the distance to fp32 after this step, or the one that stands still."""
+    """The parameter that adds most to the distance to fp32 after this step, or the one that stands
+    still.
+    """
     stands_still: bool = False
-    """Whether the value of the progress is that of the parameter alone, which hardly moves, while others do."""
+    """Whether the value of the progress is that of the parameter alone, which hardly moves, while
+    others do.
+    """
 
 
 class TrainingWay(Struct, frozen=True, kw_only=True):
@@ -136,26 +169,36 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     failed_step: int | None = None
     """The step in which it failed or first gave a loss that is not finite, counted from 1."""
     losses: list[float | None] = []
-    """The loss before each step, and after the last that of the first batch; ``None`` where it is not finite."""
+    """The loss before each step, and after the last that of the first batch; ``None`` where it is
+    not finite.
+    """
     distances: list[float] = []
     """After each step, how far the weights are from those of fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖."""
     progress: float | None = None
-    """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
+    """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of
+    fp32, relative to fp32.
+    """
     moved: float | None = None
-    """After the last step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32; that of one parameter, if it
-    moves notably in fp32 (a tenth of the squared way) and stands still here (less than a tenth as far)."""
+    """After the last step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative
+    to fp32; that of one parameter, if it moves notably in fp32 (a tenth of the squared way) and
+    stands still here (less than a tenth as far).
+    """
     divergence: Divergence | None = None
     """Where it leaves the range of the fp32 runs for good; ``None`` if it does not."""
     lost_updates: float | None = None
-    """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None`` if none was counted: the weights are in
-    fp32, or NaN or Inf after the first step. Those of fp32 are counted in its own run, if 1 % of a sample is lost.
+    """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None``
+    if none was counted: the weights are in fp32, or NaN or Inf after the first step. Those of fp32
+    are counted in its own run, if 1 % of a sample is lost.
     """
     underflow: dict[str, float] | None = None
-    """With a loss scale: by parameter, the share (0 to 1) of the elements of its gradient that are zero and not zero in fp32, in the first
-    step that was not skipped; without those that lose none. ``None`` if gradients were not compared.
+    """With a loss scale: by parameter, the share (0 to 1) of the elements of its gradient that are
+    zero and not zero in fp32, in the first step that was not skipped; without those that lose none.
+    ``None`` if gradients were not compared.
     """
     peak_memory_bytes: int | None = None
-    """Peak bytes of a step, if the first way fails and this one passes; that of the first way is the run's."""
+    """Peak bytes of a step, if the first way fails and this one passes; that of the first way is
+    the run's.
+    """
     skipped_steps: int = 0
     """Steps that ``GradScaler`` skipped, because gradients overflowed."""
     scales: list[float] = []
@@ -174,7 +217,9 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
 
 
 class ParameterGradient(Struct, frozen=True, kw_only=True):
-    """The gradient of one parameter in the first step, compared with that of fp32; without loss scaling."""
+    """The gradient of one parameter in the first step, compared with that of fp32; without loss
+    scaling.
+    """
 
     parameter: str
     """The name of the parameter."""
@@ -191,7 +236,9 @@ class ParameterGradient(Struct, frozen=True, kw_only=True):
     overflow: float = 0.0
     """Share of the elements that are finite in fp32 and not here."""
     is_rounding: bool = False
-    """Whether it is zero but for rounding in fp32, as that of a bias before a batch norm: there is nothing to compare."""
+    """Whether it is zero but for rounding in fp32, as that of a bias before a batch norm: there is
+    nothing to compare.
+    """
 
 
 class LostUpdates(Struct, frozen=True, kw_only=True):
@@ -201,7 +248,9 @@ class LostUpdates(Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    """The parameter, the buffer, or the parameter and the key of the state: ``fc.weight · exp_avg_sq``."""
+    """The parameter, the buffer, or the parameter and the key of the state: ``fc.weight ·
+    exp_avg_sq``.
+    """
     values: Values
     """What is updated."""
     elements: int
@@ -209,26 +258,36 @@ class LostUpdates(Struct, frozen=True, kw_only=True):
     lost: float
     """Share (0 to 1) of the updates that are lost, over all steps."""
     updates: int = 0
-    """How many updates of single elements that is a share of; 0 in a file of a version that did not count them."""
+    """How many updates of single elements that is a share of; 0 in a file of a version that did not
+    count them.
+    """
     group: int | None = None
     """The parameter group of the optimizer, for a weight."""
     decay_lost: float | None = None
-    """The same share for weight decay alone (a step with zero gradients); ``None`` if it does not move the fp32 copy."""
+    """The same share for weight decay alone (a step with zero gradients); ``None`` if it does not
+    move the fp32 copy.
+    """
 
 
 def lost_of(tensors: Sequence[LostUpdates]) -> float | None:
-    """The share of the updates of all ``tensors`` together that is lost; ``None`` if there are none."""
+    """The share of the updates of all ``tensors`` together that is lost; ``None`` if there are
+    none.
+    """
     return _together([(one.lost, one.updates or one.elements) for one in tensors])
 
 
 def decay_lost_of(tensors: Sequence[LostUpdates]) -> float | None:
-    """The same for weight decay alone, which changes each element once; ``None`` if it changes none."""
+    """The same for weight decay alone, which changes each element once; ``None`` if it changes
+    none.
+    """
     return _together([(one.decay_lost, one.elements) for one in tensors if one.decay_lost is not None])
 
 
 def _together(shares: Sequence[tuple[float | None, int]]) -> float | None:
     total = sum(count for _, count in shares)
-    return sum((share or 0.0) * count for share, count in shares) / total if total else None
+    if total:
+        return sum((share or 0.0) * count for share, count in shares) / total
+    return None
 
 
 class LossScale(Struct, frozen=True, kw_only=True):
@@ -237,7 +296,9 @@ class LossScale(Struct, frozen=True, kw_only=True):
     scale: float
     """The scale, a power of two."""
     largest: float
-    """The largest magnitude of a 16-bit gradient in the backward pass of the first step, without scaling."""
+    """The largest magnitude of a 16-bit gradient in the backward pass of the first step, without
+    scaling.
+    """
     largest_at: str | None = None
     """The module whose op gets it."""
     underflow_unscaled: float
@@ -249,7 +310,9 @@ class LossScale(Struct, frozen=True, kw_only=True):
 
 
 class EpsilonCheck(Struct, frozen=True, kw_only=True):
-    """What a step with gradients that are all zero does to weights in low precision, by implementation of the optimizer."""
+    """What a step with gradients that are all zero does to weights in low precision, by
+    implementation of the optimizer.
+    """
 
     implementation: Literal["as given", "loop", "foreach", "fused"]
     """The implementation of the optimizer; ``as given`` is the one that the file chose."""
@@ -271,8 +334,8 @@ class TrainingRun(Struct, frozen=True, kw_only=True):
     underflow: float | None = None
     """Share of all elements of gradients that underflow in the first step, without loss scaling."""
     same_draws: bool = False
-    """Whether the gradients and the output of the first step are compared with those of fp32 for the same random numbers: those that this
-    precision draws.
+    """Whether the gradients and the output of the first step are compared with those of fp32 for
+    the same random numbers: those that this precision draws.
     """
     lost_updates: list[LostUpdates] = []
     """Of the first way; empty if everything is in fp32."""

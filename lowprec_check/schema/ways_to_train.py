@@ -1,7 +1,8 @@
-"""The ways to train in a precision: each says how the loss is scaled, how weights are updated, and with which code to paste.
+"""The ways to train in a precision: each says how the loss is scaled, how weights are updated, and
+with which code to paste.
 
-To add one, add a module with ``WAYS`` to :mod:`lowprec_check.engine.train.ways`, or register it from another package
-(CONTRIBUTING.md).
+To add one, add a module with ``WAYS`` to :mod:`lowprec_check.engine.train.ways`, or register it
+from another package (CONTRIBUTING.md).
 """
 
 from __future__ import annotations
@@ -20,11 +21,15 @@ DEFAULT_SCALE = 2.0**16
 """The initial scale of ``torch.amp.GradScaler``."""
 
 Trial = Literal["each run", "suggested scale", "own process"]
-"""When a way is tried: in each run; with the loss scale that the first step suggests; in a process that it changes for good."""
+"""When a way is tried: in each run; with the loss scale that the first step suggests; in a process
+that it changes for good.
+"""
 
 
 class Updates(Protocol):
-    """What a training loop calls around its forward pass; state in lists of tensors counts as memory of the training."""
+    """What a training loop calls around its forward pass; state in lists of tensors counts as
+    memory of the training.
+    """
 
     parameters: list[Any]
     """The parameters of the model that are trained."""
@@ -55,23 +60,31 @@ class WayToTrain:
     summary: str
     """What it does, as a sentence that follows its name in the documentation."""
     order: int
-    """Ways are tried in this order, and recommended in it if no run passes as its user would write it."""
+    """Ways are tried in this order, and recommended in it if no run passes as its user would write
+    it.
+    """
     aliases: tuple[str, ...] = ()
     kinds: tuple[Kind, ...] | None = None
     """The kinds of precision that it suits; ``None`` for all."""
     dtype: str | None = None
-    """torch's name of the only dtype that it suits, ``bfloat16``; ``None`` for all, with a ``GradScaler`` all that underflow."""
+    """torch's name of the only dtype that it suits, ``bfloat16``; ``None`` for all, with a
+    ``GradScaler`` all that underflow.
+    """
     scale: float | None = None
     """The initial scale of a ``GradScaler``; ``None`` without one."""
     updater: Callable[[], Callable[..., Updates]] | None = None
-    """Imports torch, defines one class and returns it: the class is run, and its text is printed as code to paste. It is called with the
-    parameters of the model, a function that makes an optimizer of parameters, and a ``GradScaler`` if there is a scale, whose
-    ``update()`` the loop calls.
+    """Imports torch, defines one class and returns it: the class is run, and its text is printed as
+    code to paste. It is called with the parameters of the model, a function that makes an optimizer
+    of parameters, and a ``GradScaler`` if there is a scale, whose ``update()`` the loop calls.
     """
     weights: Callable[[Any], list[Any]] = _of_the_model
-    """The weights that are trained: those of the model, or what is kept of them in more bits, in the order of the parameters."""
+    """The weights that are trained: those of the model, or what is kept of them in more bits, in
+    the order of the parameters.
+    """
     is_random: bool = False
-    """Whether it rounds at random: the weights are right on average, so their distance from those of fp32 is not judged."""
+    """Whether it rounds at random: the weights are right on average, so their distance from those
+    of fp32 is not judged.
+    """
     one_context: bool = False
     """Whether autocast is entered once, around all steps."""
     usual_scale: bool = False
@@ -130,7 +143,9 @@ def way_named(name: str) -> WayToTrain:
 
 
 def ways_of(precision: Precision, steps: int) -> list[WayToTrain]:
-    """The ways to try in each run of a precision, for that many steps. The first is what people write: the status of the run is its."""
+    """The ways to try in each run of a precision, for that many steps. The first is what people
+    write: the status of the run is its.
+    """
     usual = WAYS.get("grad-scaler" if precision.kind == "autocast" and precision.format.underflows else "plain")
     tried = (
         way for way in WAYS if way.trial == "each run" and way.suits(precision) and (steps > 1 or not way.one_context)

@@ -162,28 +162,6 @@ def test_what_counts_as_the_text_of_an_exception(code: str, found: int) -> None:
     assert sum(map(is_text_of_error, ast.walk(ast.parse(code)))) == found
 
 
-# -- Sizes
-
-
-def test_no_file_is_long() -> None:
-    text = [path for path in PACKAGE.rglob("*") if path.suffix in {".py", ".js", ".css", ".j2", ".jinja"}]
-    assert len(text) > len(FILES)
-    lines = {inside(path): len(path.read_text(encoding="utf-8").splitlines()) for path in text}
-    assert not {name: count for name, count in lines.items() if count > 400}
-
-
-def test_no_function_is_long() -> None:
-    """The lines of the body: the signature of a command is the list of its options."""
-    functions = {
-        f"{inside(path)}:{node.name}": (node.end_lineno or 0) - node.body[0].lineno + 1
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
-    }
-    assert len(functions) > 500
-    assert not {name: count for name, count in functions.items() if count > 60}
-
-
 def test_slow_tests_take_turns() -> None:
     every = [
         SimpleNamespace(nodeid=f"test_{number}", get_closest_marker=lambda name, slow=number % 2: slow or None)

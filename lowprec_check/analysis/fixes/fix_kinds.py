@@ -1,4 +1,6 @@
-"""The kinds of fixes: each is a function that proposes changes for the call of an op in the user's source."""
+"""The kinds of fixes: each is a function that proposes changes for the call of an op in the user's
+source.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _FACTORIES = (
 
 
 def constants(site: Site, scene: Scene) -> Iterator[SourceFix]:
-    """A number that does not fit the dtype, or becomes zero in it: the limit of the dtype in its place."""
+    """A number that does not fit the dtype, or becomes zero in it: the limit of the dtype in its
+    place.
+    """
     largest, smallest = site.format
     torch, imports = torch_in(site.source)
     inside = [
@@ -42,11 +46,16 @@ def constants(site: Site, scene: Scene) -> Iterator[SourceFix]:
             return
         span, text = site.source.span(node), site.source.segment(node)
         if largest < abs(number) < float("inf"):
-            end, choose = ("min", "max") if number < 0 else ("max", "min")
+            if number < 0:
+                end, choose = ("min", "max")
+            else:
+                end, choose = ("max", "min")
             limit = f"{torch}.finfo({dtype}).{end}"
             why = f"{number:g} does not fit: use the limit of the dtype"
             is_limit = abs(number) >= FP32.largest  # else fp32 would compute with another number
-            new = limit if is_limit else f"{choose}({text}, {limit})"
+            new = limit
+            if not is_limit:
+                new = f"{choose}({text}, {limit})"
             yield SourceFix("constant", why, node, edits=(Edit(*span, new), *imports))
         elif number in site.numbers and 0 < abs(number) < smallest:
             why = f"{number:g} becomes zero: at least the smallest normal number of the dtype"
@@ -90,7 +99,9 @@ def keyword(source: SourceText, call: ast.Call, text: str) -> Edit:
 
 
 def factories(site: Site, scene: Scene) -> Iterator[SourceFix]:
-    """A tensor made in fp32 whatever the input is, which then meets 16 bits: the dtype of the input."""
+    """A tensor made in fp32 whatever the input is, which then meets 16 bits: the dtype of the
+    input.
+    """
     if not site.mismatch:
         return
     function = site.source.around(site.node, (ast.FunctionDef, ast.AsyncFunctionDef))
@@ -113,9 +124,10 @@ def factories(site: Site, scene: Scene) -> Iterator[SourceFix]:
         if dtype is None:
             continue
         given = next((k.value for k in node.keywords if k.arg == "dtype"), None)
-        edit = (
-            Edit(*site.source.span(given), dtype) if given is not None else keyword(site.source, node, f"dtype={dtype}")
-        )
+        if given is not None:
+            edit = Edit(*site.source.span(given), dtype)
+        else:
+            edit = keyword(site.source, node, f"dtype={dtype}")
         yield SourceFix("dtype", "made in the dtype of the input, not always in fp32", node, edits=(edit,))
 
 
@@ -132,7 +144,10 @@ def casts(site: Site, scene: Scene) -> Iterator[SourceFix]:
         given = given or [each for each in scene.operands(node) if each not in scene.low]
     elif low:
         plain = next((each for each in low if is_plain(each)), None)
-        dtype = f"{site.source.segment(plain)}.dtype" if plain is not None else scene.dtype_of(node)
+        if plain is not None:
+            dtype = f"{site.source.segment(plain)}.dtype"
+        else:
+            dtype = scene.dtype_of(node)
     else:
         dtype = scene.dtype_of(node)
     if given and dtype is not None:

@@ -1,4 +1,6 @@
-"""Where a run that fails does so in the user's own source: the expressions that its findings are about."""
+"""Where a run that fails does so in the user's own source: the expressions that its findings are
+about.
+"""
 
 from __future__ import annotations
 
@@ -72,7 +74,9 @@ class PatchedFile:
         self.nodes: dict[Span, ast.expr] = {moved(span, self.edits): node for span, node in source.nodes.items()}
 
     def at(self, span: str) -> ast.AST | None:
-        """The expression, or the statement that changes a variable in place, at ``25:17-25:55`` in the changed text."""
+        """The expression, or the statement that changes a variable in place, at ``25:17-25:55`` in
+        the changed text.
+        """
         start, end = self._span(span)
         if (start, end) in self.nodes:
             return self.nodes[start, end]
@@ -98,7 +102,9 @@ class PatchedFile:
         """The number that a line of the changed text has in the original."""
         start = self._lines.starts[line - 1]
         known = [(span[0], node) for span, node in self.nodes.items() if span[0] >= start]
-        return min(known, key=lambda each: each[0])[1].lineno if known else line
+        if known:
+            return min(known, key=lambda each: each[0])[1].lineno
+        return line
 
     def by_node(self, places: Mapping[str, SeenValue]) -> dict[ast.AST, SeenValue]:
         """What the original's expressions gave, by their places in the changed text."""
@@ -141,7 +147,9 @@ class OwnFiles:
             return f"its file cannot be parsed: {error}"
 
     def line_of(self, row: OpCall) -> str | None:
-        """The line of the user's own code that calls an op; ``None`` if there is none, or only by way of a package."""
+        """The line of the user's own code that calls an op; ``None`` if there is none, or only by
+        way of a package.
+        """
         if row.caller is None:
             return row.source
         return row.caller if row.caller and self._packages else None
@@ -160,7 +168,9 @@ def culprits(run: Run) -> list[Culprit]:
         if not shares:
             shares = sorted(rows, key=lambda row: row.local_error or 0.0, reverse=True)[:4]
         found += [Culprit(row) for row in shares]
-        rounded = [its for its in run.budget.shares if its.op == CAST_INPUT] if run.budget is not None else []
+        rounded = []
+        if run.budget is not None:
+            rounded = [its for its in run.budget.shares if its.op == CAST_INPUT]
         found += [Culprit(OpCall(CAST_INPUT)) for its in rounded if its.share >= LEAST_SHARE]
         if len({each.row.exact_place for each in found}) > MOST_SITES:
             found.sort(key=lambda each: (each.row.share or 0.0) + (each.number is not None), reverse=True)
@@ -187,7 +197,9 @@ def _why_cast(row: OpCall) -> str:
 
 
 class Sites:
-    """The expressions that the runs of a scan point at, by file; the scan may be of a patched source."""
+    """The expressions that the runs of a scan point at, by file; the scan may be of a patched
+    source.
+    """
 
     def __init__(self, files: OwnFiles, patched: Mapping[Path, PatchedFile], device: str) -> None:
         self.files, self._patched, self._device = files, patched, device_type(device)
@@ -257,7 +269,9 @@ _SIGNS: dict[str, type[ast.operator]] = {
 
 
 def _by_name(source: SourceText, line: int, op: str) -> ast.AST | str | None:
-    """The one expression in the statement at a line that an op can be: Python before 3.11 knows no more than the line."""
+    """The one expression in the statement at a line that an op can be: Python before 3.11 knows no
+    more than the line.
+    """
     name = op.split(".")[1 if op.startswith("aten.") else -1].strip("_")
     statements = [
         n for n in ast.walk(source.tree) if isinstance(n, ast.stmt) and n.lineno <= line <= (n.end_lineno or 0)
@@ -276,4 +290,8 @@ def _by_name(source: SourceText, line: int, op: str) -> ast.AST | str | None:
         named += [statement] if isinstance(statement, ast.AugAssign) and isinstance(statement.op, sign) else []
     if len(named) > 1:
         return f"several calls of {short_op(op)} in one line"
-    return named[0] if named else calls[0] if len(calls) == 1 else None
+    if named:
+        return named[0]
+    if len(calls) == 1:
+        return calls[0]
+    return None

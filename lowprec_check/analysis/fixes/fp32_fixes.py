@@ -1,4 +1,6 @@
-"""Fixes that compute in fp32: an op and what follows it, a region without autocast, the buffers that a cast would round."""
+"""Fixes that compute in fp32: an op and what follows it, a region without autocast, the buffers
+that a cast would round.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from lowprec_check.schema.op_calls import PRODUCTS
 
 
 def scaled(site: Site, scene: Scene) -> Iterator[SourceFix]:
-    """A product that overflows before it is divided: its operand and the divisor are multiplied by a power of two, which is exact."""
+    """A product that overflows before it is divided: its operand and the divisor are multiplied by
+    a power of two, which is exact.
+    """
     node, parent = site.node, site.source.parents.get(site.node)
     seen, largest = scene.fp32.get(site.node), site.format[0]
     if not isinstance(node, ast.expr) or not isinstance(parent, ast.BinOp) or parent.left is not node:
@@ -69,7 +73,9 @@ def custom_functions(site: Site, scene: Scene) -> Iterator[SourceFix]:
 
 
 def in_fp32(site: Site, scene: Scene) -> Iterator[SourceFix]:
-    """The op, or the expression that it is part of, in fp32: cast back where the values fit, in its statement, or not at all."""
+    """The op, or the expression that it is part of, in fp32: cast back where the values fit, in its
+    statement, or not at all.
+    """
     source, node = site.source, site.node
     if isinstance(node, ast.AugAssign):
         yield from _augmented(site, scene)
@@ -106,7 +112,9 @@ def _fits(seen: SeenValue | None, largest: float) -> bool:
 
 
 def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.expr], list[Edit]] | None:
-    """The operands to widen so that ``top`` computes in fp32 from the op of the site on, and edits of the call of a module; ``None`` if that cannot be."""
+    """The operands to widen so that ``top`` computes in fp32 from the op of the site on, and edits
+    of the call of a module; ``None`` if that cannot be.
+    """
     inside, edits = set(ast.walk(top)), list[Edit]()
     found: set[ast.expr] = set()
 
@@ -134,7 +142,9 @@ def _widened(site: Site, scene: Scene, top: ast.expr) -> tuple[frozenset[ast.exp
                 return False
         return True
 
-    return (frozenset(found), edits) if enter(top) else None
+    if enter(top):
+        return (frozenset(found), edits)
+    return None
 
 
 def _differs(scene: Scene, operand: ast.expr) -> bool:
@@ -179,7 +189,9 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
     if found is None:
         return None
     widened, edits = found
-    dtype = scene.dtype_of(site.node) if back else None
+    dtype = None
+    if back:
+        dtype = scene.dtype_of(site.node)
     if back and dtype is None:
         return None
     kind, why = "fp32", "computed in fp32" + (" and cast back" if back else "")
@@ -201,7 +213,9 @@ def _computed_in_fp32(site: Site, scene: Scene, top: ast.expr, *, back: bool) ->
 
 
 def _region(site: Site, scene: Scene, widened: frozenset[ast.expr]) -> tuple[list[Edit], frozenset[ast.expr]] | None:
-    """The statement with autocast disabled, and what is computed before it, under autocast: operands that hold products themselves."""
+    """The statement with autocast disabled, and what is computed before it, under autocast:
+    operands that hold products themselves.
+    """
     source = site.source
     statement = source.around(site.node, ast.stmt)
     simple = (ast.Assign, ast.AugAssign, ast.AnnAssign, ast.Return, ast.Expr)
@@ -215,13 +229,18 @@ def _region(site: Site, scene: Scene, widened: frozenset[ast.expr]) -> tuple[lis
     for node in hoisted[:1]:
         name = unused_name(source, "operand")
         (start, end), inner = source.outer(node), source.segment(node)
-        value = f"{inner}.float()" if isinstance(node, ATOMS) else f"({inner}).float()"
+        if isinstance(node, ATOMS):
+            value = f"{inner}.float()"
+        else:
+            value = f"({inner}).float()"
         edits += [source.line_before(statement, f"{name} = {value}")._replace(size=-(1 << 41)), Edit(start, end, name)]
     return edits, frozenset(hoisted[:1])
 
 
 def _is_first(source: SourceText, node: ast.expr) -> bool:
-    """Whether an expression in one line is computed once in its statement, and before all others but names."""
+    """Whether an expression in one line is computed once in its statement, and before all others
+    but names.
+    """
     at: ast.AST = node
     while isinstance(at, ast.expr):
         parent = source.parents[at]
@@ -270,8 +289,13 @@ def _augmented(site: Site, scene: Scene) -> Iterator[SourceFix]:
         return
     name, (start, end) = node.target.id, source.outer(node.value)
     behind = source.span(node.target)[1]
-    widened = frozenset([node.value]) if scene.is_floating(node.value) else frozenset[ast.expr]()
-    inner = source.segment(node.value) if widened or isinstance(node.value, ATOMS) else None
+    if scene.is_floating(node.value):
+        widened = frozenset([node.value])
+    else:
+        widened = frozenset[ast.expr]()
+    inner = None
+    if widened or isinstance(node.value, ATOMS):
+        inner = source.segment(node.value)
     opened = "" if inner is not None or source.span(node.value) != (start, end) else "("
     for suffix, why in ((f".to({name}.dtype)", "computed in fp32 and cast back"), ("", "computed in fp32")):
         first = Edit(behind, start, f" = ({name}.float() {sign} {opened}")
@@ -285,7 +309,9 @@ def _augmented(site: Site, scene: Scene) -> Iterator[SourceFix]:
 def kept_buffers(source: SourceText, owner: str, names: Sequence[str]) -> SourceFix | None:
     """Buffers that a cast of the model leaves in fp32: rotary frequencies, tables, thresholds."""
     node = next((n for n in ast.walk(source.tree) if isinstance(n, ast.ClassDef) and n.name == owner), None)
-    methods = [m for m in node.body if isinstance(m, ast.FunctionDef)] if node is not None else []
+    methods = []
+    if node is not None:
+        methods = [m for m in node.body if isinstance(m, ast.FunctionDef)]
     first = next((m for m in methods if m.name == "__init__"), None)
     if node is None or first is None or any(m.name == "_apply" for m in methods):
         return None

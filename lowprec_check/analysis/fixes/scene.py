@@ -1,4 +1,6 @@
-"""What a fix is proposed from: the call of an op in the user's source, and what the expressions around it gave."""
+"""What a fix is proposed from: the call of an op in the user's source, and what the expressions
+around it gave.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ class SourceFix:
 
 
 def compose(source: SourceText, fixes: Iterable[SourceFix]) -> list[Edit]:
-    """The edits of all ``fixes`` of a file; what one casts to 16 bits and another back to fp32 stays as it is."""
+    """The edits of all ``fixes`` of a file; what one casts to 16 bits and another back to fp32
+    stays as it is.
+    """
     fixes = list(fixes)
     wide = {fix.anchor for fix in fixes if fix.stays_wide}
     widened = {node for fix in fixes for node in fix.widened if node not in wide}
@@ -96,7 +100,9 @@ def wrapped(source: SourceText, node: ast.expr, suffix: str) -> list[Edit]:
 
 
 class Scene:
-    """What is known of the expressions of a file when a fix is proposed: what they gave in fp32, and in the precision that fails."""
+    """What is known of the expressions of a file when a fix is proposed: what they gave in fp32,
+    and in the precision that fails.
+    """
 
     def __init__(self, source: SourceText, fp32: Seen, low: Seen) -> None:
         self.source, self.fp32, self.low = source, fp32, low
@@ -129,7 +135,9 @@ class Scene:
             value = ast.literal_eval(node)
         except (ValueError, TypeError, SyntaxError, MemoryError):
             return None
-        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+        return None
 
     def callee(self, node: ast.AST) -> SeenValue | None:
         """What a call calls."""
@@ -141,7 +149,9 @@ class Scene:
         """All that an expression is computed from."""
         if isinstance(node, ast.Call):
             values = [*node.args, *(each.value for each in node.keywords)]
-            receiver = [node.func.value] if isinstance(node.func, ast.Attribute) else []
+            receiver = []
+            if isinstance(node.func, ast.Attribute):
+                receiver = [node.func.value]
             return [
                 *receiver,
                 *(
@@ -158,7 +168,9 @@ class Scene:
             return [node.operand]
         if isinstance(node, ast.Compare):
             return [node.left, *node.comparators]
-        return [node.value] if isinstance(node, (ast.Attribute, ast.Subscript)) else []
+        if isinstance(node, (ast.Attribute, ast.Subscript)):
+            return [node.value]
+        return []
 
     def operands(self, node: ast.AST) -> list[ast.expr]:
         """The floating tensors among them."""
@@ -173,7 +185,9 @@ class Scene:
         return named or (callee is not None and callee.of_torch)
 
     def is_product(self, node: ast.AST) -> bool:
-        """Whether autocast computes an expression in 16 bits, whatever its inputs are: a matrix product, a layer with weights."""
+        """Whether autocast computes an expression in 16 bits, whatever its inputs are: a matrix
+        product, a layer with weights.
+        """
         if isinstance(node, ast.BinOp):
             return isinstance(node.op, ast.MatMult)
         callee = self.callee(node)
@@ -182,7 +196,9 @@ class Scene:
         return bool(PRODUCTS.search(f"{callee.name}.".replace("matmul", "mm").replace("einsum", "mm")))
 
     def dtype_of(self, node: ast.AST) -> str | None:
-        """Code for the low dtype at ``node``: that of a name near it whose tensor has it; ``None`` if there is none."""
+        """Code for the low dtype at ``node``: that of a name near it whose tensor has it; ``None``
+        if there is none.
+        """
         source, here = self.source, self.source.span(node)[0]
         function = source.around(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda))
         statement = source.around(node, ast.stmt)

@@ -1,4 +1,6 @@
-"""Fixes of a training script: a ``GradScaler`` that is missing, clipping of scaled gradients, autocast that keeps old weights."""
+"""Fixes of a training script: a ``GradScaler`` that is missing, clipping of scaled gradients,
+autocast that keeps old weights.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ class Fault(NamedTuple):
 
 
 def faults(facts: ScriptFacts, locate: Locate, scale: float | None = None) -> Iterator[Fault]:
-    """Those that the steps of a script show; a new ``GradScaler`` starts at ``scale`` if that is given."""
+    """Those that the steps of a script show; a new ``GradScaler`` starts at ``scale`` if that is
+    given.
+    """
     if "float16" in facts.autocast and facts.backward and not facts.scaled_backward:
         yield Fault("backward", facts.backward[0], _scaled(facts, locate, scale))
     unscaled = _Unscaled()
@@ -70,7 +74,9 @@ def _call(place: ScriptPlace, name: str, locate: Locate) -> _Call | str:
 
 
 def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[SourceText, SourceFix] | str:
-    """The loss scaled, its gradients unscaled before they are clipped, the step by way of a ``GradScaler``."""
+    """The loss scaled, its gradients unscaled before they are clipped, the step by way of a
+    ``GradScaler``.
+    """
     backward = [_call(place, "backward", locate) for place in facts.backward]
     made = [_call(place, "step", locate) for place in facts.made_steps]
     clips = [_call(place, "clip_grad", locate) for place in facts.clips]
@@ -93,7 +99,9 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
         return reasons[0]
     source, scaler = known[0].source, unused_name(known[0].source, "scaler")
     torch, imports = torch_in(source)
-    start = "" if scale is None else f", init_scale={scale!r}"
+    start = ""
+    if scale is not None:
+        start = f", init_scale={scale!r}"
     edits = [
         *imports,
         source.line_before(
@@ -104,7 +112,10 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
     for each in known:
         (first, last), its = source.outer(each.of), source.segment(each.of)
         if each in backward:
-            opened, closed = ("(", ")") if (first, last) == source.span(each.of) else ("", "")
+            if (first, last) == source.span(each.of):
+                opened, closed = ("(", ")")
+            else:
+                opened, closed = ("", "")
             edits += [
                 Edit(first, first, f"{scaler}.scale{opened}", first - last),
                 Edit(last, last, closed, last - first),
@@ -127,7 +138,9 @@ def _scaled(facts: ScriptFacts, locate: Locate, scale: float | None) -> tuple[So
 
 
 def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Call]) -> Iterator[ast.stmt]:
-    """The statements between a ``backward()`` and the next ``step()`` that name ``.grad``, but those that clear it."""
+    """The statements between a ``backward()`` and the next ``step()`` that name ``.grad``, but
+    those that clear it.
+    """
     lines = sorted((each.statement.lineno, each in backward) for each in (*backward, *steps))
     for node in [each for each in ast.walk(source.tree) if isinstance(each, ast.Attribute) and each.attr == "grad"]:
         parent, statement = source.parents[node], source.around(node, ast.stmt)
@@ -146,13 +159,17 @@ def _naming_gradients(source: SourceText, backward: list[_Call], steps: list[_Ca
 
 
 class _Unscaled:
-    """The lines that unscale gradients, by the block that they are in: torch allows one for each step."""
+    """The lines that unscale gradients, by the block that they are in: torch allows one for each
+    step.
+    """
 
     def __init__(self) -> None:
         self._lines: list[tuple[str, object]] = []
 
     def before(self, statement: ast.stmt, step: _Call, line: str) -> list[Edit]:
-        """``line`` before ``statement``, or before the loop or branch around it that ``step`` is not in; nothing if it is there already."""
+        """``line`` before ``statement``, or before the loop or branch around it that ``step`` is
+        not in; nothing if it is there already.
+        """
         source, of_step = step.source, {block for block, _ in _blocks(step.source, step.statement)}
         around = [(block, node) for block, node in _blocks(source, statement) if block in of_step]
         if any((line, block) in self._lines for block, _ in around):
@@ -181,7 +198,9 @@ def _step_after(statement: ast.stmt, source: SourceText, steps: Sequence[_Call])
 
 
 def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.stmt:
-    """The outermost loop around all ``calls``, if that is in their function and this runs once, else the statement of the module that they are in."""
+    """The outermost loop around all ``calls``, if that is in their function and this runs once,
+    else the statement of the module that they are in.
+    """
     source, node = calls[0].source, calls[0].statement
     around: list[ast.AST] = []
     at: ast.AST = node
@@ -189,7 +208,9 @@ def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.s
         around.append(at)
         at = source.parents[at]
     same = all(each.function is calls[0].function for each in calls)
-    inside = around[: around.index(calls[0].function)] if calls[0].function is not None else around
+    inside = around
+    if calls[0].function is not None:
+        inside = around[: around.index(calls[0].function)]
     loops = [each for each in inside if isinstance(each, _LOOPS)]
     if same and loops and _runs_once(calls[0], facts, locate):
         return loops[-1]
@@ -200,7 +221,9 @@ def _before_all(calls: list[_Call], facts: ScriptFacts, locate: Locate) -> ast.s
 
 
 def _runs_once(call: _Call, facts: ScriptFacts, locate: Locate) -> bool:
-    """Whether the function that ``call`` is in is named once, and no loop is around the calls that led to it; of a module, ``True``."""
+    """Whether the function that ``call`` is in is named once, and no loop is around the calls that
+    led to it; of a module, ``True``.
+    """
     function = call.function
     if not isinstance(function, _FUNCTIONS):
         return True
@@ -247,6 +270,9 @@ def _uncached(place: ScriptPlace, locate: Locate) -> tuple[SourceText, SourceFix
     if not isinstance(node, ast.Call) or "autocast" not in source.segment(node.func):
         return "autocast is not called where it is entered: give it cache_enabled=False where it is made, as in @torch.autocast(...)"
     given = next((each.value for each in node.keywords if each.arg == "cache_enabled"), None)
-    edit = keyword(source, node, "cache_enabled=False") if given is None else Edit(*source.span(given), "False")
+    if given is None:
+        edit = keyword(source, node, "cache_enabled=False")
+    else:
+        edit = Edit(*source.span(given), "False")
     why = "autocast around several steps keeps the casts of the first weights: do not cache them"
     return source, SourceFix("autocast_cache", why, node, edits=(edit,))

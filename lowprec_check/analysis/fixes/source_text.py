@@ -1,7 +1,9 @@
-"""One file of the user's: its expressions by their positions, and its text with changes, in which everything else stays as it is.
+"""One file of the user's: its expressions by their positions, and its text with changes, in which
+everything else stays as it is.
 
-Changes are insertions and replacements at the positions that Python's own parser gives, which are also those of the interpreter's
-instructions: formatting and comments cannot change, and nothing else has to be installed.
+Changes are insertions and replacements at the positions that Python's own parser gives, which are
+also those of the interpreter's instructions: formatting and comments cannot change, and nothing
+else has to be installed.
 """
 
 from __future__ import annotations
@@ -36,16 +38,22 @@ class Edit(NamedTuple):
     end: int
     text: str
     size: int = 0
-    """The length of the expression that an insertion belongs to: negative where it comes before that, positive behind it."""
+    """The length of the expression that an insertion belongs to: negative where it comes before
+    that, positive behind it.
+    """
 
     @property
     def order(self) -> tuple[int, bool, int]:
-        """What ends at a place comes before what starts there, inner expressions end before outer ones, and start behind them."""
+        """What ends at a place comes before what starts there, inner expressions end before outer
+        ones, and start behind them.
+        """
         return self.start, self.size <= 0, self.size
 
 
 class SourceText:
-    """The text of the file at ``path``, parsed; raises ``OSError``, ``SyntaxError``, or ``ValueError`` for bytes that are no text."""
+    """The text of the file at ``path``, parsed; raises ``OSError``, ``SyntaxError``, or
+    ``ValueError`` for bytes that are no text.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -94,7 +102,9 @@ class SourceText:
         return at
 
     def can_be_indented(self, statement: ast.stmt) -> bool:
-        """Whether it has lines of its own, without strings that go over several lines, which would get the indent too."""
+        """Whether it has lines of its own, without strings that go over several lines, which would
+        get the indent too.
+        """
         start, end = self.span(statement)
         last = statement.end_lineno or 1
         behind = self.text[end : self._starts[last - 1] + len(self._lines[last - 1])].strip()
@@ -124,7 +134,9 @@ class SourceText:
         return self.text[self._starts[node.lineno - 1] : self.span(node)[0]]
 
     def _tokens(self) -> tuple[list[Span], dict[int, int], dict[int, int], dict[int, int]]:
-        """Strings of several lines, matching parentheses, and for an offset the grouping parenthesis before and behind it."""
+        """Strings of several lines, matching parentheses, and for an offset the grouping
+        parenthesis before and behind it.
+        """
         calls = {self.call_opens(node) for node in ast.walk(self.tree) if isinstance(node, ast.Call)}
         strings, pairs, before, behind = list[Span](), dict[int, int](), dict[int, int](), dict[int, int]()
         stack, last_open, last_end = list[int](), -1, -1
@@ -163,7 +175,9 @@ class Lines(NamedTuple):
     def offset(self, line: int, column: int) -> int:
         """Of a position as ``ast`` counts it: lines from 1, columns in bytes of UTF-8."""
         content = self.texts[line - 1]
-        before = column if content.isascii() else len(content.encode()[:column].decode(errors="ignore"))
+        before = column
+        if not content.isascii():
+            before = len(content.encode()[:column].decode(errors="ignore"))
         return self.starts[line - 1] + before
 
 
@@ -178,7 +192,9 @@ def lines_of(text: str) -> Lines:
 
 
 def edited(text: str, edits: Iterable[Edit]) -> str:
-    """The text with ``edits``, of which equal ones are made once; raises ``ValueError`` if two of them overlap."""
+    """The text with ``edits``, of which equal ones are made once; raises ``ValueError`` if two of
+    them overlap.
+    """
     parts, at = [], 0
     for edit in sorted(dict.fromkeys(edits), key=lambda edit: edit.order):
         if edit.start < at:
@@ -189,7 +205,9 @@ def edited(text: str, edits: Iterable[Edit]) -> str:
 
 
 def moved(span: Span, edits: Iterable[Edit]) -> Span:
-    """Where the expression at ``span`` is in the text with ``edits``, with what was inserted inside."""
+    """Where the expression at ``span`` is in the text with ``edits``, with what was inserted
+    inside.
+    """
     (start, end), size = span, span[1] - span[0]
     new_start, new_end = start, end
     for edit in dict.fromkeys(edits):
@@ -211,10 +229,11 @@ def unified_diff(old: str, new: str, name: str) -> str:
 
 
 def texts_of_lines(sources: Iterable[str | None], target: str) -> dict[str, str]:
-    """The text of each line ``model.py:41``, without its indentation; those of files that are not found are left out.
+    """The text of each line ``model.py:41``, without its indentation; those of files that are not
+    found are left out.
 
-    A file outside the current folder is shown by its name alone: it is looked for beside ``target``, the user's name for it. At most
-    2,000 lines, of 200 characters each.
+    A file outside the current folder is shown by its name alone: it is looked for beside
+    ``target``, the user's name for it. At most 2,000 lines, of 200 characters each.
     """
     found: dict[str, str] = {}
     folder = Path(target.partition(":")[0]).parent

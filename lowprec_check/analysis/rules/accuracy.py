@@ -1,4 +1,6 @@
-"""LP3xx: outputs that are wrong, and ops that lose precision, magnify errors, fail or decide differently than in fp32."""
+"""LP3xx: outputs that are wrong, and ops that lose precision, magnify errors, fail or decide
+differently than in fp32.
+"""
 
 from __future__ import annotations
 
@@ -49,16 +51,18 @@ PICKS_ELEMENTS = (
 )
 """How the short names of ops begin whose integer output is the indices of chosen elements."""
 POOLS_OR_PIVOTS = re.compile(r"(adaptive_|fractional_)?max_pool\d?d.*|linalg_((lu|ldl)_factor.*|solve_ex|det|slogdet)")
-"""Short names of ops whose integer output is the indices of pooled elements or the pivots of a decomposition."""
+"""Short names of ops whose integer output is the indices of pooled elements or the pivots of a
+decomposition.
+"""
 
 
 @rule("LP301", "output-mismatch", "error")
 def output_mismatch(result: ScanResult) -> Iterator[Finding]:
     """The run's output is too far from fp32's, or not finite.
 
-    Observed: the output of the model, run without instruments, against that of the fp32 run: the relative error
-    ‖y − r‖₂ / ‖r‖₂, the largest of all floating-point tensors in the output. Default tolerance: 1e-2 for fp16,
-    5e-2 for bf16.
+    Observed: the output of the model, run without instruments, against that of the fp32 run: the
+    relative error ‖y − r‖₂ / ‖r‖₂, the largest of all floating-point tensors in the output. Default
+    tolerance: 1e-2 for fp16, 5e-2 for bf16.
 
     It is a note if the output tells nothing: all zeros in fp32, or too small for the format.
 
@@ -108,7 +112,9 @@ def _mismatch(run: Run) -> Sentence:
     if run.distance is not None:
         differ = "{share:percent} of the values differ, over the tolerance {limit:percent}"
         return say(differ, share=run.distance, limit=limit)
-    note = say("{note:text}", note=run.notes[0]) if run.notes else None
+    note = None
+    if run.notes:
+        note = say("{note:text}", note=run.notes[0])
     return chained(say("the output cannot be compared with that of fp32"), note, between=": ")
 
 
@@ -120,12 +126,15 @@ def _instead(run: Run, result: ScanResult) -> str:
         remarks = run.backend_check.remarks if run.backend_check is not None else []
         lines = list(dict.fromkeys(its.source for its in remarks if its.kind == "warning" and its.source))
         fault = next((its.text for its in remarks if its.kind == "state"), f"report this to {project_of(run.backend)}")
-        fault = f"LP309 shows what it warns of, at {some(lines)}" if lines else fault
+        if lines:
+            fault = f"LP309 shows what it warns of, at {some(lines)}"
         return f"use eager mode, or another backend; {fault}"
     if run.failed_call:
         return "try what the model keeps between calls in fp32"
     if run.is_quantized:
-        other = f", or use {best.elsewhere}" if best is not None and best.backend != run.backend else ""
+        other = ""
+        if best is not None and best.backend != run.backend:
+            other = f", or use {best.elsewhere}"
         known = [layer.accumulated or 0.0 for layer in run.layer_errors]
         calibrated = calibrates(run.backend)
         if calibrated and (run.failed_batch or not known):
@@ -145,29 +154,35 @@ def _instead(run: Run, result: ScanResult) -> str:
 
 
 def _search(run: Run, result: ScanResult, passing: Recommendation | None) -> str:
-    """The command that searches for modules to keep in fp32, or what to do if the scan has searched for them in vain."""
+    """The command that searches for modules to keep in fp32, or what to do if the scan has searched
+    for them in vain.
+    """
     searched = failed_search(run, result.attempts)
     is_over = searched is not None and not searched.stopped_without_plan
     if is_over and passing is None and result.prediction is None:
         return "if the model tolerates the error, define metric(model) and judge by it: lowprec-check plan --metric"
     search = search_advice(run, result, passing, run.failed_batch)
-    return f"use {passing.label}, or {search}" if passing is not None else search
+    if passing is not None:
+        return f"use {passing.label}, or {search}"
+    return search
 
 
 @rule("LP302", "op-outlier", "warning")
 def op_outlier(result: ScanResult) -> Iterator[Finding]:
     """The op loses more precision than rounding its result explains.
 
-    Observed: the op on its low-precision inputs, against the same op on the same inputs in fp32, has a relative
-    error of more than 8 unit roundoffs. Rounding the exact result costs at most one: 5e-4 in fp16, 4e-3 in bf16.
+    Observed: the op on its low-precision inputs, against the same op on the same inputs in fp32,
+    has a relative error of more than 8 unit roundoffs. Rounding the exact result costs at most one:
+    5e-4 in fp16, 4e-3 in bf16.
 
-    Values below the smallest normal number (6e-5 in fp16) have fewer digits, so that rounding costs more: then the
-    message gives the largest of them, and the advice is to scale the values.
+    Values below the smallest normal number (6e-5 in fp16) have fewer digits, so that rounding costs
+    more: then the message gives the largest of them, and the advice is to scale the values.
 
-    It is a warning if the run fails and the share of this op in the output error is at least 3 %, else a note.
+    It is a warning if the run fails and the share of this op in the output error is at least 3 %,
+    else a note.
 
-    Usual causes: a kernel that adds up or stores intermediate values in 16 bits; values close to zero, where fp16
-    has fewer digits; a cast to a narrower dtype than that of the run.
+    Usual causes: a kernel that adds up or stores intermediate values in 16 bits; values close to
+    zero, where fp16 has fewer digits; a cast to a narrower dtype than that of the run.
 
     What to do: keep the module in fp32, or compute this op in fp32:
 
@@ -186,14 +201,18 @@ def op_outlier(result: ScanResult) -> Iterator[Finding]:
             return few, say("scale the values")
         adds = "this op adds a relative error of {error:error}, rounding alone at most {roundoff:limit}"
         message = say(adds, error=row.local_error, roundoff=run.format.roundoff if run.format else None)
-        passing = passing_elsewhere(run, result) if run.status != "ok" else None
+        passing = None
+        if run.status != "ok":
+            passing = passing_elsewhere(run, result)
         return message, chained(say("try this op in fp32"), passing, between=", or ")
 
     yield from weighed_places(result, is_outlier, lambda row: row.local_error or 0.0, describe)
 
 
 def _few_digits(run: Run, row: OpCall) -> Sentence | None:
-    """The error that an op adds whose values are so small that rounding may be all of it; ``None`` for other ops."""
+    """The error that an op adds whose values are so small that rounding may be all of it; ``None``
+    for other ops.
+    """
     if run.format is None or row.absmax is None or row.absmax >= run.format.smallest_normal:
         return None
     if row.absmax == 0:
@@ -208,17 +227,18 @@ def _few_digits(run: Run, row: OpCall) -> Sentence | None:
 def error_amplifier(result: ScanResult) -> Iterator[Finding]:
     """The op magnifies the error of its inputs.
 
-    Observed: the op itself is accurate, but the relative error of its output against the fp32 reference is over the
-    tolerance and more than 4 times that of its inputs.
+    Observed: the op itself is accurate, but the relative error of its output against the fp32
+    reference is over the tolerance and more than 4 times that of its inputs.
 
-    Its own share of the output error is small: what it magnifies is counted for the ops that add it. Whether the
-    magnified error reaches the output is not known. So this is a note wherever the scan knows what causes the
-    output error, and states the share of all ops up to this one.
+    Its own share of the output error is small: what it magnifies is counted for the ops that add
+    it. Whether the magnified error reaches the output is not known. So this is a note wherever the
+    scan knows what causes the output error, and states the share of all ops up to this one.
 
-    Usual causes: a difference of nearly equal numbers, the inverse of an ill-conditioned matrix, a steep function.
+    Usual causes: a difference of nearly equal numbers, the inverse of an ill-conditioned matrix, a
+    steep function.
 
-    What to do: compute the inputs of this op in fp32; the op alone in fp32 does not help. Or use a formula without
-    the large intermediate values:
+    What to do: compute the inputs of this op in fp32; the op alone in fp32 does not help. Or use a
+    formula without the large intermediate values:
 
         # before
         y = x.square().mean(-1) - x.mean(-1).square()
@@ -271,24 +291,28 @@ def _amplifiers(run: Run, result: ScanResult, roundoff: float) -> Iterator[Findi
 def decision_flip(result: ScanResult) -> Iterator[Finding]:
     """An op picks or decides differently than in fp32.
 
-    Observed: indices or booleans in the op's output (`argmax`, `topk`, max pooling, a comparison) differ from those of
-    the fp32 reference. The reference continues with the low-precision choice, so later errors do not count it again.
+    Observed: indices or booleans in the op's output (`argmax`, `topk`, max pooling, a comparison)
+    differ from those of the fp32 reference. The reference continues with the low-precision choice,
+    so later errors do not count it again.
 
-    It is a warning if the error of the output depends on such choices: the error is within the tolerance if fp32
-    makes the choices of the run, and more than 5 times as large if fp32 makes its own; or the run fails, and the
-    share of choices in its output error is at least 3 %. A value read into Python by `.item()` counts as a choice.
-    So does one read by `.tolist()` or `.numpy()`, but the scan does not see these calls.
+    It is a warning if the error of the output depends on such choices: the error is within the
+    tolerance if fp32 makes the choices of the run, and more than 5 times as large if fp32 makes its
+    own; or the run fails, and the share of choices in its output error is at least 3 %. A value
+    read into Python by `.item()` counts as a choice. So does one read by `.tolist()` or `.numpy()`,
+    but the scan does not see these calls.
 
-    One finding counts the indices of max pooling and the pivots of a decomposition in the whole model: the values that
-    they select are nearly equal. It is a warning only if no other choice differs. Where the run calls ops that fp32
-    does not, as in a branch on the dtype, what choices alone do is not known: one finding names these ops.
+    One finding counts the indices of max pooling and the pivots of a decomposition in the whole
+    model: the values that they select are nearly equal. It is a warning only if no other choice
+    differs. Where the run calls ops that fp32 does not, as in a branch on the dtype, what choices
+    alone do is not known: one finding names these ops.
 
-    Usual causes: values so close to each other, or to a threshold, that rounding changes their order; ids or positions
-    that pass through a 16-bit dtype, which holds whole numbers exactly only up to 2048 (fp16) or 256 (bf16).
+    Usual causes: values so close to each other, or to a threshold, that rounding changes their
+    order; ids or positions that pass through a 16-bit dtype, which holds whole numbers exactly only
+    up to 2048 (fp16) or 256 (bf16).
 
-    What to do: nothing if the run passes; such choices are mostly harmless. If the run fails, or the choice matters
-    (token ids, box indices), compute the inputs of the op in fp32, for example the layer before it. In a cast model,
-    its weights must be fp32 too: `model.head.float()`.
+    What to do: nothing if the run passes; such choices are mostly harmless. If the run fails, or
+    the choice matters (token ids, box indices), compute the inputs of the op in fp32, for example
+    the layer before it. In a cast model, its weights must be fp32 too: `model.head.float()`.
 
         # before
         y = self.head(x).argmax(-1)
@@ -304,9 +328,13 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
     budget = run.budget
     share = budget.decisions if budget is not None and is_over_tolerance(run) and run.status != "ok" else 0.0
     of_all = "the share of all such choices in the output error is {share:share}"
-    by_budget = say(of_all, share=share) if share >= MATTERS else None
+    by_budget = None
+    if share >= MATTERS:
+        by_budget = say(of_all, share=share)
     reference = reference_of(result.runs)
-    others = other_ops(run, reference) if reference is not None and run.is_eager else []
+    others = []
+    if reference is not None and run.is_eager:
+        others = other_ops(run, reference)
     decided = _decided_by_choices(run, others)
     causes = [cause for cause in (by_budget, decided if not others else None) if cause is not None]
     integers = differing_integers(run)
@@ -348,7 +376,9 @@ def _flips(run: Run, result: ScanResult) -> Iterator[Finding]:
 
 
 def _choice(row: OpCall, wide: str) -> Sentence:
-    """``argmax picked a different element than fp32 3 of 1,500 times (0.2 %)``, where ``wide`` is fp32."""
+    """``argmax picked a different element than fp32 3 of 1,500 times (0.2 %)``, where ``wide`` is
+    fp32.
+    """
     flips = [row.flips, row.compared_choices]
     if row.to_python and not row.flips:
         return say("a value is read into Python")
@@ -358,8 +388,8 @@ def _choice(row: OpCall, wide: str) -> Sentence:
 
 
 def _decided_by_choices(run: Run, others: Sequence[str]) -> Sentence | None:
-    """The error of the output with the choices of the run, and with those of fp32, if choices decide whether it passes; or of the ``others``,
-    ops that fp32 does not call there.
+    """The error of the output with the choices of the run, and with those of fp32, if choices
+    decide whether it passes; or of the ``others``, ops that fp32 does not call there.
     """
     error, same = run.output_error, error_with_same_choices(run)
     if error is None or same is None:
@@ -378,13 +408,14 @@ def _decided_by_choices(run: Run, others: Sequence[str]) -> Sentence | None:
 def numeric_failure(result: ScanResult) -> Iterator[Finding]:
     """The op fails on values that low precision has changed.
 
-    Observed: the op failed on its inputs, also when they were converted to fp32, and succeeded on the inputs of the
-    fp32 reference. The scan continued with the result of the reference.
+    Observed: the op failed on its inputs, also when they were converted to fp32, and succeeded on
+    the inputs of the fp32 reference. The scan continued with the result of the reference.
 
-    Usual causes: rounding made a matrix singular or no longer positive definite, or moved an index out of range.
+    Usual causes: rounding made a matrix singular or no longer positive definite, or moved an index
+    out of range.
 
-    What to do: compute this op and its inputs in fp32, for example by keeping the modules that compute them in
-    fp32. For a Cholesky decomposition, a larger term on the diagonal also helps:
+    What to do: compute this op and its inputs in fp32, for example by keeping the modules that
+    compute them in fp32. For a Cholesky decomposition, a larger term on the diagonal also helps:
 
         # before
         y = torch.linalg.cholesky(x.float())

@@ -15,12 +15,12 @@ from lowprec_check.schema.statements import chained, say
 def cast_churn(result: ScanResult) -> Iterator[Finding]:
     """Autocast casts the same tensor back and forth.
 
-    Observed: casts repeat, or undo, an earlier cast of the same tensor. Autocast caches the casts of weights, not those
-    of activations, so each costs time and memory. One finding counts those of the whole model and names the line with
-    the most.
+    Observed: casts repeat, or undo, an earlier cast of the same tensor. Autocast caches the casts
+    of weights, not those of activations, so each costs time and memory. One finding counts those of
+    the whole model and names the line with the most.
 
-    Usual causes: a tensor that several ops use, each cast on its own; ops that autocast runs in fp32 between ops that
-    it runs in 16 bits.
+    Usual causes: a tensor that several ops use, each cast on its own; ops that autocast runs in
+    fp32 between ops that it runs in 16 bits.
 
     What to do: nothing if the run is fast enough. Otherwise group the ops that run in fp32 inside
     `torch.autocast(device, enabled=False)`, or cast the tensor once before its uses:
@@ -34,12 +34,16 @@ def cast_churn(result: ScanResult) -> Iterator[Finding]:
     """
     for run in runs_with_ops(result):
         cast = "aten._to_copy.default"
-        casts = [row for row in run.op_calls.rows() if row.op == cast and row.is_forward] if run.is_autocast else []
+        casts = []
+        if run.is_autocast:
+            casts = [row for row in run.op_calls.rows() if row.op == cast and row.is_forward]
         lines = Counter(row.source for row in casts if row.recast)
         if lines:
             [(source, most)], count = lines.most_common(1), lines.total()
             again = "{casts:of cast} repeated or undid an earlier cast of the same tensor"
-            here = say("{here:number} of them here", here=most) if len(lines) > 1 else None
+            here = None
+            if len(lines) > 1:
+                here = say("{here:number} of them here", here=most)
             message = chained(say(again, casts=[count, len(casts)]), here)
             yield Finding(message, run, "", cast, source, calls=count)
 
@@ -48,13 +52,15 @@ def cast_churn(result: ScanResult) -> Iterator[Finding]:
 def vacuous_autocast(result: ScanResult) -> Iterator[Finding]:
     """The op runs under autocast on fp32 inputs, and fails when the whole model is cast.
 
-    Observed: the op has no kernel for this dtype when the whole model is cast, and runs under autocast on inputs that
-    are fp32 already. Ops of which the catalog has measured that autocast runs them on 16-bit inputs too are left out.
+    Observed: the op has no kernel for this dtype when the whole model is cast, and runs under
+    autocast on inputs that are fp32 already. Ops of which the catalog has measured that autocast
+    runs them on 16-bit inputs too are left out.
 
-    Usual causes: the op comes before the first layer that autocast runs in 16 bits, such as a linear layer.
+    Usual causes: the op comes before the first layer that autocast runs in 16 bits, such as a
+    linear layer.
 
-    What to do: nothing for this model. If the model changes and such a layer comes before the op, the op may fail;
-    cast its input to be safe:
+    What to do: nothing for this model. If the model changes and such a layer comes before the op,
+    the op may fail; cast its input to be safe:
 
         # before
         y = nn.functional.interpolate(x, size=4, mode="bilinear", antialias=True)

@@ -17,7 +17,9 @@ UNDERFLOWS = 0.1
 """A share of the elements of a gradient that is worth a finding."""
 
 MANY_SKIPPED, LEAST_SKIPPED = 0.1, 2
-"""``GradScaler`` skips one or two steps until it has found its scale: more than this share of the steps, and that many."""
+"""``GradScaler`` skips one or two steps until it has found its scale: more than this share of the
+steps, and that many.
+"""
 
 _GRADIENT = "gradient"
 """What these findings have in place of an op."""
@@ -27,16 +29,18 @@ _GRADIENT = "gradient"
 def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
     """Gradients that are non-zero in fp32 become zero.
 
-    Observed: in the first step, without loss scaling, at least 10 % of the elements of a parameter's gradient are zero
-    and not zero in fp32. In fp16, magnitudes below 3e-8 round to zero, and those elements are not trained.
+    Observed: in the first step, without loss scaling, at least 10 % of the elements of a
+    parameter's gradient are zero and not zero in fp32. In fp16, magnitudes below 3e-8 round to
+    zero, and those elements are not trained.
 
-    It is a note if the scan trained with `GradScaler` without a failure, as the usual or the recommended way, and fewer
-    of these elements were zero. If it tried `GradScaler` and as many stay zero, the finding says so.
+    It is a note if the scan trained with `GradScaler` without a failure, as the usual or the
+    recommended way, and fewer of these elements were zero. If it tried `GradScaler` and as many
+    stay zero, the finding says so.
 
     Usual causes: a mean over many elements in the loss, which divides every gradient; many layers.
 
-    What to do: scale the loss up and the gradients down with `GradScaler`, as shown; its weights must be in fp32, as
-    under autocast. Or use bf16, which has the range of fp32:
+    What to do: scale the loss up and the gradients down with `GradScaler`, as shown; its weights
+    must be in fp32, as under autocast. Or use bf16, which has the range of fp32:
 
         # before
         with torch.autocast("cpu", dtype=torch.float16):
@@ -75,7 +79,8 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
             elif left and helps is not left[0][0]:
                 still, (way, share) = "still {share:percent} with {way:text} from {scale:scale}", left[0]
                 added = say(still, share=share, way=way.declared.words, scale=way.initial_scale)
-                advice = say("try a larger initial scale, or the module in fp32") if helps is None else advice
+                if helps is None:
+                    advice = say("try a larger initial scale, or the module in fp32")
             yield Finding(
                 chained(message, added),
                 run,
@@ -89,7 +94,9 @@ def gradient_underflow(result: ScanResult) -> Iterator[Finding]:
 def _scaling(run: Run, way: TrainingWay | None) -> Sentence:
     """How to scale the loss, in the ``way`` that was tried."""
     scale = way.initial_scale if way is not None else None
-    first = "" if scale in (None, DEFAULT_SCALE) else f", init_scale={scale:.15g}"
+    first = ""
+    if scale not in (None, DEFAULT_SCALE):
+        first = f", init_scale={scale:.15g}"
     needs = "" if run.is_autocast else ", with fp32 weights: under autocast, or as fp32 master weights"
     code = f'torch.amp.GradScaler("{device_type(run.device)}"{first})'
     return say(f"{'scale' if way is not None else 'try to scale'} the loss: {{code:text}}{needs}", code=code)
@@ -106,18 +113,21 @@ def _mean_underflow(gradients: Sequence[ParameterGradient], scaled: Mapping[str,
 def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
     """Gradients are NaN or Inf where fp32 is finite, though the loss is finite.
 
-    Observed: in the first step, without loss scaling, elements of gradients are NaN or Inf that are finite in fp32, and
-    the loss is finite. If an op of the backward pass turned finite inputs into NaN or Inf, the finding is at the first
-    one, with its module and the line of the forward pass. `GradScaler` skips such steps. It lowers its scale until the
-    gradients no longer overflow; 0 / 0 is NaN with every scale.
+    Observed: in the first step, without loss scaling, elements of gradients are NaN or Inf that are
+    finite in fp32, and the loss is finite. If an op of the backward pass turned finite inputs into
+    NaN or Inf, the finding is at the first one, with its module and the line of the forward pass.
+    `GradScaler` skips such steps. It lowers its scale until the gradients no longer overflow; 0 / 0
+    is NaN with every scale.
 
-    It is a warning in a run that passes, as with `GradScaler`, or if the steps cannot tell whether it trains worse.
+    It is a warning in a run that passes, as with `GradScaler`, or if the steps cannot tell whether
+    it trains worse.
 
-    Usual causes: an op whose derivative divides by something that is zero in the dtype, such as a norm, a square root
-    or a small determinant; a sum of many gradients that exceeds 65504 in fp16.
+    Usual causes: an op whose derivative divides by something that is zero in the dtype, such as a
+    norm, a square root or a small determinant; a sum of many gradients that exceeds 65504 in fp16.
 
-    What to do: use bf16 if it passes in the same scan. Scale the loss down if the gradients of fp32 are too large for
-    the dtype. Or compute the forward op of this place in fp32, so that its derivative is computed in fp32 too:
+    What to do: use bf16 if it passes in the same scan. Scale the loss down if the gradients of fp32
+    are too large for the dtype. Or compute the forward op of this place in fp32, so that its
+    derivative is computed in fp32 too:
 
         # before
         y = x.square().sum(-1).sqrt()
@@ -163,12 +173,13 @@ def gradient_not_finite(result: ScanResult) -> Iterator[Finding]:
 def scaler_skips(result: ScanResult) -> Iterator[Finding]:
     """`GradScaler` skipped many steps.
 
-    Observed: gradients overflowed with the loss scale of `GradScaler`, at least twice and in more than 10 % of the
-    steps. It skips such a step and halves its scale; the scan repeats the step. Skipped steps train nothing, and a
-    schedule of the learning rate that counts them runs ahead.
+    Observed: gradients overflowed with the loss scale of `GradScaler`, at least twice and in more
+    than 10 % of the steps. It skips such a step and halves its scale; the scan repeats the step.
+    Skipped steps train nothing, and a schedule of the learning rate that counts them runs ahead.
 
-    Usual causes: an initial scale, by default 65536, that is too large for the gradients of this model; gradients that
-    are not finite at any scale (LP502). Over a long training, the steps that are lost until the scale fits do not matter.
+    Usual causes: an initial scale, by default 65536, that is too large for the gradients of this
+    model; gradients that are not finite at any scale (LP502). Over a long training, the steps that
+    are lost until the scale fits do not matter.
 
     What to do: start with a smaller scale; the finding suggests one:
 
@@ -183,7 +194,9 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
             few = way.skipped_steps < LEAST_SKIPPED or way.skipped_steps <= MANY_SKIPPED * steps
             if few or way.declared.is_trap or way.status == "nonfinite":  # then no scale helps: see LP507
                 continue
-            named = "" if way.name == "grad-scaler" else f"{way.declared.words}: "
+            named = ""
+            if way.name != "grad-scaler":
+                named = f"{way.declared.words}: "
             suggested, initial, scale = training.loss_scale, way.initial_scale or 0.0, None
             if initial:
                 scale = say(" with an initial loss scale of {scale:scale}", scale=initial)
@@ -191,7 +204,9 @@ def scaler_skips(result: ScanResult) -> Iterator[Finding]:
             message = chained(skipped, scale, say(": gradients overflow"), between="")
             advice = "try a smaller initial scale"
             if suggested is not None and suggested.scale < initial and suggested.skipped_steps is not None:
-                fewer = counted(suggested.skipped_steps, "step") if suggested.skipped_steps else "no step"
+                fewer = "no step"
+                if suggested.skipped_steps:
+                    fewer = counted(suggested.skipped_steps, "step")
                 advice = f"use GradScaler(init_scale={suggested.scale:.15g}), which skipped {fewer}"
             elif way.final_scale and way.final_scale < initial:
                 advice += f": it ended at {way.final_scale:g}"

@@ -1,4 +1,6 @@
-"""LP306, LP308 to LP310: what backends and compilers do otherwise than eager mode, and what they say while they compile."""
+"""LP306, LP308 to LP310: what backends and compilers do otherwise than eager mode, and what they
+say while they compile.
+"""
 
 from __future__ import annotations
 
@@ -17,18 +19,20 @@ from lowprec_check.schema.statements import Sentence, say
 def compiled_worse(result: ScanResult) -> Iterator[Finding]:
     """A compiler makes the output worse than eager mode does in the same precision.
 
-    Observed: the model was run in fp64, in fp32, in the precision of the run in eager mode, and compiled, on the same
-    inputs and the same (rounded) weights. For a tensor of the output, the compiled result has NaN or Inf where eager has
-    numbers, or changes more than twice as many decisions (integers, booleans), or is more than twice as far from fp64 as
-    eager's. The distance is relative to that tensor. A larger distance is confirmed on eight other inputs, and counts
-    only if it is over a tenth of the tolerance: a result that differs from eager's but is not further from fp64 is no
-    fault. In a run that passes this is a warning.
+    Observed: the model was run in fp64, in fp32, in the precision of the run in eager mode, and
+    compiled, on the same inputs and the same (rounded) weights. For a tensor of the output, the
+    compiled result has NaN or Inf where eager has numbers, or changes more than twice as many
+    decisions (integers, booleans), or is more than twice as far from fp64 as eager's. The distance
+    is relative to that tensor. A larger distance is confirmed on eight other inputs, and counts
+    only if it is over a tenth of the tolerance: a result that differs from eager's but is not
+    further from fp64 is no fault. In a run that passes this is a warning.
 
-    Usual causes: the compiler computes a value in fp32 at one place and rounds it to 16 bits at another, so that two
-    values that were equal in eager mode differ; a fault of the compiler.
+    Usual causes: the compiler computes a value in fp32 at one place and rounds it to 16 bits at
+    another, so that two values that were equal in eager mode differ; a fault of the compiler.
 
-    What to do: run the part in eager mode (`torch.compiler.disable`), and report it to the project that the finding
-    names, with the pass. Or, if the finding says that `emulate_precision_casts` removes it, set that:
+    What to do: run the part in eager mode (`torch.compiler.disable`), and report it to the project
+    that the finding names, with the pass. Or, if the finding says that `emulate_precision_casts`
+    removes it, set that:
 
         # before
         model = torch.compile(model)
@@ -40,12 +44,16 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
     for run in result.runs:
         check = run.compiler
         if check is not None and check.verdict == "worse":
-            advice = f"torch's bisection finds {check.culprit}; " if check.culprit else ""
+            advice = ""
+            if check.culprit:
+                advice = f"torch's bisection finds {check.culprit}; "
             if check.emulated is not None and check.emulated != "worse":
                 config = "torch._inductor.config.emulate_precision_casts"
                 advice += f"set {config} = True, with which it was not worse"
             else:
-                project = "pytorch/pytorch" if run.backend == EAGER else project_of(run.backend)
+                project = "pytorch/pytorch"
+                if run.backend != EAGER:
+                    project = project_of(run.backend)
                 advice += f"use eager mode, and report the fault to {project}"
             severity: Severity | None = "warning" if run.status == "ok" else None
             source = result.model.source
@@ -54,7 +62,9 @@ def compiled_worse(result: ScanResult) -> Iterator[Finding]:
 
 def _what_compiling_does(run: Run, check: CompilerCheck) -> Sentence:
     what = "the compiled model" if run.backend == EAGER else run.backend
-    where = f" in tensor {check.tensor} of the output" if check.tensors > 1 else ""
+    where = ""
+    if check.tensors > 1:
+        where = f" in tensor {check.tensor} of the output"
     about = {"what": what, "where": where, "exact": check.exact}
     if check.nonfinite:
         return say(
@@ -79,16 +89,19 @@ def _what_compiling_does(run: Run, check: CompilerCheck) -> Sentence:
 
 @rule("LP308", "backend-differs", "warning")
 def backend_differs(result: ScanResult) -> Iterator[Finding]:
-    """A backend gives another dtype than eager mode, or changes inputs or buffers that eager mode does not.
+    """A backend gives another dtype than eager mode, or changes inputs or buffers that eager mode
+    does not.
 
-    Observed: the run in its precision, on its backend and in eager mode, on the same inputs. The dtype of a tensor of the
-    output differs; or, after two calls, the values of an input or a buffer differ by more than the tolerance. In the
-    second case it is an error, and the run is not recommended.
+    Observed: the run in its precision, on its backend and in eager mode, on the same inputs. The
+    dtype of a tensor of the output differs; or, after two calls, the values of an input or a buffer
+    differ by more than the tolerance. In the second case it is an error, and the run is not
+    recommended.
 
-    Usual causes: a backend that computes in one dtype and does not cast back; one that reuses the memory of inputs, or
-    that keeps a copy of buffers, so that updates of them are lost.
+    Usual causes: a backend that computes in one dtype and does not cast back; one that reuses the
+    memory of inputs, or that keeps a copy of buffers, so that updates of them are lost.
 
-    What to do: cast the output; clone the inputs; or use eager mode, and report it to the project that the finding names.
+    What to do: cast the output; clone the inputs; or use eager mode, and report it to the project
+    that the finding names.
 
         # before
         y = compiled(x)
@@ -117,14 +130,16 @@ def backend_differs(result: ScanResult) -> Iterator[Finding]:
 def compiler_warning(result: ScanResult) -> Iterator[Finding]:
     """A compiler warned of a line of the model.
 
-    Observed: while the model was prepared and called on its backend, a warning that eager mode does not give: that of
-    `torch.jit.trace` where Python code reads a value of a tensor, or one of another compiler. It is a warning if the
-    run fails.
+    Observed: while the model was prepared and called on its backend, a warning that eager mode does
+    not give: that of `torch.jit.trace` where Python code reads a value of a tensor, or one of
+    another compiler. It is a warning if the run fails.
 
-    Usual causes: control flow, a number or an array of NumPy that depends on the data. A trace keeps the branch and the
-    number of its example, for all inputs; a scan tries some, and the run fails if it is wrong on one.
+    Usual causes: control flow, a number or an array of NumPy that depends on the data. A trace
+    keeps the branch and the number of its example, for all inputs; a scan tries some, and the run
+    fails if it is wrong on one.
 
-    What to do: use operators of tensors instead, or a compiler that handles Python code, such as `inductor`:
+    What to do: use operators of tensors instead, or a compiler that handles Python code, such as
+    `inductor`:
 
         # before
         y = self.b(x) if x.mean() > 0 else x
@@ -138,11 +153,12 @@ def compiler_warning(result: ScanResult) -> Iterator[Finding]:
 def graph_break(result: ScanResult) -> Iterator[Finding]:
     """Dynamo could not compile a line, so that what is before and after it is compiled separately.
 
-    Observed: the graph breaks that Dynamo recorded when the row was compiled. The code at the line runs in Python. What
-    this costs is not known without a model that has no breaks; the table of runs has the speed with them.
+    Observed: the graph breaks that Dynamo recorded when the row was compiled. The code at the line
+    runs in Python. What this costs is not known without a model that has no breaks; the table of
+    runs has the speed with them.
 
-    Usual causes: control flow that depends on the data, `.item()`, NumPy, printing, and functions that Dynamo does
-    not know.
+    Usual causes: control flow that depends on the data, `.item()`, NumPy, printing, and functions
+    that Dynamo does not know.
 
     What to do: use operators of tensors instead, or set the option that the reason names.
     `torch.compile(fullgraph=True)` raises an exception at the first graph break:

@@ -23,15 +23,17 @@ def unscales_fp16(way: TrainingWay) -> bool:
 def unscale_fp16(result: ScanResult) -> Iterator[Finding]:
     """`GradScaler` rejects weights in fp16.
 
-    Observed: training with `GradScaler` raised "Attempting to unscale FP16 gradients." It divides the gradients by the
-    loss scale before the optimizer uses them. In fp16, gradients that the scale saved from zero would become zero
-    again, so it accepts gradients in fp32 only, and the gradients have the dtype of the weights.
+    Observed: training with `GradScaler` raised "Attempting to unscale FP16 gradients." It divides
+    the gradients by the loss scale before the optimizer uses them. In fp16, gradients that the
+    scale saved from zero would become zero again, so it accepts gradients in fp32 only, and the
+    gradients have the dtype of the weights.
 
     It is a note if the run is about training without `GradScaler`.
 
     Usual causes: a model that is cast with `model.half()`.
 
-    What to do: keep the weights in fp32 and use autocast, as shown. Or update fp32 master weights, and scale the loss:
+    What to do: keep the weights in fp32 and use autocast, as shown. Or update fp32 master weights,
+    and scale the loss:
 
         # before
         model.half()
@@ -63,14 +65,16 @@ def unscale_fp16(result: ScanResult) -> Iterator[Finding]:
 def training_diverges(result: ScanResult) -> Iterator[Finding]:
     """Training in this precision leaves what fp32 runs from other seeds reach.
 
-    Observed: the steps were made as the user would make them, without instruments, from the same weights, with the same
-    data and random numbers as fp32. fp32 runs from other seeds, with other initial weights, batches and random numbers,
-    give the range in which a run may end. This run leaves that range for good, or its loss is NaN or Inf. The finding
-    has the step in which it leaves it, and the module whose weights are furthest from fp32 then, or that of a parameter
-    that hardly moves while others do.
+    Observed: the steps were made as the user would make them, without instruments, from the same
+    weights, with the same data and random numbers as fp32. fp32 runs from other seeds, with other
+    initial weights, batches and random numbers, give the range in which a run may end. This run
+    leaves that range for good, or its loss is NaN or Inf. The finding has the step in which it
+    leaves it, and the module whose weights are furthest from fp32 then, or that of a parameter that
+    hardly moves while others do.
 
-    It is a warning if the steps cannot tell whether the run trains worse: if only its weights differ and they move at
-    least half as far as in fp32, or if the file lets the scan vary neither initial weights nor batches.
+    It is a warning if the steps cannot tell whether the run trains worse: if only its weights
+    differ and they move at least half as far as in fp32, or if the file lets the scan vary neither
+    initial weights nor batches.
 
     Usual causes: the other findings of this precision, above all LP501, LP502, LP503 and LP506.
 
@@ -95,11 +99,18 @@ def training_diverges(result: ScanResult) -> Iterator[Finding]:
         if setup is None or way is None or way.status in ("ok", "error"):
             continue
         parameter = way.divergence.parameter if way.divergence else None
-        message = _nonfinite(way, setup) if way.status == "nonfinite" else _outside(way.divergence)
-        module = parameter.rpartition(".")[0] if parameter else None
+        if way.status == "nonfinite":
+            message = _nonfinite(way, setup)
+        else:
+            message = _outside(way.divergence)
+        module = None
+        if parameter:
+            module = parameter.rpartition(".")[0]
         advice, best = "fix the other findings of this run, or try the module in fp32", recommended_instead(run, result)
         if best is not None and best.keep_fp32 and best.label == run.key.label:
-            trained = f", and train{way_text(best.way)}" if way_text(best.way) else ""
+            trained = ""
+            if way_text(best.way):
+                trained = f", and train{way_text(best.way)}"
             advice = f"keep the modules in fp32 that the recommendation names{trained}"
         elif best is not None:
             advice = f"use {best.elsewhere}{way_text(best.way)}"
@@ -133,7 +144,9 @@ def _outside(found: Divergence | None) -> Sentence:
         still = "from step {step:number} on, {name:text} has moved {value:figure} times as far as in fp32; the limit is {limit:three}"
         return say(still, step=found.step, name=found.parameter or "", value=found.value, limit=found.limit)
     told = say(_OUTSIDE.get(found.what, _OUTSIDE["progress"]), step=found.step, value=found.value, limit=found.limit)
-    furthest = say("furthest from fp32: {parameter:text}", parameter=found.parameter) if found.parameter else None
+    furthest = None
+    if found.parameter:
+        furthest = say("furthest from fp32: {parameter:text}", parameter=found.parameter)
     return chained(told, furthest)
 
 
@@ -150,9 +163,9 @@ _OUTSIDE = {
 def stale_autocast_cache(result: ScanResult) -> Iterator[Finding]:
     """One `autocast` around several steps: the model does not see the updates.
 
-    Observed: with one `autocast` block around all steps, training leaves the range of fp32 runs; with a block for each
-    forward pass, it does not. Autocast keeps the 16-bit copies of the weights until the outermost block ends, so all
-    steps in one block use the weights of the first.
+    Observed: with one `autocast` block around all steps, training leaves the range of fp32 runs;
+    with a block for each forward pass, it does not. Autocast keeps the 16-bit copies of the weights
+    until the outermost block ends, so all steps in one block use the weights of the first.
 
     This is about code that the scan tried, not about a fault of the model.
 
@@ -178,7 +191,10 @@ def stale_autocast_cache(result: ScanResult) -> Iterator[Finding]:
         if first is None or around is None or first.status != "ok" or around.status not in ("inaccurate", "nonfinite"):
             continue
         courses = _course("in one autocast block around all steps", around), _course("entered in each step", first)
-        message = chained(*courses) if courses[0] else say("in one autocast block around all steps, training fails")
+        if courses[0]:
+            message = chained(*courses)
+        else:
+            message = say("in one autocast block around all steps, training fails")
         yield Finding(message, run, help="enter autocast once per step, around the forward pass and the loss")
 
 

@@ -1,4 +1,6 @@
-"""Findings of gaps, failures that fp32 does not have: whether the run fails by them, and what to do."""
+"""Findings of gaps, failures that fp32 does not have: whether the run fails by them, and what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -14,10 +16,15 @@ from lowprec_check.schema.statements import chained, say
 
 
 def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run], str]) -> Iterator[Finding]:
-    """A finding for each gap (a failure that fp32 does not have) of that kind; ``help`` is about one in the forward pass."""
+    """A finding for each gap (a failure that fp32 does not have) of that kind; ``help`` is about
+    one in the forward pass.
+    """
     for run in low_runs(result):
         ends = run.status in ("ok", "unjudged", "inaccurate", "nonfinite")
-        fails_by = set() if ends else {id(gap) for gap in failing_gaps(run)}
+        if ends:
+            fails_by = set()
+        else:
+            fails_by = {id(gap) for gap in failing_gaps(run)}
         caught = say("the model catches this exception and continues")
         if run.backend != EAGER:  # gaps are those of eager mode
             caught = say("only in eager mode, the {backend:text} backend runs it", backend=run.backend)
@@ -51,7 +58,9 @@ def from_gaps(result: ScanResult, kind: GapKind, help: str | Callable[[Gap, Run]
 
 
 def _with_own_casts(function: str, run: Run) -> str:
-    """What to do about a ``torch.autograd.Function`` whose ``backward``, which runs without autocast, gets other dtypes than in fp32."""
+    """What to do about a ``torch.autograd.Function`` whose ``backward``, which runs without
+    autocast, gets other dtypes than in fp32.
+    """
     device = device_type(run.device)
     return (
         f'decorate {function}.forward with @torch.amp.custom_fwd(device_type="{device}", cast_inputs=torch.float32) '
@@ -65,10 +74,14 @@ def back(gap: Gap, result: str = "the result back") -> str:
 
 
 def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
-    """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of the one named, if possible one that passes; empty if the op fails there too, or the output is wrong."""
+    """``, or use autocast, where it runs`` of the run's own dtype in this scan, else of the one
+    named, if possible one that passes; empty if the op fails there too, or the output is wrong.
+    """
 
     def runs(other: Run) -> bool:
-        """Whether it reached the op, neither that nor a function at its line, which may call it, needed help, and it does not fail for another reason."""
+        """Whether it reached the op, neither that nor a function at its line, which may call it,
+        needed help, and it does not fail for another reason.
+        """
         fails = any(
             its.op == gap.op or (its.layer == "function" and (its.module, its.source) == (gap.module, gap.source))
             for its in other.gaps
@@ -87,4 +100,6 @@ def or_autocast(gap: Gap, run: Run, result: ScanResult) -> str:
     found = [other for other in found if passes_all(other, result.runs)] or found
     if any(other.format == run.format for other in found):
         return ", or use autocast, where it runs"
-    return f", or use {found[0].key.label}, where it runs" if found else ""
+    if found:
+        return f", or use {found[0].key.label}, where it runs"
+    return ""

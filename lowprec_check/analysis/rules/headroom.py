@@ -1,4 +1,6 @@
-"""LP205, LP307: how close the values of a run that passes come to the limits of their dtype, and whether it fails on other inputs."""
+"""LP205, LP307: how close the values of a run that passes come to the limits of their dtype, and
+whether it fails on other inputs.
+"""
 
 from __future__ import annotations
 
@@ -50,9 +52,10 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
     - the op with the largest share of non-zero values below the smallest normal number, if it is at least 10 %. In fp16
       that number is 6e-5: smaller values lose digits, and those below 3e-8 become zero.
 
-    There is one note per run, for both. Weights are not counted, since they do not depend on the input, nor are values
-    at the very limit, such as `finfo.min` in masks. bf16 has the range of fp32, so that notes are rare there. Why 4:
-    between inputs of one kind, largest values may well differ by a factor of 2, and two such steps are left.
+    There is one note per run, for both. Weights are not counted, since they do not depend on the
+    input, nor are values at the very limit, such as `finfo.min` in masks. bf16 has the range of
+    fp32, so that notes are rare there. Why 4: between inputs of one kind, largest values may well
+    differ by a factor of 2, and two such steps are left.
 
     It is a warning, one per run, if `--batches N` shows that the headroom is used up:
 
@@ -61,11 +64,11 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
       such steps overflow;
     - or at least half of its non-zeros become zero, and at least 1.5 times as many as on the first batch.
 
-    Usual causes: unscaled sums, squares and attention scores (top); gradients, probabilities, squares of small values,
-    weights and inputs of small scale (bottom).
+    Usual causes: unscaled sums, squares and attention scores (top); gradients, probabilities,
+    squares of small values, weights and inputs of small scale (bottom).
 
-    What to do: check it on more inputs: `lowprec-check scan --batches 8`, with `inputs` that depend on the batch number.
-    Then use bf16, keep the module in fp32, or scale the values:
+    What to do: check it on more inputs: `lowprec-check scan --batches 8`, with `inputs` that depend
+    on the batch number. Then use bf16, keep the module in fp32, or scale the values:
 
         # before: fp16 overflows for values above 256
         y = x.square().mean(-1).sqrt()
@@ -74,7 +77,9 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
     """
     wide = wide_dtype(result)
     for run in runs_with_ops(result):
-        places = list(_places(run, result)) if run.status == "ok" else []
+        places = []
+        if run.status == "ok":
+            places = list(_places(run, result))
         grown = [(place, place.growth(wide)) for place in places]
         growing = [(place, *growth) for place, growth in grown if growth is not None]
         if growing:
@@ -86,7 +91,9 @@ def little_headroom(result: ScanResult) -> Iterator[Finding]:
         said, tightest = _summary([place for place, growth in grown if growth is None], wide)
         if tightest is not None:
             tried = len(tightest.largest)
-            on_all = say("the worst of {batches:count batch}", batches=tried) if tried > 1 else None
+            on_all = None
+            if tried > 1:
+                on_all = say("the worst of {batches:count batch}", batches=tried)
             check = "try the module in fp32 if it fails" if tried > 1 else "check it on more inputs: --batches 8"
             yield Finding(chained(*said, on_all), run, tightest.module, tightest.op, tightest.source, help=check)
 
@@ -107,7 +114,9 @@ class _Place(NamedTuple):
     def room(self) -> float:
         """The factor by which the largest value may grow before it overflows."""
         most = max(self.largest)
-        return self.format.largest / most if most else float("inf")
+        if most:
+            return self.format.largest / most
+        return float("inf")
 
     @property
     def small(self) -> float:
@@ -115,8 +124,8 @@ class _Place(NamedTuple):
         return max(self.subnormal)
 
     def growth(self, wide: str) -> tuple[tuple[int, float], Sentence] | None:
-        """How the values grow beyond the range from batch to batch, after a rank that is smaller for what is worse. ``wide`` is the dtype that ops are
-        compared with.
+        """How the values grow beyond the range from batch to batch, after a rank that is smaller
+        for what is worse. ``wide`` is the dtype that ops are compared with.
         """
         first, most = self.largest[0], max(self.largest)
         overflowing = next((number for number, count in enumerate(self.overflows) if count), 0)
@@ -144,7 +153,8 @@ def _places(run: Run, result: ScanResult) -> Iterator[_Place]:
         columns = found.largest, found.flushed, found.subnormal
         largest, flushed, subnormal = ([value or 0.0 for value in values] for values in columns)
         overflows = found.overflows
-        # A value at the very limit is meant so: finfo.min in a mask. A larger one is of another output, in a wider dtype.
+        # A value at the very limit is meant so: finfo.min in a mask. A larger one is of another
+        # output, in a wider dtype.
         if any(value >= written.largest for value in largest):
             largest, overflows = [0.0] * len(largest), [0] * len(largest)
         source = found.source or result.model.source
@@ -152,7 +162,9 @@ def _places(run: Run, result: ScanResult) -> Iterator[_Place]:
 
 
 def _summary(places: Sequence[_Place], wide: str) -> tuple[list[Sentence], _Place | None]:
-    """What is near the top and the bottom, and the first op that this is about. ``wide`` is the dtype that ops are compared with."""
+    """What is near the top and the bottom, and the first op that this is about. ``wide`` is the
+    dtype that ops are compared with.
+    """
     tight = (place for place in places if place.room < LITTLE_ROOM and not place.overflows[0])
     near = sorted(tight, key=lambda place: place.room)
     small = sorted((place for place in places if place.small >= MANY_SUBNORMAL), key=lambda p: -p.small)
@@ -164,7 +176,9 @@ def _summary(places: Sequence[_Place], wide: str) -> tuple[list[Sentence], _Plac
         said.append(_with_others(largest, near))
     if small:
         worst, lost = small[0], max(small[0].flushed)
-        named = {"op": worst.op, "module": worst.module} if near and worst is not near[0] else {}
+        named = {}
+        if near and worst is not near[0]:
+            named = {"op": worst.op, "module": worst.module}
         below = say(
             f"{{share:percent}} of the non-zeros in {wide} {'of {op:op} in {module:module} ' if named else ''}"
             "are below {smallest:limit}, the smallest normal number of {dtype:text}",
@@ -173,14 +187,18 @@ def _summary(places: Sequence[_Place], wide: str) -> tuple[list[Sentence], _Plac
             dtype=worst.format.short,
             **named,
         )
-        zero = say("{lost:percent} become zero", lost=lost) if lost else None
+        zero = None
+        if lost:
+            zero = say("{lost:percent} become zero", lost=lost)
         said.append(_with_others(chained(below, zero, between=", "), small))
     return said, next(iter([*near, *small]), None)
 
 
 def _with_others(told: Sentence, places: Sequence[object]) -> Sentence:
     """``told`` of the first, and how many more places there are."""
-    more = say(" (and {more:count more place})", more=len(places) - 1) if len(places) > 1 else None
+    more = None
+    if len(places) > 1:
+        more = say(" (and {more:count more place})", more=len(places) - 1)
     return chained(told, more, between="")
 
 
@@ -191,20 +209,22 @@ def _with_others(told: Sentence, places: Sequence[object]) -> Sentence:
 def input_dependent(result: ScanResult) -> Iterator[Finding]:
     """The run passes on the inputs of the scan, and fails on others like them.
 
-    Observed: a run that passes was tried on further inputs, each compared with fp32 on the same input. On some of them
-    the error exceeds the tolerance, the output has NaN or Inf where that of fp32 is finite, or the run raises an
-    exception or crashes. The status stays that of the inputs of the scan; the run is not recommended.
+    Observed: a run that passes was tried on further inputs, each compared with fp32 on the same
+    input. On some of them the error exceeds the tolerance, the output has NaN or Inf where that of
+    fp32 is finite, or the run raises an exception or crashes. The status stays that of the inputs
+    of the scan; the run is not recommended.
 
-    The further inputs are drawn anew, if `inputs` is a function, or are the next batches of a loader. Else they have
-    resampled values: each tensor draws from its own, with replacement, while masks and integers in order stay. How many
-    are tried depends on the time of a call; the interval is that of Clopper and Pearson for the share that fails.
+    The further inputs are drawn anew, if `inputs` is a function, or are the next batches of a
+    loader. Else they have resampled values: each tensor draws from its own, with replacement, while
+    masks and integers in order stay. How many are tried depends on the time of a call; the interval
+    is that of Clopper and Pearson for the share that fails.
 
-    Usual causes: an error near the tolerance, which some inputs exceed; values that overflow on some inputs; decisions
-    (argmax, top-k, comparisons) between values that are almost equal.
+    Usual causes: an error near the tolerance, which some inputs exceed; values that overflow on
+    some inputs; decisions (argmax, top-k, comparisons) between values that are almost equal.
 
-    What to do: use a precision that passes on all inputs that it was tried on. If none does, find the modules to keep in
-    fp32 with inputs on which the run fails: `lowprec-check plan --inputs-from 8`. Resampled values may be unlike yours,
-    so let `inputs` return real ones:
+    What to do: use a precision that passes on all inputs that it was tried on. If none does, find
+    the modules to keep in fp32 with inputs on which the run fails: `lowprec-check plan
+    --inputs-from 8`. Resampled values may be unlike yours, so let `inputs` return real ones:
 
         # before
         inputs = torch.randn(8, 16)
@@ -229,5 +249,7 @@ def _advice(run: Run, found: InputsTried, result: ScanResult) -> Sentence:
         search = plain(CALIBRATE if calibrates(run.backend) else OTHER_RANGES)
     else:
         search = plain(search_advice(run, result, best, found.first_failed or 1))
-    instead = say("use {run:text}, which passes on every input tried", run=best.elsewhere) if best is not None else None
+    instead = None
+    if best is not None:
+        instead = say("use {run:text}, which passes on every input tried", run=best.elsewhere)
     return chained(instead, search, between="; or ")

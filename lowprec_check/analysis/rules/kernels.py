@@ -25,25 +25,31 @@ COLD_MS = 50.0
 SHORT_MS = 0.1
 """Of a shorter call, what surrounds the kernel is too large a part to compare two of them."""
 WAIT_MS = 100.0
-"""What a call with threads may wait for cores that something else uses: more than 80 ms was seen, in most calls of an op."""
+"""What a call with threads may wait for cores that something else uses: more than 80 ms was seen,
+in most calls of an op.
+"""
 
 
 @rule("LP101", "missing-kernel", "error")
 def missing_kernel(result: ScanResult) -> Iterator[Finding]:
     """PyTorch has no kernel of this op for this dtype on this device.
 
-    Observed: the op failed on its low-precision inputs and succeeded on the same inputs converted to fp32. The scan
-    continued with the fp32 result, rounded to the dtype, so one scan finds all such ops. `onnxruntime` does so itself.
-    It is a note if no run fails by it: the model catches the exception, or ONNX Runtime computes it in fp32.
+    Observed: the op failed on its low-precision inputs and succeeded on the same inputs converted
+    to fp32. The scan continued with the fp32 result, rounded to the dtype, so one scan finds all
+    such ops. `onnxruntime` does so itself. It is a note if no run fails by it: the model catches
+    the exception, or ONNX Runtime computes it in fp32.
 
-    Predicted, for a device that is not here: the catalog says so. For CUDA it was seen on a GPU; for XPU it is declared
-    in the sources of its kernels, or reported in a known issue for releases before. `-v` and `rests_on` name the row.
+    Predicted, for a device that is not here: the catalog says so. For CUDA it was seen on a GPU;
+    for XPU it is declared in the sources of its kernels, or reported in a known issue for releases
+    before. `-v` and `rests_on` name the row.
 
-    Usual causes: ops with kernels for fp32 and fp64 only, such as matrix decompositions and `torch.cdist` on the CPU.
+    Usual causes: ops with kernels for fp32 and fp64 only, such as matrix decompositions and
+    `torch.cdist` on the CPU.
 
-    What to do: use autocast if it passes in the same scan. If the code is not yours, keep the module that contains the
-    op in fp32: `lowprec-check plan` prints the code. Otherwise compute this op in fp32 and cast the result back, under
-    autocast in a block `with torch.autocast(x.device.type, enabled=False):`
+    What to do: use autocast if it passes in the same scan. If the code is not yours, keep the
+    module that contains the op in fp32: `lowprec-check plan` prints the code. Otherwise compute
+    this op in fp32 and cast the result back, under autocast in a block `with
+    torch.autocast(x.device.type, enabled=False):`
 
         # before
         y = torch.linalg.cholesky(x)
@@ -62,13 +68,16 @@ def missing_kernel(result: ScanResult) -> Iterator[Finding]:
 def unsupported_dtype(result: ScanResult) -> Iterator[Finding]:
     """The function rejects the dtype before it calls a kernel.
 
-    Observed: the call failed in the function itself, and succeeded with its inputs converted to fp32. The scan finds
-    these in a second op-by-op analysis, which intercepts torch's functions as well as its ops. Some modules leave their
-    fused fast path then; `function_mode` is true in the saved JSON.
+    Observed: the call failed in the function itself, and succeeded with its inputs converted to
+    fp32. The scan finds these in a second op-by-op analysis, which intercepts torch's functions as
+    well as its ops. Some modules leave their fused fast path then; `function_mode` is true in the
+    saved JSON.
 
-    Usual causes: a dtype check in the function, as in `torch.fft.*`, `torch.quantile` and `torch.linalg.lstsq`.
+    Usual causes: a dtype check in the function, as in `torch.fft.*`, `torch.quantile` and
+    `torch.linalg.lstsq`.
 
-    What to do: call the function on fp32 inputs and cast the result back; if it is complex, real values made of it:
+    What to do: call the function on fp32 inputs and cast the result back; if it is complex, real
+    values made of it:
 
         # before
         y = torch.quantile(x, 0.9)
@@ -82,16 +91,18 @@ def unsupported_dtype(result: ScanResult) -> Iterator[Finding]:
 def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
     """One op gets floating-point inputs of different dtypes.
 
-    Observed: the op failed as called and succeeded when all its floating-point inputs had the same dtype.
+    Observed: the op failed as called and succeeded when all its floating-point inputs had the same
+    dtype.
 
-    Usual causes: a tensor created in `forward` with the default dtype; a tensor attribute that is not registered as a
-    buffer, so `model.half()` does not cast it; an op that always returns fp32; the `backward` of a
-    `torch.autograd.Function`, which runs without autocast on what its `forward` saved under it.
+    Usual causes: a tensor created in `forward` with the default dtype; a tensor attribute that is
+    not registered as a buffer, so `model.half()` does not cast it; an op that always returns fp32;
+    the `backward` of a `torch.autograd.Function`, which runs without autocast on what its `forward`
+    saved under it.
 
-    What to do: create the tensor with the dtype of the data, register it as a buffer, or cast it at this line. Decorate
-    `forward` of a `torch.autograd.Function` with `torch.amp.custom_fwd` (`device_type="cpu"` and
-    `cast_inputs=torch.float32`) and `backward` with `torch.amp.custom_bwd` (`device_type="cpu"`);
-    without `cast_inputs`, both run under autocast.
+    What to do: create the tensor with the dtype of the data, register it as a buffer, or cast it at
+    this line. Decorate `forward` of a `torch.autograd.Function` with `torch.amp.custom_fwd`
+    (`device_type="cpu"` and `cast_inputs=torch.float32`) and `backward` with `torch.amp.custom_bwd`
+    (`device_type="cpu"`); without `cast_inputs`, both run under autocast.
 
         # before
         y = torch.ones(8, 8) @ x
@@ -106,14 +117,16 @@ def dtype_mismatch(result: ScanResult) -> Iterator[Finding]:
 def no_backend_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op has no kernel on this device, not even in fp32.
 
-    Observed: the op failed on the device in fp32 too, and succeeded on the CPU. Or `openvino` or `onnxruntime` lacks it.
+    Observed: the op failed on the device in fp32 too, and succeeded on the CPU. Or `openvino` or
+    `onnxruntime` lacks it.
 
-    Predicted, for a device that is not here: the op has no kernel registered for the device in the sources of that
-    release of torch, and is not on the list of ops that fall back to the CPU without being asked (LP105).
+    Predicted, for a device that is not here: the op has no kernel registered for the device in the
+    sources of that release of torch, and is not on the list of ops that fall back to the CPU
+    without being asked (LP105).
 
-    What to do: let PyTorch run such ops on the CPU by setting an environment variable before Python starts:
-    `PYTORCH_ENABLE_XPU_FALLBACK=1` on XPU, `PYTORCH_ENABLE_MPS_FALLBACK=1` on MPS. Each call then copies its inputs to
-    the CPU and its result back. Or do it in the code:
+    What to do: let PyTorch run such ops on the CPU by setting an environment variable before Python
+    starts: `PYTORCH_ENABLE_XPU_FALLBACK=1` on XPU, `PYTORCH_ENABLE_MPS_FALLBACK=1` on MPS. Each
+    call then copies its inputs to the CPU and its result back. Or do it in the code:
 
         # before
         y = torch.linalg.eigvals(x)
@@ -124,7 +137,9 @@ def no_backend_kernel(result: ScanResult) -> Iterator[Finding]:
     def advice(_: Gap, run: Run) -> str:
         device = DEVICES.find(device_type(run.device))
         variable = device.fallback_variable if device else None
-        return f"run it on the CPU, or set {variable}=1" if variable else "run it on the CPU"
+        if variable:
+            return f"run it on the CPU, or set {variable}=1"
+        return "run it on the CPU"
 
     yield from from_gaps(result, "no-backend-kernel", advice)
 
@@ -133,17 +148,20 @@ def no_backend_kernel(result: ScanResult) -> Iterator[Finding]:
 def silent_fallback(result: ScanResult) -> Iterator[Finding]:
     """The op runs on the CPU instead of the device.
 
-    Observed: PyTorch warned that the device has no kernel for the op and that it runs on the CPU. PyTorch warns once,
-    but every such call waits until the device is idle, copies its inputs to the CPU and its result back.
+    Observed: PyTorch warned that the device has no kernel for the op and that it runs on the CPU.
+    PyTorch warns once, but every such call waits until the device is idle, copies its inputs to the
+    CPU and its result back.
 
-    Predicted, for a device that is not here: the sources of its kernels list the op among those that fall back. The
-    finding has the number of calls in one forward pass, and the bytes that they copy to the CPU. No time is predicted.
+    Predicted, for a device that is not here: the sources of its kernels list the op among those
+    that fall back. The finding has the number of calls in one forward pass, and the bytes that they
+    copy to the CPU. No time is predicted.
 
-    Usual causes: XPU runs about 30 ops this way without being asked; for others, `PYTORCH_ENABLE_XPU_FALLBACK=1` or
-    `PYTORCH_ENABLE_MPS_FALLBACK=1` is set.
+    Usual causes: XPU runs about 30 ops this way without being asked; for others,
+    `PYTORCH_ENABLE_XPU_FALLBACK=1` or `PYTORCH_ENABLE_MPS_FALLBACK=1` is set.
 
-    What to do: if the run is too slow, replace the op by one that the device supports (see `lowprec-check op NAME`),
-    or run the part of the model around it on the CPU, so that the data is copied once:
+    What to do: if the run is too slow, replace the op by one that the device supports (see
+    `lowprec-check op NAME`), or run the part of the model around it on the CPU, so that the data is
+    copied once:
 
         # before: each of the two ops copies its input to the CPU and its result back
         y = torch.linalg.eigvals(torch.linalg.inv(x))
@@ -180,8 +198,12 @@ def _fallback_cost(calls: int, sizes: list[int]) -> Sentence:
     most, alike = max(sizes), min(sizes) == max(sizes)
     copies = f"copies its inputs ({'' if alike else 'up to '}{{most:bytes}}) to the CPU, and its result back"
     waits = f"runs on the CPU: each call waits for the device, {copies}"
-    total = say(", {total:bytes} in all", total=calls * most) if alike else None
-    count = chained(say("{calls:count call}", calls=calls), total, between="") if calls > 1 else None
+    total = None
+    if alike:
+        total = say(", {total:bytes} in all", total=calls * most)
+    count = None
+    if calls > 1:
+        count = chained(say("{calls:count call}", calls=calls), total, between="")
     return chained(say(waits, most=most), count)
 
 
@@ -189,23 +211,24 @@ def _fallback_cost(calls: int, sizes: list[int]) -> Sentence:
 def slow_kernel(result: ScanResult) -> Iterator[Finding]:
     """The op runs, but much slower than in fp32.
 
-    Observed: in total, the calls of this op took at least 5 times as long as the same calls in fp32, each timed
-    right after the other, and more than 5 ms and 5 % of the time of the run; and so did the typical call, not only one
-    that had to wait for a core.
-    While other programs use the cores, or without times, which would tell, only calls of more than 100 ms count.
-    If there are several calls, the first is left out, since it also sets up the kernel. If the op is too slow for the
-    time budget, the scan times one call and computes the others in fp32 (LP903). A call that does not end in time is
-    ended, and tried once more: if it takes too long again, its time is compared with the longest fp32 call of the op
-    in the scan, or with all of fp32. An op in which a budget only happened to end is not listed. On another backend,
-    and for compiled code, the ops are timed in eager mode; they are listed only if the run itself takes at least as
-    long. Times depend on the load of the machine, so this finding is never part of a baseline, and `--fail-on`
+    Observed: in total, the calls of this op took at least 5 times as long as the same calls in
+    fp32, each timed right after the other, and more than 5 ms and 5 % of the time of the run; and
+    so did the typical call, not only one that had to wait for a core. While other programs use the
+    cores, or without times, which would tell, only calls of more than 100 ms count. If there are
+    several calls, the first is left out, since it also sets up the kernel. If the op is too slow
+    for the time budget, the scan times one call and computes the others in fp32 (LP903). A call
+    that does not end in time is ended, and tried once more: if it takes too long again, its time is
+    compared with the longest fp32 call of the op in the scan, or with all of fp32. An op in which a
+    budget only happened to end is not listed. On another backend, and for compiled code, the ops
+    are timed in eager mode; they are listed only if the run itself takes at least as long. Times
+    depend on the load of the machine, so this finding is never part of a baseline, and `--fail-on`
     ignores it if there is one.
 
     Usual causes: a CPU without fp16 arithmetic, which makes convolutions and matrix products slow.
 
-    What to do: use a dtype that the device accelerates, if there is one: the head of the report and `lowprec-check env`
-    name them. Otherwise keep the modules with this op in fp32, and check the time of the whole model:
-    `lowprec-check plan`.
+    What to do: use a dtype that the device accelerates, if there is one: the head of the report and
+    `lowprec-check env` name them. Otherwise keep the modules with this op in fp32, and check the
+    time of the whole model: `lowprec-check plan`.
 
         # before: fp16 on a CPU that accelerates only bf16
         y = model.half()(x.half())
@@ -223,7 +246,8 @@ def slow_kernel(result: ScanResult) -> Iterator[Finding]:
 
 
 def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
-    """How much slower, and in how many calls, for each slow op; the one that takes the most time first.
+    """How much slower, and in how many calls, for each slow op; the one that takes the most time
+    first.
 
     A typical call takes more than ``shortest`` ms.
     """
@@ -231,8 +255,13 @@ def _slow_ops(run: Run, shortest: float) -> dict[str, tuple[Sentence, int]]:
     for row in run.op_calls.rows():
         if row.time_ms is not None and row.reference_ms is not None:
             times[row.op].append((row.time_ms, row.reference_ms))
-    most = 2 * (run.latency_ms or float("inf")) if run.is_eager else run.latency_ms or 0.0
-    where = None if run.is_eager else say("in eager mode")
+    if run.is_eager:
+        most = 2 * (run.latency_ms or float("inf"))
+    else:
+        most = run.latency_ms or 0.0
+    where = None
+    if not run.is_eager:
+        where = say("in eager mode")
     least = max(SLOW_MS, LEAST_PART * (run.latency_ms or 0.0))
     totals = {op: _slow_total(calls, least, most, shortest) for op, calls in times.items()}
     slow = {op: found for op, found in totals.items() if found is not None}
@@ -248,11 +277,16 @@ def _slow_total(
 ) -> tuple[float, float] | None:
     """Milliseconds here and in fp32 if the op is slow, else ``None``.
 
-    The first call includes the kernel's set-up: it counts only if it is the only one, and longer than ``COLD_MS``. A total over ``most`` ms (twice
-    those of the plain run, if it ran these ops) is ignored: something else slowed it down. So is one up to ``least`` ms, and a total that a few calls make, which had to wait for a
-    processor: the typical call, of the median ratio among those that make up 80 % of the op's time in fp32, must be slow too.
+    The first call includes the kernel's set-up: it counts only if it is the only one, and longer
+    than ``COLD_MS``. A total over ``most`` ms (twice those of the plain run, if it ran these ops)
+    is ignored: something else slowed it down. So is one up to ``least`` ms, and a total that a few
+    calls make, which had to wait for a processor: the typical call, of the median ratio among those
+    that make up 80 % of the op's time in fp32, must be slow too.
     """
-    counted = calls[1:] if len(calls) > 1 else [call for call in calls if call[0] > COLD_MS]
+    if len(calls) > 1:
+        counted = calls[1:]
+    else:
+        counted = [call for call in calls if call[0] > COLD_MS]
     here, fp32 = sum(here for here, _ in counted), sum(fp32 for _, fp32 in counted)
     if not max(least, SLOW_RATIO * fp32) < here < most:
         return None
@@ -263,11 +297,15 @@ def _slow_total(
         if left <= 0:
             break
     typical = sorted(chosen, key=lambda call: call[0] / max(call[1], 1e-6))[(len(chosen) - 1) // 2]
-    return (here, fp32) if typical[0] > max(shortest, SLOW_RATIO * typical[1]) else None
+    if typical[0] > max(shortest, SLOW_RATIO * typical[1]):
+        return (here, fp32)
+    return None
 
 
 def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]:
-    """The same for ops with a call that was ended because it took too long, if what it took in fp32 was measured."""
+    """The same for ops with a call that was ended because it took too long, if what it took in fp32
+    was measured.
+    """
     answers = {}
     for op, reason in run.emulated.items() if result.options.get("times") != "off" else ():
         here = 1e3 * (seconds_killed(reason) or 0.0)
@@ -278,7 +316,9 @@ def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]
         if most and here > SLOW_RATIO * most:
             slower = "more than {ratio:times} slower than in fp32: over {here:seconds} instead of {fp32:ms}"
             message = say(slower, ratio=here / most, here=here / 1e3, fp32=most)
-            all_of_it = say("the time of all of fp32") if longest is None else None
+            all_of_it = None
+            if longest is None:
+                all_of_it = say("the time of all of fp32")
             answers[op] = (chained(message, all_of_it, between=", "), 1)
     return answers
 
@@ -287,15 +327,16 @@ def _killed_ops(run: Run, result: ScanResult) -> dict[str, tuple[Sentence, int]]
 def unexplained_error(result: ScanResult) -> Iterator[Finding]:
     """The run fails, and no op explains it.
 
-    Observed: the model raised an exception as the user would run it. The instrumented part, which always runs in
-    eager mode, reached the end of the model and found no op that fails, or was stopped by the same exception (LP905).
+    Observed: the model raised an exception as the user would run it. The instrumented part, which
+    always runs in eager mode, reached the end of the model and found no op that fails, or was
+    stopped by the same exception (LP905).
 
-    Usual causes: a check in Python that raises in this dtype; the model fails when it is called again, because it
-    keeps a tensor of another dtype between calls; the backend cannot compile or run the model; code that only runs
-    without instruments.
+    Usual causes: a check in Python that raises in this dtype; the model fails when it is called
+    again, because it keeps a tensor of another dtype between calls; the backend cannot compile or
+    run the model; code that only runs without instruments.
 
-    What to do: read the exception. Use the eager backend or report the failure to the backend's project, or fix the
-    line that the exception names; here, what the model keeps between calls:
+    What to do: read the exception. Use the eager backend or report the failure to the backend's
+    project, or fix the line that the exception names; here, what the model keeps between calls:
 
         # before: self.last, which the next call adds, becomes fp32
         y = self.linear(x + self.last)
@@ -313,7 +354,10 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
             message = say("{when:text}{error:text}", when=on_which_call(run), error=error.text)
             advice = "fix this exception" if run.backend == EAGER else "use the eager backend, or fix this exception"
             left = "the weights that the steps before left, and " if run.training is not None else ""
-            advice = f"look at {left}what the model keeps between calls" if run.failed_call else error.hint or advice
+            if run.failed_call:
+                advice = f"look at {left}what the model keeps between calls"
+            else:
+                advice = error.hint or advice
             yield Finding(message, run, error.module, None, error.source, help=advice)
 
 
@@ -321,12 +365,14 @@ def unexplained_error(result: ScanResult) -> Iterator[Finding]:
 def crash(result: ScanResult) -> Iterator[Finding]:
     """The process died while this op ran.
 
-    Observed: the process ended by a signal or an exit, not by a Python exception. Each run has a process of its own, so
-    the scan continued. An op is named only if the process died twice while it ran: at the same place, or at two places.
-    Without an op, the place is not known, or another one each time.
+    Observed: the process ended by a signal or an exit, not by a Python exception. Each run has a
+    process of its own, so the scan continued. An op is named only if the process died twice while
+    it ran: at the same place, or at two places. Without an op, the place is not known, or another
+    one each time.
 
-    Usual causes: a fault in the kernel, often signal 11 (segmentation fault); too little memory, often signal 9, sent
-    by the operating system; memory that an earlier op damaged, if the place changes.
+    Usual causes: a fault in the kernel, often signal 11 (segmentation fault); too little memory,
+    often signal 9, sent by the operating system; memory that an earlier op damaged, if the place
+    changes.
 
     What to do, in this order:
 

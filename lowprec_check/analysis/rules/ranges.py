@@ -28,27 +28,33 @@ POLES = {
     **dict.fromkeys(("log1p", "atanh", "erfinv", "logit"), "the end of its range"),
     "rsqrt": "0",
 }
-"""Functions whose result is Inf for a finite input only at one point, by short name: no result of theirs is too large for a dtype."""
+"""Functions whose result is Inf for a finite input only at one point, by short name: no result of
+theirs is too large for a dtype.
+"""
 
 
 @rule("LP201", "overflow", "error")
 def overflow(result: ScanResult) -> Iterator[Finding]:
     """Values that are finite in fp32 overflow to Inf.
 
-    Observed: the fp32 reference, which the scan computes alongside each op, is finite, and so are the op's
-    inputs, but the output has infinities: the values are larger than the dtype can hold (65504 in fp16). The op
-    `cast input` is the cast of the model's inputs, `cast weight` that of a parameter.
+    Observed: the fp32 reference, which the scan computes alongside each op, is finite, and so are
+    the op's inputs, but the output has infinities: the values are larger than the dtype can hold
+    (65504 in fp16). The op `cast input` is the cast of the model's inputs, `cast weight` that of a
+    parameter.
 
-    In a run that fails, the scan tries what these values do alone: it runs the fp32 model with nothing changed but the
-    values at this place that become Inf. It is an error if the output then has NaN or Inf, or an error over the
-    tolerance. Where that was not tried, it is an error if the Inf reaches the output: the scan follows each Inf and NaN
-    through later ops. Else it is a note, as in a run that passes: an infinite mask, or 1 / Inf, does what it should. In
-    a run that passes here and fails on further inputs it is a warning.
+    In a run that fails, the scan tries what these values do alone: it runs the fp32 model with
+    nothing changed but the values at this place that become Inf. It is an error if the output then
+    has NaN or Inf, or an error over the tolerance. Where that was not tried, it is an error if the
+    Inf reaches the output: the scan follows each Inf and NaN through later ops. Else it is a note,
+    as in a run that passes: an infinite mask, or 1 / Inf, does what it should. In a run that passes
+    here and fails on further inputs it is a warning.
 
-    Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; inputs and weights that do
-    not fit; a division by a value that is zero or tiny. Logarithms of zero are LP207.
+    Usual causes: sums and products of many terms, squares, `exp`, unscaled attention scores; inputs
+    and weights that do not fit; a division by a value that is zero or tiny. Logarithms of zero are
+    LP207.
 
-    What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale before the op:
+    What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale before
+    the op:
 
         # before
         y = (q @ k.mT) / math.sqrt(d)
@@ -86,18 +92,19 @@ _KEEP_INPUT = say("keep this input in fp32, or scale it before the cast")
 def underflow(result: ScanResult) -> Iterator[Finding]:
     """Many values that are non-zero in fp32 become zero.
 
-    Observed: at least 10 % of the values that are non-zero in the fp32 reference are zero in the op's output, and
-    at least twice the share that was already zero in its inputs. In fp16, magnitudes below 3e-8 round to zero.
-    The op `cast input` is the cast of the model's inputs, `cast weight` that of a parameter.
+    Observed: at least 10 % of the values that are non-zero in the fp32 reference are zero in the
+    op's output, and at least twice the share that was already zero in its inputs. In fp16,
+    magnitudes below 3e-8 round to zero. The op `cast input` is the cast of the model's inputs,
+    `cast weight` that of a parameter.
 
-    It is a warning if the run fails and the share of this op in the output error is at least 3 %, else a note:
-    most values that become zero are too small to matter. It is an error if these zeros alone make the run fail: the
-    scan runs the model in fp32 with nothing but them changed.
+    It is a warning if the run fails and the share of this op in the output error is at least 3 %,
+    else a note: most values that become zero are too small to matter. It is an error if these zeros
+    alone make the run fail: the scan runs the model in fp32 with nothing but them changed.
 
     Usual causes: small probabilities, gradients or learning rates; squares of small values.
 
-    What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale the values up before
-    the op and down after it, as `torch.amp.GradScaler` does for gradients:
+    What to do: use bf16, which has the range of fp32. Or keep the module in fp32. Or scale the
+    values up before the op and down after it, as `torch.amp.GradScaler` does for gradients:
 
         # before: 1e-4 squared is 1e-8, which is 0 in fp16
         y = x.square().mean()
@@ -130,16 +137,16 @@ def underflow(result: ScanResult) -> Iterator[Finding]:
 def introduced_nan(result: ScanResult) -> Iterator[Finding]:
     """Finite inputs give NaN.
 
-    Observed: the output has NaNs that the fp32 reference does not have, and every input is finite wherever the
-    reference is.
+    Observed: the output has NaNs that the fp32 reference does not have, and every input is finite
+    wherever the reference is.
 
-    It is a note in a run that passes, and if the NaN does not reach the output: the scan follows each NaN through later
-    ops. If the output is finite, but too far from fp32's, it is a note unless the share of this op in the output error
-    is at least 3 %.
+    It is a note in a run that passes, and if the NaN does not reach the output: the scan follows
+    each NaN through later ops. If the output is finite, but too far from fp32's, it is a note
+    unless the share of this op in the output error is at least 3 %.
 
-    Usual causes: an intermediate value inside the op overflows, as in the variance of a normalization; 0 / 0,
-    because a divisor or its epsilon rounds to zero in fp16; the square root of a value that rounding made
-    negative.
+    Usual causes: an intermediate value inside the op overflows, as in the variance of a
+    normalization; 0 / 0, because a divisor or its epsilon rounds to zero in fp16; the square root
+    of a value that rounding made negative.
 
     What to do: use bf16, which has the range of fp32, or keep the module in fp32. Check epsilons:
 
@@ -166,7 +173,8 @@ def scalar_overflow(result: ScanResult) -> Iterator[Finding]:
 
     Observed: PyTorch raised because a number in the code is outside the dtype's range.
 
-    Usual causes: a large constant that stands for infinity, as in attention masks; fp16 ends at 65504.
+    Usual causes: a large constant that stands for infinity, as in attention masks; fp16 ends at
+    65504.
 
     What to do: use the limit of the dtype instead of the number:
 
@@ -182,15 +190,16 @@ def scalar_overflow(result: ScanResult) -> Iterator[Finding]:
 def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
     """A constant that is not zero becomes zero in the dtype (`x + 1e-8` in fp16).
 
-    Observed: an op takes a number from the code in the dtype of its tensors, and the number rounds to zero there: in
-    fp16, every number up to 3e-8. The scan reads it from the arguments, so no input needs to show the effect. Added, it
-    changes nothing; as a bound, it is zero; a comparison with it is one with zero. Numbers that a kernel takes in fp32,
-    such as the `eps` of `layer_norm`, do not count.
+    Observed: an op takes a number from the code in the dtype of its tensors, and the number rounds
+    to zero there: in fp16, every number up to 3e-8. The scan reads it from the arguments, so no
+    input needs to show the effect. Added, it changes nothing; as a bound, it is zero; a comparison
+    with it is one with zero. Numbers that a kernel takes in fp32, such as the `eps` of
+    `layer_norm`, do not count.
 
     It is a warning if an op of the same module gives NaN or Inf later in this run.
 
-    Usual causes: an epsilon for fp32, such as `x / (norm + 1e-8)` or `clamp(min=1e-8)`; the default `eps` of
-    `torch.nn.functional.normalize` (1e-12) and `cosine_similarity` (1e-8).
+    Usual causes: an epsilon for fp32, such as `x / (norm + 1e-8)` or `clamp(min=1e-8)`; the default
+    `eps` of `torch.nn.functional.normalize` (1e-12) and `cosine_similarity` (1e-8).
 
     What to do: use a number that the dtype holds, or compute this part in fp32:
 
@@ -221,7 +230,8 @@ def vanishing_constant(result: ScanResult) -> Iterator[Finding]:
 
 
 def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall | None) -> Finding:
-    """The finding about one constant at one line, and the op of its module that gives NaN or Inf ``after`` it, from its result.
+    """The finding about one constant at one line, and the op of its module that gives NaN or Inf
+    ``after`` it, from its result.
 
     A bound that the backward pass compares with, at the same line, is not a finding of its own.
     """
@@ -231,12 +241,16 @@ def _vanished(run: Run, result: ScanResult, calls: list[OpCall], after: OpCall |
     message = say("the constant {constant:scale} is 0 in {dtype:text}", constant=first.vanished, dtype=name)
     if after is not None:
         what = "NaN" if after.introduced_nan else "Inf"
-        at = f" at {after.source}" if after.source and after.source != first.source else ""
+        at = ""
+        if after.source and after.source != first.source:
+            at = f" at {after.source}"
         reads = "" if after is first else ", which reads its result,"
         message = chained(
             message, say(f"{{op:op}}{reads} gives {{what:text}}{{at:text}}", op=after.op, what=what, at=at)
         )
-    smallest = f"{written.smallest_normal:.0e}" if written else "torch.finfo(x.dtype).tiny"
+    smallest = "torch.finfo(x.dtype).tiny"
+    if written:
+        smallest = f"{written.smallest_normal:.0e}"
     advice = f"use a constant of at least {smallest}, or compute this in fp32"
     finding = place_finding(result, run, first, sum(row.op == first.op for row in calls), message, advice)
     return finding._replace(severity="warning" if after is not None else None)
@@ -252,17 +266,18 @@ def narrowest(dtypes: str) -> FloatFormat | None:
 def division_by_zero(result: ScanResult) -> Iterator[Finding]:
     """A logarithm or `rsqrt` of a value that is zero here and not in fp32 gives Inf.
 
-    Observed: the input of `log`, `log2`, `log10` or `rsqrt` is zero (that of `log1p`, `atanh`, `logit` or
-    `erfinv` is at the end of its range), so that the result is infinite. In the fp32 reference, which the scan
-    computes alongside each op, it is finite. IEEE 754 calls this a division by zero: nothing is too large for the
-    dtype.
+    Observed: the input of `log`, `log2`, `log10` or `rsqrt` is zero (that of `log1p`, `atanh`,
+    `logit` or `erfinv` is at the end of its range), so that the result is infinite. In the fp32
+    reference, which the scan computes alongside each op, it is finite. IEEE 754 calls this a
+    division by zero: nothing is too large for the dtype.
 
     It is a note in a run that passes, and if the Inf does not reach the output, as for LP201.
 
-    Usual causes: an epsilon for fp32 that is zero in fp16, as in `log(x + 1e-8)` (LP206); values that are too
-    small for the dtype and become zero in an earlier op (LP202).
+    Usual causes: an epsilon for fp32 that is zero in fp16, as in `log(x + 1e-8)` (LP206); values
+    that are too small for the dtype and become zero in an earlier op (LP202).
 
-    What to do: keep the input away from zero with a number that the dtype holds, or compute this part in fp32:
+    What to do: keep the input away from zero with a number that the dtype holds, or compute this
+    part in fp32:
 
         # before: 1e-8 is 0 in fp16
         y = (x + 1e-8).log()

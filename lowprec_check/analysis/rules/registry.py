@@ -1,7 +1,8 @@
-"""Registry of rules: each turns a scan's result into diagnostics, to which the catalog and the user's line are added.
+"""Registry of rules: each turns a scan's result into diagnostics, to which the catalog and the
+user's line are added.
 
-The docstring of a rule is its manual page, which ``lowprec-check explain LP101`` prints: a summary in the first line, then
-what was observed, usual causes and what to do.
+The docstring of a rule is its manual page, which ``lowprec-check explain LP101`` prints: a summary
+in the first line, then what was observed, usual causes and what to do.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ RAN_HERE = "code of torch that is the same on all devices, and ran here"
 
 
 class Finding(NamedTuple):
-    """What a rule finds at one place; the registry adds code, name, default severity and the reported issue."""
+    """What a rule finds at one place; the registry adds code, name, default severity and the
+    reported issue.
+    """
 
     message: Sentence
     run: Run | None = None
@@ -50,7 +53,9 @@ class Finding(NamedTuple):
     share: float | None = None
     """Share of the squared output error that its place causes, if that is known."""
     matters: bool | None = None
-    """Whether it affects the output of its run; ``None`` if that is not known, or it is not about the error."""
+    """Whether it affects the output of its run; ``None`` if that is not known, or it is not about
+    the error.
+    """
     rests_on: str | None = None
     """Of a predicted run: what this is known from, in words."""
 
@@ -151,20 +156,26 @@ def low_runs(result: ScanResult) -> Iterator[Run]:
 
 
 def runs_with_ops(result: ScanResult) -> Iterator[Run]:
-    """All runs but the reference. A run on another backend has no op calls, since these are of eager mode, unless eager mode fails in the same way."""
+    """All runs but the reference. A run on another backend has no op calls, since these are of
+    eager mode, unless eager mode fails in the same way.
+    """
     for run in low_runs(result):
         is_explained = run.backend == EAGER or run.status == status_in_eager_mode(run) != "ok"
         yield run if is_explained else msgspec.structs.replace(run, op_calls=OpCalls())
 
 
 def line_of(at: Gap | OpCall, result: ScanResult) -> str | None:
-    """Its line; where none of the user's calls it, that of the model, unless it is in a loss or in an optimizer."""
+    """Its line; where none of the user's calls it, that of the model, unless it is in a loss or in
+    an optimizer.
+    """
     is_outside = (at.module or "").startswith("<") or at.phase == "optimizer"
     return at.source or (None if is_outside else result.model.source)
 
 
 def is_selected(code: str, select: Iterable[str], ignore: Iterable[str]) -> bool:
-    """Whether ``code`` starts with a prefix in ``select`` (if there is any) and with none in ``ignore``."""
+    """Whether ``code`` starts with a prefix in ``select`` (if there is any) and with none in
+    ``ignore``.
+    """
     selected, ignored = tuple(select), tuple(ignore)
     return (not selected or code.startswith(selected)) and not code.startswith(ignored)
 
@@ -177,7 +188,9 @@ def check_codes(prefixes: Iterable[str]) -> None:
 
 
 def diagnose(result: ScanResult, select: Iterable[str] = (), ignore: Iterable[str] = ()) -> list[Diagnostic]:
-    """The diagnostics of ``result`` whose code starts with a prefix in ``select`` (default: all) and none in ``ignore``."""
+    """The diagnostics of ``result`` whose code starts with a prefix in ``select`` (default: all)
+    and none in ``ignore``.
+    """
     selected, ignored, callers = tuple(select), tuple(ignore), Callers(result)
     chosen = [rule for code, rule in rules().items() if is_selected(code, selected, ignored)]
     return [diagnostic for rule in chosen for diagnostic in rule.diagnose(result, callers)]
@@ -214,19 +227,25 @@ class Callers:
                     self._of_source[source] = self._of_source.get(source) or caller
 
     def of(self, module: str | None, op: str | None, source: str | None) -> str | None:
-        """The user's line for what was found at ``source``: the call of the package, else the line that makes the model.
+        """The user's line for what was found at ``source``: the call of the package, else the line
+        that makes the model.
 
-        ``None`` if ``source`` is the user's own, or nothing is known of it; empty if there is no line of the user's.
+        ``None`` if ``source`` is the user's own, or nothing is known of it; empty if there is no
+        line of the user's.
         """
         found = self._of_place.get((module, op, source), self._of_source.get(source))
-        return found if found is None else found or self._model
+        if found is None:
+            return found
+        return found or self._model
 
 
 # -- What the catalog adds to a finding: the torch release that fixes it, and a known issue about it
 
 
 def catalog_fix(gap: Gap, run: Run, result: ScanResult) -> str | None:
-    """``supported since torch 2.14`` or ``no torch release up to 2.15 supports it``; ``None`` if the catalog has not measured it, or the dtype is not the reason."""
+    """``supported since torch 2.14`` or ``no torch release up to 2.15 supports it``; ``None`` if
+    the catalog has not measured it, or the dtype is not the reason.
+    """
     dtype = _catalog_dtype(run)
     if dtype is None or gap.phase == "optimizer" or gap.kind in ("numeric-failure", "dtype-mismatch"):
         return None
@@ -241,11 +260,15 @@ def catalog_fix(gap: Gap, run: Run, result: ScanResult) -> str | None:
         )
     except UsageError:  # an unreadable catalog must not fail the scan
         return None
-    return str(found) if found else None
+    if found:
+        return str(found)
+    return None
 
 
 def runs_under_autocast(gap: Gap, run: Run, result: ScanResult) -> bool:
-    """Whether the catalog has measured that autocast runs the op of ``gap`` on 16-bit inputs, on the device of ``run``."""
+    """Whether the catalog has measured that autocast runs the op of ``gap`` on 16-bit inputs, on
+    the device of ``run``.
+    """
     dtype = _catalog_dtype(run)
     if dtype is None:
         return False
@@ -262,13 +285,18 @@ def _measured_under_autocast(device: str, dtype: str, torch: str) -> AtenCatalog
 def known_issue(
     result: ScanResult, code: str, op: str | None, run: Run | None, message: str | None
 ) -> KnownIssue | None:
-    """The known issue that fits a finding best: same code, same op or model, not fixed in the torch of the runs.
+    """The known issue that fits a finding best: same code, same op or model, not fixed in the torch
+    of the runs.
 
-    ``message`` is what the op raised or warned; ``None`` if it did not run, but the catalog says that it fails.
+    ``message`` is what the op raised or warned; ``None`` if it did not run, but the catalog says
+    that it fails.
     """
     kind = run.basis.kind if run and run.basis else None
     way: Way | None = "cast" if kind == "cast" else "autocast" if kind == "autocast" else None
-    device = run.device if run else str(result.environment.get("device", ""))
+    if run:
+        device = run.device
+    else:
+        device = str(result.environment.get("device", ""))
     try:
         if not any(code in issue.codes for issue in known_issues()):
             return None
@@ -289,5 +317,7 @@ def known_issue(
 
 
 def _catalog_dtype(run: Run) -> str | None:
-    """The dtype to look up; ``None`` for one that the catalog does not cover: it has the 16-bit ones."""
+    """The dtype to look up; ``None`` for one that the catalog does not cover: it has the 16-bit
+    ones.
+    """
     return run.format.name if run.format is not None and run.format.name in LOW else None

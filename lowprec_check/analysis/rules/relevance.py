@@ -1,4 +1,6 @@
-"""Findings at the places of ops: whether they matter to the output, and what to do, by what else ran in the scan."""
+"""Findings at the places of ops: whether they matter to the output, and what to do, by what else
+ran in the scan.
+"""
 
 from __future__ import annotations
 
@@ -45,8 +47,12 @@ CALIBRATE, OTHER_RANGES = "calibrate on data like that of use", "docs/int8.md li
 
 
 def advice_for(phase: Phase | None, run: Run, forward: Any) -> Any:
-    """What to do about an op of a part of a training step; ``forward`` is about one in the forward pass, or in fp32 weights' step."""
-    return forward if phase == "optimizer" and run.is_autocast else ADVICE.get(phase or "", forward)
+    """What to do about an op of a part of a training step; ``forward`` is about one in the forward
+    pass, or in fp32 weights' step.
+    """
+    if phase == "optimizer" and run.is_autocast:
+        return forward
+    return ADVICE.get(phase or "", forward)
 
 
 # -- Findings at places
@@ -60,9 +66,10 @@ def weighed_places(
     *,
     by_trial: Literal["Inf", "zero"] | None = None,
 ) -> Iterator[Finding]:
-    """A finding for the worst of the calls at each place that ``keep`` chooses, with what it does to the output, the largest share
-    first; ``describe`` gives the message and what to do. ``by_trial``: what values out of range become, if it is about
-    these, which the scan has tried alone.
+    """A finding for the worst of the calls at each place that ``keep`` chooses, with what it does
+    to the output, the largest share first; ``describe`` gives the message and what to do.
+    ``by_trial``: what values out of range become, if it is about these, which the scan has tried
+    alone.
     """
     for run in runs_with_ops(result):
         if run.status == "timeout":  # the model may never return what it had computed
@@ -78,8 +85,8 @@ def weighed_places(
 
 
 def by_place(run: Run, keep: Callable[[OpCall], bool], worst: Callable[[OpCall], Any]) -> list[tuple[OpCall, int]]:
-    """The worst call at each (module, op, line, op on the line, part of a training step), with the number of calls kept there; those whose Inf or
-    NaN reach the output apart from the others.
+    """The worst call at each (module, op, line, op on the line, part of a training step), with the
+    number of calls kept there; those whose Inf or NaN reach the output apart from the others.
     """
     found: dict[tuple[str | int | None, ...], tuple[OpCall, int]] = {}
     for row in run.op_calls.rows():
@@ -101,18 +108,24 @@ def place_finding(
 def in_phase_of(phase: Phase | None, sentence: Sentence) -> Sentence:
     """``sentence``, which names the part of a training step unless that is the forward pass."""
     prefix = _PREFIXES.get(phase or "")
-    return chained(say(prefix), sentence, between="") if prefix else sentence
+    if prefix:
+        return chained(say(prefix), sentence, between="")
+    return sentence
 
 
 # -- Whether they matter to the output: that follows from the error budget, not from their size
 
 Knowledge = Literal["passes", "passes here", "within tolerance", "nonfinite", "explained", "unknown"]
-"""What is known of a run: it passes; it passes here and not on further inputs; the error of its ops is within the tolerance, and something else fails; its output is
-not finite; its error is over the tolerance and the budget says where it comes from; or none of these."""
+"""What is known of a run: it passes; it passes here and not on further inputs; the error of its ops
+is within the tolerance, and something else fails; its output is not finite; its error is over the
+tolerance and the budget says where it comes from; or none of these.
+"""
 
 
 def that_passes(run: Run) -> Sentence:
-    """``the output passes``, of a run with the status ``ok``; of one that trains, no output is compared."""
+    """``the output passes``, of a run with the status ``ok``; of one that trains, no output is
+    compared.
+    """
     here = " on these inputs" if fails_elsewhere(run) else ""
     return say("the training passes" if run.training is not None else f"the output passes{here}")
 
@@ -127,7 +140,8 @@ def knowledge_of(run: Run) -> Knowledge:
         return "unknown"
     if is_over_tolerance(run):
         return "explained" if fails_by_error(run) else "unknown"
-    # A call after the first, of which nothing is known, or a backend: what the ops lose in eager mode is not the cause.
+    # A call after the first, of which nothing is known, or a backend: what the ops lose in eager
+    # mode is not the cause.
     is_known = run.status not in ("inaccurate", "unjudged") or not run.is_eager
     return "within tolerance" if is_known else "unknown"
 
@@ -139,11 +153,19 @@ class Relevance:
         """Read the budget of ``run``."""
         self.run = run
         self.known = knowledge_of(run)
-        self.shares = place_shares(run) if self.known == "explained" else {}
-        self.rounding = leaving_shares(run) if self.known == "explained" else {}
+        if self.known == "explained":
+            self.shares = place_shares(run)
+        else:
+            self.shares = {}
+        if self.known == "explained":
+            self.rounding = leaving_shares(run)
+        else:
+            self.rounding = {}
         self.is_complete = any(share is not None for share in run.op_calls.share)
         """Whether every place with a share is known, not the largest only."""
-        rows = list(run.op_calls.rows()) if self.known == "nonfinite" else []
+        rows = []
+        if self.known == "nonfinite":
+            rows = list(run.op_calls.rows())
         self.trials = {(trial.becomes, *trial.place): trial for trial in run.range_trials}
         self.first: Place | None = None
         """In a result that does not say what reaches the output: the place of the first Inf or NaN."""
@@ -151,14 +173,23 @@ class Relevance:
             self.first = next((row.place for row in rows if _gives_nonfinite(row)), None)
 
     def weigh(self, finding: Finding, row: OpCall, *, by_trial: Literal["Inf", "zero"] | None = None) -> Finding:
-        """``finding`` about the place of ``row``, with what it does to the output; ``by_trial`` as in :func:`weighed_places`."""
+        """``finding`` about the place of ``row``, with what it does to the output; ``by_trial`` as
+        in :func:`weighed_places`.
+        """
         passes = self.run.status == "ok"
         if passes or self.known == "within tolerance":
-            said = that_passes(self.run) if passes else say("the output error is within the tolerance")
+            if passes:
+                said = that_passes(self.run)
+            else:
+                said = say("the output error is within the tolerance")
             found = as_harmless(finding, said)
             may_spoil = self.known == "passes here" and _gives_nonfinite(row)
-            return found._replace(severity="warning", matters=None) if may_spoil else found
-        tried = self._by_trial(finding, row, by_trial) if by_trial else None
+            if may_spoil:
+                return found._replace(severity="warning", matters=None)
+            return found
+        tried = None
+        if by_trial:
+            tried = self._by_trial(finding, row, by_trial)
         if tried is not None:
             return tried
         if self.known == "nonfinite" or (row.reaches_output is False and _gives_nonfinite(row)):
@@ -210,7 +241,9 @@ class Relevance:
         return finding.adding(say("the first op with Inf or NaN"), _disproof(self.run, row.module))
 
     def _share_at(self, place: Place) -> float | None:
-        """The share of the op at ``place``, with all rounding of its results; ``None`` if it is not known."""
+        """The share of the op at ``place``, with all rounding of its results; ``None`` if it is not
+        known.
+        """
         if place in self.shares:
             return self.shares[place].share + self.rounding.get(place, 0.0)
         budget = self.run.budget
@@ -259,7 +292,9 @@ def _disproof(run: Run, module: str) -> Sentence | None:
         if is_disproved(run):
             return say(still, modules=ablation.keep_fp32, error=ablation.rel_l2)
         return None
-    measured = next((its.measured for its in budget.modules if its.module == module), None) if budget else None
+    measured = None
+    if budget:
+        measured = next((its.measured for its in budget.modules if its.module == module), None)
     if budget is None or measured is None or measured >= MATTERS:
         return None
     return say(still, modules=[module], error=(budget.measured or 0.0) * math.sqrt(1.0 - measured))
@@ -269,7 +304,9 @@ def _disproof(run: Run, module: str) -> Sentence | None:
 
 
 def wider_range(run: Run, result: ScanResult, module: str) -> Sentence:
-    """The advice for a value that the run's format cannot hold; a format with more range only if it passes or was not tried."""
+    """The advice for a value that the run's format cannot hold; a format with more range only if it
+    passes or was not tried.
+    """
     wider, passing = _wider(run), passing_elsewhere(run, result)
     if passing is None and wider and not any(_runs_in(known, result) for known in wider):
         passing = say("try {dtype:text}, which has a larger range", dtype=wider[0].short)
@@ -278,8 +315,8 @@ def wider_range(run: Run, result: ScanResult, module: str) -> Sentence:
 
 
 def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
-    """The modules that a plan of this run keeps, or that an ablation kept with success; else the one of the op, to try; ``None`` if that was tried and
-    did not help.
+    """The modules that a plan of this run keeps, or that an ablation kept with success; else the
+    one of the op, to try; ``None`` if that was tried and did not help.
     """
     plan, ablation = result.plan, run.ablation
     made = (run.precision, run.backend, run.memory_format)
@@ -297,14 +334,20 @@ def keep_in_fp32(run: Run, result: ScanResult, module: str) -> Sentence | None:
 
 
 def passing_elsewhere(run: Run, result: ScanResult) -> Sentence | None:
-    """``use autocast-bf16, which passes``: a format with more range that passes in this scan, autocast first."""
+    """``use autocast-bf16, which passes``: a format with more range that passes in this scan,
+    autocast first.
+    """
     passing = [other for known in _wider(run) for other in _runs_in(known, result) if passes_all(other, result.runs)]
     best = min(passing, key=lambda other: not other.is_autocast, default=None)
-    return say("use {run:text}, which passes", run=best.key.label) if best is not None else None
+    if best is not None:
+        return say("use {run:text}, which passes", run=best.key.label)
+    return None
 
 
 def faster(run: Run, result: ScanResult, slow_in: Collection[FloatFormat]) -> str:
-    """What to do about an op that is slow in ``run``, and in runs of the formats ``slow_in``: by what the device accelerates."""
+    """What to do about an op that is slow in ``run``, and in runs of the formats ``slow_in``: by
+    what the device accelerates.
+    """
     keep = "try the modules with this op in fp32: lowprec-check plan"
     accelerated = {known: result.environment.get(f"{known.short}_accelerated") for known in LOW_FORMATS}
     if run.format is not None and accelerated.get(run.format):
@@ -345,12 +388,17 @@ def _wider(run: Run) -> list[FloatFormat]:
 
 
 def search_advice(run: Run, result: ScanResult, passing: Recommendation | None, batch: int | None) -> str:
-    """How to find what makes ``run`` pass on the batches from ``batch`` on, counted from 0: by modules in fp32, unless the model's own code, or the
-    cast of its inputs, would make it fail alone.
+    """How to find what makes ``run`` pass on the batches from ``batch`` on, counted from 0: by
+    modules in fp32, unless the model's own code, or the cast of its inputs, would make it fail
+    alone.
     """
     found, budget, limit = suspects(run), trusted_budget(run), run.tolerance or math.inf
-    of_input = sum(its.share for its in budget.shares if its.op == CAST_INPUT) if budget is not None else 0.0
-    of_root = found.causes.shares.get("", 0.0) if found.causes is not None else 0.0
+    of_input = 0.0
+    if budget is not None:
+        of_input = sum(its.share for its in budget.shares if its.op == CAST_INPUT)
+    of_root = 0.0
+    if found.causes is not None:
+        of_root = found.causes.shares.get("", 0.0)
     by_input, by_root = (
         found.causes is not None and found.causes.error * math.sqrt(max(0.0, share)) > limit
         for share in (of_input, of_root)

@@ -15,13 +15,14 @@ from lowprec_check.schema.statements import chained, say
 def uncalled_module(result: ScanResult) -> Iterator[Finding]:
     """The module never ran on these inputs, so the scan does not cover it.
 
-    Observed: the module has parameters, and no op read them. If all modules inside a module are unused, only the outer
-    one is listed.
+    Observed: the module has parameters, and no op read them. If all modules inside a module are
+    unused, only the outer one is listed.
 
-    Usual causes: a branch that these inputs do not take, a layer that only training uses, an unused layer.
+    Usual causes: a branch that these inputs do not take, a layer that only training uses, an unused
+    layer.
 
-    What to do: remove the module if nothing uses it. Otherwise scan in the mode that uses it (`model.train()`), or
-    with inputs that reach it:
+    What to do: remove the module if nothing uses it. Otherwise scan in the mode that uses it
+    (`model.train()`), or with inputs that reach it:
 
         # before: the layer for long inputs never runs
         inputs = torch.randn(1, 8)
@@ -38,15 +39,16 @@ def uncalled_module(result: ScanResult) -> Iterator[Finding]:
 def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
     """Two fp32 runs of the model differ.
 
-    Observed: two fp32 runs with the same seed, weights and inputs gave different outputs. Each tolerance is at least
-    three times their difference, so that a run in low precision is not judged by it. In a scan of training, two first
-    steps differ; the tolerance stays.
+    Observed: two fp32 runs with the same seed, weights and inputs gave different outputs. Each
+    tolerance is at least three times their difference, so that a run in low precision is not judged
+    by it. In a scan of training, two first steps differ; the tolerance stays.
 
-    Usual causes: random numbers from a generator that the scan cannot seed, atomic additions on a GPU, time or state
-    that the model reads or changes.
+    Usual causes: random numbers from a generator that the scan cannot seed, atomic additions on a
+    GPU, time or state that the model reads or changes.
 
-    What to do: make the model deterministic in the file that you scan, and scan again. For kernels, call
-    `torch.use_deterministic_algorithms(True)` there; in the model's own code, remove what differs from call to call:
+    What to do: make the model deterministic in the file that you scan, and scan again. For kernels,
+    call `torch.use_deterministic_algorithms(True)` there; in the model's own code, remove what
+    differs from call to call:
 
         # before: the scan cannot seed this generator
         generator = torch.Generator()
@@ -58,7 +60,9 @@ def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
     advice = "make the model deterministic, e.g. with torch.use_deterministic_algorithms(True)"
     for run in result.runs:
         if run.nondeterministic:
-            least = None if run.training is not None else say("each tolerance is at least three times their difference")
+            least = None
+            if run.training is None:
+                least = say("each tolerance is at least three times their difference")
             yield Finding(chained(say("two fp32 runs with one seed differ"), least), run=run, help=advice)
 
 
@@ -66,15 +70,16 @@ def nondeterministic_reference(result: ScanResult) -> Iterator[Finding]:
 def emulated_op(result: ScanResult) -> Iterator[Finding]:
     """The op-by-op analysis computed this op in fp32 and rounded the result.
 
-    Observed: the op's own kernel crashes the process, or it is slow in a run that fails, that one call has judged or
-    that is near the time budget. The emulated result is that of an ideal kernel, which computes in fp32 and rounds once.
-    Status, output error and time of the run come from a run without instruments, except the error of a model that draws
-    random numbers.
+    Observed: the op's own kernel crashes the process, or it is slow in a run that fails, that one
+    call has judged or that is near the time budget. The emulated result is that of an ideal kernel,
+    which computes in fp32 and rounds once. Status, output error and time of the run come from a run
+    without instruments, except the error of a model that draws random numbers.
 
     Usual causes: those of LP106 (slow kernel) and LP107 (crash).
 
-    What to do: fix that finding, if there is one for this op. If the op is only slow, fix what fails in its run; or raise
-    the time budget, or add `--thorough` if the run was judged by one call:
+    What to do: fix that finding, if there is one for this op. If the op is only slow, fix what
+    fails in its run; or raise the time budget, or add `--thorough` if the run was judged by one
+    call:
 
         # before
         lowprec-check scan mymodel.py
@@ -97,14 +102,15 @@ def emulated_op(result: ScanResult) -> Iterator[Finding]:
 def instruments_perturb(result: ScanResult) -> Iterator[Finding]:
     """The op-by-op analysis gave another output than the plain run.
 
-    Observed: the scan runs the model twice, once without instruments and once op by op. The outputs differ, although
-    no op failed or was emulated. Status, output error and time are those of the plain run and remain valid; the
-    op-by-op findings of this precision may be about another path.
+    Observed: the scan runs the model twice, once without instruments and once op by op. The outputs
+    differ, although no op failed or was emulated. Status, output error and time are those of the
+    plain run and remain valid; the op-by-op findings of this precision may be about another path.
 
-    Usual causes: a kernel that is not deterministic; memory that is read before it is written; a model that behaves
-    differently when hooks or a `TorchDispatchMode` are active.
+    Usual causes: a kernel that is not deterministic; memory that is read before it is written; a
+    model that behaves differently when hooks or a `TorchDispatchMode` are active.
 
-    What to do: check the op-by-op findings of this precision by hand, or make the model deterministic (see LP902):
+    What to do: check the op-by-op findings of this precision by hand, or make the model
+    deterministic (see LP902):
 
         # before: half of y is never written
         y = torch.empty_like(x)
@@ -123,13 +129,15 @@ def instruments_perturb(result: ScanResult) -> Iterator[Finding]:
 def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
     """The op-by-op analysis did not reach the end of the model.
 
-    Observed: the analysis stopped at this place, and ops after it were not checked in this precision.
+    Observed: the analysis stopped at this place, and ops after it were not checked in this
+    precision.
 
-    Usual causes: a check in Python that raises, such as an `assert` on a dtype or a custom `autograd.Function`; an op
-    that fails in fp32 too; a run over the time budget; too little memory.
+    Usual causes: a check in Python that raises, such as an `assert` on a dtype or a custom
+    `autograd.Function`; an op that fails in fp32 too; a run over the time budget; too little
+    memory.
 
-    What to do: after a timeout, raise the time budget: `lowprec-check scan --budget 120`. Otherwise fix the error at
-    this place and scan again:
+    What to do: after a timeout, raise the time budget: `lowprec-check scan --budget 120`. Otherwise
+    fix the error at this place and scan again:
 
         # before
         assert x.dtype == torch.float32
@@ -143,7 +151,10 @@ def incomplete_scan(result: ScanResult) -> Iterator[Finding]:
             stop = run.stopped_by
             ended = run.incomplete_because or run.reason or "the op-by-op analysis ended early"
             why = stop.text if stop else ended
-            module, source = (stop.module, stop.source) if stop else (None, None)
+            if stop:
+                module, source = (stop.module, stop.source)
+            else:
+                module, source = (None, None)
             timed = not stop and "budget" in ended
             advice = "scan with a larger --budget or smaller inputs" if timed else "fix this and scan again"
             message = say("later ops were not checked: {why:text}", why=why)

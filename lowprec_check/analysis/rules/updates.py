@@ -1,4 +1,6 @@
-"""LP503, LP504, LP506: what rounding does to the updates of weights, buffers and the state of the optimizer."""
+"""LP503, LP504, LP506: what rounding does to the updates of weights, buffers and the state of the
+optimizer.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,9 @@ from lowprec_check.schema.statements import Figure, Sentence, bytes_figure, chai
 from lowprec_check.schema.training import LostUpdates
 
 STALLED = 0.5
-"""A share of lost updates of buffers and the state of the optimizer that is worth a finding: an average that loses less still follows."""
+"""A share of lost updates of buffers and the state of the optimizer that is worth a finding: an
+average that loses less still follows.
+"""
 
 
 class _Loss(Lost):
@@ -23,12 +27,16 @@ class _Loss(Lost):
         super().__init__("", tensors)
         self.worst = max(tensors, key=lambda found: (found.lost, found.decay_lost or 0.0))
         self.module = self.worst.name.partition(" · ")[0].rpartition(".")[0]
-        """The module of the parameter, of the buffer, or of the state of the parameter, that loses most."""
+        """The module of the parameter, of the buffer, or of the state of the parameter, that loses
+        most.
+        """
 
     def most(self) -> Sentence | None:
         """The tensor that loses most, of several."""
         words = "most in {tensor:text}: {most:percent}"
-        return say(words, tensor=self.worst.name, most=self.worst.lost) if len(self.tensors) > 1 else None
+        if len(self.tensors) > 1:
+            return say(words, tensor=self.worst.name, most=self.worst.lost)
+        return None
 
 
 @rule("LP503", "lost-update", "warning")
@@ -40,11 +48,12 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
     0.2 to 0.4 % of a weight in bf16. Weight decay alone (a step with zero gradients) and averages of the weights are
     counted apart. The steps are those of the scan; a smaller learning rate loses more.
 
-    Usual causes: weights that are cast to 16 bits (`model.bfloat16()`); small learning rates; weight decay, which changes
-    a weight by `lr * weight_decay` of its value.
+    Usual causes: weights that are cast to 16 bits (`model.bfloat16()`); small learning rates;
+    weight decay, which changes a weight by `lr * weight_decay` of its value.
 
-    What to do: use autocast, which keeps the weights in fp32. Or keep more bits of the weights than the model sees; the
-    finding names the ways that passed in the same scan, with the memory of weights and optimizer state of each:
+    What to do: use autocast, which keeps the weights in fp32. Or keep more bits of the weights than
+    the model sees; the finding names the ways that passed in the same scan, with the memory of
+    weights and optimizer state of each:
 
         # before
         model.bfloat16()
@@ -62,7 +71,9 @@ def lost_update(result: ScanResult) -> Iterator[Finding]:
             of = " of parameter group {group:number}" if several else ""
             if found.share >= LOST:
                 words = f"{{lost:percent}} of the updates of weights{of} are lost to rounding"
-                alone = say("by weight decay alone: {decay:percent}", decay=decay) if decay >= LOST else None
+                alone = None
+                if decay >= LOST:
+                    alone = say("by weight decay alone: {decay:percent}", decay=decay)
                 message = chained(say(words, lost=found.share, **which), alone, found.most())
             elif decay >= LOST:
                 words = f"{{decay:percent}} of the updates of weights{of} by weight decay alone are lost to rounding, {{lost:percent}} of those with gradients"
@@ -89,7 +100,9 @@ def what_recovers(run: Run, result: ScanResult) -> str:
     names = [f"{other.key.label}, which keeps the weights in fp32" for other in (*same, *autocast)[:1] if run.format]
     passed = [way for way in passing_ways(run) if way.declared.updater]
     for way in sorted(passed, key=lambda way: way.declared.order):
-        lost = f"{percent(way.lost_updates)} lost" if way.lost_updates else ""
+        lost = ""
+        if way.lost_updates:
+            lost = f"{percent(way.lost_updates)} lost"
         figures = ", ".join(filter(None, (lost, bytes_figure(way.state_bytes) if way.state_bytes else "")))
         names.append(f"{way.declared.words} ({figures})" if figures else way.declared.words)
     if not names and run.is_autocast:
@@ -97,7 +110,9 @@ def what_recovers(run: Run, result: ScanResult) -> str:
     if not names:
         return "try autocast or fp32 master weights, which keep the weights in fp32"
     first = first_way(run)
-    as_it_is = bytes_figure(first.state_bytes) if first and first.state_bytes and passed else ""
+    as_it_is = ""
+    if first and first.state_bytes and passed:
+        as_it_is = bytes_figure(first.state_bytes)
     return f"use {'; or '.join(names)}" + (f" (weights and optimizer state as it is: {as_it_is})" if as_it_is else "")
 
 
@@ -105,16 +120,16 @@ def what_recovers(run: Run, result: ScanResult) -> str:
 def stalled_state(result: ScanResult) -> Iterator[Finding]:
     """Running statistics or the state of the optimizer stall.
 
-    Observed: at least half of the updates of a buffer, or of a tensor in the optimizer's state, are lost to rounding:
-    the value stays the same where the same update of an fp32 copy changes it. An average with a small factor for new
-    values (`momentum` of batch norm, `1 - beta2` of Adam) then stays where it is. The finding counts all tensors of a
-    kind in the model.
+    Observed: at least half of the updates of a buffer, or of a tensor in the optimizer's state, are
+    lost to rounding: the value stays the same where the same update of an fp32 copy changes it. An
+    average with a small factor for new values (`momentum` of batch norm, `1 - beta2` of Adam) then
+    stays where it is. The finding counts all tensors of a kind in the model.
 
-    Usual causes: a model that is cast with its buffers (`model.bfloat16()`); Adam's `exp_avg_sq` in 16 bits, which moves
-    by 0.1 % in a step.
+    Usual causes: a model that is cast with its buffers (`model.bfloat16()`); Adam's `exp_avg_sq` in
+    16 bits, which moves by 0.1 % in a step.
 
-    What to do: use autocast, which keeps buffers and weights in fp32. Or keep these modules in fp32; for the state of the
-    optimizer, use fp32 master weights:
+    What to do: use autocast, which keeps buffers and weights in fp32. Or keep these modules in
+    fp32; for the state of the optimizer, use fp32 master weights:
 
         # before
         model.bfloat16()
@@ -134,7 +149,9 @@ def stalled_state(result: ScanResult) -> Iterator[Finding]:
             tensors = " of {tensors:count tensor}" if of else ""
             lost = f"{{values:text}}: {{lost:percent}} of the updates of {{name:text}}{tensors} are lost to rounding"
             message = say(lost, values=values, lost=loss.share, name=key, **of)
-            advice = "try the module in fp32, or autocast" if values == "buffer" else what_recovers(run, result)
+            advice = "try the module in fp32, or autocast"
+            if values != "buffer":
+                advice = what_recovers(run, result)
             yield Finding(chained(message, loss.most()), run, loss.module, help=advice)
 
 
@@ -142,16 +159,16 @@ def stalled_state(result: ScanResult) -> Iterator[Finding]:
 def zero_epsilon(result: ScanResult) -> Iterator[Finding]:
     """The `eps` of the optimizer is zero in fp16.
 
-    Observed: a step with zero gradients makes weights NaN or Inf. Adam divides by `sqrt(v) + eps`, and its default
-    `eps` of 1e-8 is zero in fp16: 0 / 0. The scan tries each implementation that the optimizer has: a loop over the
-    parameters, `foreach`, and `fused`, which may compute in fp32. It is a note if the optimizer
-    as given has no such step.
+    Observed: a step with zero gradients makes weights NaN or Inf. Adam divides by `sqrt(v) + eps`,
+    and its default `eps` of 1e-8 is zero in fp16: 0 / 0. The scan tries each implementation that
+    the optimizer has: a loop over the parameters, `foreach`, and `fused`, which may compute in
+    fp32. It is a note if the optimizer as given has no such step.
 
-    Usual causes: weights in fp16, whose optimizer state is in fp16 too; parameters that get no gradient in some steps,
-    or one that underflows.
+    Usual causes: weights in fp16, whose optimizer state is in fp16 too; parameters that get no
+    gradient in some steps, or one that underflows.
 
-    What to do: keep the weights and the state in fp32: autocast with `GradScaler`, or fp32 master weights. A larger `eps`
-    avoids the NaN, but `v` still underflows in fp16:
+    What to do: keep the weights and the state in fp32: autocast with `GradScaler`, or fp32 master
+    weights. A larger `eps` avoids the NaN, but `v` still underflows in fp16:
 
         # before
         optimizer = torch.optim.Adam(model.half().parameters(), lr=1e-3)
@@ -172,5 +189,7 @@ def zero_epsilon(result: ScanResult) -> Iterator[Finding]:
             yield Finding(chained(say("not with the optimizer as given"), message, between=": "), run, severity="note")
             continue
         settings = [f"{name}=True" for name in ("fused", "foreach") if checks.get(name) == 0]
-        too = f"; {settings[0]} avoids it too" if settings else ""
+        too = ""
+        if settings:
+            too = f"; {settings[0]} avoids it too"
         yield Finding(message, run, help=what_recovers(run, result) + too)

@@ -53,7 +53,9 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
     if best is None:
         yield Said(_no_pass(result), "warn" if any(map(_passes_ablated, result.runs)) else "bad")
         return
-    kept = f" with {in_fp32(best.keep_fp32, result.model.modules, result.plan)}" if best.keep_fp32 else ""
+    kept = ""
+    if best.keep_fp32:
+        kept = f" with {in_fp32(best.keep_fp32, result.model.modules, result.plan)}"
     named: dict[str, Figure] = {"name": f"{best.label}{way_text(best.way)}", "kept": kept}
     if not passes(result):
         yield Said(say("{name:text}{kept:text} could not be judged", **named), "none")
@@ -70,19 +72,26 @@ def _verdict(result: ScanResult) -> Iterator[Made]:
         return
     fp32 = "fp32" if any(other.is_low for other in result.runs) else "eager fp32"
     if best.worth not in ("nothing", "unknown"):
-        gain = best.gain if best.gain.startswith("saves") else f"is {best.gain}"
+        if best.gain.startswith("saves"):
+            gain = best.gain
+        else:
+            gain = f"is {best.gain}"
         stay = "Stay in {fp32:text} for {prefer:text}; {name:text}{kept:text} {gain:text}"
         yield Said(say(stay, fp32=fp32, prefer=best.prefer, **named, gain=gain), "none")
         return
     lacks = "was not measured to be faster"
     if best.worth == "nothing":
-        ratio = memory_ratio(run, result.runs) if run is not None else None
+        ratio = None
+        if run is not None:
+            ratio = memory_ratio(run, result.runs)
         saves = "little" if ratio is not None and ratio <= 1 / SAME_MEMORY else "no"
         slower = run is not None and speed(run, result.runs).told == "slower"
         if run is not None and not slower and changes_nothing(run):
             lacks = "computes nothing in 16 bits"
         else:
-            memory = f" and saves {saves} memory" if ratio is not None else ""
+            memory = ""
+            if ratio is not None:
+                memory = f" and saves {saves} memory"
             lacks = f"is {'slower' if slower else 'not faster'}{memory}"
     yield Said(say("Stay in {fp32:text}: {name:text}{kept:text} {gain:text}", fp32=fp32, **named, gain=lacks), "none")
 
@@ -92,16 +101,25 @@ def _no_pass(result: ScanResult) -> Sentence:
     tried = [run for run in tried if run.is_low] or tried
     plans = (run for run in result.runs if run.precision == PLAN)
     where = " on every input" if any(map(fails_elsewhere, [*tried, *plans])) else ""
-    here = f"passed{where} here" if result.prediction is None else f"is predicted to pass{where}"
+    if result.prediction is None:
+        here = f"passed{where} here"
+    else:
+        here = f"is predicted to pass{where}"
     if {precision.name for precision in low_precisions()} <= {run.precision for run in tried}:
         return say("Stay in fp32: no low precision {here:text}", here=here)
     if not tried:
         return plain("Stay in fp32: nothing else could be run")
     names = choices([label(run) for run in tried], "nor" if len(tried) == 2 else "and")
     if len(tried) > 1:
-        none = f"neither {names}" if len(tried) == 2 else f"none of {names}"
+        if len(tried) == 2:
+            none = f"neither {names}"
+        else:
+            none = f"none of {names}"
         return say("Stay in fp32: {none:text} {here:text}", none=none, here=here)
-    fails = f"did not pass{where} here" if result.prediction is None else f"is predicted not to pass{where}"
+    if result.prediction is None:
+        fails = f"did not pass{where} here"
+    else:
+        fails = f"is predicted not to pass{where}"
     return say("Stay in fp32: {name:text} {fails:text}", name=names, fails=fails)
 
 
@@ -140,7 +158,9 @@ def _no_plan(run: Run, result: ScanResult) -> Made:
 
 @per_scan("patch", "advice", evidence="derived", disproof="lowprec-check fix, which tries a patch")
 def _patch(result: ScanResult) -> Iterator[Made]:
-    """Where the user's own code fails, after a search for a plan: a patch of these lines may be smaller. None was tried."""
+    """Where the user's own code fails, after a search for a plan: a patch of these lines may be
+    smaller. None was tried.
+    """
     elsewhere = result.fixing or result.training or result.prediction or ".py" not in result.target
     if elsewhere or not _searched(result):
         return
@@ -160,9 +180,13 @@ def _patch(result: ScanResult) -> Iterator[Made]:
 
 
 def in_fp32(kept: list[str], modules: int, plan: Plan | None) -> str:
-    """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included; those inside the ``kept`` ones count, if a ``plan`` names them."""
+    """``2 of 6 modules in fp32`` of a model with 7 ``modules``, itself included; those inside the
+    ``kept`` ones count, if a ``plan`` names them.
+    """
     count, total = number_of(kept, plan.modules if plan is not None else ()), counted(max(0, modules - 1), "module")
-    return f"{count} of {total} in fp32" if count < modules else f"{counted(count, 'module')} in fp32"
+    if count < modules:
+        return f"{count} of {total} in fp32"
+    return f"{counted(count, 'module')} in fp32"
 
 
 # -- what the verdict rests on
@@ -181,7 +205,9 @@ def judged(run: Run, result: ScanResult) -> Made:
     passes_ = "it passes" if run.evidence == "measured" else "it is predicted to pass"
     if run.distance is None or not run.tolerance:
         return plain(passes_)
-    what = f" of the output of {run.compared_module}" if run.compared_module else ""
+    what = ""
+    if run.compared_module:
+        what = f" of the output of {run.compared_module}"
     batches = run.batch_count
     further = on_further(run)
     on = "{batches:count batch} of inputs" if batches == 1 else "each of {batches:count batch} of inputs"
@@ -295,9 +321,14 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
     if run not in candidates(result.runs) or untold or like_best:
         return None
     if run.status == "ok":
-        return Said(fails, "bad") if fails else None
+        if fails:
+            return Said(fails, "bad")
+        return None
     odd = degenerate_output(run, result.runs)
-    reason = say("it cannot be judged: {odd:text}", odd=odd) if odd else why(run)
+    if odd:
+        reason = say("it cannot be judged: {odd:text}", odd=odd)
+    else:
+        reason = why(run)
     passing = remedies(run)
     if passing:
         reason = chained(reason, say("passes with {ways:names}", ways=passing))
@@ -319,7 +350,9 @@ def also_faster(run: Run, result: ScanResult) -> Made:
 
 @per_run("also-smaller", "advice", disproof="measuring the peak again")
 def also_smaller(run: Run, result: ScanResult) -> Made:
-    """A run that passes and takes less memory than fp32, where the recommended one gains nothing over fp32."""
+    """A run that passes and takes less memory than fp32, where the recommended one gains nothing
+    over fp32.
+    """
     best, ratio = recommended_run(result), memory_ratio(run, result.runs)
     gains = result.recommendation is None or result.recommendation.worth != "nothing"
     if best is None or gains or run is best or not passes_all(run, result.runs) or ratio is None or ratio > SMALLER:
@@ -331,13 +364,17 @@ def _passes_too(gain: Sentence, run: Run, best: Run, result: ScanResult) -> Sent
     """What ``run`` gains, and why ``best`` is named nevertheless."""
     lacking = any(missing_kernels(other) for other in result.runs if is_cast(other))
     is_unsafe = lacking and is_cast(run) and not is_cast(best)
-    unsafe = plain("but some ops lack a kernel in another cast of the model") if is_unsafe else None
+    unsafe = None
+    if is_unsafe:
+        unsafe = plain("but some ops lack a kernel in another cast of the model")
     return chained(gain, unsafe, drawback(run), between=", ")
 
 
 @per_run("slower-than", "advice")
 def slower_than(run: Run, result: ScanResult) -> Made:
-    """A run that passes and was slower than the recommended one in the same rounds, which their ratios to fp32 alone may not tell."""
+    """A run that passes and was slower than the recommended one in the same rounds, which their
+    ratios to fp32 alone may not tell.
+    """
     best = recommended_run(result)
     is_told = best is not None and run.latency is not None and best.key.label in run.latency.slower_than
     if best is None or not is_told or not passes_all(run, result.runs):

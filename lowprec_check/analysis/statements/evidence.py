@@ -1,4 +1,6 @@
-"""What the conclusions of a scan rest on: where errors come from, inputs and weights, predictions, and what was not seen."""
+"""What the conclusions of a scan rest on: where errors come from, inputs and weights, predictions,
+and what was not seen.
+"""
 
 from __future__ import annotations
 
@@ -45,21 +47,30 @@ NAMED = 3
 
 
 def is_told(run: Run, result: ScanResult) -> bool:
-    """Whether readers need to know where the error of ``run`` comes from: it fails by its error, or its output is lost."""
+    """Whether readers need to know where the error of ``run`` comes from: it fails by its error, or
+    its output is lost.
+    """
     is_odd = degenerate_output(run, result.runs) is not None
     return not is_odd and run.budget is not None and fails_by_error(run) and run.status != "timeout"
 
 
 @per_run("shares", "error", evidence="derived", disproof="an ablation: the same run with the module in fp32")
 def shares(run: Run, result: ScanResult) -> Made:
-    """The modules with the largest shares of the squared error of the output, by following the error of each op to the output."""
+    """The modules with the largest shares of the squared error of the output, by following the
+    error of each op to the output.
+    """
     budget = trusted_budget(run)
     if budget is None or not is_told(run, result) or is_disproved(run):
         return None
     causes = main_causes(run, NAMED)
     about = chained(plain("shares of the error"), how_known(causes, budget), between=", ")
     if not is_over_tolerance(run):  # they are not of the error that makes the run fail
-        where = "in eager mode" if not run.is_eager else "in the first call" if run.failed_call else "op by op"
+        if not run.is_eager:
+            where = "in eager mode"
+        elif run.failed_call:
+            where = "in the first call"
+        else:
+            where = "op by op"
         only = "shares of the error {where:text}, which is only {error:error}"
         about = say(only, where=where, error=budget.measured or 0.0)
         about = chained(about, how_known(causes, budget), between=", ")
@@ -69,7 +80,9 @@ def shares(run: Run, result: ScanResult) -> Made:
         parts.append(say("the error of {module:module} cancels part of it", module=cancels))
     if budget.decisions >= MATTERS:
         parts.append(say("{share:share} choices that differ from fp32", share=budget.decisions))
-    rest = 0.0 if any(part.is_measured for part in causes) else (budget.unexplained or 0.0) - budget.decisions
+    rest = 0.0
+    if not any(part.is_measured for part in causes):
+        rest = (budget.unexplained or 0.0) - budget.decisions
     if rest >= MATTERS:
         parts.append(say("{share:share} not explained", share=rest))
     elif rest <= -MATTERS:
@@ -82,23 +95,31 @@ def how_known(causes: Sequence[PartShare], budget: ErrorBudget) -> Sentence:
     if causes and all(part.is_measured for part in causes):
         return plain("measured")
     chance = CHANCE * budget.spread
-    return say("estimated to within {chance:share}", chance=chance) if chance >= MATTERS else plain("estimated")
+    if chance >= MATTERS:
+        return say("estimated to within {chance:share}", chance=chance)
+    return plain("estimated")
 
 
 def _largest(run: Run) -> Iterator[Sentence]:
-    """``46 % lm_head (linear, model.py:41)``, with the op if it has most of the share; then others without; if no module has much, the spread."""
+    """``46 % lm_head (linear, model.py:41)``, with the op if it has most of the share; then others
+    without; if no module has much, the spread.
+    """
     causes, modules = main_causes(run, NAMED), module_shares(run)
     mixed = len({part.is_measured for part in causes}) > 1
     for index, part in enumerate(causes):
         rounding = "rounding of " if part.largest.rounding and part.name != BETWEEN else ""
-        source = f", {part.largest.source}" if part.largest.source else ""
+        source = ""
+        if part.largest.source:
+            source = f", {part.largest.source}"
         op = say(" ({rounding:text}{op:op}{source:text})", rounding=rounding, op=part.largest.op, source=source)
         is_of_op = part.largest.share >= part.share / 2  # else others in the module, or that read its results in fp32
         if part.by_itself is not None:
             yield say("{share:share} {module:module} (in part the same)", share=part.by_itself, module=part.name)
         else:
             named = say("{share:share} {module:module}", share=part.share, module=part.name)
-            known = plain(", measured") if mixed and part.is_measured else None
+            known = None
+            if mixed and part.is_measured:
+                known = plain(", measured")
             yield chained(named, op if not index and is_of_op else None, known, between="")
     parts = [part for part in modules if part.share > 0]
     if causes:
@@ -165,13 +186,17 @@ def plan_passes(run: Run, result: ScanResult) -> Made:
     if plan is None:
         return None
     words = "with {kept:modules} in fp32 (the plan) it passes"
-    error = say(", error {error:error}", error=plan.rel_l2) if plan.rel_l2 is not None else None
+    error = None
+    if plan.rel_l2 is not None:
+        error = say(", error {error:error}", error=plan.rel_l2)
     return chained(say(words, kept=plan.keep_fp32), error, between="")
 
 
 @per_run("rescued", "error", disproof="fixing the ops and running the model again")
 def rescued(run: Run, result: ScanResult) -> Made:
-    """How many calls fail in this precision, how they succeed, and how far the model went on with their results."""
+    """How many calls fail in this precision, how they succeed, and how far the model went on with
+    their results.
+    """
     calls = Counter[str]()
     for gap in run.gaps:
         if gap.rescued:
@@ -187,8 +212,12 @@ def rescued(run: Run, result: ScanResult) -> Made:
 def tiny(run: Run, result: ScanResult) -> Made:
     """What the format makes of an output that is too small for it."""
     is_lost = run.status == "inaccurate" and fails_by_error(run) and degenerate_output(run, result.runs) is None
-    found = tiny_output(run) if is_lost else None
-    return plain(found) if found else None
+    found = None
+    if is_lost:
+        found = tiny_output(run)
+    if found:
+        return plain(found)
+    return None
 
 
 # -- inputs and weights
@@ -202,8 +231,11 @@ def scope(result: ScanResult) -> Iterator[Made]:
         yield plain("only the forward pass was run")
         return
     default = {True: " (default)", False: ""}
-    batches = "" if setup.steps == 1 else f", {'a new' if setup.new_batches else 'the same'} batch each step"
-    batches = f", {setup.batches} batches in turn" if setup.batches else batches
+    batches = ""
+    if setup.steps != 1:
+        batches = f", {'a new' if setup.new_batches else 'the same'} batch each step"
+    if setup.batches:
+        batches = f", {setup.batches} batches in turn"
     yield say(
         "{steps:count step} of {optimizer:text}, loss: {loss:text}{batches:text}",
         steps=setup.steps,
@@ -220,8 +252,11 @@ def seeds(result: ScanResult) -> Iterator[Made]:
     if setup is None:
         return
     if setup.seeds:
-        varied = say(" (other {varied:names})", varied=setup.varied) if setup.is_varied else None
-        varied = say(" ({varied:names} only)", varied=setup.varied) if setup.varied and varied is None else varied
+        varied = None
+        if setup.is_varied:
+            varied = say(" (other {varied:names})", varied=setup.varied)
+        if setup.varied and varied is None:
+            varied = say(" ({varied:names} only)", varied=setup.varied)
         seeds = say("judged by {seeds:count fp32 run} from other seeds", seeds=setup.seeds)
         yield chained(chained(seeds, varied, between=""), plain("after the last step"), between=", ")
         if setup.limit_low and not setup.loss_tells:
@@ -271,7 +306,9 @@ def notes(result: ScanResult) -> Iterator[Made]:
 
 @per_scan("prediction", "prediction", evidence="predicted", disproof="the same scan on the device")
 def prediction(result: ScanResult) -> Iterator[Made]:
-    """That nothing ran on the device, what is known of its kernels, and how much of the model that covers."""
+    """That nothing ran on the device, what is known of its kernels, and how much of the model that
+    covers.
+    """
     device = result.prediction
     if device is None:
         return
@@ -281,7 +318,9 @@ def prediction(result: ScanResult) -> Iterator[Made]:
         missing = f"nothing ran with torch {device.torch}"
     else:
         missing = "the 16-bit kernels of the CPU were emulated"
-    policy = f"; its autocast policy: torch {device.autocast}" if device.autocast != device.torch else ""
+    policy = ""
+    if device.autocast != device.torch:
+        policy = f"; its autocast policy: torch {device.autocast}"
     assumed = sorted({op for run in result.runs for op in run.assumed_ops})
     known = {op for run in result.runs for op in run.known_ops} - {*assumed}
     statuses = {run.status for run in result.runs if run.is_low}
@@ -291,7 +330,9 @@ def prediction(result: ScanResult) -> Iterator[Made]:
     if known or assumed:
         knows = "the catalog knows {known:number} of {total:count op} in 16 bits"
         covered = say(knows, known=len(known), total=len(known) + len(assumed))
-    others = say(", the others are assumed to run: {ops:ops}", ops=assumed) if assumed else None
+    others = None
+    if assumed:
+        others = say(", the others are assumed to run: {ops:ops}", ops=assumed)
     words = "Predicted: {missing:text}. Its kernels: {kernels:text}{policy:text}"
     head = say(words, missing=missing, kernels=device.kernels, policy=policy)
     yield Said(chained(head, chained(covered, others, between=""), between="; "), "warn")
@@ -311,7 +352,9 @@ def partly_analyzed(run: Run, result: ScanResult) -> Made:
         return Said(say("analyzed op by op only in part: {reason:text}", reason=reason.rstrip(".")), "warn")
     if run.perturbed:
         return Said(plain("the op-by-op analysis changed its output"), "warn")
-    return None if len(run.op_calls) else plain("not analyzed op by op")
+    if len(run.op_calls):
+        return None
+    return plain("not analyzed op by op")
 
 
 @per_run("emulated", "analysis")
@@ -319,12 +362,16 @@ def emulated(run: Run, result: ScanResult) -> Made:
     """Ops that the analysis computed in fp32 and rounded, as their kernels are too slow or crash."""
     words = "computed in fp32 and rounded in the analysis, as the kernels are too slow or crash: {ops:ops}"
     ops = {row.op for row in run.op_calls.rows() if row.outcome == "emulated"} & run.emulated.keys()
-    return say(words, ops=sorted(ops)) if ops else None
+    if ops:
+        return say(words, ops=sorted(ops))
+    return None
 
 
 @per_scan("not-withheld", "inputs", disproof="an op-by-op listing of the calls")
 def not_withheld(result: ScanResult) -> Iterator[Made]:
-    """Kernels to run without that no call needed: a function such as aten.linear runs as the ops that it consists of."""
+    """Kernels to run without that no call needed: a function such as aten.linear runs as the ops
+    that it consists of.
+    """
     gaps = {gap.op for run in result.runs for gap in run.gaps}
     low = [run for run in candidates(result.runs) if run.complete and len(run.op_calls)]
     for spec in result.options.get("without_kernel") or () if low else ():

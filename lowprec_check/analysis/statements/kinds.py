@@ -73,13 +73,17 @@ def _registered(
 
 @functools.cache
 def kinds() -> Mapping[str, Kind]:
-    """Every kind by its name, in the order in which they are said; each module of this package that registers some is loaded first."""
+    """Every kind by its name, in the order in which they are said; each module of this package that
+    registers some is loaded first.
+    """
     modules_in(__name__.rpartition(".")[0])
     return dict(_KINDS)
 
 
 def statements(result: ScanResult) -> list[Statement]:
-    """Everything that is said of ``result``, computed from its runs, diagnostics and recommendation."""
+    """Everything that is said of ``result``, computed from its runs, diagnostics and
+    recommendation.
+    """
     return [statement for kind in kinds().values() for statement in _made(kind, result)]
 
 

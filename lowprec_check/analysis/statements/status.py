@@ -53,11 +53,15 @@ def why(run: Run) -> Sentence:
         found = _nonfinite(run)
     else:
         found = plain(run.reason or run.status)
-    return chained(plain(where), found, between="") if where else found
+    if where:
+        return chained(plain(where), found, between="")
+    return found
 
 
 def _fails_by(ops: list[str], run: Run) -> bool:
-    """Whether a run fails by one of the ``ops`` without a kernel: it died in one, or its exception is not that of another gap."""
+    """Whether a run fails by one of the ``ops`` without a kernel: it died in one, or its exception
+    is not that of another gap.
+    """
     if run.status == "crashed":
         return any(gap.kind == "crash" for gap in run.gaps)
     message = run.exception.message if run.exception is not None else ""
@@ -82,12 +86,16 @@ def _raised(run: Run) -> Sentence:
         return constants
     when = when_raised(way.failed_step if way else None, run.exception)
     message = shorten(run.exception.text if run.exception else "it raised an exception", _LONGEST)
-    kinds = ", ".join(dict.fromkeys(gap.kind for gap in failing_gaps(run))) if not run.failed_call else ""
+    kinds = ""
+    if not run.failed_call:
+        kinds = ", ".join(dict.fromkeys(gap.kind for gap in failing_gaps(run)))
     return plain(f"{kinds}: {when}{message}" if kinds else f"{when}{message}")
 
 
 def out_of_range(run: Run) -> Sentence | None:
-    """The constants that do not fit the format of ``run``, if nothing else fails; the exception does not name them."""
+    """The constants that do not fit the format of ``run``, if nothing else fails; the exception
+    does not name them.
+    """
     gaps = failing_gaps(run)
     written = (f"{gap.constant:g} in {short_op(gap.op)}" for gap in gaps if gap.constant is not None)
     constants = list(dict.fromkeys(written))
@@ -107,29 +115,40 @@ def _inaccurate(run: Run) -> Sentence:
     if run.rel_l2 is None:
         differ = "{share:percent} of the values differ, tolerance {limit:percent}"
         return say(differ, share=run.distance, limit=limit)
-    what = f" of the output of {run.compared_module}" if run.compared_module else ""
+    what = ""
+    if run.compared_module:
+        what = f" of the output of {run.compared_module}"
     what = what or (f" of {judged_output(run)}" if run.compared_output is not None else "")
     over = "error {error:error}{what:text} over the tolerance {limit:limit}"
     return chained(say(over, error=run.rel_l2, what=what, limit=limit), shares(run), between="; ")
 
 
 def shares(run: Run) -> Sentence | None:
-    """``46 % from lm_head, about 12 % from ln_f``: the largest shares of an error over the tolerance; ``about``: estimated."""
+    """``46 % from lm_head, about 12 % from ln_f``: the largest shares of an error over the
+    tolerance; ``about``: estimated.
+    """
     budget = run.budget
     if budget is None or not is_over_tolerance(run) or is_disproved(run):
         return None
-    parts = main_causes(run, 2) if trusted_budget(run) else []
+    parts = []
+    if trusted_budget(run):
+        parts = main_causes(run, 2)
     words = {True: "{share:share} from {module:module}", False: "about {share:share} from {module:module}"}
     apart = (part for part in parts if part.by_itself is None)
     found = [say(words[part.is_measured], share=part.share, module=part.name) for part in apart]
     if budget.decisions >= MATTERS:
         found.append(say("{decisions:share} from choices that differ from fp32", decisions=budget.decisions))
-    return chained(*found, between=", ") if found else None
+    if found:
+        return chained(*found, between=", ")
+    return None
 
 
 def _nonfinite(run: Run) -> Sentence:
     way = first_way(run)
-    what = nonfinite(way) if way is not None else plain(f"NaN or Inf in {judged_output(run)}")
+    if way is not None:
+        what = nonfinite(way)
+    else:
+        what = plain(f"NaN or Inf in {judged_output(run)}")
     first = next((row for row in run.op_calls.rows() if row.spoils_output), None)
     if first is None:
         return what
@@ -140,13 +159,21 @@ def _nonfinite(run: Run) -> Sentence:
 
 
 def error_text(run: Run) -> str | None:
-    """``1.3e-03``; ``2.3 % differ`` of integers; of a training, how far the weights end from those of fp32. ``None`` if it is not known."""
+    """``1.3e-03``; ``2.3 % differ`` of integers; of a training, how far the weights end from those
+    of fp32. ``None`` if it is not known.
+    """
     if run.training is not None:
         way = first_way(run)
-        return f"weights {error_figure(way.distances[-1])} off" if way is not None and way.distances else None
+        if way is not None and way.distances:
+            return f"weights {error_figure(way.distances[-1])} off"
+        return None
     if run.rel_l2 is None and run.distance is not None:
-        return f"{percent(run.distance)} differ" if run.distance else "equal"
-    return None if run.output_error is None else error_figure(run.distance)
+        if run.distance:
+            return f"{percent(run.distance)} differ"
+        return "equal"
+    if run.output_error is None:
+        return None
+    return error_figure(run.distance)
 
 
 def passes_but(run: Run) -> Sentence | None:
@@ -154,14 +181,20 @@ def passes_but(run: Run) -> Sentence | None:
     further = fails_elsewhere(run)
     if further is not None:
         return fails_on_further(further)
-    changed = changed_by_backend(run) if run.status == "ok" else []
-    return say("changes values that eager mode does not: {names:names}", names=changed) if changed else None
+    changed = []
+    if run.status == "ok":
+        changed = changed_by_backend(run)
+    if changed:
+        return say("changes values that eager mode does not: {names:names}", names=changed)
+    return None
 
 
 @per_run("failure", "runs", disproof="running the model so, several times in a row, without it")
 def failure(run: Run, result: ScanResult) -> Made:
     """Why a run fails, was not run, or cannot be judged."""
-    return None if run.is_reference else why_not(run, result.runs)
+    if run.is_reference:
+        return None
+    return why_not(run, result.runs)
 
 
 def why_not(run: Run, runs: Sequence[Run]) -> Said | None:
@@ -179,13 +212,17 @@ def why_not(run: Run, runs: Sequence[Run]) -> Said | None:
 
 @per_run("margin", "margin", disproof="the same run on other inputs")
 def margin(run: Run, result: ScanResult) -> Made:
-    """How near a run that passes is to its tolerance, if it is near, or was tried on further inputs."""
+    """How near a run that passes is to its tolerance, if it is near, or was tried on further
+    inputs.
+    """
     part, found = part_of_tolerance(run), run.further_inputs
     tried = found.tried if found is not None and run.distance is not None else 0
     if run.status != "ok" or run.training or passes_but(run) or degenerate_output(run, result.runs):
         return None
     if not tried:
-        return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn") if part >= NEAR else None
+        if part >= NEAR:
+            return Said(say("near its limit: {part:percent} of the tolerance", part=part), "warn")
+        return None
     words = "worst {part:percent} of tolerance, {inputs:count input}"
     worst = say(f"near its limit: {words}" if part >= NEAR else words, part=part, inputs=run.batch_count + tried)
     return Said(worst, "warn" if part >= NEAR else "none")
@@ -229,7 +266,9 @@ def further_in(runs: Sequence[Run]) -> Sentence | None:
 
 @per_run("compiler-remarks", "runs", disproof="compiling it again")
 def compiler_remarks(run: Run, result: ScanResult) -> Made:
-    """How often a compiler warned, and how many graph breaks it made: with the speed that the run has nevertheless."""
+    """How often a compiler warned, and how many graph breaks it made: with the speed that the run
+    has nevertheless.
+    """
     found = run.backend_check.remarks if run.backend_check is not None else []
     warned = sum(its.count for its in found if its.kind == "warning")
     breaks = sum(its.count for its in found if its.kind == "graph-break")
@@ -260,8 +299,12 @@ def compared_module(run: Run, result: ScanResult) -> Made:
 @per_run("failed-while-timed", "times")
 def while_timed(run: Run, result: ScanResult) -> Made:
     """A run that passed, and failed when its times were taken."""
-    note = failure_while_timed(run) if run.status == "ok" or run.is_reference else None
-    return plain(note) if note and reference_of(result.runs) is not None else None
+    note = None
+    if run.status == "ok" or run.is_reference:
+        note = failure_while_timed(run)
+    if note and reference_of(result.runs) is not None:
+        return plain(note)
+    return None
 
 
 @per_run("launch-bound", "times", disproof="a profile of the call")

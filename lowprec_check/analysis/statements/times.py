@@ -23,7 +23,9 @@ def _variation(fp32: Latency) -> Sentence:
 
 @per_scan("rounds", "times", disproof="another scan on a quiet machine")
 def rounds(result: ScanResult) -> Iterator[Made]:
-    """In how many rounds the runs were timed in turns with fp32, and how far the calls of fp32 varied."""
+    """In how many rounds the runs were timed in turns with fp32, and how far the calls of fp32
+    varied.
+    """
     reference = reference_of(result.runs)
     if result.prediction is not None or reference is None:
         return
@@ -62,12 +64,16 @@ def one_core(run: Run, result: ScanResult) -> Made:
     """A run that was compared with fp32 on one core, where other programs disturb less."""
     found = run.latency.speedup if run.latency is not None and run.timing is None else None
     words = "compared with fp32 on one core, since other programs used the others"
-    return Said(plain(words), "warn") if found is not None and found.one_core else None
+    if found is not None and found.one_core:
+        return Said(plain(words), "warn")
+    return None
 
 
 @per_run("one-call", "times", disproof="lowprec-check scan --thorough")
 def one_call(run: Run, result: ScanResult) -> Made:
-    """A run whose speed is that of one call, or of the fastest of few, and not of rounds, as these showed that it is far slower than fp32."""
+    """A run whose speed is that of one call, or of the fastest of few, and not of rounds, as these
+    showed that it is far slower than fp32.
+    """
     found = run.latency.speedup if run.latency is not None and run.timing is None else None
     if run.judged_by_one_call and run.format is not None:
         words = "judged by one call, which took over 20 times as long as fp32's: {format:text} is not accelerated here (--thorough calls it again)"

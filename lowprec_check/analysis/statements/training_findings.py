@@ -1,4 +1,6 @@
-"""What training in low precision does to gradients, updates and the loss, and what the recommended way to train rests on."""
+"""What training in low precision does to gradients, updates and the loss, and what the recommended
+way to train rests on.
+"""
 
 from __future__ import annotations
 
@@ -78,10 +80,16 @@ def stays_near(run: Run, result: ScanResult) -> Made:
 
 
 def part_of_limit(run: Run, result: ScanResult) -> float:
-    """How far the weights end from those of fp32 in the recommended way, as a part of the limit; 0 if that is not judged."""
+    """How far the weights end from those of fp32 in the recommended way, as a part of the limit; 0
+    if that is not judged.
+    """
     way, setup = _recommended(run, result), result.training
-    limit = distance_limit(run, way, setup) if way is not None and setup is not None else None
-    return way.distances[-1] / limit if way is not None and limit is not None else 0.0
+    limit = None
+    if way is not None and setup is not None:
+        limit = distance_limit(run, way, setup)
+    if way is not None and limit is not None:
+        return way.distances[-1] / limit
+    return 0.0
 
 
 @per_run("scaling", "advice", disproof="a step later in the training")
@@ -102,12 +110,16 @@ def scaling(run: Run, result: ScanResult) -> Made:
         lost = plain("no gradient underflows in the first step without it")
     start = say("with GradScaler from {scale:scale}", scale=way.initial_scale)
     plain_way = training.way("plain")
-    without = plain("it passes without GradScaler too") if plain_way and plain_way.status == "ok" else None
+    without = None
+    if plain_way and plain_way.status == "ok":
+        without = plain("it passes without GradScaler too")
     return chained(chained(start, _skipped(way.skipped_steps), between=", "), lost, without)
 
 
 def _skipped(steps: int) -> Sentence:
-    return say("{skipped:count step} skipped", skipped=steps) if steps else say("no step skipped")
+    if steps:
+        return say("{skipped:count step} skipped", skipped=steps)
+    return say("no step skipped")
 
 
 @per_run("updates", "advice", disproof="a longer training")
@@ -118,7 +130,9 @@ def updates(run: Run, result: ScanResult) -> Made:
         return None
     if keeps_weights(run) and way.declared.leaves_weights:
         reference = reference_of(result.runs)
-        fp32 = first_way(reference) if reference is not None else None
+        fp32 = None
+        if reference is not None:
+            fp32 = first_way(reference)
         if fp32 is None or not fp32.lost_updates:
             return plain("the weights stay in fp32, where rounding loses less than 1 % of their updates")
         words = "the weights stay in fp32, where rounding loses {lost:percent} of their updates too"
@@ -131,7 +145,9 @@ def updates(run: Run, result: ScanResult) -> Made:
         return chained(kept, say(as_it_is, lost=lost) if lost else None)
     if lost is None or lost < FEW:
         words = "no master weights are needed: rounding loses {lost:percent} of the updates of weights"
-        return None if lost is None else say(words, lost=lost)
+        if lost is None:
+            return None
+        return say(words, lost=lost)
     words = "rounding loses {lost:percent} of the updates of weights, which a longer training may show"
     return Said(say(words, lost=lost), "warn")
 
@@ -142,15 +158,21 @@ def other_way(run: Run, result: ScanResult) -> Made:
     way, first = _recommended(run, result), first_way(run)
     if way is None or first is None or way.name == first.name or run.status in ("ok", "skipped"):
         return None
-    usual = "as it is" if first.name == "plain" else f"with {first.declared.words}"
+    usual = "as it is"
+    if first.name != "plain":
+        usual = f"with {first.declared.words}"
     return chained(say("{first:text} it does not pass", first=usual), why(run), between=": ")
 
 
 @per_run("state", "advice")
 def state(run: Run, result: ScanResult) -> Made:
-    """The memory of the weights and the state of the optimizer in the recommended way, against fp32's."""
+    """The memory of the weights and the state of the optimizer in the recommended way, against
+    fp32's.
+    """
     way, reference = _recommended(run, result), reference_of(result.runs)
-    fp32 = first_way(reference) if reference is not None else None
+    fp32 = None
+    if reference is not None:
+        fp32 = first_way(reference)
     if way is None or reference is None or fp32 is None or not way.state_bytes or not fp32.state_bytes:
         return None
     words = "weights and optimizer state take {state:bytes}, in fp32 {fp32:bytes}"
@@ -170,7 +192,9 @@ def state(run: Run, result: ScanResult) -> Made:
 
 
 def drawback(run: Run) -> Sentence | None:
-    """Why a run that passes, and is faster than the recommended one, is not recommended; ``None`` if its weights stay in fp32."""
+    """Why a run that passes, and is faster than the recommended one, is not recommended; ``None``
+    if its weights stay in fp32.
+    """
     first, lost = first_way(run), None
     if first is None or run.format is None or keeps_weights(run):
         return None
@@ -184,7 +208,9 @@ def drawback(run: Run) -> Sentence | None:
 
 @per_run("passing-ways", "runs", disproof="training the model so")
 def passing(run: Run, result: ScanResult) -> Made:
-    """The ways to train that pass, if the first does not; the first, if it is not the plain one; and its steps, if it made fewer than asked for."""
+    """The ways to train that pass, if the first does not; the first, if it is not the plain one;
+    and its steps, if it made fewer than asked for.
+    """
     first, names, setup = first_way(run), remedies(run), result.training
     if names:
         return say("passes with {ways:names}", ways=names)
@@ -193,12 +219,16 @@ def passing(run: Run, result: ScanResult) -> Made:
     done, parts = steps_of(first), [say("with {way:text}", way=first.declared.words)] * (first.name != "plain")
     if 0 < done < setup.steps:
         parts.append(say("after {done:number} of {steps:count step}", done=done, steps=setup.steps))
-    return chained(*parts) if parts else None
+    if parts:
+        return chained(*parts)
+    return None
 
 
 @per_run("gradients", "training", disproof="a later step")
 def gradients(run: Run, result: ScanResult) -> Made:
-    """What the precision does to the gradients of the first step, without loss scaling, against fp32."""
+    """What the precision does to the gradients of the first step, without loss scaling, against
+    fp32.
+    """
     training = run.training
     if training is None or run.is_reference or not training.gradients:
         return None
@@ -215,11 +245,15 @@ def gradients(run: Run, result: ScanResult) -> Made:
         head = say(f"error {{error:error}}{drawn}", error=training.gradient_error)
         shares = [found for found in training.gradients if found.error_share]
         parts.append(_with(head, shares, "error_share", "from", names_rest=False))
-    return Said(chained(*parts), "warn" if large or underflow >= MATTERS else "none") if parts else None
+    if parts:
+        return Said(chained(*parts), "warn" if large or underflow >= MATTERS else "none")
+    return None
 
 
 def _with(head: Sentence, found: Sequence[ParameterGradient], figure: str, word: str, *, names_rest: bool) -> Sentence:
-    """``head (48 % of conv1.weight, 4 % of fc.weight and of 12 more)``: the parameters with the largest figures."""
+    """``head (48 % of conv1.weight, 4 % of fc.weight and of 12 more)``: the parameters with the
+    largest figures.
+    """
     most = sorted(found, key=lambda one: -(getattr(one, figure) or 0.0))[:_NAMED]
     if not most:
         return head
@@ -249,7 +283,9 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
     else:
         start = say("start GradScaler at {scale:text}", scale=scale)
     scaled, limit = found.largest * found.scale, (run.format or FP16).largest
-    where = f" ({module_name(found.largest_at)})" if found.largest_at else ""
+    where = ""
+    if found.largest_at:
+        where = f" ({module_name(found.largest_at)})"
     words = "the largest 16-bit gradient of the backward pass is {largest:figure}{where:text}"
     largest = say(words, largest=found.largest, where=where)
     if scaled <= limit:
@@ -266,14 +302,19 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
     way = next((way for way in (suggested, default) if way is not None and way.initial_scale == found.scale), None)
     if found.skipped_steps is not None and way is not None:
         done = steps_of(way)
-        tried = say("tried in {done:count step}", done=done) if done else say("tried")
+        if done:
+            tried = say("tried in {done:count step}", done=done)
+        else:
+            tried = say("tried")
         tried = chained(tried, _skipped(found.skipped_steps), between=": ")
     return chained(start, largest, underflow, tried)
 
 
 @per_run("scale-growth", "training", disproof="gradients that grow or shrink")
 def scale_growth(run: Run, result: ScanResult) -> Made:
-    """What becomes of the loss scale of the first way in a training longer than the scan, if its gradients stay as large."""
+    """What becomes of the loss scale of the first way in a training longer than the scan, if its
+    gradients stay as large.
+    """
     way, found = first_way(run), run.training.loss_scale if run.training is not None else None
     if way is None or found is None or not found.largest or not way.final_scale or not steps_of(way):
         return None
@@ -295,7 +336,9 @@ def scale_growth(run: Run, result: ScanResult) -> Made:
 def power_of_two(scale: float) -> str:
     """``2^17`` of 131072; a scale that is no power of two as a number."""
     mantissa, exponent = frexp(scale)
-    return f"2^{exponent - 1}" if mantissa == 0.5 else f"{scale:g}"
+    if mantissa == 0.5:
+        return f"2^{exponent - 1}"
+    return f"{scale:g}"
 
 
 # -- updates
@@ -311,15 +354,21 @@ _KEY = " · "
 
 
 def lost_kinds(run: Run) -> list[Lost]:
-    """Weights by their parameter group if there are several, buffers, the optimizer's state by its key, averages."""
+    """Weights by their parameter group if there are several, buffers, the optimizer's state by its
+    key, averages.
+    """
     found = run.training.lost_updates if run.training is not None else []
     several = len({one.group for one in found if one.values == "weight"}) > 1
     kinds: dict[str, list[LostUpdates]] = {}
     for values, name in _KINDS.items():
         for one in found:
             if one.values == values:
-                key = f" {one.name.rpartition(_KEY)[2]}" if values == "optimizer state" else ""
-                group = f" of group {one.group}" if values == "weight" and several and one.group is not None else ""
+                key = ""
+                if values == "optimizer state":
+                    key = f" {one.name.rpartition(_KEY)[2]}"
+                group = ""
+                if values == "weight" and several and one.group is not None:
+                    group = f" of group {one.group}"
                 kinds.setdefault(f"{name}{key}{group}", []).append(one)
     return [Lost(name, tensors) for name, tensors in kinds.items()]
 
@@ -331,7 +380,9 @@ def tensor_name(found: LostUpdates) -> str:
 
 @per_run("lost-updates", "training", disproof="a larger learning rate, or a longer training")
 def lost_updates(run: Run, result: ScanResult) -> Made:
-    """The share of the updates that rounding loses: of weights, buffers, the state of the optimizer, averages."""
+    """The share of the updates that rounding loses: of weights, buffers, the state of the
+    optimizer, averages.
+    """
     kinds = [kind for kind in lost_kinds(run) if max(kind.share, kind.decay or 0.0) >= MATTERS]
     parts = []
     for kind in kinds:
@@ -344,7 +395,9 @@ def lost_updates(run: Run, result: ScanResult) -> Made:
             decay = say(", their weight decay {decay:percent}", decay=kind.decay)
         lost = say("{values:text} {lost:percent}", values=kind.name, lost=kind.share)
         parts.append(chained(lost, where, decay, between=""))
-    return chained(*parts) if parts else None
+    if parts:
+        return chained(*parts)
+    return None
 
 
 _IMPLEMENTATIONS = {"loop": "foreach=False", "foreach": "foreach=True", "fused": "fused=True"}
@@ -352,7 +405,9 @@ _IMPLEMENTATIONS = {"loop": "foreach=False", "foreach": "foreach=True", "fused":
 
 @per_run("zero-gradients", "training", disproof="a step of the optimizer with gradients of zero")
 def zero_gradients(run: Run, result: ScanResult) -> Made:
-    """Implementations of the optimizer in which a step with gradients of zero makes weights NaN or Inf."""
+    """Implementations of the optimizer in which a step with gradients of zero makes weights NaN or
+    Inf.
+    """
     checks = [check for check in (run.training.epsilon if run.training is not None else []) if check.error is None]
     bad = [check for check in checks if check.nonfinite]
     if not bad:
@@ -361,7 +416,9 @@ def zero_gradients(run: Run, result: ScanResult) -> Made:
     some = "{share:percent}" if shares[0] == shares[-1] else "up to {share:percent}"
     words = f"a step with gradients of zero makes {some} of the weights NaN or Inf with {{bad:text}}"
     fine = _implementations(check for check in checks if not check.nonfinite)
-    none = say("none with {fine:text}", fine=fine) if fine else None
+    none = None
+    if fine:
+        none = say("none with {fine:text}", fine=fine)
     return Said(chained(say(words, share=shares[-1], bad=_implementations(bad)), none), "warn")
 
 

@@ -1,4 +1,6 @@
-"""What backends share that run the graph of ``torch.export`` in a library of their own: the graph, its code to paste, the ops that are missing."""
+"""What backends share that run the graph of ``torch.export`` in a library of their own: the graph,
+its code to paste, the ops that are missing.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ from lowprec_check.schema.scan_result import ModelInfo
 
 
 def exported(model, args, kwargs):
-    """The graph of a model, from tensors to tensors; and what makes a function on arrays one that is called as the model is."""
+    """The graph of a model, from tensors to tensors; and what makes a function on arrays one that
+    is called as the model is.
+    """
     import torch
     from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -65,7 +69,9 @@ def exported(model, args, kwargs):
 
 
 class GraphBackend(Backend):
-    """A backend that runs the graph of a model in a library of its own on the CPU, for inputs of one shape."""
+    """A backend that runs the graph of a model in a library of its own on the CPU, for inputs of
+    one shape.
+    """
 
     setup_budget = 300.0
     changes_process = True  # threads of the library stay, and take cores from those of torch
@@ -80,7 +86,9 @@ class GraphBackend(Backend):
     functions: ClassVar[tuple[Callable[..., Any], ...]]
     """The functions that :meth:`load` calls, to paste."""
     loading: ClassVar[str]
-    """The expression with which the pasted code gets what :meth:`load` returns, of ``program`` and ``{precision}``."""
+    """The expression with which the pasted code gets what :meth:`load` returns, of ``program`` and
+    ``{precision}``.
+    """
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """It is not for the CPU, or the library is missing, or does not compute in ``precision``."""
@@ -89,19 +97,25 @@ class GraphBackend(Backend):
         if precision.name not in self.computes_in:
             return self.instead
         missing = missing_packages(*self.packages)
-        return f"{self.name} cannot run here: it needs {missing}" if missing else None
+        if missing:
+            return f"{self.name} cannot run here: it needs {missing}"
+        return None
 
     def load(self, program: Any, precision: str) -> Callable[[list[Any]], Any]:
-        """Return what runs an ``ExportedProgram`` on arrays; ``precision`` is the library's name of it."""
+        """Return what runs an ``ExportedProgram`` on arrays; ``precision`` is the library's name of
+        it.
+        """
         raise NotImplementedError
 
     def missing_ops(self, error: Exception, program: Any) -> list[str]:
-        """The ops that :meth:`load` failed for with ``error``, ``aten.cholesky.default``; none if it failed otherwise."""
+        """The ops that :meth:`load` failed for with ``error``, ``aten.cholesky.default``; none if
+        it failed otherwise.
+        """
         raise NotImplementedError
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
-        """The model in the library; raises :class:`UnsupportedOpsError` for ops that are missing there, and :class:`UsageError`
-        for what a graph would do differently.
+        """The model in the library; raises :class:`UnsupportedOpsError` for ops that are missing
+        there, and :class:`UsageError` for what a graph would do differently.
         """
         import torch
 
@@ -159,7 +173,9 @@ class GraphBackend(Backend):
 
 
 def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str, dtype: str | None = None) -> list[Gap]:
-    """A gap for each place in a graph that calls one of ``ops``, as torch's decompositions of it name them, on tensors of ``dtype``."""
+    """A gap for each place in a graph that calls one of ``ops``, as torch's decompositions of it
+    name them, on tensors of ``dtype``.
+    """
     from lowprec_check.engine.core.source_location import lines_of_trace
 
     wanted, calls = set(ops), Counter[tuple[str, str, Any, tuple[str, ...]]]()

@@ -1,4 +1,6 @@
-"""Quantization to int8 after training: static, by torchao's PT2E, or by Intel's extension on torch 2.8; of linear layers by a config of torchao."""
+"""Quantization to int8 after training: static, by torchao's PT2E, or by Intel's extension on torch
+2.8; of linear layers by a config of torchao.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ class Quantizing(Backend):
 
 
 class Int8(Quantizing):
-    """Quantizes weights and activations of convolutions and linear layers; the rest stays in fp32, or bf16 by autocast."""
+    """Quantizes weights and activations of convolutions and linear layers; the rest stays in fp32,
+    or bf16 by autocast.
+    """
 
     name = "int8"
     summary = "static quantization to int8: torchao's PT2E and inductor, or Intel's extension on torch 2.8"
@@ -54,7 +58,9 @@ class Int8(Quantizing):
             )
         if precision.kind not in ("reference", "autocast"):
             return "int8 quantizes fp32 weights, which a cast has rounded already: use fp32 or autocast-bf16"
-        return f"int8 cannot run here: {missing()}" if library() is None else None
+        if library() is None:
+            return f"int8 cannot run here: {missing()}"
+        return None
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The quantized model, calibrated on ``example.calibration()``; the first call compiles it."""
@@ -88,7 +94,9 @@ class Int8Linear(Quantizing):
             return f"{self.name} computes the rest of the model in fp32 or bf16: use fp32 or bfloat16"
         if self.calibrates and fitting_torchao() != NEWEST:
             return f"SmoothQuant needs torchao {NEWEST}, and with it torch 2.11 or later"
-        return None if torchao_fits() else f"{self.name} cannot run here: {missing()}"
+        if torchao_fits():
+            return None
+        return f"{self.name} cannot run here: {missing()}"
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
         """The quantized model, which its first call compiles."""

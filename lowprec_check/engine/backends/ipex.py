@@ -1,4 +1,6 @@
-"""Intel's extension for PyTorch: ``ipex.optimize``, called eagerly, compiled by ``torch.compile(backend="ipex")``, or traced and frozen."""
+"""Intel's extension for PyTorch: ``ipex.optimize``, called eagerly, compiled by
+``torch.compile(backend="ipex")``, or traced and frozen.
+"""
 
 from __future__ import annotations
 
@@ -35,13 +37,17 @@ class ExtensionBackend(Backend):
     """The backend that does the same on newer torch."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
-        """Why the extension cannot be used on ``device``; precisions that it does not support raise an exception in the run."""
+        """Why the extension cannot be used on ``device``; precisions that it does not support raise
+        an exception in the run.
+        """
         if device != "cpu":
             return f"{IPEX} on PyPI supports the CPU only; use the backend inductor on {device}"
         return extension_problem()
 
     def replacement(self) -> Replacement | None:
-        """The backend that does the same, if torch is newer than 2.8 and the extension is not installed."""
+        """The backend that does the same, if torch is newer than 2.8 and the extension is not
+        installed.
+        """
         torch = minor_version(installed_version("torch"))
         if torch is None or torch <= LAST_FIT or installed_version(IPEX) is not None:
             return None
@@ -54,9 +60,11 @@ class ExtensionBackend(Backend):
 
 
 def optimized(model: Any, precision: Precision, **options: Any) -> Any:
-    """A copy of ``model``, an ``nn.Module`` in ``precision`` on the CPU, after ``ipex.optimize`` with ``options``.
+    """A copy of ``model``, an ``nn.Module`` in ``precision`` on the CPU, after ``ipex.optimize``
+    with ``options``.
 
-    Raises ``AssertionError`` for a model in training mode, and for weights that the processor cannot prepack.
+    Raises ``AssertionError`` for a model in training mode, and for weights that the processor
+    cannot prepack.
     """
     torch: Any = importlib.import_module("torch")
     ipex: Any = importlib.import_module("intel_extension_for_pytorch")
@@ -67,19 +75,27 @@ def optimized(model: Any, precision: Precision, **options: Any) -> Any:
 
 def optimize_code(precision: Precision, **options: Any) -> str:
     """The call of :func:`optimized` as code."""
-    dtype = [f"dtype={precision.format.dtype}"] if _gives_dtype(precision) else []
+    dtype = []
+    if _gives_dtype(precision):
+        dtype = [f"dtype={precision.format.dtype}"]
     given = [f"{name}={value!r}" for name, value in options.items()]
     return f"ipex.optimize({', '.join(['model', *dtype, *given])})"
 
 
 def _prepack_problem(precision: Precision) -> str | None:
-    """Why this processor cannot prepack weights in the dtype that ``ipex.optimize`` gets; ``None`` if it can."""
-    return prepack_problem(precision.format.name) if _gives_dtype(precision) else None
+    """Why this processor cannot prepack weights in the dtype that ``ipex.optimize`` gets; ``None``
+    if it can.
+    """
+    if _gives_dtype(precision):
+        return prepack_problem(precision.format.name)
+    return None
 
 
 def _prepacking(precision: Precision) -> dict[str, Any]:
     """The options of ``ipex.optimize`` with which it prepacks weights as far as this processor can."""
-    return {} if _prepack_problem(precision) is None else {"weights_prepack": False}
+    if _prepack_problem(precision) is None:
+        return {}
+    return {"weights_prepack": False}
 
 
 def _prepacking_code(key: RunKey) -> str:
@@ -93,11 +109,15 @@ class PrepackingBackend(ExtensionBackend):
     def note(self, precision: Precision) -> str | None:
         """That weights are not prepacked, and why: one note for all backends."""
         problem = _prepack_problem(precision)
-        return None if problem is None else f"{problem}, as rows on ipex and ipex-jit have it here"
+        if problem is None:
+            return None
+        return f"{problem}, as rows on ipex and ipex-jit have it here"
 
 
 def _gives_dtype(precision: Precision) -> bool:
-    """Whether ``ipex.optimize`` gets the dtype of ``precision``: a custom precision changes the model itself."""
+    """Whether ``ipex.optimize`` gets the dtype of ``precision``: a custom precision changes the
+    model itself.
+    """
     return precision.kind in ("cast", "autocast")
 
 
@@ -120,7 +140,9 @@ class Ipex(PrepackingBackend):
 
 
 class IpexCompile(ExtensionBackend):
-    """Optimizes the model, without prepacked weights, which the compiler lays out itself, and compiles it."""
+    """Optimizes the model, without prepacked weights, which the compiler lays out itself, and
+    compiles it.
+    """
 
     name = "ipex-compile"
     summary = 'ipex.optimize, then torch.compile(backend="ipex"); torch 2.8 only'

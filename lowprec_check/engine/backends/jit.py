@@ -1,4 +1,6 @@
-"""``torch.jit.trace`` and ``torch.jit.freeze`` of a model, as a backend, as a function and as code to paste."""
+"""``torch.jit.trace`` and ``torch.jit.freeze`` of a model, as a backend, as a function and as code
+to paste.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Jit(Backend):
     setup_budget = 600.0
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
-        """The frozen graph; raises what ``torch.jit`` raises, for instance for a model in training mode."""
+        """The frozen graph; raises what ``torch.jit`` raises, for instance for a model in training
+        mode.
+        """
         return frozen_trace(model, example)
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
@@ -36,14 +40,17 @@ class Jit(Backend):
 JIT = Jit()
 
 _WARM_UP_CALLS = 2
-"""The first call profiles the graph and the second one optimizes it, so their results may differ in the last bits."""
+"""The first call profiles the graph and the second one optimizes it, so their results may differ in
+the last bits.
+"""
 
 
 def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
-    """``model``, an ``nn.Module`` in eval mode, as a frozen graph, after the calls that optimize it.
+    """``model``, an ``nn.Module`` in eval mode, as a frozen graph, after the calls that optimize
+    it.
 
-    Without autocast's cache of weights: the graph would hold a cast weight of another call as an input. Raises what torch raises
-    if the model cannot be traced.
+    Without autocast's cache of weights: the graph would hold a cast weight of another call as an
+    input. Raises what torch raises if the model cannot be traced.
     """
     import torch
 
@@ -71,7 +78,9 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
 
 
 def _state(model: Any) -> dict[str, Any]:
-    """What modules keep besides parameters: copies of buffers and of tensors in attributes, and numbers in these."""
+    """What modules keep besides parameters: copies of buffers and of tensors in attributes, and
+    numbers in these.
+    """
     import torch
 
     from lowprec_check.engine.core.pytree import stored
@@ -98,7 +107,9 @@ def _is_same(one: Any, other: Any) -> bool:
 def frozen_trace_code(model: ModelInfo, key: RunKey) -> tuple[str, ...]:
     """The lines that do the same inside the context of the call."""
     args, kwargs = model.arguments
-    example = args if args != "()" else f"example_kwarg_inputs={kwargs}"
+    example = args
+    if args == "()":
+        example = f"example_kwarg_inputs={kwargs}"
     autocast = PRECISIONS.get(key.precision).kind == "autocast"
     return (
         *(["torch.set_autocast_cache_enabled(False)  # autocast restores it"] if autocast else []),

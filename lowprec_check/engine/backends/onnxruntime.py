@@ -53,7 +53,9 @@ class OnnxRuntime(GraphBackend):
         return loaded
 
     def missing_ops(self, error: Exception, program: Any) -> list[str]:
-        """Those without an ONNX function: the exporter stops at the first, so it is given a stand-in, and goes on to the next."""
+        """Those without an ONNX function: the exporter stops at the first, so it is given a
+        stand-in, and goes on to the next.
+        """
         import torch
         from onnxscript import opset18
 
@@ -69,7 +71,9 @@ class OnnxRuntime(GraphBackend):
 
             def stand_in(given: Any, *_: Any, outputs: int = outputs, **__: Any) -> Any:
                 values = tuple(opset18.Identity(given) for _ in range(outputs))
-                return values if outputs > 1 else values[0]
+                if outputs > 1:
+                    return values
+                return values[0]
 
             stand_ins[op] = stand_in
             try:
@@ -82,9 +86,11 @@ class OnnxRuntime(GraphBackend):
 
 
 def _ops_in_fp32(graph: Any) -> list[str]:
-    """The ops of an fp16 model for which the CPU provider has no fp16 kernel: around each, it inserts casts to fp32 and back.
+    """The ops of an fp16 model for which the CPU provider has no fp16 kernel: around each, it
+    inserts casts to fp32 and back.
 
-    Found by a session for one node of each kind and dtypes, alone: casts between two such nodes are removed.
+    Found by a session for one node of each kind and dtypes, alone: casts between two such nodes are
+    removed.
     """
     import onnx
     import onnxruntime

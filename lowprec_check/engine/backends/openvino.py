@@ -27,7 +27,9 @@ def in_openvino(program, precision):
 
 
 class OpenVINO(GraphBackend):
-    """Converts and compiles the model; autocast is OpenVINO's own: fp32 weights, and ops in the precision of its hint."""
+    """Converts and compiles the model; autocast is OpenVINO's own: fp32 weights, and ops in the
+    precision of its hint.
+    """
 
     name = "openvino"
     summary = "OpenVINO's CPU plugin"
@@ -54,12 +56,16 @@ class OpenVINO(GraphBackend):
     def missing_ops(self, error: Exception, program: Any) -> list[str]:
         """Those without a conversion."""
         found = re.search(r"No conversion rule found for operations: (.*)", message_of(error))
-        return found[1].split(", ") if found else []
+        if found:
+            return found[1].split(", ")
+        return []
 
 
 @functools.cache
 def _capabilities() -> list[str]:
-    """What OpenVINO can compute in on this CPU, ``BF16``; asked in a process of its own, in which its threads end."""
+    """What OpenVINO can compute in on this CPU, ``BF16``; asked in a process of its own, in which
+    its threads end.
+    """
     ask = "import openvino; print(*openvino.Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES'))"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False, timeout=60)
     # FP16 also stands for weights stored in fp16

@@ -19,7 +19,9 @@ class _FirstCall(Exception):  # noqa: N818 - no error: it ends a call whose firs
 
 
 class _FirstOp(DispatchMode):
-    """Keeps the dtype that the first op casts to, and ends the call. Autocast casts before anything is computed."""
+    """Keeps the dtype that the first op casts to, and ends the call. Autocast casts before anything
+    is computed.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,12 +34,15 @@ class _FirstOp(DispatchMode):
 
 
 def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtype]:
-    """By the name of the function, those that autocast to ``dtype`` casts the inputs of on a type of device.
+    """By the name of the function, those that autocast to ``dtype`` casts the inputs of on a type
+    of device.
 
-    ``fp32`` if 16-bit inputs are cast to it, ``low`` if fp32 inputs are; ``inputs`` if only mixed ones are cast.
-    Empty if this build of torch or this machine does not have the device.
+    ``fp32`` if 16-bit inputs are cast to it, ``low`` if fp32 inputs are; ``inputs`` if only mixed
+    ones are cast. Empty if this build of torch or this machine does not have the device.
     """
-    key = "AutocastCPU" if device == "cpu" else f"Autocast{device.upper()}"
+    key = "AutocastCPU"
+    if device != "cpu":
+        key = f"Autocast{device.upper()}"
     found: dict[str, AutocastDtype] = {}
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.zeros(1, device=device)
@@ -56,10 +61,14 @@ def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtyp
 
 
 def aten_overload(registered: str) -> OpOverload | None:
-    """The overload ``aten::conv2d.padding``; ``None`` for those of other packages and for those without a Python binding."""
+    """The overload ``aten::conv2d.padding``; ``None`` for those of other packages and for those
+    without a Python binding.
+    """
     space, _, name = registered.partition("::")
     base, _, overload = name.partition(".")
-    packet = getattr(torch.ops.aten, base, None) if space == "aten" else None
+    packet = None
+    if space == "aten":
+        packet = getattr(torch.ops.aten, base, None)
     return getattr(packet, overload or "default", None)
 
 

@@ -1,4 +1,6 @@
-"""Models that were compiled or exported, or compile parts of themselves. Never imports Dynamo, which takes a second."""
+"""Models that were compiled or exported, or compile parts of themselves. Never imports Dynamo,
+which takes a second.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ from lowprec_check.engine.core.source_location import is_user_code, show_line
 def compiled_frames() -> int:
     """How many frames Dynamo has compiled in this process."""
     dynamo = sys.modules.get("torch._dynamo")
-    return int(dynamo.utils.counters["frames"]["ok"]) if dynamo is not None and hasattr(dynamo, "utils") else 0
+    if dynamo is not None and hasattr(dynamo, "utils"):
+        return int(dynamo.utils.counters["frames"]["ok"])
+    return 0
 
 
 def graph_breaks() -> list[tuple[str, str | None]]:
@@ -39,7 +43,9 @@ def graph_breaks() -> list[tuple[str, str | None]]:
 
 
 def in_training_mode(model: torch.nn.Module) -> bool:
-    """Whether ``model`` is in training mode, which a program of torch.export claims whatever it was exported from."""
+    """Whether ``model`` is in training mode, which a program of torch.export claims whatever it was
+    exported from.
+    """
     is_exported = isinstance(model, torch.fx.GraphModule) and "eval" in vars(model)
     return model.training and not is_exported
 
@@ -53,9 +59,11 @@ def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
 
 
 def keep_dynamo_out(code: types.CodeType) -> None:
-    """Let Dynamo never compile a function with this code nor what it calls, as ``torch._disable_dynamo``, but without a wrapper.
+    """Let Dynamo never compile a function with this code nor what it calls, as
+    ``torch._disable_dynamo``, but without a wrapper.
 
-    It is needed where code that Dynamo compiled calls the handler of a mode, as ``torch.cond`` does. Before torch 2.7 it does nothing.
+    It is needed where code that Dynamo compiled calls the handler of a mode, as ``torch.cond``
+    does. Before torch 2.7 it does nothing.
     """
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
@@ -64,13 +72,16 @@ def keep_dynamo_out(code: types.CodeType) -> None:
 
 
 AUTOCAST_IN_KEY = (2, 13)
-"""Since this release, torch's files of compiled graphs are keyed on the dtype of autocast; before, 2.8 and 2.11 used the graph
-of bf16 for fp16."""
+"""Since this release, torch's files of compiled graphs are keyed on the dtype of autocast; before,
+2.8 and 2.11 used the graph of bf16 for fp16.
+"""
 
 
 @contextlib.contextmanager
 def own_compiled_code(*, autocast: bool) -> Iterator[None]:
-    """Compile without the code of other runs: that in memory, and under ``autocast`` that on disk if its dtype is unknown."""
+    """Compile without the code of other runs: that in memory, and under ``autocast`` that on disk
+    if its dtype is unknown.
+    """
     forget_compiled()
     release = minor_version(torch.__version__)
     if not autocast or (release is not None and release >= AUTOCAST_IN_KEY):
@@ -87,9 +98,11 @@ def own_compiled_code(*, autocast: bool) -> Iterator[None]:
 
 
 def forget_compiled() -> None:
-    """Drop compiled code, so that a model in another precision does not reach the limit of recompilations.
+    """Drop compiled code, so that a model in another precision does not reach the limit of
+    recompilations.
 
-    If nothing was compiled there is none: a reset would import inductor where there is a GPU, which takes seconds.
+    If nothing was compiled there is none: a reset would import inductor where there is a GPU, which
+    takes seconds.
     """
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is not None and hasattr(dynamo, "reset") and dynamo.utils.counters["frames"]:

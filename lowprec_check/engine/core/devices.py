@@ -1,4 +1,6 @@
-"""One code path for all devices, through ``torch.get_device_module``: what they are, their free memory, and their random number generators."""
+"""One code path for all devices, through ``torch.get_device_module``: what they are, their free
+memory, and their random number generators.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +36,9 @@ def module_of(device: torch.device) -> Any:
 
 
 def is_available(name: str) -> bool:
-    """Whether torch can use a device of this type here, and with an index (``cuda:1``) that very device."""
+    """Whether torch can use a device of this type here, and with an index (``cuda:1``) that very
+    device.
+    """
     kind, _, index = name.partition(":")
     if kind == "cpu":
         return True
@@ -46,7 +50,9 @@ def is_available(name: str) -> bool:
 
 
 def resolve(name: str | None) -> torch.device:
-    """The device ``name``, by default an accelerator if there is one; raises :class:`UsageError` if it is not available."""
+    """The device ``name``, by default an accelerator if there is one; raises :class:`UsageError` if
+    it is not available.
+    """
     if name is None:
         return torch.device(next((kind for kind in accelerators() if is_available(kind)), "cpu"))
     known = device_of(name)
@@ -58,15 +64,21 @@ def resolve(name: str | None) -> torch.device:
         ) from None
     if not is_available(device.type):
         available = [kind for kind in DEVICES.names() if is_available(kind)]
-        hint = f" Predict it with: lowprec-check scan TARGET --device {device.type}" if known.catalog else ""
+        hint = ""
+        if known.catalog:
+            hint = f" Predict it with: lowprec-check scan TARGET --device {device.type}"
         raise UsageError(f"Device {name!r} is not available.", f"Available here: {', '.join(available)}.{hint}")
     return device
 
 
 def default_index(kind: str) -> int:
-    """The index that a type stands for: ``cuda`` is ``cuda:0``, or what ``torch.cuda.set_device`` chose. Starts no device."""
+    """The index that a type stands for: ``cuda`` is ``cuda:0``, or what ``torch.cuda.set_device``
+    chose. Starts no device.
+    """
     module = module_of(torch.device(kind))
-    return int(module.current_device()) if getattr(module, "is_initialized", lambda: False)() else 0
+    if getattr(module, "is_initialized", lambda: False)():
+        return int(module.current_device())
+    return 0
 
 
 def default_autocast_dtype(device: torch.device) -> torch.dtype:
@@ -77,7 +89,9 @@ def default_autocast_dtype(device: torch.device) -> torch.dtype:
 def name_of(device: torch.device) -> str:
     """The device's product name."""
     module = module_of(device)
-    return str(module.get_device_name(device)) if hasattr(module, "get_device_name") else device.type
+    if hasattr(module, "get_device_name"):
+        return str(module.get_device_name(device))
+    return device.type
 
 
 # -- The accelerators that this process uses
@@ -92,7 +106,8 @@ def initialized() -> Iterator[Any]:
 
 
 def in_bad_fork() -> bool:
-    """Whether this process is a fork of one that has asked for its accelerators, so that it cannot use them.
+    """Whether this process is a fork of one that has asked for its accelerators, so that it cannot
+    use them.
 
     ``torch.cuda.is_available()`` is enough, after which ``is_initialized()`` is still false.
     """
@@ -101,9 +116,11 @@ def in_bad_fork() -> bool:
 
 
 def cuda_driver_is_initialized() -> bool:
-    """Whether something in this process has initialized CUDA's driver, torch or another library: no fork can use it then.
+    """Whether something in this process has initialized CUDA's driver, torch or another library: no
+    fork can use it then.
 
-    A device count, which needs the driver but does not initialize it, is error 3 (``CUDA_ERROR_NOT_INITIALIZED``) before that.
+    A device count, which needs the driver but does not initialize it, is error 3
+    (``CUDA_ERROR_NOT_INITIALIZED``) before that.
     """
     try:
         driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # only if it is loaded
@@ -113,7 +130,8 @@ def cuda_driver_is_initialized() -> bool:
 
 
 def why_broken() -> str | None:
-    """Why an accelerator cannot be used any more in this process; ``None`` if all can be. Waits for them.
+    """Why an accelerator cannot be used any more in this process; ``None`` if all can be. Waits for
+    them.
 
     After an assertion in a kernel or an illegal access to memory, every later call fails.
     """
@@ -143,7 +161,9 @@ _OF_CUDNN = re.compile(r"conv(?!ert)|rnn|lstm|gru")
 
 
 def rounds_to_tf32(device: torch.device, ops: Collection[str]) -> bool:
-    """Whether one of these ops in fp32 may round its operands to TF32 on ``device``, as convolutions of cuDNN do by default: to the bits of fp16."""
+    """Whether one of these ops in fp32 may round its operands to TF32 on ``device``, as
+    convolutions of cuDNN do by default: to the bits of fp16.
+    """
     if device.type != "cuda":
         return False
     of_cudnn = any(map(_OF_CUDNN.search, ops))
@@ -177,7 +197,9 @@ class MemoryLimit(NamedTuple):
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still allocate on ``device``; of a CPU also within the limit of its container."""
+    """Bytes that this process can still allocate on ``device``; of a CPU also within the limit of
+    its container.
+    """
     if device.type != "cpu":
         module = module_of(device)
         with contextlib.suppress(AttributeError, RuntimeError):
@@ -219,7 +241,8 @@ def peak_memory(device: torch.device, work: Callable[[], Any]) -> int | None:
 
 
 def peak_allocated(work: Callable[[], Any]) -> int:
-    """Peak bytes that ``work`` allocates on the CPU, compiled code and memory inside kernels included.
+    """Peak bytes that ``work`` allocates on the CPU, compiled code and memory inside kernels
+    included.
 
     Raises ``RuntimeError`` if this process is being profiled already.
     """
@@ -241,7 +264,9 @@ def peak_allocated(work: Callable[[], Any]) -> int:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Nothing is written to the standard error of this process, if it has one; an earlier call has printed what a model prints."""
+    """Nothing is written to the standard error of this process, if it has one; an earlier call has
+    printed what a model prints.
+    """
     try:
         kept = os.dup(2)
     except OSError:
@@ -270,7 +295,9 @@ _NO_DEVICE = re.compile(
 
 
 def says_device_is_absent(message: str) -> bool:
-    """Whether the message of an exception is about a device that this torch or this machine does not have."""
+    """Whether the message of an exception is about a device that this torch or this machine does
+    not have.
+    """
     return _NO_DEVICE.search(message) is not None
 
 
@@ -280,7 +307,8 @@ def says_device_is_absent(message: str) -> bool:
 def seed_everything(seed: int) -> None:
     """Seed torch (the CPU and all initialized accelerators), ``random``, and NumPy if it is loaded.
 
-    ``torch.manual_seed`` is avoided: its first call imports ``torch._dynamo``, which takes a second in each worker.
+    ``torch.manual_seed`` is avoided: its first call imports ``torch._dynamo``, which takes a second
+    in each worker.
     """
     torch.default_generator.manual_seed(seed)
     for module in initialized():
@@ -294,7 +322,9 @@ def seed_everything(seed: int) -> None:
 
 
 def generator_restorers() -> Iterator[Callable[[], Any]]:
-    """What restores each generator to its state of now: of torch (the CPU and all initialized accelerators), ``random``, NumPy."""
+    """What restores each generator to its state of now: of torch (the CPU and all initialized
+    accelerators), ``random``, NumPy.
+    """
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
     for module in initialized():
         yield functools.partial(module.set_rng_state_all, module.get_rng_state_all())
@@ -316,7 +346,9 @@ def kept_generators() -> Iterator[None]:
 
 
 def generator_states() -> list[Any]:
-    """The states of torch's generators: of the CPU and of all initialized accelerators. They are equal until a number is drawn."""
+    """The states of torch's generators: of the CPU and of all initialized accelerators. They are
+    equal until a number is drawn.
+    """
     states: list[Any] = [torch.default_generator.get_state().tolist()]
     for module in initialized():
         states += [state.tolist() for state in module.get_rng_state_all()]

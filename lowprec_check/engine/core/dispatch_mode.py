@@ -1,4 +1,6 @@
-"""The base class of all dispatch modes: their handlers see the ops that run, and autocast applies as it does without a mode."""
+"""The base class of all dispatch modes: their handlers see the ops that run, and autocast applies
+as it does without a mode.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ from lowprec_check.engine.core.op_kernels import (
 from lowprec_check.engine.core.source_location import PACKAGE
 
 AutocastKeys = tuple[Any, ...]
-"""Dispatch keys that apply inside a kernel: of the devices whose autocast does, and :func:`in_place_keys`."""
+"""Dispatch keys that apply inside a kernel: of the devices whose autocast does, and
+:func:`in_place_keys`.
+"""
 
 
 _thread = threading.local()
@@ -43,7 +47,8 @@ _thread = threading.local()
 
 @contextlib.contextmanager
 def observing() -> Iterator[None]:
-    """While the instruments compute figures of their own: a process that stands in for a device has the kernels of its CPU for them.
+    """While the instruments compute figures of their own: a process that stands in for a device has
+    the kernels of its CPU for them.
 
     Also a decorator.
     """
@@ -114,7 +119,9 @@ class DispatchMode(TorchDispatchMode):
             self._called.resume()
 
     def decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
-        """In a handler: the result of an op with a :func:`shared_kernel`, whose ops this mode handles one by one."""
+        """In a handler: the result of an op with a :func:`shared_kernel`, whose ops this mode
+        handles one by one.
+        """
         with self:
             return run_op(functools.partial(func._op_dk, shared_kernel(func)), args, kwargs, keys)
 
@@ -143,8 +150,8 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: Autoc
 def autocast_keys(func: OpOverload, called: CalledFunctions) -> AutocastKeys:
     """In a handler: the devices whose autocast applies to the ops inside the kernel of ``func``.
 
-    Those whose autocast is on where the op was called, unless autocast has a kernel of its own for ``func`` or for the composite
-    op that calls it, which turns autocast off.
+    Those whose autocast is on where the op was called, unless autocast has a kernel of its own for
+    ``func`` or for the composite op that calls it, which turns autocast off.
     """
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         if not torch._C._is_any_autocast_enabled():
@@ -165,34 +172,43 @@ def _is_autocast_enabled(device: str) -> bool:
     try:
         return torch.is_autocast_enabled(device)
     except TypeError:  # torch before 2.4, which the catalog measures
-        return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
+        if device == "cpu":
+            return torch.is_autocast_cpu_enabled()
+        return torch.is_autocast_enabled()
 
 
 def in_place_keys(func: OpOverload) -> AutocastKeys:
-    """In a handler: the dispatch key that counts writes (``_version``) and tracks views, if it applies inside the kernel of ``func``.
+    """In a handler: the dispatch key that counts writes (``_version``) and tracks views, if it
+    applies inside the kernel of ``func``.
 
-    Inside a handler torch turns it off, since it comes before modes. It applies inside a composite op and inside a kernel in
-    Python, unless the op has a kernel for this key (``chunk``), which turns it off.
+    Inside a handler torch turns it off, since it comes before modes. It applies inside a composite
+    op and inside a kernel in Python, unless the op has a kernel for this key (``chunk``), which
+    turns it off.
     """
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(IN_PLACE) or tracks_writes(func):
         return ()
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
-        return () if torch._C._dispatch_tls_is_dispatch_key_excluded(IN_PLACE) else (IN_PLACE,)
+        if torch._C._dispatch_tls_is_dispatch_key_excluded(IN_PLACE):
+            return ()
+        return (IN_PLACE,)
 
 
 # -- Which functions of torch Python is calling: they decide where autocast applies
 
 
 class CalledFunctions:
-    """The functions written in C++ that Python is calling, noted by a profiler while autocast is on.
+    """The functions written in C++ that Python is calling, noted by a profiler while autocast is
+    on.
 
-    A composite op such as ``cdist`` does not reach a mode, only the ops that it is made of do. Whether autocast applies
-    inside their kernels depends on it.
+    A composite op such as ``cdist`` does not reach a mode, only the ops that it is made of do.
+    Whether autocast applies inside their kernels depends on it.
     """
 
     def __init__(self) -> None:
         self._names: list[str] = []
-        """Those called now for which autocast has a kernel, the innermost last; ``""`` for one of another package."""
+        """Those called now for which autocast has a kernel, the innermost last; ``""`` for one of
+        another package.
+        """
         self._missed: RunningCall | None = None
         """The call that was being made when profiling started, until it ends."""
         self.profiling = False
@@ -236,7 +252,8 @@ class CalledFunctions:
         self._names.clear()
 
     def _note(self, _frame: Any, event: str, function: Any) -> None:
-        # Called for every call in Python and C, so the first lines decide the cost of autocast under this mode.
+        # Called for every call in Python and C, so the first lines decide the cost of autocast
+        # under this mode.
         if event in {"call", "return"}:
             return
         name = function.__name__
@@ -249,7 +266,9 @@ class CalledFunctions:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Whether a function written in C is torch's: ``torch.prod``, not ``math.prod`` or a method of NumPy."""
+    """Whether a function written in C is torch's: ``torch.prod``, not ``math.prod`` or a method of
+    NumPy.
+    """
     owner = getattr(function, "__self__", None)
     if isinstance(owner, ModuleType):
         return owner.__name__.startswith("torch")
@@ -257,18 +276,24 @@ def _is_of_torch(function: Any) -> bool:
 
 
 class RunningCall(NamedTuple):
-    """A call of a C function that a frame of Python is making, read from its code: the profiler may start in the middle of it."""
+    """A call of a C function that a frame of Python is making, read from its code: the profiler may
+    start in the middle of it.
+    """
 
     frame: int
     """The ``id`` of the frame that makes it; the frame itself would keep its variables alive."""
     position: int
     """The instruction that makes it."""
     names: frozenset[str]
-    """The attributes and variables that its line has loaded so far, among them the function: ``torch.cdist(x, y)`` has ``cdist``."""
+    """The attributes and variables that its line has loaded so far, among them the function:
+    ``torch.cdist(x, y)`` has ``cdist``.
+    """
 
 
 def running_call() -> RunningCall | None:
-    """The call that the innermost frame outside this package is making; ``None`` if there is no such frame."""
+    """The call that the innermost frame outside this package is making; ``None`` if there is no
+    such frame.
+    """
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(PACKAGE):
         if frame.f_back is None:
@@ -292,7 +317,9 @@ def _loaded(code: CodeType, position: int) -> frozenset[str]:
 
 
 def run_below(func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In the handler of a mode: what ``func`` does below this mode, in the frames that it has without the mode."""
+    """In the handler of a mode: what ``func`` does below this mode, in the frames that it has
+    without the mode.
+    """
     keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)
     return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
@@ -303,8 +330,9 @@ def run_inside(
     kwargs: dict[str, Any],
     active: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
-    """In the handler of a mode: run a higher-order op with an :func:`eager_kernel` while the mode is ``active``: around the whole
-    kernel, or, if the kernel refuses modes (``cond``, ``scan``), around the functions that it is given.
+    """In the handler of a mode: run a higher-order op with an :func:`eager_kernel` while the mode
+    is ``active``: around the whole kernel, or, if the kernel refuses modes (``cond``, ``scan``),
+    around the functions that it is given.
     """
     kernel = eager_kernel(func)
     while isinstance(kernel, functools.partial):
@@ -316,14 +344,18 @@ def run_inside(
 
     def inside(value: Any) -> Any:
         is_function = callable(value) and not isinstance(value, (torch.Tensor, OperatorBase, type))
-        return _Inside(value, active) if is_function else value
+        if is_function:
+            return _Inside(value, active)
+        return value
 
     args, kwargs = _pytree.tree_map(inside, (args, kwargs))
     return run_below(func, args, kwargs)
 
 
 class _Inside:
-    """A function that runs while a mode is active. It is shown, as in a traceback, and has attributes as that function."""
+    """A function that runs while a mode is active. It is shown, as in a traceback, and has
+    attributes as that function.
+    """
 
     def __init__(self, function: Any, active: Callable[[], AbstractContextManager[Any]]) -> None:
         self._function, self._active = function, active
@@ -340,7 +372,8 @@ class _Inside:
 
 
 def _accept_higher_order_ops() -> None:
-    """Make torch 2.6 run higher-order ops under :class:`DispatchMode`: it refuses to under modes that it does not know.
+    """Make torch 2.6 run higher-order ops under :class:`DispatchMode`: it refuses to under modes
+    that it does not know.
 
     Later releases look at the attribute ``supports_higher_order_operators``.
     """

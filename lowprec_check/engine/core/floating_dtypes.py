@@ -1,4 +1,6 @@
-"""Floating dtypes: which are narrow, which underflow, and which dtype replaces them in an fp32 or fp64 reference."""
+"""Floating dtypes: which are narrow, which underflow, and which dtype replaces them in an fp32 or
+fp64 reference.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def rounding_of(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def torch_dtype(format: FloatFormat) -> torch.dtype:
-    """The torch dtype of a format, ``torch.float16`` for fp16; raises :class:`UsageError` if this torch has none."""
+    """The torch dtype of a format, ``torch.float16`` for fp16; raises :class:`UsageError` if this
+    torch has none.
+    """
     dtype = getattr(torch, format.name, None)
     if not isinstance(dtype, torch.dtype):
         raise UsageError(
@@ -49,7 +53,9 @@ def is_narrow(tensor: Tensor) -> bool:
 
 
 def underflows(dtype: torch.dtype) -> bool:
-    """Whether normal fp32 values can be too small for ``dtype`` and become subnormal or 0: true for fp16, not for bf16."""
+    """Whether normal fp32 values can be too small for ``dtype`` and become subnormal or 0: true for
+    fp16, not for bf16.
+    """
     return torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
 
 
@@ -57,7 +63,9 @@ def underflows(dtype: torch.dtype) -> bool:
 def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
     """The dtype that replaces ``dtype`` in a reference computed in ``wide`` (fp32 or fp64)."""
     if dtype.is_complex:
-        return _WIDE_COMPLEX[wide] if dtype != torch.complex128 else dtype
+        if dtype != torch.complex128:
+            return _WIDE_COMPLEX[wide]
+        return dtype
     if dtype.is_floating_point and dtype != torch.float64:
         return wide
     return dtype
@@ -72,5 +80,9 @@ def widen(tensor: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as its real and imaginary parts; resolves lazy conjugation and negation."""
-    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor.resolve_neg()
+    """View a complex tensor as its real and imaginary parts; resolves lazy conjugation and
+    negation.
+    """
+    if tensor.is_complex():
+        return torch.view_as_real(tensor.resolve_conj())
+    return tensor.resolve_neg()

@@ -1,4 +1,6 @@
-"""What is installed here, found without importing it: versions of packages, whether Intel's extension fits, the CPU. Never imports torch."""
+"""What is installed here, found without importing it: versions of packages, whether Intel's
+extension fits, the CPU. Never imports torch.
+"""
 
 from __future__ import annotations
 
@@ -20,15 +22,21 @@ MinorVersion = tuple[int, int]
 
 
 def minor_version(version: str | None) -> MinorVersion | None:
-    """``(2, 8)`` of ``2.8.0+cpu``; ``None`` if it does not start with two numbers, or there is none."""
+    """``(2, 8)`` of ``2.8.0+cpu``; ``None`` if it does not start with two numbers, or there is
+    none.
+    """
     found = re.match(r"(\d+)\.(\d+)", version or "")
-    return (int(found[1]), int(found[2])) if found else None
+    if found:
+        return (int(found[1]), int(found[2]))
+    return None
 
 
 def extension_problem() -> str | None:
-    """Why Intel's extension cannot be imported here; ``None`` if it is installed beside the torch that it needs.
+    """Why Intel's extension cannot be imported here; ``None`` if it is installed beside the torch
+    that it needs.
 
-    The versions are compared without importing it: beside another torch than its own, it calls ``os._exit(127)``.
+    The versions are compared without importing it: beside another torch than its own, it calls
+    ``os._exit(127)``.
     """
     torch, extension = installed_version("torch") or "of an unknown version", installed_version(IPEX)
     install = f"run pip install torch==2.8.0 {IPEX}==2.8.0"
@@ -49,19 +57,24 @@ _PREPACKS = {
     "bfloat16": ("AVX-512", ("avx512bw", "avx512vl", "avx512dq")),
     "float16": ("AVX512-FP16", ("avx512_fp16",)),
 }
-"""By dtype, the instructions with which ``ipex.optimize`` prepacks weights, and their flags in ``/proc/cpuinfo``.
+"""By dtype, the instructions with which ``ipex.optimize`` prepacks weights, and their flags in
+``/proc/cpuinfo``.
 
-Source: ``frontend.optimize`` of the extension 2.8. ``AVX-NE-CONVERT`` would do too; Linux does not list it.
+Source: ``frontend.optimize`` of the extension 2.8. ``AVX-NE-CONVERT`` would do too; Linux does not
+list it.
 """
 
 
 def prepack_problem(dtype: str) -> str | None:
-    """Why ``ipex.optimize`` cannot prepack weights in ``dtype`` on this processor; ``None`` if it can.
+    """Why ``ipex.optimize`` cannot prepack weights in ``dtype`` on this processor; ``None`` if it
+    can.
 
     Variables of the environment limit what oneDNN and torch use of the processor.
     """
     instructions, needed = _PREPACKS.get(dtype, ("", ()))
-    flags = [] if _is_limited(dtype) else cpu_info("flags").split()
+    flags = []
+    if not _is_limited(dtype):
+        flags = cpu_info("flags").split()
     if all(flag in flags for flag in needed):
         return None
     return f"without {instructions}, ipex.optimize cannot prepack weights in {dtype} and needs weights_prepack=False"
@@ -77,7 +90,9 @@ def _is_limited(dtype: str) -> bool:
 
 
 def missing_packages(*packages: str) -> str | None:
-    """``onnx, which is not installed: pip install onnx`` for those that are missing; ``None`` if there is none."""
+    """``onnx, which is not installed: pip install onnx`` for those that are missing; ``None`` if
+    there is none.
+    """
     missing = [package for package in packages if installed_version(package) is None]
     if not missing:
         return None
@@ -86,7 +101,9 @@ def missing_packages(*packages: str) -> str | None:
 
 
 def cpu_info(field: str) -> str:
-    """What ``/proc/cpuinfo`` says of the first core, by ``field``: ``model name``, ``flags``; empty if there is no such file."""
+    """What ``/proc/cpuinfo`` says of the first core, by ``field``: ``model name``, ``flags``; empty
+    if there is no such file.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

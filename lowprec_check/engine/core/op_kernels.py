@@ -1,4 +1,6 @@
-"""Which kernels an op has: for which dispatch keys, made of other ops or from Python, and those of autocast."""
+"""Which kernels an op has: for which dispatch keys, made of other ops or from Python, and those of
+autocast.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
 """The key that counts writes (``_version``) and tracks views."""
 
 _COUNTS_WRITES_INSIDE = hasattr(CustomOpDef, "_register_mutation_version_bump")
-"""Whether a write in the body of a ``torch.library.custom_op`` counts besides the one of the op: in torch 2.13, not in 2.11."""
+"""Whether a write in the body of a ``torch.library.custom_op`` counts besides the one of the op: in
+torch 2.13, not in 2.11.
+"""
 _OF_TORCH = ("aten", "prims", "prim")
 _BACKENDS = ("CPU", "CUDA", "XPU", "MPS", EXPLICIT.name, EXPLICIT_NONFUNCTIONAL.name)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
@@ -29,7 +33,9 @@ _KEYS = {name.lower(): name for name in torch._C.DispatchKey.__members__}
 
 
 def _is_registered(func: OpOverload, key: str) -> bool:
-    """Whether ``func`` has a kernel for a dispatch key. Ops such as ``aten::sym_size``, which ask for a shape, are not in the dispatcher."""
+    """Whether ``func`` has a kernel for a dispatch key. Ops such as ``aten::sym_size``, which ask
+    for a shape, are not in the dispatcher.
+    """
     name = func.name()
     return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
@@ -47,12 +53,16 @@ def composite_kernel(func: OpOverload) -> Any:
 
 
 def are_plain(types: Iterable[type]) -> bool:
-    """Whether no tensor of a call is of a subclass, which may handle a composite op itself, as jagged tensors do."""
+    """Whether no tensor of a call is of a subclass, which may handle a composite op itself, as
+    jagged tensors do.
+    """
     return _PLAIN.issuperset(types)
 
 
 def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
-    """Whether one of the values is a nested tensor, or a quantized or sparse one, or one of oneDNN, for which ``func`` has a kernel."""
+    """Whether one of the values is a nested tensor, or a quantized or sparse one, or one of oneDNN,
+    for which ``func`` has a kernel.
+    """
     for value in values:
         if not isinstance(value, torch.Tensor):
             continue
@@ -60,7 +70,9 @@ def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
             return True
         if value.is_quantized or value.layout != torch.strided:
             kinds = {torch.sparse_coo: "Sparse", torch._mkldnn: "Mkldnn"}  # type: ignore[attr-defined]
-            kind = "Quantized" if value.is_quantized else kinds.get(value.layout, "SparseCsr")
+            kind = "Quantized"
+            if not value.is_quantized:
+                kind = kinds.get(value.layout, "SparseCsr")
             key = _KEYS.get(f"{kind}{value.device.type}".lower())  # Python may have no name for it
             if key and _is_registered(func, key):
                 return True
@@ -68,9 +80,11 @@ def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
 
 
 def python_kernel(func: OpOverload, tensors: Sequence[torch.Tensor]) -> Any:
-    """The kernel that ``func`` runs on these tensors, as a function, if it was registered from Python; else ``None``.
+    """The kernel that ``func`` runs on these tensors, as a function, if it was registered from
+    Python; else ``None``.
 
-    For ops of ``torch.library``: ``torch.library.custom_op`` registers one kernel for each type of device, or one for all.
+    For ops of ``torch.library``: ``torch.library.custom_op`` registers one kernel for each type of
+    device, or one for all.
     """
     devices = {tensor.device.type for tensor in tensors} - {"cpu"} or {"cpu"}
     if not devices <= {"cpu", *accelerators()}:  # on meta, an op of torch.library runs what describes its outputs
@@ -78,7 +92,9 @@ def python_kernel(func: OpOverload, tensors: Sequence[torch.Tensor]) -> Any:
     for key in (*(device.upper() for device in devices), EXPLICIT.name):
         if _is_registered(func, key):
             dispatch_key = getattr(torch._C.DispatchKey, key)
-            return functools.partial(func._op_dk, dispatch_key) if _is_from_python(func, key) else None
+            if _is_from_python(func, key):
+                return functools.partial(func._op_dk, dispatch_key)
+            return None
     return None
 
 
@@ -94,7 +110,9 @@ def _is_from_python(func: OpOverload, key: str) -> bool:
 
 @functools.cache
 def has_autograd_kernel(func: OpOverload) -> bool:
-    """Whether ``func`` defines its gradient; without, autograd differentiates the ops inside its kernel."""
+    """Whether ``func`` defines its gradient; without, autograd differentiates the ops inside its
+    kernel.
+    """
     keys = ("Autograd", *(f"Autograd{kind.upper()}" for kind in ("cpu", *accelerators())))
     return any(_is_registered(func, key) for key in keys)
 
@@ -107,7 +125,9 @@ def is_explicit(func: OpOverload) -> bool:
 
 @functools.cache
 def shared_kernel(func: OpOverload) -> Any:
-    """The dispatch key of the kernel, made of other ops, that all devices use for ``func``; ``None`` if they have kernels of their own."""
+    """The dispatch key of the kernel, made of other ops, that all devices use for ``func``;
+    ``None`` if they have kernels of their own.
+    """
     if _is_registered(func, "CPU"):
         return None
     return next((key for key in (EXPLICIT, EXPLICIT_NONFUNCTIONAL) if _is_registered(func, key.name)), None)
@@ -115,7 +135,9 @@ def shared_kernel(func: OpOverload) -> Any:
 
 @functools.cache
 def tracks_writes(func: OpOverload) -> bool:
-    """Whether ``func`` counts its writes and tracks its views itself, so that the ops inside it do not."""
+    """Whether ``func`` counts its writes and tracks its views itself, so that the ops inside it do
+    not.
+    """
     if func.namespace not in _OF_TORCH and _COUNTS_WRITES_INSIDE and not func._schema._is_view_op():
         return False
     return _is_registered(func, IN_PLACE.name)
@@ -130,17 +152,23 @@ def eager_kernel(func: Any) -> Any:
 # -- Autocast
 
 _REPLACED: dict[str, frozenset[str]] = {}
-"""By the name of an autocast key, the ops that have a kernel since :func:`replace_autocast_kernels`."""
+"""By the name of an autocast key, the ops that have a kernel since
+:func:`replace_autocast_kernels`.
+"""
 
 
 def replace_autocast_kernels(key: str, ops: frozenset[str]) -> None:
-    """From now on, autocast by this dispatch key has kernels for these ops (``aten::pow.Scalar``) alone; others fall through."""
+    """From now on, autocast by this dispatch key has kernels for these ops (``aten::pow.Scalar``)
+    alone; others fall through.
+    """
     _REPLACED[key] = ops
     forget_kernels()
 
 
 def forget_kernels() -> None:
-    """Look kernels up again: some have been registered since they were first looked up, perhaps before this process was forked."""
+    """Look kernels up again: some have been registered since they were first looked up, perhaps
+    before this process was forked.
+    """
     cached: tuple[Any, ...] = (is_composite, has_autograd_kernel, is_explicit, shared_kernel, tracks_writes)
     for function in (*cached, names_with_kernel, names_with_any_kernel, has_autocast_kernel):
         function.cache_clear()

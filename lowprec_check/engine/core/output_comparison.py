@@ -1,6 +1,8 @@
-"""The error of a model's whole output: its tensors are compared pairwise with the reference's; the largest error counts.
+"""The error of a model's whole output: its tensors are compared pairwise with the reference's; the
+largest error counts.
 
-A model that replaces functions of torch, such as `torch.isfinite` or `Tensor.abs`, does not change what is found.
+A model that replaces functions of torch, such as `torch.isfinite` or `Tensor.abs`, does not change
+what is found.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _OF_BASE = frozenset(dir(torch._C.TensorBase))
 
 @contextlib.contextmanager
 def torch_as_imported() -> Iterator[None]:
-    """Undo what the user's code has replaced in torch and in the methods of tensors; also a decorator."""
+    """Undo what the user's code has replaced in torch and in the methods of tensors; also a
+    decorator.
+    """
     replaced = [
         (owner, name, now)
         for owner, original in _AT_IMPORT.items()
@@ -57,14 +61,19 @@ class OutputComparison(NamedTuple):
 
     error: ErrorStats
     distance: float
-    """What is held against the tolerance: rel_l2, or for an output without floating tensors the share of elements that
-    differ; infinite if it cannot be computed."""
+    """What is held against the tolerance: rel_l2, or for an output without floating tensors the
+    share of elements that differ; infinite if it cannot be computed.
+    """
     nonfinite: bool = False
     note: str | None = None
     compared: bool = True
-    """False if the output contains no number, or no integers and floating leaves that are all zero, in fp32 too."""
+    """False if the output contains no number, or no integers and floating leaves that are all zero,
+    in fp32 too.
+    """
     rms: float | None = None
-    """Root mean square of the reference's floating leaf that the error is about; ``None`` if there is none."""
+    """Root mean square of the reference's floating leaf that the error is about; ``None`` if there
+    is none.
+    """
     leaf: int | None = None
     """The number of that leaf."""
 
@@ -77,13 +86,15 @@ def compare_outputs(
     called: str = "the fp32 output",
     tolerance: float | None = None,
 ) -> OutputComparison:
-    """Compare the leaves of two outputs pairwise; the leaf with the largest error counts. ``called``: what notes call the reference.
+    """Compare the leaves of two outputs pairwise; the leaf with the largest error counts.
+    ``called``: what notes call the reference.
 
-    A leaf that is all zeros in the reference has an infinite error and tells little: one over ``tolerance`` that is not counts before it.
+    A leaf that is all zeros in the reference has an infinite error and tells little: one over
+    ``tolerance`` that is not counts before it.
 
-    The distance is that of the floating leaves, or of the integer and boolean ones if there are no floating leaves: the share
-    of elements that differ. It is infinite if the number or the shapes of the leaves differ, for instance when a detector keeps
-    a different number of boxes.
+    The distance is that of the floating leaves, or of the integer and boolean ones if there are no
+    floating leaves: the share of elements that differ. It is infinite if the number or the shapes
+    of the leaves differ, for instance when a detector keeps a different number of boxes.
     """
     if not any(tensor.numel() for tensor in (*outputs, *references)):
         return OutputComparison(NOTHING, math.inf, compared=False)
@@ -109,7 +120,10 @@ def compare_outputs(
     }
     leaf = max(telling or leaves, key=lambda number: leaves[number].distance)
     worst = leaves[leaf]
-    error = worst.error if worst.error is NOTHING else msgspec.structs.replace(worst.error, mismatched=mismatched)
+    if worst.error is NOTHING:
+        error = worst.error
+    else:
+        error = msgspec.structs.replace(worst.error, mismatched=mismatched)
     nonfinite = any(compared.nonfinite for compared in leaves.values())
     return worst._replace(error=error, nonfinite=nonfinite, leaf=leaf)
 
@@ -140,7 +154,12 @@ def _compare_leaf(out: Tensor, reference: Tensor, called: str) -> OutputComparis
         note = f"the output is finite where {called} is infinite"
         return OutputComparison(NOTHING, math.inf, note=note, rms=root_mean_square(reference))
     difference, size, own = (math.hypot(*norms) for norms in zip(*(part.norms for part in parts), strict=True))
-    rel_l2 = 0.0 if difference == 0 else difference / size if size else math.inf
+    if difference == 0:
+        rel_l2 = 0.0
+    elif size:
+        rel_l2 = difference / size
+    else:
+        rel_l2 = math.inf
     norms, has_classes = own * size, reference.ndim == 2 and reference.shape[0] > 0 and reference.shape[1] > 1
     top1 = None
     if has_classes and is_float(reference) and not reference.is_complex():
@@ -205,21 +224,31 @@ def root_mean_square(tensor: Tensor) -> float | None:
     norms, count = [0.0], 0
     for part in map(Tensor.double, _parts(tensor)):
         finite = part.isfinite()
-        values = part if bool(finite.all()) else part[finite]
+        values = part
+        if not bool(finite.all()):
+            values = part[finite]
         norms.append(_norm(values))
         count += values.numel()
-    return math.hypot(*norms) / math.sqrt(count) if count else None
+    if count:
+        return math.hypot(*norms) / math.sqrt(count)
+    return None
 
 
 def _norm(values: Tensor) -> float:
     """The 2-norm; scaled, so that the squares of fp64 values neither overflow nor underflow."""
-    scale = float(values.abs().max()) if values.numel() else 0.0
-    return scale * float((values / scale).norm()) if 0 < scale < math.inf else scale
+    scale = 0.0
+    if values.numel():
+        scale = float(values.abs().max())
+    if 0 < scale < math.inf:
+        return scale * float((values / scale).norm())
+    return scale
 
 
 @torch_as_imported()
 def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether two outputs have the same number of tensors, dtypes, shapes and values; NaN equals NaN."""
+    """Whether two outputs have the same number of tensors, dtypes, shapes and values; NaN equals
+    NaN.
+    """
     return len(outputs) == len(others) and all(map(_same_tensor, outputs, others))
 
 
@@ -241,7 +270,9 @@ def _same_tensor(a: Tensor, b: Tensor) -> bool:
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """The SHA-256 of their dtypes, shapes and values, bit for bit; of a tensor that is not strided, without its values."""
+    """The SHA-256 of their dtypes, shapes and values, bit for bit; of a tensor that is not strided,
+    without its values.
+    """
     found = hashlib.sha256()
     for tensor in tensors:
         found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())

@@ -1,4 +1,6 @@
-"""Tensors inside the inputs and outputs of a model: mappings, sequences, dataclasses, and objects such as ModelOutput."""
+"""Tensors inside the inputs and outputs of a model: mappings, sequences, dataclasses, and objects
+such as ModelOutput.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def stored(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors that hold the values of ``tensors``: each itself, or those inside it, as of weights that torchao stores in 8 bits."""
+    """The tensors that hold the values of ``tensors``: each itself, or those inside it, as of
+    weights that torchao stores in 8 bits.
+    """
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             yield from stored(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -28,16 +32,20 @@ def stored(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def leaves(value: Any, *, numbers: bool = False, shared: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(path, tensor)`` for every tensor in ``value``, in a stable order; cycles are followed once.
+    """Yield ``(path, tensor)`` for every tensor in ``value``, in a stable order; cycles are
+    followed once.
 
-    With ``numbers``, Python and NumPy numbers and arrays (NumPy's, and objects that NumPy can read as one) are yielded too, as
-    tensors: copies, or with ``shared`` tensors on the memory of the array where that is possible.
+    With ``numbers``, Python and NumPy numbers and arrays (NumPy's, and objects that NumPy can read
+    as one) are yielded too, as tensors: copies, or with ``shared`` tensors on the memory of the
+    array where that is possible.
     """
     yield from _leaves(value, "", frozenset(), shared if numbers else None)
 
 
 def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of ``value`` at ``path``, inside the objects ``above``; with ``shared`` ``None``, without numbers and arrays."""
+    """Those of ``value`` at ``path``, inside the objects ``above``; with ``shared`` ``None``,
+    without numbers and arrays.
+    """
     waiting = [(value, path, above)]  # not by recursion: outputs may be nested deeply
     while waiting:
         value, path, above = waiting.pop()
@@ -60,14 +68,20 @@ def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -
 
 
 def _number(value: Any) -> Any:
-    """A number that torch can hold, without the methods of a subclass; those of NumPy keep their dtype."""
+    """A number that torch can hold, without the methods of a subclass; those of NumPy keep their
+    dtype.
+    """
     kind = type(value)
     if kind is bool or kind.__module__ == "numpy":
         return value
     if issubclass(kind, int):
         number = int.__int__(value)
-        return number if -(2**63) <= number < 2**63 else number % _PRIME
-    return float.__float__(value) if issubclass(kind, float) else complex.__pos__(value)
+        if -(2**63) <= number < 2**63:
+            return number
+        return number % _PRIME
+    if issubclass(kind, float):
+        return float.__float__(value)
+    return complex.__pos__(value)
 
 
 _PRIME = 2**61 - 1
@@ -76,11 +90,15 @@ _WIDEST = {"b": "?", "i": "i8", "u": "u8", "f": "f8", "c": "c16"}
 
 
 def _leaves_of_array(array: Any, path: str, above: frozenset[int], shared: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensor of an array or a NumPy number; of an array of objects, those in its elements; of records, one per field."""
+    """The tensor of an array or a NumPy number; of an array of objects, those in its elements; of
+    records, one per field.
+    """
     dtype = getattr(array, "dtype", None)
     if dtype is None:
         return
-    prefix = f"{path}." if path else ""
+    prefix = ""
+    if path:
+        prefix = f"{path}."
     if dtype.kind in "biufc":
         try:
             with warnings.catch_warnings():
@@ -98,7 +116,9 @@ def _leaves_of_array(array: Any, path: str, above: frozenset[int], shared: bool)
 
 
 def _read_by_numpy(value: Any) -> Any:
-    """An object that holds no tensor as a NumPy array, if it says how and the program uses NumPy; else ``None``."""
+    """An object that holds no tensor as a NumPy array, if it says how and the program uses NumPy;
+    else ``None``.
+    """
     numpy, kind = sys.modules.get("numpy"), type(value)
     if numpy is None or not (hasattr(kind, "__array__") or hasattr(kind, "__array_interface__")):
         return None
@@ -111,7 +131,9 @@ def _read_by_numpy(value: Any) -> Any:
 
 
 def _children(value: Any) -> list[tuple[Any, Any]]:
-    """The parts of a container or an object by key; where its own methods fail, those that it holds without them."""
+    """The parts of a container or an object by key; where its own methods fail, those that it holds
+    without them.
+    """
     kind = type(value)
     if issubclass(kind, Mapping):
         return _pairs(value)
@@ -160,7 +182,9 @@ def _fields(value: Any) -> list[tuple[str, Any]]:
 
 
 def wrapped_in(value: Any) -> Any:
-    """What a proxy, such as those of ``wrapt``, stands for: its class declares ``__wrapped__``; ``None`` of other objects."""
+    """What a proxy, such as those of ``wrapt``, stands for: its class declares ``__wrapped__``;
+    ``None`` of other objects.
+    """
     kind: Any = type(value)
     if not _declares_wrapped(kind):
         return None
@@ -195,7 +219,9 @@ _dictionary_of.argtypes, _dictionary_of.restype = (ctypes.py_object, ctypes.c_vo
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes, ``None`` if it has none. A property of its class may hide it from ``vars``."""
+    """The dictionary of an object's attributes, ``None`` if it has none. A property of its class
+    may hide it from ``vars``.
+    """
     kind: Any = type(value)
     if not kind.__dictoffset__:
         return None
@@ -238,16 +264,20 @@ def _declared_slots(kind: Any) -> list[Any]:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return ``value`` with every tensor replaced by ``function(tensor)``, in new containers of the same types.
+    """Return ``value`` with every tensor replaced by ``function(tensor)``, in new containers of the
+    same types.
 
-    An object that cannot be copied, since its own methods fail, stays as it is if it holds no tensor.
+    An object that cannot be copied, since its own methods fail, stays as it is if it holds no
+    tensor.
     """
     kind: Any = type(value)
     if issubclass(kind, torch.Tensor):
         return function(value)
     if issubclass(kind, Mapping):
         content = {key: map_tensors(item, function) for key, item in _pairs(value)}
-        return content if kind is dict else _made(value, lambda: _refilled(copy.copy(value), content))
+        if kind is dict:
+            return content
+        return _made(value, lambda: _refilled(copy.copy(value), content))
     if issubclass(kind, (list, tuple)):
         mapped = [map_tensors(item, function) for item in _elements(value)]
         return _made(value, lambda: kind(*mapped) if hasattr(kind, "_fields") else kind(mapped))

@@ -32,7 +32,9 @@ class SourceLines(NamedTuple):
     source: str | None
     """The innermost line that is not torch's; ``None`` if there is none."""
     caller: str | None = None
-    """The innermost line of the user's own files, if ``source`` is in an installed package; empty if there is none."""
+    """The innermost line of the user's own files, if ``source`` is in an installed package; empty
+    if there is none.
+    """
     span: str | None = None
     """The expression in that line of the user's own files, as :attr:`OpCall.span` has it."""
 
@@ -51,7 +53,9 @@ def is_installed(filename: str) -> bool:
 
 
 def is_own_file(filename: str) -> bool:
-    """Whether code is in a file of the user's own: not in an installed package, and not made at run time (``<string>``)."""
+    """Whether code is in a file of the user's own: not in an installed package, and not made at run
+    time (``<string>``).
+    """
     return is_user_code(filename) and not is_installed(filename) and not filename.startswith("<")
 
 
@@ -59,7 +63,9 @@ _PASSED_OVER, _OURS, _FOREIGN, _OWN = range(4)
 
 
 class _Kinds(dict[str, int]):
-    """How the code of a file counts, by its name: frames are walked for every op, so a file is looked at once."""
+    """How the code of a file counts, by its name: frames are walked for every op, so a file is
+    looked at once.
+    """
 
     def __missing__(self, filename: str) -> int:
         if filename.startswith(PACKAGE):
@@ -82,7 +88,9 @@ def show_line(filename: str, line: int) -> str:
 
 
 def show_file(filename: str) -> str:
-    """The path as a user would write it: relative to the current folder, or starting at the installed package."""
+    """The path as a user would write it: relative to the current folder, or starting at the
+    installed package.
+    """
     return _shown(filename, current_folder())
 
 
@@ -91,17 +99,23 @@ def _shown(filename: str, here: str | None) -> str:
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return encodable(filename.split(marker, 1)[1])
-    relative = os.path.relpath(filename, here) if filename[:1] != "<" and here is not None else filename
+    relative = filename
+    if filename[:1] != "<" and here is not None:
+        relative = os.path.relpath(filename, here)
     return encodable(os.path.basename(filename) if relative.startswith("..") else relative)
 
 
 @functools.lru_cache(10_000)
 def _span(code: CodeType, instruction: int) -> str | None:
-    """Where the expression of an instruction starts and ends; ``None`` before Python 3.11, which knows lines only."""
+    """Where the expression of an instruction starts and ends; ``None`` before Python 3.11, which
+    knows lines only.
+    """
     if sys.version_info < (3, 11):
         return None
     first, last, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
-    return None if None in (first, last, start, end) else f"{first}:{start}-{last}:{end}"
+    if None in (first, last, start, end):
+        return None
+    return f"{first}:{start}-{last}:{end}"
 
 
 def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -110,11 +124,15 @@ def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
     ``source_lines`` stops at this frame when it searches for the user's lines.
     """
     output = call(*args, **kwargs)
-    return list(output) if isinstance(output, Iterator) else output
+    if isinstance(output, Iterator):
+        return list(output)
+    return output
 
 
 def call_recorded(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], line: str | None) -> Any:  # noqa: ARG001
-    """Call again what the user's code called at ``line``; ``source_lines`` stops at this frame, and takes that line for it."""
+    """Call again what the user's code called at ``line``; ``source_lines`` stops at this frame, and
+    takes that line for it.
+    """
     return call(*args, **kwargs)
 
 
@@ -140,7 +158,9 @@ def source_lines(frame: FrameType | None = None) -> SourceLines:
 
 
 def instruction_of(frame: FrameType) -> int:
-    """The instruction that runs in the innermost code that is not torch's: ops on one line are told apart by it. -1 if there is none."""
+    """The instruction that runs in the innermost code that is not torch's: ops on one line are told
+    apart by it. -1 if there is none.
+    """
     at: FrameType | None = frame
     while at is not None:
         kind = _KINDS[at.f_code.co_filename]
@@ -199,9 +219,11 @@ def module_names(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
 
 
 class ModuleStack:
-    """Context manager that tracks which module of ``model`` is running and how often each was called.
+    """Context manager that tracks which module of ``model`` is running and how often each was
+    called.
 
-    By global hooks only: a hook on a module itself makes ``TransformerEncoderLayer`` leave its fast path.
+    By global hooks only: a hook on a module itself makes ``TransformerEncoderLayer`` leave its fast
+    path.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
@@ -236,4 +258,7 @@ class ModuleStack:
         while self._stack:
             if self._stack.pop()[0] is module:
                 break
-        self.current = self._stack[-1][1] if self._stack else ""
+        if self._stack:
+            self.current = self._stack[-1][1]
+        else:
+            self.current = ""

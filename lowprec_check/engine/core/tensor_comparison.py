@@ -1,7 +1,8 @@
-"""Compares one tensor with its references in one pass: errors, range, NaN and Inf, values at the bottom of the range.
+"""Compares one tensor with its references in one pass: errors, range, NaN and Inf, values at the
+bottom of the range.
 
-The tensor is read once, in chunks that stay in cache: widening, range, difference and two dot products per chunk.
-Special cases (NaN, Inf, squares that overflow) use a slower, exact path.
+The tensor is read once, in chunks that stay in cache: widening, range, difference and two dot
+products per chunk. Special cases (NaN, Inf, squares that overflow) use a slower, exact path.
 """
 
 from __future__ import annotations
@@ -17,14 +18,18 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import NARROW, as_real
 
 CHUNK = 1 << 19
-"""Elements per chunk on a CPU: 2 MiB in fp32, large enough to hide the start of threads, small enough for the cache."""
+"""Elements per chunk on a CPU: 2 MiB in fp32, large enough to hide the start of threads, small
+enough for the cache.
+"""
 
 
 _FEW = 4096
 """Elements that are counted in one op."""
 
 _TINY = 1e-16
-"""Smaller values, and sums of their squares, are compared exactly: in fp32, squares below 1e-38 lose digits or are 0."""
+"""Smaller values, and sums of their squares, are compared exactly: in fp32, squares below 1e-38
+lose digits or are 0.
+"""
 
 
 _LEAST = 1e-300
@@ -47,13 +52,17 @@ class TensorComparison(NamedTuple):
     elements: int = 0
     """Number of elements that were compared; a complex one counts as two."""
     subnormal: float | None = None
-    """Share of the first reference's non-zeros below the dtype's smallest normal number; ``None`` if not requested."""
+    """Share of the first reference's non-zeros below the dtype's smallest normal number; ``None``
+    if not requested.
+    """
 
 
 def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = False) -> TensorComparison:
-    """Compare ``out`` (any floating dtype and shape) with ``references`` of the same shape, in widened dtypes.
+    """Compare ``out`` (any floating dtype and shape) with ``references`` of the same shape, in
+    widened dtypes.
 
-    Without references, only the range is measured. ``count_flushed`` adds the shares of values that are too small.
+    Without references, only the range is measured. ``count_flushed`` adds the shares of values that
+    are too small.
     """
     flat = _flat_together([as_real(tensor) for tensor in (out, *references)])
     count = flat[0].numel()
@@ -65,10 +74,16 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
     low, high = math.inf, -math.inf
     small = SmallValues()
     for start in range(0, count, size):
-        parts = flat if count <= size else [tensor[start : start + size] for tensor in flat]
+        if count <= size:
+            parts = flat
+        else:
+            parts = [tensor[start : start + size] for tensor in flat]
         wide = parts[0]
         if wide.dtype in NARROW:
-            wide = wide.float() if wide.numel() < CHUNK else _scratch(wide, 0).copy_(wide)
+            if wide.numel() < CHUNK:
+                wide = wide.float()
+            else:
+                wide = _scratch(wide, 0).copy_(wide)
         smallest, largest, *squares = _reduce(parts[0], wide, parts[1:])
         if not math.isfinite(sum(squares, largest - smallest)):
             return _compare_exactly(flat[0], flat[1:], count_flushed)
@@ -80,8 +95,13 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
     if max(-low, high) < _TINY and max(totals[1::2], default=1.0) < _TINY:
         return _compare_exactly(flat[0], flat[1:], count_flushed)
     errors = [math.sqrt(_ratio(totals[index], totals[index + 1])) for index in range(0, len(totals), 2)]
-    flushed, subnormal = small.shares() if count_flushed else (None, None)
-    rms = math.sqrt(totals[1] / count) if references else None
+    if count_flushed:
+        flushed, subnormal = small.shares()
+    else:
+        flushed, subnormal = (None, None)
+    rms = None
+    if references:
+        rms = math.sqrt(totals[1] / count)
     return TensorComparison(errors, max(-low, high), 0, 0, flushed, rms, count, subnormal)
 
 
@@ -111,13 +131,15 @@ Figure = Tensor | Norm
 class UnreadComparison:
     """A comparison whose figures an accelerator still computes: nothing here waits for them.
 
-    It holds the tensors, which must not be written to until the figures are read: special cases need them again.
+    It holds the tensors, which must not be written to until the figures are read: special cases
+    need them again.
     """
 
     def __init__(self, out: Tensor, references: Sequence[Tensor], *, count_flushed: bool) -> None:
         value, *others = _flat_together([as_real(tensor) for tensor in (out, *references)])
         self._dtype, self._count_flushed = value.dtype, count_flushed and bool(references)
-        value = value.float() if value.dtype.itemsize == 1 else value
+        if value.dtype.itemsize == 1:
+            value = value.float()
         self.norms = [Norm(value, math.inf), *(Norm(other, 2.0) for other in others)]
         """The largest magnitude, NaN if there is one; the 2-norm of each reference."""
         differences = [Norm(torch.sub(value, other), 2.0) for other in others]
@@ -144,7 +166,9 @@ class UnreadComparison:
         if self._count_flushed:
             nonzero, normal, lost, lost_larger = map(int, values[-4:])
             flushed, subnormal = SmallValues(nonzero, nonzero - normal, lost - lost_larger).shares()
-        rms = norms[0] / math.sqrt(out.numel()) if references else None
+        rms = None
+        if references:
+            rms = norms[0] / math.sqrt(out.numel())
         return TensorComparison(errors, absmax, 0, 0, flushed, rms, out.numel(), subnormal)
 
 
@@ -152,19 +176,25 @@ def _ratio(difference: float, reference: float) -> float:
     """0/0 is 0, x/0 is infinite."""
     if difference == 0:
         return 0.0
-    return difference / reference if reference else math.inf
+    if reference:
+        return difference / reference
+    return math.inf
 
 
 def _reduce(part: Tensor, wide: Tensor, references: list[Tensor]) -> list[float]:
-    """Minimum and maximum of ``part``; then for each reference the sums of squares of the difference and of itself.
+    """Minimum and maximum of ``part``; then for each reference the sums of squares of the
+    difference and of itself.
 
-    ``wide`` are the same values in a wider dtype; in 16 bits, the range is found in half the memory.
+    ``wide`` are the same values in a wider dtype; in 16 bits, the range is found in half the
+    memory.
     """
     numbers = [*(part if part.dtype.itemsize == 2 else wide).aminmax()]
     for reference in references:
         if wide.dtype != reference.dtype:
             wide = wide.to(reference.dtype)
-        buffer = _scratch(reference, 1) if reference.numel() == CHUNK else None
+        buffer = None
+        if reference.numel() == CHUNK:
+            buffer = _scratch(reference, 1)
         difference = torch.sub(wide, reference, out=buffer)
         numbers.append(difference.dot(difference))
         numbers.append(reference.dot(reference))
@@ -180,7 +210,9 @@ class SmallValues(NamedTuple):
     nonzero: int = 0
     """All that are not zero."""
     subnormal: int = 0
-    """Those below the smallest normal number of the dtype, which have fewer digits there, or are zero."""
+    """Those below the smallest normal number of the dtype, which have fewer digits there, or are
+    zero.
+    """
     flushed: int = 0
     """Those below its smallest number that are zero in the dtype: underflow."""
 
@@ -196,8 +228,9 @@ class SmallValues(NamedTuple):
 def _small_values(wide: Tensor, reference: Tensor, dtype: torch.dtype) -> SmallValues:
     """Count the small values of ``reference``; ``wide`` are the values in ``dtype``, widened.
 
-    A zero where the reference is larger has another cause, such as a subtraction or a different decision. Most tensors have
-    few small values, which two counts find; only if there are smaller ones are they compared element by element.
+    A zero where the reference is larger has another cause, such as a subtraction or a different
+    decision. Most tensors have few small values, which two counts find; only if there are smaller
+    ones are they compared element by element.
     """
     below_normal, below_all = _limits(dtype, reference.dtype)
     nonzero, normal = _counts(reference, _above(reference, below_normal))
@@ -214,7 +247,9 @@ def _small_values(wide: Tensor, reference: Tensor, dtype: torch.dtype) -> SmallV
 
 @functools.cache
 def _limits(dtype: torch.dtype, wide: torch.dtype) -> tuple[float, float]:
-    """The largest numbers of ``wide`` below the smallest normal number of ``dtype``, and below its smallest number."""
+    """The largest numbers of ``wide`` below the smallest normal number of ``dtype``, and below its
+    smallest number.
+    """
     limits, before = torch.finfo(dtype), 1 - torch.finfo(wide).eps / 2
     return limits.tiny * before, limits.tiny * limits.eps * before
 
@@ -229,8 +264,8 @@ def _above(reference: Tensor, limit: float) -> Tensor:
 def _counts(*tensors: Tensor) -> list[int]:
     """The number of non-zeros in each, with one wait for an accelerator.
 
-    On a CPU ``count_nonzero`` branches at each element: where zeros are scattered, it is 20 times as slow as the sum of the squares
-    of the signs, which is exact for the elements of a chunk.
+    On a CPU ``count_nonzero`` branches at each element: where zeros are scattered, it is 20 times
+    as slow as the sum of the squares of the signs, which is exact for the elements of a chunk.
     """
     if tensors[0].device.type != "cpu":
         return torch.stack([tensor.count_nonzero() for tensor in tensors]).tolist()
@@ -251,7 +286,9 @@ _buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 def _scratch(like: Tensor, index: int) -> Tensor:
-    """A reused buffer for one chunk: allocating one for each chunk would cost more than the arithmetic."""
+    """A reused buffer for one chunk: allocating one for each chunk would cost more than the
+    arithmetic.
+    """
     key = (index, torch.float32 if like.dtype in NARROW else like.dtype, like.device)
     if key not in _buffers or _buffers[key].numel() != like.numel():
         _buffers[key] = torch.empty(like.numel(), dtype=key[1], device=like.device)
@@ -280,7 +317,9 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool) -> TensorComparison:
-    """The comparison in fp64, over finite values; it waits for an accelerator up to three times: for all zeros, for sums, for small values."""
+    """The comparison in fp64, over finite values; it waits for an accelerator up to three times:
+    for all zeros, for sums, for small values.
+    """
     if not any(torch.stack([tensor.any() for tensor in (out, *references)]).tolist()):
         nothing = 0.0 if count_flushed and references else None
         return TensorComparison(
@@ -312,12 +351,16 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
         flushed, subnormal = _small_values(value, references[0], out.dtype).shares()
     if references:
         count, largest, total = others[-3:]
-        rms = largest * math.sqrt(total / count) if count else None
+        rms = None
+        if count:
+            rms = largest * math.sqrt(total / count)
     return TensorComparison(
         errors, absmax, int(nonfinite - new_nan), int(new_nan), flushed, rms, value.numel(), subnormal
     )
 
 
 def nonfinite_unlike(value: Tensor, reference: Tensor) -> Tensor:
-    """Where ``value`` is NaN and ``reference`` is not, or is infinite and ``reference`` is neither NaN nor the same infinity."""
+    """Where ``value`` is NaN and ``reference`` is not, or is infinite and ``reference`` is neither
+    NaN nor the same infinity.
+    """
     return (value.isnan() | (value.isinf() & (value != reference))) & ~reference.isnan()

@@ -63,7 +63,9 @@ class Node:
 
     @property
     def is_pure(self) -> bool:
-        """Whether a function gives the same results again, and nothing that it reads or makes was changed."""
+        """Whether a function gives the same results again, and nothing that it reads or makes was
+        changed.
+        """
         if isinstance(self.call, nn.Module) or self.draws or self.changed:
             return False
         tensors, versions = [*self.reads, *self.results], [*self.versions, *self.made]
@@ -113,10 +115,14 @@ class CallRecorder(TorchFunctionMode):
         self.is_paused = False
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        return self.recorded(func, tuple(args), kwargs or {}) if self.on else func(*args, **(kwargs or {}))
+        if self.on:
+            return self.recorded(func, tuple(args), kwargs or {})
+        return func(*args, **(kwargs or {}))
 
     def recorded(self, call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of a call, which is recorded if it reads tensors and makes some, or makes numbers of them."""
+        """The result of a call, which is recorded if it reads tensors and makes some, or makes
+        numbers of them.
+        """
         node = Node.of(call, args, kwargs)
         for tensor in node.changed:
             place = id(tensor), version_of(tensor)
@@ -126,7 +132,9 @@ class CallRecorder(TorchFunctionMode):
                 and any(tensor is one for known in self.nodes for one in known.reads)
             ):
                 self.copies[place] = tensor.detach().clone()
-        states = None if any(tensor.requires_grad for tensor in node.reads) else generator_states()
+        states = None
+        if not any(tensor.requires_grad for tensor in node.reads):
+            states = generator_states()
         result = call(*args, **kwargs)
         is_leaf = isinstance(result, Tensor) and result.requires_grad and result.grad_fn is None
         if not (node.changed or is_leaf) and any(result is tensor for tensor in node.reads):

@@ -23,8 +23,9 @@ class _Call(NamedTuple):
 class CallTimes:
     """Times of at most ``most`` calls of a model in a row.
 
-    There is no further call if all but the first would take longer than ``seconds``, or the fastest took longer than ``too_slow``, or than
-    ``hopeless`` without the time that its threads waited for a core. After a call that sets something up there is one in any case, unless it
+    There is no further call if all but the first would take longer than ``seconds``, or the fastest
+    took longer than ``too_slow``, or than ``hopeless`` without the time that its threads waited for
+    a core. After a call that sets something up there is one in any case, unless it
     ``reads_weights``, which then takes long.
     """
 
@@ -53,12 +54,16 @@ class CallTimes:
 
     @property
     def fastest(self) -> float:
-        """Seconds of the fastest call, of those that set nothing up if there are any; 0 before the first."""
+        """Seconds of the fastest call, of those that set nothing up if there are any; 0 before the
+        first.
+        """
         return min((call.seconds for call in self._settled), default=0.0)
 
     @property
     def first(self) -> float:
-        """Seconds of the first call, and what further ones that set something up took longer than the fastest."""
+        """Seconds of the first call, and what further ones that set something up took longer than
+        the fastest.
+        """
         more = (call.seconds - self.fastest for call in self._calls[1:] if call.sets_up)
         return self._calls[0].seconds + sum(max(0.0, seconds) for seconds in more)
 

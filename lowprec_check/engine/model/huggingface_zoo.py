@@ -1,4 +1,6 @@
-"""Loads models of transformers: by the name of a model type or class, or from a folder with a config.json. No network."""
+"""Loads models of transformers: by the name of a model type or class, or from a folder with a
+config.json. No network.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +32,11 @@ _SMALLER = "Make it smaller: transformers:NAME,num_hidden_layers=2,hidden_size=2
 
 
 def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
-    """Return the target for ``transformers:NAME,OPTION=VALUE,…``, in eval mode, with random weights and seed 0.
+    """Return the target for ``transformers:NAME,OPTION=VALUE,…``, in eval mode, with random weights
+    and seed 0.
 
-    NAME is a model type (``bert``), a configuration (``BertConfig``) or a model (``BertForMaskedLM``); the options are those of
-    its configuration.
+    NAME is a model type (``bert``), a configuration (``BertConfig``) or a model
+    (``BertForMaskedLM``); the options are those of its configuration.
     """
     transformers = import_zoo("transformers")
     name, *options = re.split(r",(?![^\[{]*[\]}])", text)  # not inside a list or mapping
@@ -58,17 +61,24 @@ def load_transformers(text: str, inputs: tuple[str, ...] = ()) -> Target:
                 "Pass the name of a model, such as BertForMaskedLM.",
             )
         # the first of several; if there is only one, AutoModel finds it
-        model_class = model_class[0] if isinstance(model_class, (list, tuple)) else None
+        if isinstance(model_class, (list, tuple)):
+            model_class = model_class[0]
+        else:
+            model_class = None
     model, call = _random_model(transformers, model_class, config, f"transformers:{name}")
     return _target(f"transformers:{text}", model, config, inputs, f"{call}({config_code})")
 
 
 def _check_shards(folder: Path) -> None:
-    """Raise :class:`UsageError` if the index of the weights lists a file that is missing. Other faults of the index are left to transformers."""
+    """Raise :class:`UsageError` if the index of the weights lists a file that is missing. Other
+    faults of the index are left to transformers.
+    """
     index, listed = folder / "model.safetensors.index.json", dict[str, Any]()
     with contextlib.suppress(OSError, ValueError):
         content = json.loads(index.read_bytes())
-        found = content.get("weight_map") if isinstance(content, dict) else None
+        found = None
+        if isinstance(content, dict):
+            found = content.get("weight_map")
         listed = found if isinstance(found, dict) else {}
     for name in sorted({str(name) for name in listed.values()}):
         if not (folder / name).is_file():
@@ -76,7 +86,8 @@ def _check_shards(folder: Path) -> None:
 
 
 def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = False) -> Target:
-    """Return the target for ``hf:FOLDER``, a folder with the config.json of a model of transformers, and maybe weights.
+    """Return the target for ``hf:FOLDER``, a folder with the config.json of a model of
+    transformers, and maybe weights.
 
     They stay in their files with ``stream``, and where they do not fit into memory.
     """
@@ -90,8 +101,12 @@ def load_folder(folder: str, inputs: tuple[str, ...] = (), *, stream: bool = Fal
             "Check its model_type, or install the release of transformers that it was saved with.",
         ) from None
     listed = content.get("architectures")
-    architecture = listed[0] if isinstance(listed, list) and listed else None
-    model_class = _attribute(transformers, architecture) if isinstance(architecture, str) and architecture else None
+    architecture = None
+    if isinstance(listed, list) and listed:
+        architecture = listed[0]
+    model_class = None
+    if isinstance(architecture, str) and architecture:
+        model_class = _attribute(transformers, architecture)
     files = sorted(Path(folder).glob("*.safetensors"))
     if files:
         _check_shards(Path(folder))
@@ -125,7 +140,9 @@ def _streamed_model(make: Any, config: Any, files: list[Path]) -> nn.Module:
 
 
 def _renaming(model: nn.Module) -> Callable[[str], str]:
-    """What transformers calls a weight in ``model`` that has another name in the files; weights that it also converts keep theirs."""
+    """What transformers calls a weight in ``model`` that has another name in the files; weights
+    that it also converts keep theirs.
+    """
     try:
         loading = importlib.import_module("transformers.core_model_loading")
         mapping = importlib.import_module("transformers.conversion_mapping").get_model_conversion_mapping(model)
@@ -137,7 +154,9 @@ def _renaming(model: nn.Module) -> Callable[[str], str]:
 
 
 def _saved_model(maker: Any, folder: str) -> tuple[nn.Module, list[str]]:
-    """The model with its saved weights, and a note if some are missing; raises :class:`UsageError` if it cannot be loaded."""
+    """The model with its saved weights, and a note if some are missing; raises :class:`UsageError`
+    if it cannot be loaded.
+    """
     try:
         model, found = maker.from_pretrained(
             folder, local_files_only=True, dtype=torch.float32, output_loading_info=True
@@ -162,8 +181,12 @@ def _read_config(folder: str) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"Cannot read {path}: {first_line(message_of(error))}", "Save the model again.") from None
     if not isinstance(content, dict) or "model_type" not in content:
-        kind = content.get("_class_name") if isinstance(content, dict) else None
-        what = f"it is a configuration of diffusers ({kind})" if kind else "it has no model_type"
+        kind = None
+        if isinstance(content, dict):
+            kind = content.get("_class_name")
+        what = "it has no model_type"
+        if kind:
+            what = f"it is a configuration of diffusers ({kind})"
         raise UsageError(
             f"{path} is no configuration of transformers: {what}.", "Load the model in a Python file, and scan that."
         )
@@ -201,7 +224,9 @@ def _classes(transformers: Any, name: str) -> tuple[Any, Any]:
 
 
 def _attribute(transformers: Any, name: str) -> Any:
-    """An attribute, which is imported on first use; ``None`` if there is none, or what it needs is not installed."""
+    """An attribute, which is imported on first use; ``None`` if there is none, or what it needs is
+    not installed.
+    """
     try:
         return getattr(transformers, name, None)
     except Exception as error:
@@ -229,7 +254,9 @@ def _make_config(config_class: Any, values: dict[str, Any]) -> Any:
 
 
 def _random_model(transformers: Any, model_class: Any, config: Any, what: str) -> tuple[nn.Module, str]:
-    """A model with random weights, after its size was checked on the meta device, and what makes it of ``config``, as code."""
+    """A model with random weights, after its size was checked on the meta device, and what makes it
+    of ``config``, as code.
+    """
     make = transformers.AutoModel.from_config if model_class is None else model_class
     name = "AutoModel.from_config" if model_class is None else model_class.__name__
     try:
@@ -255,7 +282,9 @@ def _target(name: str, model: nn.Module, config: Any, inputs: tuple[str, ...], c
 
 
 def with_labels(target: Target) -> Target:
-    """For training, the target with its tokens as labels too, if it is a language model: it then returns its loss."""
+    """For training, the target with its tokens as labels too, if it is a language model: it then
+    returns its loss.
+    """
     tokens = "decoder_input_ids" if "decoder_input_ids" in target.kwargs else "input_ids"
     make_batch, kind = target.make_batch, type(target.model).__name__
     if not kind.endswith(_LANGUAGE_MODELS) or tokens not in target.kwargs or make_batch is None:
@@ -275,7 +304,9 @@ _LANGUAGE_MODELS = ("ForCausalLM", "LMHeadModel", "ForMaskedLM", "ForConditional
 
 
 def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) -> dict[str, Tensor]:
-    """Random inputs of the names that ``forward`` has, in the sizes of the configuration: text, image, clip, sound."""
+    """Random inputs of the names that ``forward`` has, in the sizes of the configuration: text,
+    image, clip, sound.
+    """
     names = inspect.signature(model.forward).parameters
     main = str(getattr(model, "main_input_name", "input_ids"))
     text, vision = (getattr(config, part, None) or config for part in ("text_config", "vision_config"))
@@ -308,10 +339,15 @@ def default_inputs(model: nn.Module, config: Any, generator: torch.Generator) ->
 
 
 def _shape(name: str, config: Any) -> tuple[int, ...]:
-    """The shape of an input of real numbers, from the configuration of the part that takes it; empty for an unknown name."""
+    """The shape of an input of real numbers, from the configuration of the part that takes it;
+    empty for an unknown name.
+    """
     if name == "pixel_values":  # an image, or a clip if the configuration has a number of frames
         size = getattr(config, "image_size", 224)
-        height, width = size if isinstance(size, (list, tuple)) else (size, size)
+        if isinstance(size, (list, tuple)):
+            height, width = size
+        else:
+            height, width = (size, size)
         frames = getattr(config, "num_frames", None)
         return (1, *((frames,) if frames else ()), getattr(config, "num_channels", 3), height, width)
     if name == "input_features":  # of a sound by time, or time by features if their number has another name

@@ -1,4 +1,6 @@
-"""Further inputs like those of a target: drawn anew, the next batches, or the values of the inputs resampled."""
+"""Further inputs like those of a target: drawn anew, the next batches, or the values of the inputs
+resampled.
+"""
 
 from __future__ import annotations
 
@@ -18,18 +20,24 @@ from lowprec_check.schema.backend_checks import InputChange
 from lowprec_check.schema.measures import InputKind
 
 LEAST_VALUES = 8
-"""The values of a feature are resampled by themselves if there are so many, else with those of all features."""
+"""The values of a feature are resampled by themselves if there are so many, else with those of all
+features.
+"""
 
 
 Draw = tuple[int, list[Tensor] | None]
-"""The number of a batch, or of resampled values what is added to the seed; and the tensors in the inputs, in the order of :func:`leaves`,
-``None`` if they do not have the shapes, dtypes and numbers of the inputs of the target."""
+"""The number of a batch, or of resampled values what is added to the seed; and the tensors in the
+inputs, in the order of :func:`leaves`, ``None`` if they do not have the shapes, dtypes and numbers
+of the inputs of the target.
+"""
 
 
 def further_draws(target: Target, first: int, seed: int) -> tuple[InputKind, Iterator[Draw]]:
-    """Endless further inputs of ``target``, or as many as there are; ``first`` is the number of the batch to start with.
+    """Endless further inputs of ``target``, or as many as there are; ``first`` is the number of the
+    batch to start with.
 
-    If nothing makes batches, or all that it makes are the same or of other shapes, values are resampled.
+    If nothing makes batches, or all that it makes are the same or of other shapes, values are
+    resampled.
     """
     if target.make_batch is not None:
         batches = _batches(target, first, seed)
@@ -46,7 +54,9 @@ def with_values(call: Call, values: Sequence[Tensor]) -> Call:
 
     def replaced(tensor: Tensor) -> Tensor:
         value = given.get(id(tensor), tensor)
-        return value.requires_grad_() if tensor.requires_grad else value
+        if tensor.requires_grad:
+            return value.requires_grad_()
+        return value
 
     args, kwargs = map_tensors(call, replaced)
     return args, kwargs
@@ -75,7 +85,9 @@ def _tensors(call: Call) -> list[Tensor]:
 
 
 def _form(call: Call) -> list[object]:
-    """What inputs must have in common: the places, shapes and dtypes of tensors, and the values of numbers."""
+    """What inputs must have in common: the places, shapes and dtypes of tensors, and the values of
+    numbers.
+    """
     tensors = {
         path: (tensor.shape, tensor.dtype, tensor.layout) for path, tensor in leaves(call) if not tensor.is_nested
     }
@@ -93,7 +105,9 @@ def _like(given: Tensor, values: Tensor) -> Tensor:
 
 
 def changed_inputs(target: Target, seed: int) -> Iterator[tuple[InputChange, Call]]:
-    """The inputs of ``target``, changed in one way each, as far as they can be; ``seed`` is that of resampled values."""
+    """The inputs of ``target``, changed in one way each, as far as they can be; ``seed`` is that of
+    resampled values.
+    """
     call, tensors = target.inputs, [tensor.detach() for tensor in _tensors(target.inputs)]
     if not all(map(_is_plain, tensors)):
         return
@@ -141,12 +155,17 @@ def _resampled(call: Call, first: int, seed: int) -> Iterator[Draw]:
         for tensor in tensors:  # one that is given twice stays so
             if id(tensor) not in new:
                 mask = next((mask for mask in masks if mask.shape == tensor.shape), None)
-                new[id(tensor)] = tensor.detach() if _is_fixed(tensor) else _resample(tensor.detach(), mask, generator)
+                if _is_fixed(tensor):
+                    new[id(tensor)] = tensor.detach()
+                else:
+                    new[id(tensor)] = _resample(tensor.detach(), mask, generator)
         yield number, [new[id(tensor)] for tensor in tensors]
 
 
 def _is_fixed(tensor: Tensor) -> bool:
-    """Whether other values are not to be given to ``tensor``: it has one value, is a mask, or holds integers in order."""
+    """Whether other values are not to be given to ``tensor``: it has one value, is a mask, or holds
+    integers in order.
+    """
     if not _is_plain(tensor) or tensor.numel() < 2 or _is_mask(tensor):
         return True
     if tensor.is_floating_point() or tensor.is_complex() or tensor.ndim == 0:
@@ -186,7 +205,10 @@ def _resample(tensor: Tensor, mask: Tensor | None, generator: torch.Generator) -
     else:
         moved = values.movedim(1 if values.ndim >= 4 else -1, 0)
         features = moved.reshape(len(moved), -1)
-        rows = features if features.shape[1] >= LEAST_VALUES else features.reshape(1, -1)
+        if features.shape[1] >= LEAST_VALUES:
+            rows = features
+        else:
+            rows = features.reshape(1, -1)
         index = torch.randint(rows.shape[1], rows.shape, generator=generator)
         found = rows.gather(1, index).reshape(moved.shape).movedim(0, 1 if values.ndim >= 4 else -1)
     return torch.empty_like(tensor, requires_grad=False).copy_(found)

@@ -1,4 +1,6 @@
-"""Inputs as people give them (tensors, loaders, datasets, functions, NumPy arrays, shapes), and the arguments of calls made of them."""
+"""Inputs as people give them (tensors, loaders, datasets, functions, NumPy arrays, shapes), and the
+arguments of calls made of them.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,8 @@ class Arguments(NamedTuple):
 
 
 def as_call(inputs: Any, forward: Callable[..., Any]) -> Arguments:
-    """The arguments of a call of ``forward``: a tensor, a tuple or list of arguments, or a mapping of keyword arguments.
+    """The arguments of a call of ``forward``: a tensor, a tuple or list of arguments, or a mapping
+    of keyword arguments.
 
     A list or named tuple (``PackedSequence``) is one argument if ``forward`` accepts it only so.
     """
@@ -67,7 +70,9 @@ def accepts(forward: Callable[..., Any], *args: Any) -> bool:
 
 
 def bind(forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The arguments of a call of ``forward`` by name; raises :class:`UsageError` if a positional one has none."""
+    """The arguments of a call of ``forward`` by name; raises :class:`UsageError` if a positional
+    one has none.
+    """
     parameters = inspect.signature(forward).parameters
     try:
         bound = inspect.signature(forward).bind(*args, **kwargs).arguments
@@ -120,9 +125,10 @@ class Batch(NamedTuple):
 def take_batch(given: Any, forward: Callable[..., Any]) -> Batch:
     """The inputs of a call of ``forward``.
 
-    Of a data loader, dataset or iterator, the first batch is taken, and of that as many elements as ``forward`` requires:
-    the others are usually targets. NumPy arrays become tensors, in fp32 if they are in fp64. Raises :class:`UsageError` if
-    there is no batch, or an array of a dtype that torch lacks.
+    Of a data loader, dataset or iterator, the first batch is taken, and of that as many elements as
+    ``forward`` requires: the others are usually targets. NumPy arrays become tensors, in fp32 if
+    they are in fp64. Raises :class:`UsageError` if there is no batch, or an array of a dtype that
+    torch lacks.
     """
     if not isinstance(given, (DataLoader, Dataset, Iterator)):
         return _with_tensors(Batch(given))
@@ -142,23 +148,31 @@ def take_batch(given: Any, forward: Callable[..., Any]) -> Batch:
 
 
 class BatchMaker:
-    """Makes the inputs of batch 0, 1, 2, … from what the user gives; :func:`take_batch` accepts them.
+    """Makes the inputs of batch 0, 1, 2, … from what the user gives; :func:`take_batch` accepts
+    them.
 
-    A copy of a pickled one is ``None``: workers get their batch, and an iterator cannot be sent to them.
+    A copy of a pickled one is ``None``: workers get their batch, and an iterator cannot be sent to
+    them.
     """
 
     def __init__(self, given: Any, call: Callable[[Callable[[], Any]], Any]) -> None:
         self._given, self._call = given, call
         self._taken: list[Any] = []
-        """Items of an iterator, after the first one, which :func:`take_batch` takes; several runs of one process ask for them."""
+        """Items of an iterator, after the first one, which :func:`take_batch` takes; several runs
+        of one process ask for them.
+        """
         self._pass: tuple[int, Iterator[Any]] | None = None
         """A pass over a loader or dataset, and the number of the batch that it gives next."""
 
     @classmethod
     def of(cls, given: Any, call: Callable[[Callable[[], Any]], Any] = lambda make: make()) -> BatchMaker | None:
-        """For a function, or for what has several batches; ``None`` for inputs that are fixed. ``call`` calls the user's code."""
+        """For a function, or for what has several batches; ``None`` for inputs that are fixed.
+        ``call`` calls the user's code.
+        """
         several = is_function(given) or isinstance(given, (DataLoader, Dataset, Iterator))
-        return cls(given, call) if several else None
+        if several:
+            return cls(given, call)
+        return None
 
     @property
     def draws(self) -> bool:
@@ -173,7 +187,10 @@ class BatchMaker:
         given = self._given
         if is_function(given):
             takes_number = _takes_number(given)
-            given = given(index) if takes_number and (index or not accepts(given)) else given()
+            if takes_number and (index or not accepts(given)):
+                given = given(index)
+            else:
+                given = given()
             if takes_number:
                 return given
         if index == 0 or not isinstance(given, (DataLoader, Dataset, Iterator)):
@@ -182,14 +199,23 @@ class BatchMaker:
         def take() -> Any:
             if given is self._given and isinstance(given, Iterator):
                 self._taken += itertools.islice(given, max(0, index - len(self._taken)))
-                return map_tensors(self._taken[index - 1], torch.clone) if index <= len(self._taken) else _NOTHING
+                if index <= len(self._taken):
+                    return map_tensors(self._taken[index - 1], torch.clone)
+                return _NOTHING
             goes_on = given is self._given and self._pass is not None and self._pass[0] == index
-            items = self._pass[1] if goes_on and self._pass is not None else None
+            items = None
+            if goes_on and self._pass is not None:
+                items = self._pass[1]
             if items is None:
                 items = itertools.islice(_items(given), index, None)
             item = next(items, _NOTHING)
-            self._pass = (index + 1, items) if given is self._given else None
-            return default_collate([item]) if item is not _NOTHING and isinstance(given, Dataset) else item
+            if given is self._given:
+                self._pass = (index + 1, items)
+            else:
+                self._pass = None
+            if item is not _NOTHING and isinstance(given, Dataset):
+                return default_collate([item])
+            return item
 
         found = call_user_code(f"Taking batch {index} from `inputs`", take)
         if found is _NOTHING:
@@ -207,8 +233,8 @@ _NUMBERS = ("index", "number", "seed", "step")
 
 
 def _takes_number(function: Callable[..., Any]) -> bool:
-    """Whether a function that returns inputs takes the number of the batch as its first argument. One with a default value other than 0 is
-    rather a size, a device or a scale.
+    """Whether a function that returns inputs takes the number of the batch as its first argument.
+    One with a default value other than 0 is rather a size, a device or a scale.
     """
     if not accepts(function, 0):
         return False
@@ -225,7 +251,9 @@ def is_function(value: Any) -> bool:
 
 def call_code(inputs: Any) -> tuple[str, ...]:
     """The line that makes the first batch, if ``inputs`` is a function."""
-    return (f"inputs = inputs({'' if accepts(inputs) else 0})",) if is_function(inputs) else ()
+    if is_function(inputs):
+        return (f"inputs = inputs({'' if accepts(inputs) else 0})",)
+    return ()
 
 
 def _items(given: DataLoader[Any] | Dataset[Any] | Iterator[Any]) -> Iterator[Any]:
@@ -276,7 +304,10 @@ def _needed(first: Any, note: str, code: str, forward: Callable[..., Any]) -> Ba
 
 def _with_tensors(batch: Batch) -> Batch:
     """The batch with tensors in place of NumPy arrays, at any depth."""
-    given = dict(batch.inputs) if isinstance(batch.inputs, Mapping) else batch.inputs
+    if isinstance(batch.inputs, Mapping):
+        given = dict(batch.inputs)
+    else:
+        given = batch.inputs
     arrays = [leaf for leaf in tree_leaves(given) if _is_array(leaf)]
     if not arrays:
         return batch
@@ -290,7 +321,9 @@ def _conversion_code(given: Any, arrays: list[Any]) -> list[str]:
     """The code that converts the ``arrays`` in ``given``, each by its place if none lies deeper."""
     if _is_array(given):
         return [f"inputs = {_array_code('inputs', given)}"]
-    places = given if isinstance(given, dict) else dict(enumerate(given))
+    places = given
+    if not isinstance(given, dict):
+        places = dict(enumerate(given))
     at = {key: value for key, value in places.items() if _is_array(value)}
     if len(at) < len(arrays):
         convert = _array_code("x", *arrays)
@@ -309,7 +342,9 @@ def _array_code(name: str, *arrays: Any) -> str:
     code = f"torch.from_numpy({name}{'.copy()' * backwards})"
     if all(map(_is_wide, arrays)):
         return f"{code}.float()"
-    return f'{code}.float() if {name}.dtype == "float64" else {code}' if any(map(_is_wide, arrays)) else code
+    if any(map(_is_wide, arrays)):
+        return f'{code}.float() if {name}.dtype == "float64" else {code}'
+    return code
 
 
 def _is_array(value: Any) -> bool:
@@ -331,7 +366,9 @@ def _as_tensor(value: Any) -> Any:
             f"A NumPy array in `inputs` cannot become a tensor: {first_line(message_of(error))}",
             "Convert it, for example with array.astype('float32').",
         ) from None
-    return tensor.float() if _is_wide(value) else tensor
+    if _is_wide(value):
+        return tensor.float()
+    return tensor
 
 
 # -- Random inputs of given shapes
@@ -349,10 +386,14 @@ def parse_inputs(specs: tuple[str, ...], *, seed: int = 0) -> Any:
     kwargs: dict[str, Tensor] = {}
     for spec in (part for text in specs for part in text.split(",")):
         match = _SHAPE.fullmatch(spec.strip())
-        dtype = getattr(torch, match["dtype"] or "float32", None) if match else None
+        dtype = None
+        if match:
+            dtype = getattr(torch, match["dtype"] or "float32", None)
         if match is None or not isinstance(dtype, torch.dtype):
             raise UsageError(f"Cannot parse --inputs {spec!r}.", "Examples: 1x3x224x224, 1x128:int64, mask=1x128:bool.")
-        shape = [] if match["shape"] == "scalar" else [int(size) for size in match["shape"].split("x")]
+        shape = []
+        if match["shape"] != "scalar":
+            shape = [int(size) for size in match["shape"].split("x")]
         try:
             tensor = _random(shape, dtype, generator)
         except (RuntimeError, TypeError, OverflowError) as error:  # too large, or a dtype without such values
@@ -379,21 +420,34 @@ def _random(shape: list[int], dtype: torch.dtype, generator: torch.Generator) ->
 
 
 def inputs_code(value: Any) -> str:
-    """Code that makes random inputs like ``value``: tensors, and lists, tuples and mappings of them; other values as they are."""
+    """Code that makes random inputs like ``value``: tensors, and lists, tuples and mappings of
+    them; other values as they are.
+    """
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key!r}: {inputs_code(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
         listed = ", ".join(map(inputs_code, value))
-        return f"[{listed}]" if isinstance(value, list) else f"({listed}{',' * (len(value) == 1)})"
+        if isinstance(value, list):
+            return f"[{listed}]"
+        return f"({listed}{',' * (len(value) == 1)})"
     if not isinstance(value, Tensor):
         return repr(value)
     sizes = ", ".join(map(str, value.shape))
-    shape = f"({sizes},)" if value.dim() == 1 else f"({sizes})"
+    if value.dim() == 1:
+        shape = f"({sizes},)"
+    else:
+        shape = f"({sizes})"
     if value.is_floating_point() or value.is_complex():
-        dtype = "" if value.dtype == torch.float32 else f", dtype={value.dtype}"
+        dtype = ""
+        if value.dtype != torch.float32:
+            dtype = f", dtype={value.dtype}"
         return f"torch.randn({sizes or shape}{dtype})"
-    highest = int(value.max()) if value.dtype != torch.bool and value.numel() else 0
+    highest = 0
+    if value.dtype != torch.bool and value.numel():
+        highest = int(value.max())
     if highest <= 1:
         return f"torch.ones({shape}, dtype={value.dtype})"
-    dtype = "" if value.dtype == torch.int64 else f", dtype={value.dtype}"
+    dtype = ""
+    if value.dtype != torch.int64:
+        dtype = f", dtype={value.dtype}"
     return f"torch.randint(0, {highest + 1}, {shape}{dtype})"

@@ -1,4 +1,6 @@
-"""Keeps existing files as they are while the user's code runs: what would write to one writes to a temporary copy."""
+"""Keeps existing files as they are while the user's code runs: what would write to one writes to a
+temporary copy.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,12 @@ def replaced(place: Any, name: str, function: Any) -> Iterator[None]:
 
 
 class KeptFiles(contextlib.ExitStack):
-    """While it is entered, no file that existed before is changed or removed through ``open``, :mod:`os`, :mod:`shutil` or ``torch.save``.
+    """While it is entered, no file that existed before is changed or removed through ``open``,
+    :mod:`os`, :mod:`shutil` or ``torch.save``.
 
-    Code that opens one for writing gets a copy, which it also reads from then on; a removed file or folder counts as removed
-    where it is made anew. What other processes and libraries in C write is not seen.
+    Code that opens one for writing gets a copy, which it also reads from then on; a removed file or
+    folder counts as removed where it is made anew. What other processes and libraries in C write is
+    not seen.
     """
 
     def __init__(self) -> None:
@@ -54,7 +58,9 @@ class KeptFiles(contextlib.ExitStack):
         shown = [show_file(path) for path in self._kept]
         if not shown:
             return ()
-        more = f" and {len(shown) - 3} more" if len(shown) > 3 else ""
+        more = ""
+        if len(shown) > 3:
+            more = f" and {len(shown) - 3} more"
         return (f"the file writes to or removes {', '.join(shown[:3])}{more}, which the scan left as they are",)
 
     def __enter__(self) -> KeptFiles:
@@ -84,13 +90,17 @@ class KeptFiles(contextlib.ExitStack):
     # -- Which files, and where their copies are
 
     def _is_kept(self, path: Any) -> bool:
-        """Whether ``path`` is a file or folder that existed before. The time of a folder changes with what it holds."""
+        """Whether ``path`` is a file or folder that existed before. The time of a folder changes
+        with what it holds.
+        """
         try:
             found = os.lstat(path)
         except (OSError, TypeError, ValueError):
             return False
         is_folder = stat.S_ISDIR(found.st_mode)
-        return _name(path) not in self._made if is_folder else found.st_ctime_ns <= self._since
+        if is_folder:
+            return _name(path) not in self._made
+        return found.st_ctime_ns <= self._since
 
     def _place(self, path: Any, mode: str) -> Any:
         """Where to open ``path``: there, or at its copy if it must be kept."""

@@ -1,4 +1,6 @@
-"""Loads a target from a file, a dotted name or a zoo: the model, its weights, its inputs, and an optional loss."""
+"""Loads a target from a file, a dotted name or a zoo: the model, its weights, its inputs, and an
+optional loss.
+"""
 
 from __future__ import annotations
 
@@ -76,16 +78,21 @@ def load_target(
     *,
     stream: bool = False,
 ) -> Target:
-    """Load ``file.py``, ``file.py:attr``, ``package.module:attr`` or a name in one of the :data:`ZOOS`.
+    """Load ``file.py``, ``file.py:attr``, ``package.module:attr`` or a name in one of the
+    :data:`ZOOS`.
 
-    ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) that replace the inputs of the file; ``weights`` is a file
-    with a state dict; ``arguments`` are those of a script, of whose training ``steps`` steps are observed;
-    with ``stream``, weights stay in their files. Raises :class:`UsageError` for everything the user can fix.
+    ``inputs`` are shapes (``1x3x224x224``, ``ids=1x128:int64``) that replace the inputs of the
+    file; ``weights`` is a file with a state dict; ``arguments`` are those of a script, of whose
+    training ``steps`` steps are observed; with ``stream``, weights stay in their files. Raises
+    :class:`UsageError` for everything the user can fix.
     """
     zoo, _, name = spec.partition(":")
     if zoo in ZOOS and not name:
         raise UsageError(f"{spec!r} does not name a model.", f"Pass {FORMS}.")
-    can_stream = zoo == "hf" if weights is None else zoo not in ZOOS and weights.endswith(".safetensors")
+    if weights is None:
+        can_stream = zoo == "hf"
+    else:
+        can_stream = zoo not in ZOOS and weights.endswith(".safetensors")
     if stream and not can_stream:
         raise UsageError(
             f"--stream reads weights from files of safetensors, and {spec} has none.",
@@ -98,7 +105,10 @@ def load_target(
                 target = load_folder(name, inputs, stream=stream)
             else:
                 with unread_weights() if stream else contextlib.nullcontext():
-                    target = ZOOS[zoo](name, inputs) if zoo in ZOOS else _load_from_module(spec, inputs, steps)
+                    if zoo in ZOOS:
+                        target = ZOOS[zoo](name, inputs)
+                    else:
+                        target = _load_from_module(spec, inputs, steps)
             if steps and zoo in ("transformers", "hf"):
                 target = with_labels(target)
             if weights is not None:
@@ -124,7 +134,10 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
     is_file = path.endswith(".py")
     is_script = is_file and attribute is None
     names = Definitions(attribute or "model", _PARTS)
-    imported = import_file(Path(path), names, steps if is_script else 0) if is_file else import_name(path, names)
+    if is_file:
+        imported = import_file(Path(path), names, steps if is_script else 0)
+    else:
+        imported = import_name(path, names)
     module, (call, notes, _) = imported
     script = None
     if steps and is_script and call is None and _trains_as_script(module):
@@ -158,7 +171,10 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
             return _target_of_training(script.ran.training, script, inputs)
         return _target_of_call(script.ran.call, script, inputs, steps)
     made_at = file_start(module)
-    title = f"{Path(path).stem if is_file else path}:{name}" if attribute else type(model).__name__
+    if attribute:
+        title = f"{Path(path).stem if is_file else path}:{name}"
+    else:
+        title = type(model).__name__
     return unchecked_target(
         model,
         given,
@@ -173,7 +189,9 @@ def _load_from_module(spec: str, inputs: tuple[str, ...], steps: int) -> Target:
 
 
 def _trains_as_script(module: types.ModuleType) -> bool:
-    """Whether the file may make steps of training when it is run as a script: it has a main guard, and defines no loss and no optimizer."""
+    """Whether the file may make steps of training when it is run as a script: it has a main guard,
+    and defines no loss and no optimizer.
+    """
     defined = any(attribute_of(module, name) is not None for name in ("loss", "criterion", "optimizer"))
     return not defined and bool(_MAIN_GUARD.search(Path(module.__file__ or "").read_text("utf-8", "replace")))
 
@@ -220,7 +238,9 @@ def _stands_for(training: ObservedTraining) -> str:
 
 
 def _target_of_call(call: ModelCall, script: UserModule, inputs: tuple[str, ...], steps: int) -> Target:
-    """The target of the first call of a model in a script, which makes no ``steps`` of training if they are wanted."""
+    """The target of the first call of a model in a script, which makes no ``steps`` of training if
+    they are wanted.
+    """
     module, notes = script.module, script.ran.notes
     given, parts = _given_inputs(module, inputs), _other_parts(module, inputs)
     if not steps and parts["loss"] is not None and required_arguments(parts["loss"]) > 1:
@@ -241,7 +261,11 @@ def _inputs_of(call: ModelCall) -> Any:
     if call.args and call.kwargs:
         return bind(forward_of(call.model), call.args, call.kwargs)
     is_tensor = len(call.args) == 1 and isinstance(call.args[0], Tensor)
-    return call.kwargs if not call.args else call.args[0] if is_tensor else call.args
+    if not call.args:
+        return call.kwargs
+    if is_tensor:
+        return call.args[0]
+    return call.args
 
 
 _PARTS = ("loss", "criterion", "optimizer", "average", "metric", "calibration")
@@ -253,7 +277,9 @@ def _stopped(call: ModelCall | None, module: types.ModuleType) -> Iterator[str]:
     if call is None:
         return
     later = [name for name in _PARTS if name not in vars(module) and definition_line(module, name, loops=False)]
-    unused = f": {', '.join(later)} below is not used" if later else ""
+    unused = ""
+    if later:
+        unused = f": {', '.join(later)} below is not used"
     yield f"the file was run up to its first call of a model, at {call.line}{unused}"
 
 
@@ -268,7 +294,9 @@ def _split(spec: str) -> tuple[str, str | None]:
         kind = "a file with another suffix" if os.path.isfile(path) else "no regular file"
         if os.path.isdir(path):
             has_config = os.path.exists(os.path.join(path, "config.json"))
-            kind = f"a folder (with hf:{path} its config.json is loaded)" if has_config else "a folder"
+            kind = "a folder"
+            if has_config:
+                kind = f"a folder (with hf:{path} its config.json is loaded)"
         elif path.endswith(".ipynb"):
             kind = "a notebook (jupyter nbconvert --to script makes a Python file of it)"
         raise UsageError(f"{spec} is {kind}, not a Python file.", f"Pass {FORMS}.")
@@ -281,13 +309,17 @@ _MISSING = object()
 
 
 def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, Any]:
-    """The name and the value of what is a model or makes one: ``attribute``, else ``model``, else the only candidate."""
+    """The name and the value of what is a model or makes one: ``attribute``, else ``model``, else
+    the only candidate.
+    """
     found = attribute_of(module, attribute or "model", _MISSING)
     if found is not _MISSING:
         return attribute or "model", found
     candidates, name = _candidates(module, every=attribute is not None), display_name(module)
     if attribute is not None:
-        hint = f"Choose from: {', '.join(candidates)}." if candidates else "It defines nothing that makes a model."
+        hint = "It defines nothing that makes a model."
+        if candidates:
+            hint = f"Choose from: {', '.join(candidates)}."
         raise UsageError(f"{name} has no attribute {attribute!r}.", hint)
     if len(candidates) == 1:
         return candidates[0], vars(module)[candidates[0]]
@@ -300,7 +332,9 @@ def _find_model(module: types.ModuleType, attribute: str | None) -> tuple[str, A
 
 
 def _candidates(module: types.ModuleType, *, every: bool) -> list[str]:
-    """Names of modules at the top level; if none, or of ``every`` kind, of factory functions; then of classes that need no argument."""
+    """Names of modules at the top level; if none, or of ``every`` kind, of factory functions; then
+    of classes that need no argument.
+    """
 
     def needs_no_argument(kind: Any) -> bool:
         if not (isinstance(kind, type) and issubclass(kind, nn.Module)) or kind.__module__ != module.__name__:
@@ -315,17 +349,25 @@ def _candidates(module: types.ModuleType, *, every: bool) -> list[str]:
     instances = [name for name, value in public.items() if isinstance(value, nn.Module)]
     factories = [name for name, value in public.items() if name in FACTORIES and callable(value)]
     classes = [name for name, value in public.items() if needs_no_argument(value)]
-    return list(dict.fromkeys([*instances, *factories, *classes])) if every else instances or factories or classes
+    if every:
+        return list(dict.fromkeys([*instances, *factories, *classes]))
+    return instances or factories or classes
 
 
 def _setup(
     module: types.ModuleType, name: str, found: Any, inputs: tuple[str, ...], imported: str | None
 ) -> tuple[str, ...]:
-    """Code that makes ``model`` and ``inputs`` from what the module, which may be ``imported`` by that name, defines."""
+    """Code that makes ``model`` and ``inputs`` from what the module, which may be ``imported`` by
+    that name, defines.
+    """
     lines = []
     if imported is not None:
-        own_inputs = [] if inputs else ["inputs"]
-        own_calibration = [] if attribute_of(module, "calibration") is None else ["calibration"]
+        own_inputs = []
+        if not inputs:
+            own_inputs = ["inputs"]
+        own_calibration = []
+        if attribute_of(module, "calibration") is not None:
+            own_calibration = ["calibration"]
         lines.append(f"from {imported} import {', '.join([name, *own_inputs, *own_calibration])}")
     if not isinstance(found, nn.Module) and callable(found):
         lines.append(f"model = {name}()")
@@ -341,7 +383,9 @@ def _setup(
 
 
 def _given_inputs(module: types.ModuleType, inputs: tuple[str, ...]) -> Any:
-    """The inputs asked for, or those that the module defines; ``None`` if there are none. A loop's variable may hold anything."""
+    """The inputs asked for, or those that the module defines; ``None`` if there are none. A loop's
+    variable may hold anything.
+    """
     make_batch = _make_batch(module, inputs)
     if make_batch is not None:
         return make_batch(0)
@@ -365,7 +409,8 @@ def _make_batch(module: types.ModuleType, inputs: tuple[str, ...]) -> Callable[[
 def _other_parts(module: types.ModuleType, inputs: tuple[str, ...]) -> dict[str, Any]:
     """What a file may define besides its model and inputs; ``None`` for what it does not define.
 
-    A training script has an optimizer: one like it is used. Its `loss` may be a number, such as a sum that it starts from.
+    A training script has an optimizer: one like it is used. Its `loss` may be a number, such as a
+    sum that it starts from.
     """
     found: dict[str, Any] = {}
     for name in ("loss", "metric"):

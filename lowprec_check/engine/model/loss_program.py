@@ -29,7 +29,8 @@ class Backward(NamedTuple):
 
 
 class Phase(NamedTuple):
-    """A part of a step: gradients are cleared, losses are computed, ``backward()`` is called of their sum, optimizers make their steps.
+    """A part of a step: gradients are cleared, losses are computed, ``backward()`` is called of
+    their sum, optimizers make their steps.
 
     ``clears`` and ``steps`` are the numbers of these optimizers.
     """
@@ -57,10 +58,12 @@ class _Step:
 
 
 class Program:
-    """What leads from tensors, and the weights that are ``trained``, to the losses of ``plan``: calls of models, and functions of torch.
+    """What leads from tensors, and the weights that are ``trained``, to the losses of ``plan``:
+    calls of models, and functions of torch.
 
-    Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after they were read. What models read besides,
-    and what is drawn at random, is an input; what functions compute of labels is computed again, in each precision.
+    Raises :class:`UnrepeatableError`. ``copies`` are of tensors that were changed in place after
+    they were read. What models read besides, and what is drawn at random, is an input; what
+    functions compute of labels is computed again, in each precision.
     """
 
     def __init__(
@@ -73,7 +76,9 @@ class Program:
         losses = [loss for phase in plan for loss in phase.losses]
         dependent, needed = set(trained), {id(loss) for loss in losses}
         left: set[int] = set()
-        """What leads, without gradients, to a number, a random draw or a change in place: that of a rollout is data, as it is."""
+        """What leads, without gradients, to a number, a random draw or a change in place: that of a
+        rollout is data, as it is.
+        """
         for node in reversed(nodes):
             is_left = node.name in NUMBERS or node.draws or node.changed or node.written() & left
             left |= {id(tensor) for tensor in node.reads} if is_left and not node.has_gradients else set()
@@ -87,7 +92,9 @@ class Program:
                 dependent |= node.written()
         kept: list[int] = []
         of_models: set[int] = set()
-        """What models read is an input of theirs, as it is; what functions read besides is computed again if it can be."""
+        """What models read is an input of theirs, as it is; what functions read besides is computed
+        again if it can be.
+        """
         for index in reversed(range(len(nodes))):
             node, written = nodes[index], nodes[index].written()
             is_again = depends[index] or (not written & of_models and node.is_pure)
@@ -100,8 +107,10 @@ class Program:
         self.autocasts = {dtype: None for node in self.nodes for dtype in node.autocasts.values()}
         """The dtypes of autocast in which it is computed."""
         self.gradient_rounding = max([1e-3, *(2 * torch.finfo(dtype).eps for dtype in self.autocasts)])
-        """How far two results of its gradients may differ, as a part of their norm: sums over several losses are rounded differently, and
-        several calls under autocast that share its copies of the weights add their gradients in 16 bits."""
+        """How far two results of its gradients may differ, as a part of their norm: sums over
+        several losses are rounded differently, and several calls under autocast that share its
+        copies of the weights add their gradients in 16 bits.
+        """
         self.plan, self.losses, self._values = list(plan), losses, dict[int, Tensor]()
         after = {id(loss) for loss in losses}
         for node in nodes:
@@ -146,7 +155,9 @@ class Program:
 
     @property
     def single(self) -> Node | None:
-        """The only call of a model, if the loss follows from its output, and it does not depend on what is computed before it."""
+        """The only call of a model, if the loss follows from its output, and it does not depend on
+        what is computed before it.
+        """
         if len(self.calls) != 1 or len(self.losses) > 1 or len(self.plan[0].steps) > 1:
             return None
         (call,) = self.calls
@@ -158,9 +169,11 @@ class Program:
         return call if is_leaf and not shared and not foreign else None
 
     def bind(self, root: nn.Module, models: dict[nn.Module, str]) -> list[Tensor]:
-        """Prepare to be run with ``root``, in which the weights are, and in which the ``models`` have names.
+        """Prepare to be run with ``root``, in which the weights are, and in which the ``models``
+        have names.
 
-        Returns copies of the inputs: those of models too, unless ``root`` is the only model, which is then called by others.
+        Returns copies of the inputs: those of models too, unless ``root`` is the only model, which
+        is then called by others.
         """
         names = {id(parameter): name for name, parameter in root.named_parameters()}
         single = self.single if not models else None
@@ -176,7 +189,10 @@ class Program:
             inputs.append(tensor.detach().clone().requires_grad_(self._inputs[identity].requires_grad))
             self.input_keys.append(self._key(self._inputs[identity]))
         for node, phase in zip(self.nodes, self.phases, strict=True):
-            args, kwargs = ((), {}) if node is single else map_tensors((node.args, node.kwargs), self._placeholder)
+            if node is single:
+                args, kwargs = ((), {})
+            else:
+                args, kwargs = map_tensors((node.args, node.kwargs), self._placeholder)
             name = None
             if isinstance(node.call, nn.Module):
                 name = models.get(node.call, "")
@@ -207,7 +223,10 @@ class Program:
     def _form_of(self, step: _Step) -> Any:
         """What two programs have in common if they differ by their tensors only."""
         order = {id(tensor): number for number, tensor in enumerate(self._keys.values())}
-        what = step.model if step.model is not None else getattr(step.node.call, "__qualname__", step.node.name)
+        if step.model is not None:
+            what = step.model
+        else:
+            what = getattr(step.node.call, "__qualname__", step.node.name)
         return what, step.phase, map_tensors((step.args, step.kwargs), lambda tensor: order[id(tensor)])
 
     def run(
@@ -219,9 +238,11 @@ class Program:
         again: Callable[[], Any] | None = None,
         phase: int = 0,
     ) -> list[Tensor]:
-        """The losses of a phase, from inputs like those of :meth:`bind`, and the ``output`` of the only model; phases follow each other.
+        """The losses of a phase, from inputs like those of :meth:`bind`, and the ``output`` of the
+        only model; phases follow each other.
 
-        ``again`` calls the only model, if there is one: everything is then computed under autocast and from the random numbers of the recording.
+        ``again`` calls the only model, if there is one: everything is then computed under autocast
+        and from the random numbers of the recording.
         """
         values = self._values = self._values if phase else dict(zip(self.input_keys, inputs, strict=True))
         values |= {key: root.get_parameter(name) for key, name in self._parameters.items()}
@@ -238,9 +259,14 @@ class Program:
                     for restore in step.node.restore_generators:
                         restore()
                 if step.model == "":
-                    result = output if again is None else again()
+                    result = output
+                    if again is not None:
+                        result = again()
                 else:
-                    call = step.node.call if step.model is None else root.get_submodule(step.model)
+                    if step.model is None:
+                        call = step.node.call
+                    else:
+                        call = root.get_submodule(step.model)
                     args, kwargs = map_tensors((step.args, step.kwargs), value_of)
                     result = call_recorded(call, args, kwargs, step.node.line)
             found = [tensor for _, tensor in leaves(result)]

@@ -25,7 +25,8 @@ class MeasuredCall(NamedTuple):
     """The memory of a call of a model."""
 
     peak: int
-    """Peak bytes: weights, buffers, inputs, what is kept beside them, and all tensors alive at the peak.
+    """Peak bytes: weights, buffers, inputs, what is kept beside them, and all tensors alive at the
+    peak.
 
     Copies of weights that a backend made before are not counted on a CPU.
     """
@@ -36,7 +37,9 @@ class MeasuredCall(NamedTuple):
 def measure_memory(
     ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], *, seed: int, kept: Iterable[Tensor] = ()
 ) -> MeasuredCall:
-    """Call the model once, with ``seed`` as always, and measure the memory that it takes, with that of the tensors ``kept`` beside it."""
+    """Call the model once, with ``seed`` as always, and measure the memory that it takes, with that
+    of the tensors ``kept`` beside it.
+    """
     inputs, named = ready.inputs(args, kwargs)
     counter, output, peak = _StorageCounter(ready, inputs, named, kept), None, None
 
@@ -61,7 +64,9 @@ def measure_memory(
 
 
 class _StorageCounter(DispatchMode):
-    """Counts the bytes of live storages that ops return, including those of the model, its inputs, and the tensors ``kept`` beside it."""
+    """Counts the bytes of live storages that ops return, including those of the model, its inputs,
+    and the tensors ``kept`` beside it.
+    """
 
     def __init__(self, ready: Prepared, inputs: Any, named: Any, kept: Iterable[Tensor]) -> None:
         super().__init__()
@@ -110,7 +115,8 @@ def on_accelerator(tensor: Tensor) -> bool:
 
 
 def free_weights(model: nn.Module, wanted: Callable[[Tensor], bool] = on_accelerator, but: Container[int] = ()) -> None:
-    """Replace the parameters and buffers that are ``wanted`` with ones without memory, except those of modules whose ``id`` is in ``but``.
+    """Replace the parameters and buffers that are ``wanted`` with ones without memory, except those
+    of modules whose ``id`` is in ``but``.
 
     What was shared stays shared.
     """

@@ -1,6 +1,8 @@
-"""Whether a call is part of making a model, as a dry run is: told from the code that the functions on the stack have still to run.
+"""Whether a call is part of making a model, as a dry run is: told from the code that the functions
+on the stack have still to run.
 
-Only where that code shows that the model is not complete is the script run on; any doubt makes a call the first one, after which nothing runs.
+Only where that code shows that the model is not complete is the script run on; any doubt makes a
+call the first one, after which nothing runs.
 """
 
 from __future__ import annotations
@@ -29,11 +31,15 @@ class Making(NamedTuple):
     why: str
     """``initializes lazy layers``: it follows "the call at train.py:12"."""
     is_model: bool
-    """Whether the module may be the whole model: then this call is taken if the script trains, or ends, without another one."""
+    """Whether the module may be the whole model: then this call is taken if the script trains, or
+    ends, without another one.
+    """
 
 
 def made_by_constructor(frame: FrameType | None) -> bool:
-    """Whether the constructor of a module is on the stack: a call in it may find out the shape of an output."""
+    """Whether the constructor of a module is on the stack: a call in it may find out the shape of
+    an output.
+    """
     while frame is not None:
         code = frame.f_code
         is_constructor = code.co_name == "__init__" and code.co_argcount > 0
@@ -44,12 +50,16 @@ def made_by_constructor(frame: FrameType | None) -> bool:
 
 
 def part_of_making(module: nn.Module, frame: FrameType | None) -> Making | None:
-    """Why the call of ``module`` that ``frame`` makes is part of making a model; ``None`` if it is a call of one."""
+    """Why the call of ``module`` that ``frame`` makes is part of making a model; ``None`` if it is
+    a call of one.
+    """
     if any(map(is_lazy, module.parameters())):
         return Making("initializes lazy layers", is_model=True)
     is_repeated, is_innermost = False, True
     while frame is not None and not frame.f_code.co_filename.startswith(PACKAGE):
-        rest = RestOfCode.of(frame) if is_user_code(frame.f_code.co_filename) else None
+        rest = None
+        if is_user_code(frame.f_code.co_filename):
+            rest = RestOfCode.of(frame)
         is_repeated |= repeats_in_comprehension(frame, module)
         if rest is not None:
             is_repeated |= rest.repeats(module) and not _reads_shape(module, rest)
@@ -66,7 +76,9 @@ def part_of_making(module: nn.Module, frame: FrameType | None) -> Making | None:
 
 
 def still_defines(frame: FrameType, model: str, parts: Iterable[str]) -> bool:
-    """Whether the code of a file, in whose ``frame`` something is called, still changes its ``model`` or defines any of ``parts``."""
+    """Whether the code of a file, in whose ``frame`` something is called, still changes its
+    ``model`` or defines any of ``parts``.
+    """
     rest = RestOfCode.of(frame)
     if rest is None:
         return False
@@ -81,11 +93,15 @@ _CONFIGURE = (
     *("apply", "load", "init", "reset", "requires_grad", "freeze", "unfreeze", "set_", "enable", "disable", "fuse"),
     *("merge", "tie_", "add_", "remove_", "register_"),
 )
-"""How the names of methods start that change a model for good, besides ``eval`` and ``train``; casts are left to the scan."""
+"""How the names of methods start that change a model for good, besides ``eval`` and ``train``;
+casts are left to the scan.
+"""
 
 
 def _configures(statement: ast.stmt, model: str) -> bool:
-    """Whether a statement changes the model of that name: ``model.eval()``, ``model = model.eval()``, ``model.head = …``."""
+    """Whether a statement changes the model of that name: ``model.eval()``, ``model =
+    model.eval()``, ``model.head = …``.
+    """
     targets = getattr(statement, "targets", [getattr(statement, "target", None)])
     if any(isinstance(target, (ast.Attribute, ast.Subscript)) and root_of(target) == model for target in targets):
         return True
@@ -129,7 +145,10 @@ def _part_later(module: nn.Module, rest: RestOfCode) -> Making | None:
                 return Making(f"is of a part of {type(owner).__name__}", is_model=False)
         is_class = _is_class_of_models(_class_of(function))
         if (is_class or rest.definition_of(call.func) is not None) and _is_used(call, rest, is_class=is_class):
-            whole = _class_of(function).__name__ if is_class else f"what {ast.unparse(call.func)}() makes"
+            if is_class:
+                whole = _class_of(function).__name__
+            else:
+                whole = f"what {ast.unparse(call.func)}() makes"
             return Making(f"is of a part of {whole}", is_model=False)
     for assignment in rest.nodes(ast.Assign):
         for target in assignment.targets:
@@ -141,7 +160,9 @@ def _part_later(module: nn.Module, rest: RestOfCode) -> Making | None:
 
 
 def _is_used(made: ast.Call, rest: RestOfCode, *, is_class: bool) -> bool:
-    """Whether what a call makes is a model that the code calls, returns or hands on, but for torch's own functions, which export or trace it."""
+    """Whether what a call makes is a model that the code calls, returns or hands on, but for
+    torch's own functions, which export or trace it.
+    """
     statement = rest.statement_of(made)
     targets = statement.targets if isinstance(statement, ast.Assign) else []
     names = {target.id for target in targets if isinstance(target, ast.Name)}
@@ -168,18 +189,24 @@ def _returned(statements: Iterable[ast.Return]) -> list[ast.expr]:
 
 
 def _is_of(expression: ast.expr, made: ast.Call, names: set[str]) -> bool:
-    """Whether an expression is the call, or one of the names that it was assigned to, or a method of these: ``model.eval()``."""
+    """Whether an expression is the call, or one of the names that it was assigned to, or a method
+    of these: ``model.eval()``.
+    """
     while isinstance(expression, ast.Call) and expression is not made and isinstance(expression.func, ast.Attribute):
         expression = expression.func.value
     return expression is made or (isinstance(expression, ast.Name) and expression.id in names)
 
 
 def _tried_by_its_maker(module: nn.Module, rest: RestOfCode, caller: FrameType | None) -> Making | None:
-    """Whether the function of the frame makes the module, drops what the call computes, and gives the module to its caller."""
+    """Whether the function of the frame makes the module, drops what the call computes, and gives
+    the module to its caller.
+    """
     is_given = any(rest.holds(value, module) or rest.holds_in_attributes(value, module) for value in rest.arguments)
     if rest.function is None or is_given or not _is_dry_run(module, rest):
         return None
-    around = None if caller is None else RestOfCode.of(caller)
+    around = None
+    if caller is not None:
+        around = RestOfCode.of(caller)
     if around is not None and isinstance(around.current, ast.Expr) and isinstance(around.current.value, ast.Call):
         return None  # what it returns is dropped: it is a main program
     if any(rest.refers_to(value, module) for value in _returned(rest.nodes(ast.Return))):
@@ -206,7 +233,10 @@ def _reads_shape(module: nn.Module, rest: RestOfCode) -> bool:
 
 def _loop_calls_another(module: nn.Module, rest: RestOfCode) -> Making | None:
     """Whether loops of the user's own code call a model that is still to be made, and not this one."""
-    called = rest.called(in_loops=True) if rest.is_own else set()
+    if rest.is_own:
+        called = rest.called(in_loops=True)
+    else:
+        called = set()
     if any(rest.holds(rest.value_of(ast.Name(name)), module) for name in called):
         return None
     for assignment in rest.nodes(ast.Assign):
@@ -218,13 +248,17 @@ def _loop_calls_another(module: nn.Module, rest: RestOfCode) -> Making | None:
 
 
 def _makes_model(made: ast.expr, rest: RestOfCode) -> bool:
-    """Whether an expression makes a model: a call of a class of models, or of a function that returns one by its annotation or its code."""
+    """Whether an expression makes a model: a call of a class of models, or of a function that
+    returns one by its annotation or its code.
+    """
     while isinstance(made, ast.Call) and isinstance(made.func, ast.Attribute) and hasattr(nn.Module, made.func.attr):
         made = made.func.value  # Net().eval()
     if not isinstance(made, ast.Call):
         return False
     function = rest.value_of(made.func)
-    annotation = function.__annotations__.get("return") if type(function) is FunctionType else None
+    annotation = None
+    if type(function) is FunctionType:
+        annotation = function.__annotations__.get("return")
     if isinstance(annotation, str):
         annotation = function.__globals__.get(annotation)
     if _is_class_of_models(_class_of(function)) or _is_class_of_models(annotation):
@@ -247,7 +281,9 @@ def _makes_model(made: ast.expr, rest: RestOfCode) -> bool:
 
 
 _NO_MODELS = ("torch.nn.modules.loss", "torch.nn.parallel", "torch.optim", "torch.distributed")
-"""Where torch has classes of modules that get a model and are no larger model: losses, wrappers for several devices, averages."""
+"""Where torch has classes of modules that get a model and are no larger model: losses, wrappers for
+several devices, averages.
+"""
 
 
 def _is_class_of_models(kind: Any) -> bool:

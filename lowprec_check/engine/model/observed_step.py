@@ -1,4 +1,6 @@
-"""Observes the steps that a training script makes: its models, batches, losses, optimizer and clipping, as they happen."""
+"""Observes the steps that a training script makes: its models, batches, losses, optimizer and
+clipping, as they happen.
+"""
 
 from __future__ import annotations
 
@@ -41,10 +43,14 @@ SECONDS = 60.0
 """After the first call of a model, until its script is left with the steps that it has made."""
 
 _WAIT = 10
-"""Steps that an optimizer makes before one that was made and trains other weights is no longer waited for."""
+"""Steps that an optimizer makes before one that was made and trains other weights is no longer
+waited for.
+"""
 
 _EVALUATED = 100
-"""Calls that are kept of models in eval mode or without gradients: of an evaluation, unless a ``backward()`` follows."""
+"""Calls that are kept of models in eval mode or without gradients: of an evaluation, unless a
+``backward()`` follows.
+"""
 
 
 _ONE_AUTOCAST = (
@@ -54,7 +60,8 @@ _ONE_AUTOCAST = (
 
 
 class StepObserver:
-    """Observes ``steps`` steps of the first optimizer that makes one, in this thread; :attr:`found` is what was observed.
+    """Observes ``steps`` steps of the first optimizer that makes one, in this thread; :attr:`found`
+    is what was observed.
 
     Enter :meth:`observing` around the script, and let its calls of models come by :meth:`call`.
     """
@@ -84,7 +91,9 @@ class StepObserver:
 
     @contextlib.contextmanager
     def observing(self, leave: Callable[[], Any]) -> Iterator[None]:
-        """Inside, the functions of torch that train a model are observed. ``leave`` leaves the script, and does not return."""
+        """Inside, the functions of torch that train a model are observed. ``leave`` leaves the
+        script, and does not return.
+        """
         self._leave = leave
         places = [(torch.nn.utils, self._clip), (torch.nn.utils.clip_grad, self._clip)]
         observed: list[tuple[Any, str, Callable[..., Any]]] = [
@@ -121,7 +130,9 @@ class StepObserver:
         return self._is_over or (os.getpid(), threading.get_ident()) != self._place
 
     def _unless_over(self, kept: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
-        """What replaces ``kept``: the user's code may keep it for good, and call it in other threads."""
+        """What replaces ``kept``: the user's code may keep it for good, and call it in other
+        threads.
+        """
 
         @functools.wraps(kept)
         def function(*args: Any, **kwargs: Any) -> Any:
@@ -169,7 +180,9 @@ class StepObserver:
 
     def _grad(self, kept: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A function that is no function of torch to its modes."""
-        return self._recorder.recorded(kept, args, kwargs) if self._recorder.on else kept(*args, **kwargs)
+        if self._recorder.on:
+            return self._recorder.recorded(kept, args, kwargs)
+        return kept(*args, **kwargs)
 
     def _scale(self, kept: Callable[..., Any], scaler: Any, outputs: Any) -> Any:
         scaled = kept(scaler, outputs)
@@ -192,7 +205,10 @@ class StepObserver:
         return kept(owner, *args, **kwargs)
 
     def _clip(self, kept: Callable[..., Any], parameters: Any, *args: Any, **kwargs: Any) -> Any:
-        listed = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        if isinstance(parameters, Tensor):
+            listed = [parameters]
+        else:
+            listed = list(parameters)
         self._clips[len(self._backwards)] = [
             *self._clips.get(len(self._backwards), []),
             Clip(kept, [id(parameter) for parameter in listed], args, kwargs),
@@ -204,7 +220,10 @@ class StepObserver:
         if self._recorder.is_paused:  # inside a model, or another backward pass
             return kept(tensors, *args, **kwargs)
         frame = sys._getframe(2)
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if isinstance(tensors, Tensor):
+            given = [tensors]
+        else:
+            given = list(tensors)
         _, loss, scale = self._scaled.get(id(given[0]), (None, given[0], 1.0))
         if len(given) > 1 or loss.numel() != 1 or any(found is not None for found in args[:1]):
             self.give_up(f"{own_line(frame)} calls backward() of more than one number")
@@ -221,7 +240,10 @@ class StepObserver:
         if not self.found.steps:
             self._save(_trained_by(optimizer).values())
         if optimizer not in self.found.states:
-            self.found.states[optimizer] = copy.deepcopy(optimizer.state_dict()["state"]) if optimizer.state else None
+            if optimizer.state:
+                self.found.states[optimizer] = copy.deepcopy(optimizer.state_dict()["state"])
+            else:
+                self.found.states[optimizer] = None
 
     def _after_step(self, optimizer: Optimizer, _args: Any, _kwargs: Any) -> None:
         trained, end = _trained_by(optimizer), len(self._backwards)
@@ -246,7 +268,9 @@ class StepObserver:
             self.found.facts[_ONE_AUTOCAST] = None
         self._in_autocast = in_block
         clips = [clip for clip in self._clips.get(end, []) if any(known in trained for known in clip.parameters)]
-        gradients = {} if self.found.steps else {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
+        gradients = {}
+        if not self.found.steps:
+            gradients = {k: p.grad.clone() for k, p in trained.items() if p.grad is not None}
         self._made_steps.append(OptimizerStep(optimizer, start, end, clips, gradients))
         before.append(settings)
         if self.found.problem is None and not self._is_complete():
@@ -257,7 +281,9 @@ class StepObserver:
             self._leave()
 
     def _is_complete(self) -> bool:
-        """Whether each optimizer has made a step: in the first, all that train other weights, unless one makes many before them."""
+        """Whether each optimizer has made a step: in the first, all that train other weights,
+        unless one makes many before them.
+        """
         made, found = {one.optimizer for one in self._made_steps}, self.found
         if found.steps:
             return made >= set(found.optimizers)
@@ -266,15 +292,22 @@ class StepObserver:
         is_waited_for = any(
             own.keys().isdisjoint(known) and any(p.requires_grad for p in own.values()) for own in others
         )
-        return len(self._made_steps) >= max(_WAIT, found.wanted) if is_waited_for else True
+        if is_waited_for:
+            return len(self._made_steps) >= max(_WAIT, found.wanted)
+        return True
 
     def _end(self) -> None:
-        """Add the step that was made; before the first is complete, and with one optimizer, each of its own."""
+        """Add the step that was made; before the first is complete, and with one optimizer, each of
+        its own.
+        """
         made, found = self._made_steps, self.found
         if found.problem is None and made and (not found.steps or self._is_complete()):
             several = list(dict.fromkeys(one.optimizer for one in made))
             found.optimizers = found.optimizers or several
-            each = [[one] for one in made] if len(several) == 1 and not found.steps else [made]
+            if len(several) == 1 and not found.steps:
+                each = [[one] for one in made]
+            else:
+                each = [made]
             with self._recorder.paused():
                 try:
                     for steps in each[: found.wanted]:

@@ -1,4 +1,6 @@
-"""What a scan trains of a script: its observed step, made again to check that it gives the same loss and the same gradients."""
+"""What a scan trains of a script: its observed step, made again to check that it gives the same
+loss and the same gradients.
+"""
 
 from __future__ import annotations
 
@@ -49,8 +51,12 @@ class ScriptStep(nn.Module):
 
 
 def _program_of(programs: Sequence[Program], inputs: Sequence[Any]) -> tuple[Program, Sequence[Any]]:
-    """What computes the losses of a step; of several programs, the first of the inputs is the number of the step's."""
-    return (programs[0], inputs) if len(programs) == 1 else (programs[inputs[0]], inputs[1:])
+    """What computes the losses of a step; of several programs, the first of the inputs is the
+    number of the step's.
+    """
+    if len(programs) == 1:
+        return (programs[0], inputs)
+    return (programs[inputs[0]], inputs[1:])
 
 
 def sum_of(losses: Sequence[Tensor]) -> Tensor:
@@ -59,7 +65,9 @@ def sum_of(losses: Sequence[Tensor]) -> Tensor:
 
 
 def _made_in(nodes: Sequence[Node]) -> tuple[str, str | None]:
-    """What ``nodes`` compute, in words, and the line that computes it; a number that divides a loss in the end does not count."""
+    """What ``nodes`` compute, in words, and the line that computes it; a number that divides a loss
+    in the end does not count.
+    """
     functional = [node for node in nodes if getattr(nn.functional, node.name, None) is node.call]
     is_divided = bool(functional) and nodes[-1].name == "div" and len(nodes[-1].reads) == 1
     last = nodes[-2 if is_divided else -1]
@@ -70,7 +78,9 @@ def _made_in(nodes: Sequence[Node]) -> tuple[str, str | None]:
 
 
 class ObservedLoss:
-    """``loss(output, *targets)``: what a script computes of the output of ``model``; the targets are what it reads besides."""
+    """``loss(output, *targets)``: what a script computes of the output of ``model``; the targets
+    are what it reads besides.
+    """
 
     def __init__(self, programs: Sequence[Program], model: nn.Module) -> None:
         program = programs[0]
@@ -106,8 +116,12 @@ class ObservedBatch(NamedTuple):
     targets: tuple[Any, ...]
 
     def numbered(self, number: int, *, is_input: bool) -> ObservedBatch:
-        """The same, with the number of the program that computes its loss: an input of the model, or a target."""
-        return self._replace(args=(number, *self.args)) if is_input else self._replace(targets=(number, *self.targets))
+        """The same, with the number of the program that computes its loss: an input of the model,
+        or a target.
+        """
+        if is_input:
+            return self._replace(args=(number, *self.args))
+        return self._replace(targets=(number, *self.targets))
 
 
 class ObservedTraining(NamedTuple):
@@ -121,15 +135,21 @@ class ObservedTraining(NamedTuple):
     line: str | None
     """That calls the model."""
     framework: str
-    """What calls ``backward()``: ``lightning``, ``transformers`` or ``accelerate``; empty if the script does."""
+    """What calls ``backward()``: ``lightning``, ``transformers`` or ``accelerate``; empty if the
+    script does.
+    """
     optimizers: tuple[str, ...]
     """The lines that make the optimizers."""
     notes: tuple[str, ...]
     losses: tuple[float, ...] = ()
-    """Of the script, in the steps that were observed; none if it trains under autocast, since fp32 gives others."""
+    """Of the script, in the steps that were observed; none if it trains under autocast, since fp32
+    gives others.
+    """
 
     def differs_in(self, losses: Sequence[float]) -> str | None:
-        """Where the ``losses`` of the scan in fp32 differ from those of the script, in words, and why that may be."""
+        """Where the ``losses`` of the scan in fp32 differ from those of the script, in words, and
+        why that may be.
+        """
         for number, (its, mine) in enumerate(zip(self.losses, losses, strict=False), start=1):
             if math.isfinite(its) and not abs(its - mine) <= SAME_LOSS * max(map(abs, self.losses[:number])):
                 why = "the scan does not repeat what it does to weights, gradients or settings between its steps"
@@ -162,7 +182,9 @@ class ObservedStep(NamedTuple):
 
     @classmethod
     def of(cls, program: Program, first: ObservedStep | None, loss: float) -> ObservedStep:
-        """The step of ``program``; raises :class:`UnrepeatableError` if it calls other models than the ``first``."""
+        """The step of ``program``; raises :class:`UnrepeatableError` if it calls other models than
+        the ``first``.
+        """
         call = program.single
         is_single = call is not None and (first is None or first.root is call.call)
         if first is not None and not is_single and not isinstance(first.root, ScriptStep):
@@ -243,7 +265,8 @@ class ObservedSteps:
             yield f"{node.line} makes a number of what the model computes ({node.name}): {whose}"
 
     def training(self, script: str) -> ObservedTraining | None:
-        """What a scan trains, after the first step was made again; ``None`` if the script computes no gradients.
+        """What a scan trains, after the first step was made again; ``None`` if the script computes
+        no gradients.
 
         Raises :class:`UsageError` if no step can be made as the script makes it.
         """
@@ -290,13 +313,19 @@ class ObservedSteps:
         for optimizer in self.optimizers:
             own = {id(p): p for group in optimizer.param_groups for p in group["params"] if id(p) in position}
             clips = next(one.clips for one in self.made_first if one.optimizer is optimizer)
-            model = root if len(self.optimizers) == 1 else nn.ParameterList(own.values())
+            model = root
+            if len(self.optimizers) != 1:
+                model = nn.ParameterList(own.values())
             parts.append(OptimizerLike(optimizer, model, clips, self.states[optimizer], self.schedule[optimizer]))
             positions.append([position[known] for known in own])
-        return parts[0] if len(parts) == 1 else OptimizersLike(parts, positions)
+        if len(parts) == 1:
+            return parts[0]
+        return OptimizersLike(parts, positions)
 
     def _check(self, made: OptimizerLike | OptimizersLike, loss: ObservedLoss) -> None:
-        """Make the first step again up to its gradients; raises :class:`UnrepeatableError` if they or the loss differ."""
+        """Make the first step again up to its gradients; raises :class:`UnrepeatableError` if they
+        or the loss differ.
+        """
         program, batch, root, _ = self.steps[0]
         given = batch.args if isinstance(root, ScriptStep) else batch.targets
         scale = self.first[0].scale
@@ -369,7 +398,9 @@ class ObservedSteps:
 def _check_gradients(
     parameters: Sequence[nn.Parameter], step: OptimizerStep, line: str | None, same: float, scale: float
 ) -> None:
-    """Raise :class:`UnrepeatableError` if the gradients of ``parameters`` differ from those of the script, of the loss times ``scale``."""
+    """Raise :class:`UnrepeatableError` if the gradients of ``parameters`` differ from those of the
+    script, of the loss times ``scale``.
+    """
     known = {id(parameter): parameter.grad for parameter in parameters}
     found = {key: wanted for key, wanted in step.gradients.items() if key in known}
     pairs = [(torch.zeros_like(b) if (a := known[key]) is None else a, b) for key, b in found.items()]
@@ -386,7 +417,9 @@ def _check_gradients(
 
 
 def _detach(module: nn.Module, facts: dict[str, None]) -> None:
-    """Take the module from what trains it: a trainer of Lightning, the mixed precision of accelerate."""
+    """Take the module from what trains it: a trainer of Lightning, the mixed precision of
+    accelerate.
+    """
     state = vars(module)
     for name in ("_trainer", "_fabric"):
         if state.get(name) is not None:

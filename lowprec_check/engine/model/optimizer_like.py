@@ -1,4 +1,6 @@
-"""Makes optimizers like one of the user's, which may change its learning rate and clip gradients from step to step."""
+"""Makes optimizers like one of the user's, which may change its learning rate and clip gradients
+from step to step.
+"""
 
 from __future__ import annotations
 
@@ -39,10 +41,12 @@ class Clip(NamedTuple):
 
 
 class OptimizerLike:
-    """Makes an optimizer with the class and the parameter groups of ``given``, which the user made for ``model``.
+    """Makes an optimizer with the class and the parameter groups of ``given``, which the user made
+    for ``model``.
 
-    A scheduler may have set a learning rate for its first step, such as 0 for a warm-up: the one before it is used, unless the settings
-    of each step are given in ``schedule``. ``state`` is what the user's had before the first step, by number.
+    A scheduler may have set a learning rate for its first step, such as 0 for a warm-up: the one
+    before it is used, unless the settings of each step are given in ``schedule``. ``state`` is what
+    the user's had before the first step, by number.
     """
 
     def __init__(
@@ -76,7 +80,9 @@ class OptimizerLike:
         ]
 
     def __call__(self, parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        """An optimizer of ``parameters``, in the order of those of the model; raises :class:`UsageError` if it has none of them."""
+        """An optimizer of ``parameters``, in the order of those of the model; raises
+        :class:`UsageError` if it has none of them.
+        """
         if not any(self._groups):
             raise UsageError(
                 "`optimizer` has none of the parameters of the model that is scanned.",
@@ -149,7 +155,9 @@ class OptimizersTogether:
 
 
 class OptimizersLike:
-    """Makes optimizers like several of the user's, ``parts``; each has the parameters of the model at its ``positions``."""
+    """Makes optimizers like several of the user's, ``parts``; each has the parameters of the model
+    at its ``positions``.
+    """
 
     def __init__(self, parts: Sequence[OptimizerLike], positions: Sequence[Sequence[int]]) -> None:
         self.parts, self.positions = parts, positions

@@ -1,4 +1,6 @@
-"""Loads files of the user's with changes that are not on disk: every import of them gets the changed text, under the same name."""
+"""Loads files of the user's with changes that are not on disk: every import of them gets the
+changed text, under the same name.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,15 @@ _unpatched = importlib.machinery.SourceFileLoader.get_code
 
 
 def use_sources(texts: Mapping[str, str], rewrite: Rewrite | None = None) -> None:
-    """From now on, this process loads files with these ``texts``, by their resolved paths, each changed by ``rewrite``."""
+    """From now on, this process loads files with these ``texts``, by their resolved paths, each
+    changed by ``rewrite``.
+    """
     _texts.clear()
     _texts.update(texts)
-    _rewrites[:] = [rewrite] if rewrite is not None else []
+    if rewrite is not None:
+        _rewrites[:] = [rewrite]
+    else:
+        _rewrites[:] = []
     importlib.machinery.SourceFileLoader.get_code = _get_code if texts else _unpatched  # type: ignore[method-assign, assignment]
     for path, text in texts.items():  # where inspect and TorchScript find it
         linecache.cache[path] = (len(text), None, text.splitlines(keepends=True), path)
@@ -30,7 +37,9 @@ def use_sources(texts: Mapping[str, str], rewrite: Rewrite | None = None) -> Non
 
 def _get_code(loader: Any, fullname: str) -> CodeType | None:
     code = changed_code(loader.path)
-    return _unpatched(loader, fullname) if code is None else code
+    if code is None:
+        return _unpatched(loader, fullname)
+    return code
 
 
 def changed_code(path: str | os.PathLike[str]) -> CodeType | None:

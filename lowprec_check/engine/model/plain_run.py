@@ -1,4 +1,6 @@
-"""The plain part of a run: the model as its user would run it, without instruments. Status, time and outputs come from here."""
+"""The plain part of a run: the model as its user would run it, without instruments. Status, time
+and outputs come from here.
+"""
 
 from __future__ import annotations
 
@@ -60,7 +62,9 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     judged_by_one_call: bool = False
     """Whether its first call took so many times as long as fp32's that there was no other."""
     failed_call: int | None = None
-    """The call that failed, or whose output has another status than that of the first call; ``None`` if there is none."""
+    """The call that failed, or whose output has another status than that of the first call;
+    ``None`` if there is none.
+    """
     failed_input: InputChange | None = None
     """The changed inputs that the verdict is about, compared with eager mode in the same precision."""
     random: bool = False
@@ -76,16 +80,20 @@ class PlainResult(Struct, frozen=True, kw_only=True, tag="plain"):
     backend_gaps: list[Gap] = []
     """The ops that the backend lacks."""
     output_rms: float | None = None
-    """Root mean square of the fp32 tensor that the verdict is about; of the fp32 run, of its largest tensor."""
+    """Root mean square of the fp32 tensor that the verdict is about; of the fp32 run, of its
+    largest tensor.
+    """
     compared_output: str | None = None
     compared_module: str | None = None
 
 
 class PlainCalls:
-    """Calls a model several times in a row, as its user does, and judges each output. Nothing is attached or rewound.
+    """Calls a model several times in a row, as its user does, and judges each output. Nothing is
+    attached or rewound.
 
-    ``references`` are the outputs of the fp32 run's calls, ``None`` for the fp32 run itself. With ``prepares``, the first call
-    also prepares the model, so it may take much longer than the others. ``made`` holds the output of a call to judge in place of any.
+    ``references`` are the outputs of the fp32 run's calls, ``None`` for the fp32 run itself. With
+    ``prepares``, the first call also prepares the model, so it may take much longer than the
+    others. ``made`` holds the output of a call to judge in place of any.
     """
 
     def __init__(
@@ -102,12 +110,18 @@ class PlainCalls:
         made: Sequence[Any] = (),
     ) -> None:
         self._ready, self._args, self._kwargs, self._seed, self._made = ready, args, kwargs, seed, made
-        self._call = (lambda *_given: (made[0], 0.0)) if made else run_once
+        self._call: Callable[..., tuple[Any, float]]
+        if made:
+            self._call = lambda *_given: (made[0], 0.0)
+        else:
+            self._call = run_once
         self._tolerance, self._references = tolerance, references
         self._on_call = on_call
         self._prepares = prepares
         self._streams = stream_of(ready.model) is not None
-        """Whether a call reads all weights, which is not repeated to find out what the first one set up."""
+        """Whether a call reads all weights, which is not repeated to find out what the first one
+        set up.
+        """
         self.outputs: list[list[Tensor]] = []
         """The leaves of the outputs, one list per call."""
         self.paths: list[str] = []
@@ -118,8 +132,9 @@ class PlainCalls:
     def run(
         self, *, seconds: float, too_slow: float = math.inf, hopeless: float = math.inf, until_failed: bool = False
     ) -> PlainResult:
-        """Call the model :data:`COMPARED_CALLS` times, or as often as the limits of :class:`CallTimes` allow, unless a call raises, or, with
-        ``until_failed``, gives an output that fails.
+        """Call the model :data:`COMPARED_CALLS` times, or as often as the limits of
+        :class:`CallTimes` allow, unless a call raises, or, with ``until_failed``, gives an output
+        that fails.
         """
         seed_everything(self._seed)
         before, frames = generator_states(), compiled_frames()
@@ -191,13 +206,16 @@ def call_once(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
 
 
 def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
-    """Type and message of the exception, with the module and the user's lines that raised it; of a compiler, what it failed on."""
+    """Type and message of the exception, with the module and the user's lines that raised it; of a
+    compiler, what it failed on.
+    """
     traced, error = getattr(error, "real_stack", None) or (), _cause(error)
     names = {id(module): name for name, module in model.named_modules()}
     module, traceback = None, error.__traceback__
     while traceback is not None:
         owner = traceback.tb_frame.f_locals.get("self")
-        module = names.get(id(owner), module) if owner is not None else module
+        if owner is not None:
+            module = names.get(id(owner), module)
         traceback = traceback.tb_next
     lines = traceback_lines(error.__traceback__)
     at = [show_line(frame.filename, frame.lineno or 0) for frame in traced if is_own_file(frame.filename)]
@@ -212,7 +230,9 @@ def describe_error(error: BaseException, model: nn.Module) -> ExceptionInfo:
 
 
 def _cause(error: BaseException) -> BaseException:
-    """What a compiler of torch failed on, out of the exceptions that it wraps around it; else ``error``."""
+    """What a compiler of torch failed on, out of the exceptions that it wraps around it; else
+    ``error``.
+    """
     while type(error).__module__.startswith(("torch._dynamo", "torch._inductor")):
         inner = getattr(error, "inner_exception", None) or error.__cause__ or error.__context__
         if not isinstance(inner, BaseException) or first_line(message_of(inner)) not in message_of(error):
@@ -259,8 +279,13 @@ def with_verdict(
     plain: PlainResult, status: Status, compared: OutputComparison, paths: Sequence[str] = ()
 ) -> PlainResult:
     """Return ``plain`` with another verdict on its output, of which ``paths`` name the tensors."""
-    path = paths[compared.leaf] if compared.leaf is not None and len(paths) > 1 else None
-    notes = (*plain.notes, compared.note) if compared.note else plain.notes
+    path = None
+    if compared.leaf is not None and len(paths) > 1:
+        path = paths[compared.leaf]
+    if compared.note:
+        notes = (*plain.notes, compared.note)
+    else:
+        notes = plain.notes
     error = compared.error if compared.compared else None
     return msgspec.structs.replace(
         plain, status=status, output_error=error, output_rms=compared.rms, compared_output=path, notes=notes
@@ -271,7 +296,9 @@ def with_verdict(
 
 
 def output_tensors(output: Any) -> list[Tensor]:
-    """The tensors of an output, detached, as plain dense tensors; numbers and NumPy arrays become tensors."""
+    """The tensors of an output, detached, as plain dense tensors; numbers and NumPy arrays become
+    tensors.
+    """
     return [tensor for _, tensor in named_output_tensors(output)]
 
 
@@ -322,7 +349,9 @@ class ModuleOutput(NamedTuple):
 
 
 def last_informative_module(ready: Prepared, args: Any, kwargs: Any, seed: int) -> ModuleOutput | None:
-    """The last module call of the model whose output is floating, finite and not all zeros; ``None`` if there is none."""
+    """The last module call of the model whose output is floating, finite and not all zeros;
+    ``None`` if there is none.
+    """
     found: list[ModuleOutput] = []
 
     def keep_last(name: str, number: int, output: Any) -> None:
@@ -332,7 +361,9 @@ def last_informative_module(ready: Prepared, args: Any, kwargs: Any, seed: int) 
 
     with _on_every_call(ready.model, keep_last):
         run_once(ready, args, kwargs, seed)
-    return found[0] if found else None
+    if found:
+        return found[0]
+    return None
 
 
 def module_output(ready: Prepared, args: Any, kwargs: Any, seed: int, wanted: ModuleOutput) -> list[Tensor] | None:
@@ -345,12 +376,16 @@ def module_output(ready: Prepared, args: Any, kwargs: Any, seed: int, wanted: Mo
 
     with _on_every_call(ready.model, keep_wanted):
         run_once(ready, args, kwargs, seed)
-    return found[0] if found else None
+    if found:
+        return found[0]
+    return None
 
 
 @contextlib.contextmanager
 def kept_output(model: nn.Module, wanted: ModuleOutput | None) -> Iterator[list[OutputPart]]:
-    """Yield a list that is given the tensors of the same call of the same module as ``wanted``, not copies of them."""
+    """Yield a list that is given the tensors of the same call of the same module as ``wanted``, not
+    copies of them.
+    """
     found: list[OutputPart] = []
 
     def keep_wanted(name: str, number: int, output: Any) -> None:
@@ -366,7 +401,9 @@ def kept_output(model: nn.Module, wanted: ModuleOutput | None) -> Iterator[list[
 
 @contextlib.contextmanager
 def _on_every_call(model: nn.Module, report: Any) -> Iterator[None]:
-    """Call ``report(name, number, output)`` after every call of a submodule. A global hook keeps modules on their fast paths."""
+    """Call ``report(name, number, output)`` after every call of a submodule. A global hook keeps
+    modules on their fast paths.
+    """
     names, calls = module_names(model), Counter[str]()
 
     def hook(module: nn.Module, _inputs: Any, output: Any) -> None:

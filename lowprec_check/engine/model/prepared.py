@@ -1,4 +1,6 @@
-"""A model in one precision and memory format: how each kind of precision is applied in place, and the model ready to be called."""
+"""A model in one precision and memory format: how each kind of precision is applied in place, and
+the model ready to be called.
+"""
 
 from __future__ import annotations
 
@@ -40,12 +42,14 @@ def prepared(
     changes_parameters: bool = False,
     snapshot: Snapshot | None = None,
 ) -> Iterator[Prepared]:
-    """Apply ``precision`` to ``model`` in place, without gradients, and restore the model afterwards.
+    """Apply ``precision`` to ``model`` in place, without gradients, and restore the model
+    afterwards.
 
-    ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call`` is the function to
-    call instead of the model, such as the model and a loss. If the model's own code fails then, the call raises its
-    exception. Mutable objects in ``inputs`` are restored too, and the values of parameters if
-    ``changes_parameters``: to the state of now, or of ``snapshot``, which saves time if the model is prepared several times.
+    ``keep_fp32`` names modules that stay in fp32. The model must already be on ``device``. ``call``
+    is the function to call instead of the model, such as the model and a loss. If the model's own
+    code fails then, the call raises its exception. Mutable objects in ``inputs`` are restored too,
+    and the values of parameters if ``changes_parameters``: to the state of now, or of ``snapshot``,
+    which saves time if the model is prepared several times.
     """
     if snapshot is None:
         snapshot = Snapshot(model, inputs, parameters=changes_parameters)
@@ -89,27 +93,37 @@ class Prepared(NamedTuple):
 
     def calling(self, call: Callable[..., Any]) -> Prepared:
         """The same with another function to call, unless the model could not be cast."""
-        return self if isinstance(self.call, FailedCast) else self._replace(call=call)
+        if isinstance(self.call, FailedCast):
+            return self
+        return self._replace(call=call)
 
     def inputs(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Fresh copies on the device, in the memory format; floating tensors cast if the precision casts them."""
+        """Fresh copies on the device, in the memory format; floating tensors cast if the precision
+        casts them.
+        """
 
         def ready(tensor: Tensor) -> Tensor:
             fresh = tensor.detach().to(self.device, self.application.dtype_of_input(tensor), copy=True)
             if self.memory_format != CONTIGUOUS and fresh.ndim == IMAGE_DIMENSIONS and fresh.layout == torch.strided:
                 fresh = fresh.contiguous(memory_format=getattr(torch, self.memory_format))
-            return fresh.requires_grad_() if tensor.requires_grad else fresh
+            if tensor.requires_grad:
+                return fresh.requires_grad_()
+            return fresh
 
         return map_tensors(args, ready), map_tensors(kwargs, ready)
 
     def context(self) -> contextlib.AbstractContextManager[Any]:
         """A new context for the call: autocast or nothing."""
-        return contextlib.nullcontext() if self.enters_context else self.application.context(self.device.type)
+        if self.enters_context:
+            return contextlib.nullcontext()
+        return self.application.context(self.device.type)
 
 
 @dataclass(frozen=True)
 class FailedCast:
-    """Takes the place of a model whose own code (``half()``, ``_apply()``) raised an exception when it was cast."""
+    """Takes the place of a model whose own code (``half()``, ``_apply()``) raised an exception when
+    it was cast.
+    """
 
     error: BaseException
 
@@ -119,7 +133,9 @@ class FailedCast:
 
 
 def format_problem(memory_format: MemoryFormat, model: nn.Module, inputs: Iterable[Any]) -> str | None:
-    """Why ``memory_format`` does not apply to ``model``, the reason of a skipped run; ``None`` if it does."""
+    """Why ``memory_format`` does not apply to ``model``, the reason of a skipped run; ``None`` if
+    it does.
+    """
     if memory_format == CONTIGUOUS:
         return None
     weights = {tensor.ndim for tensor in (*model.parameters(), *model.buffers())}
@@ -162,7 +178,9 @@ class Application:
 
 
 class Reference(Application):
-    """fp32: a model in fp32 is not changed; one with other floating dtypes is converted, and its inputs with it."""
+    """fp32: a model in fp32 is not changed; one with other floating dtypes is converted, and its
+    inputs with it.
+    """
 
     def __init__(self, precision: Precision) -> None:
         super().__init__(precision)
@@ -225,7 +243,9 @@ class Autocast(Application):
     """Calls the model under ``torch.autocast``; its weights stay in fp32."""
 
     def apply(self, model: nn.Module, device_type: str, keep_fp32: Sequence[str]) -> None:
-        """Run the modules in ``keep_fp32`` without autocast, with weights and inputs widened to fp32; their outputs stay fp32."""
+        """Run the modules in ``keep_fp32`` without autocast, with weights and inputs widened to
+        fp32; their outputs stay fp32.
+        """
         for name in keep_fp32:
             module = model.get_submodule(name)
             module._apply(Borders(self.dtype).widened)
@@ -251,7 +271,9 @@ class Autocast(Application):
 
 
 def autocast_problem(precision: Precision, device_type: str) -> str | None:
-    """Why autocast would compute in fp32, where torch only warns: it does not support the dtype; ``None`` if it does."""
+    """Why autocast would compute in fp32, where torch only warns: it does not support the dtype;
+    ``None`` if it does.
+    """
     if precision.kind != "autocast" or precision.format in (BF16, FP16):  # asking for bf16 would initialize a GPU here
         return None
     with warnings.catch_warnings():
@@ -266,7 +288,9 @@ def autocast_problem(precision: Precision, device_type: str) -> str | None:
 
 
 def application_of(precision: Precision) -> Application:
-    """The :class:`Application` of ``precision``; raises :class:`UsageError` if that of another package cannot be made."""
+    """The :class:`Application` of ``precision``; raises :class:`UsageError` if that of another
+    package cannot be made.
+    """
     if precision.method is not None and not hasattr(nn.Module, precision.method):
         raise UsageError(
             f"The precision {precision.name!r} casts by the method {precision.method!r}, which torch.nn.Module lacks.",
@@ -293,7 +317,9 @@ def is_planned(model: nn.Module) -> bool:
 
 
 def shared_weights(model: nn.Module, keep_fp32: Sequence[str]) -> list[str]:
-    """Parameters of kept modules that other modules share: ``["head.weight"]`` for a weight tied to an embedding."""
+    """Parameters of kept modules that other modules share: ``["head.weight"]`` for a weight tied to
+    an embedding.
+    """
     kept = [(name, model.get_submodule(name)) for name in keep_fp32]
     inside = {id(module) for _, root in kept for module in root.modules()}
     outside = [module for module in model.modules() if id(module) not in inside]
@@ -325,7 +351,9 @@ class Borders:
 
     def widened(self, tensor: Tensor) -> Tensor:
         """``tensor``, in fp32 if it is in ``low``."""
-        return tensor.float() if tensor.dtype == self.low else tensor
+        if tensor.dtype == self.low:
+            return tensor.float()
+        return tensor
 
     def leave(self, _module: nn.Module, _args: Any, output: Any) -> Any:
         """Narrow fp32 outputs to ``low``."""
@@ -338,14 +366,17 @@ class Borders:
         return map_tensors(args, self._narrow), map_tensors(kwargs, self._narrow)
 
     def _narrow(self, tensor: Tensor) -> Tensor:
-        return tensor.to(self.low) if tensor.is_floating_point() else tensor
+        if tensor.is_floating_point():
+            return tensor.to(self.low)
+        return tensor
 
 
 _PYTREE_LEAVES = (Tensor, int, float, bool, str, type(None))
 """Types that torch's own pytree handles as leaves."""
 
 
-# Used as partial objects over bound methods, which survive ``deepcopy`` and pickling; Dynamo traces their ``with`` blocks.
+# Used as partial objects over bound methods, which survive ``deepcopy`` and pickling; Dynamo traces
+# their ``with`` blocks.
 
 
 def _outside_autocast(device_type: str, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -23,7 +23,9 @@ _PRECISION = "lowprec_check_precision"
 
 
 class QuantizedModel:
-    """A quantized model, for inference on the CPU. Call it as you call the model, on inputs of the same shapes."""
+    """A quantized model, for inference on the CPU. Call it as you call the model, on inputs of the
+    same shapes.
+    """
 
     def __init__(self, quantized: Quantized, precision: str) -> None:
         self._quantized = quantized
@@ -36,7 +38,8 @@ class QuantizedModel:
             return self._quantized(*args, **kwargs)
 
     def save(self, path: str | Path) -> None:
-        """Write the converted model to ``path``, as ``.pt2`` (torchao) or TorchScript (Intel's extension).
+        """Write the converted model to ``path``, as ``.pt2`` (torchao) or TorchScript (Intel's
+        extension).
 
         Raises :class:`UsageError` if the file cannot be written.
         """
@@ -52,7 +55,8 @@ class QuantizedModel:
 def quantize(
     model: nn.Module, inputs: Any, *, calibration: Calibration | None = None, precision: str = "fp32"
 ) -> QuantizedModel:
-    """Quantize a copy of ``model`` to int8, as the ``int8`` backend does; ``model`` is left unchanged.
+    """Quantize a copy of ``model`` to int8, as the ``int8`` backend does; ``model`` is left
+    unchanged.
 
     Args:
         model: in fp32, on the CPU, in ``eval`` mode.
@@ -74,10 +78,11 @@ def quantize(
 
 
 def load_quantized(path: str | Path) -> QuantizedModel:
-    """Load what :meth:`QuantizedModel.save` wrote, with the same library and torch; its outputs are equal bit for bit.
+    """Load what :meth:`QuantizedModel.save` wrote, with the same library and torch; its outputs are
+    equal bit for bit.
 
-    Raises :class:`UsageError` if the file is no such model, or this environment lacks the library. Load only files that you trust:
-    torch reads them.
+    Raises :class:`UsageError` if the file is no such model, or this environment lacks the library.
+    Load only files that you trust: torch reads them.
     """
     quantized, texts = library.load(path, [_PRECISION])
     if texts[_PRECISION] not in ("fp32", "autocast-bf16"):

@@ -1,4 +1,6 @@
-"""What a function, or a file, that is running has still to run, by its source: what it calls and what its names refer to now."""
+"""What a function, or a file, that is running has still to run, by its source: what it calls and
+what its names refer to now.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ Node = TypeVar("Node", bound=ast.AST)
 _LOOPS = (ast.For, ast.AsyncFor, ast.While)
 _COMPREHENSIONS = (ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
 _COMPREHENSION_CODE = ("<listcomp>", "<setcomp>", "<dictcomp>", "<genexpr>")
-"""Names of the code of comprehensions, which have frames of their own before Python 3.12; that of generators has one in any."""
+"""Names of the code of comprehensions, which have frames of their own before Python 3.12; that of
+generators has one in any.
+"""
 _COMPREHENSIONS_ARE_INLINED = sys.version_info >= (3, 12)
 _FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 _FILLS = ("append", "insert", "extend", "add", "update")
@@ -35,7 +39,9 @@ UNKNOWN = object()
 
 
 class RestOfCode:
-    """What is left of the code of a ``frame``, the statement that is running included. None of the user's code runs to find out."""
+    """What is left of the code of a ``frame``, the statement that is running included. None of the
+    user's code runs to find out.
+    """
 
     def __init__(self, frame: FrameType, tree: ast.Module, function: Any) -> None:
         code = frame.f_code
@@ -70,7 +76,9 @@ class RestOfCode:
         if frame.f_code.co_name == "<module>":
             return cls(frame, tree, None)
         function = _definition(frame.f_code)
-        return None if function is None else cls(frame, tree, function)
+        if function is None:
+            return None
+        return cls(frame, tree, function)
 
     def _collect(self, block: list[ast.stmt], frame: FrameType) -> None:
         line = frame.f_lineno
@@ -96,7 +104,9 @@ class RestOfCode:
             return
 
     def repeats(self, module: nn.Module) -> bool:
-        """Whether the call is in a loop that calls this ``module`` again and again, and not another one each time."""
+        """Whether the call is in a loop that calls this ``module`` again and again, and not another
+        one each time.
+        """
         return any(
             not any(self._locals.get(name) is module for name in _stored(loop)) and not _calls_its_variable(loop)
             for loop in self._loops
@@ -104,7 +114,9 @@ class RestOfCode:
 
     @functools.cached_property
     def _statement_of(self) -> dict[ast.AST, ast.stmt]:
-        """The nodes of the statements, the outer ones first, with the innermost statement of each; those of functions and classes are left out."""
+        """The nodes of the statements, the outer ones first, with the innermost statement of each;
+        those of functions and classes are left out.
+        """
         nodes: dict[ast.AST, ast.stmt] = {}
         waiting = collections.deque[tuple[ast.AST, ast.stmt]]((statement, statement) for statement in self.statements)
         while waiting:
@@ -139,19 +151,27 @@ class RestOfCode:
             owner = self.value_of(node.value)
             if is_module(owner) and node.attr in owner._modules:
                 return owner._modules[node.attr]
-            found = UNKNOWN if owner is UNKNOWN else inspect.getattr_static(owner, node.attr, UNKNOWN)
-            return MethodType(found.__func__, owner) if isinstance(found, classmethod) else found
+            found = UNKNOWN
+            if owner is not UNKNOWN:
+                found = inspect.getattr_static(owner, node.attr, UNKNOWN)
+            if isinstance(found, classmethod):
+                return MethodType(found.__func__, owner)
+            return found
         return UNKNOWN
 
     def holds(self, value: Any, module: nn.Module) -> bool:
-        """Whether a value is ``module``, a module with it inside, or a list, tuple or dictionary with one of these."""
+        """Whether a value is ``module``, a module with it inside, or a list, tuple or dictionary
+        with one of these.
+        """
         if is_module(value):
             place = id(value), id(module)
             if place not in self._holds:
                 self._holds[place] = any(part is module for part in value.modules())
             return self._holds[place]
         if type(value) in (list, tuple, dict):
-            parts = value.values() if type(value) is dict else value
+            parts = value
+            if type(value) is dict:
+                parts = value.values()
             return any(is_module(part) and self.holds(part, module) for part in parts)
         return False
 
@@ -160,7 +180,9 @@ class RestOfCode:
         return not is_module(value) and any(self.holds(part, module) for part in (attributes_of(value) or {}).values())
 
     def refers_to(self, node: ast.expr, module: nn.Module) -> bool:
-        """Whether an expression gives ``module`` on, alone, in another module or in what is filled with it, not what it computes."""
+        """Whether an expression gives ``module`` on, alone, in another module or in what is filled
+        with it, not what it computes.
+        """
         return self._refers_to(node, module) or any(
             isinstance(part, ast.Name) and part.id in self._filled_with(module)
             for part in ([node.value] if isinstance(node, ast.Starred) else [node])
@@ -179,7 +201,9 @@ class RestOfCode:
         return self.holds(self.value_of(node), module)
 
     def _filled_with(self, module: nn.Module) -> set[str | None]:
-        """The names of containers that get ``module`` later: ``layers.append(layer)``, ``parts["encoder"] = encoder``."""
+        """The names of containers that get ``module`` later: ``layers.append(layer)``,
+        ``parts["encoder"] = encoder``.
+        """
         if id(module) not in self._filled:
             names = self._filled[id(module)] = set()
             for call in self.nodes(ast.Call):
@@ -195,12 +219,16 @@ class RestOfCode:
     # -- What is called
 
     def definition_of(self, node: ast.expr) -> Any:
-        """The definition of a function of the user's own files, which may be still to come; ``None`` of anything else."""
+        """The definition of a function of the user's own files, which may be still to come;
+        ``None`` of anything else.
+        """
         if isinstance(node, ast.Name) and node.id in self._later_functions:
             return self._later_functions[node.id]
         function = self.value_of(node)
         is_own = type(function) is FunctionType and is_own_file(function.__code__.co_filename)
-        return _definition(function.__code__) if is_own else None
+        if is_own:
+            return _definition(function.__code__)
+        return None
 
     @functools.cached_property
     def _later_functions(self) -> dict[str, Any]:
@@ -209,13 +237,17 @@ class RestOfCode:
         return {function.name: function for function in reversed(later)}
 
     def called(self, *, in_loops: bool = False) -> set[str]:
-        """The names that are called later, by the user's functions too, which may get them as arguments; perhaps in loops only."""
+        """The names that are called later, by the user's functions too, which may get them as
+        arguments; perhaps in loops only.
+        """
         if in_loops not in self._names:
             self._names[in_loops] = self._called(self.statements, {}, counts=not in_loops)
         return self._names[in_loops]
 
     def _called(self, body: Iterable[ast.AST], known: dict[Any, set[str]], *, counts: bool) -> set[str]:
-        """Those in ``body``; ``known`` has those of functions, by their definition and whether all their calls count."""
+        """Those in ``body``; ``known`` has those of functions, by their definition and whether all
+        their calls count.
+        """
         names: set[str] = set()
         waiting = [(node, counts) for node in body]
         while waiting:
@@ -231,8 +263,11 @@ class RestOfCode:
                         known[function, counted] = set()  # of a function that calls itself
                         known[function, counted] = self._called(function.body, known, counts=counted)
                     names |= _as_the_caller_says(known[function, counted], function, node)
-            once = [node.iter] if isinstance(node, (ast.For, ast.AsyncFor)) else []
-            once = [node.generators[0].iter] if isinstance(node, _COMPREHENSIONS) else once
+            once = []
+            if isinstance(node, (ast.For, ast.AsyncFor)):
+                once = [node.iter]
+            if isinstance(node, _COMPREHENSIONS):
+                once = [node.generators[0].iter]
             repeated = counted or isinstance(node, (*_LOOPS, *_COMPREHENSIONS))
             waiting += [(child, counted if child in once else repeated) for child in ast.iter_child_nodes(node)]
         return names
@@ -257,7 +292,9 @@ def repeats_in_comprehension(frame: FrameType, module: nn.Module) -> bool:
 
 
 def _as_the_caller_says(called: Iterable[str], function: Any, call: ast.Call) -> set[str]:
-    """Names that a function calls: of its parameters, as the names that ``call`` gives it; its local variables are left out."""
+    """Names that a function calls: of its parameters, as the names that ``call`` gives it; its
+    local variables are left out.
+    """
     parameters = [argument.arg for argument in (*function.args.posonlyargs, *function.args.args)]
     given = dict(zip(parameters, call.args, strict=False))
     given |= {keyword.arg: keyword.value for keyword in call.keywords if keyword.arg is not None}
@@ -297,8 +334,8 @@ def _inner_block(statement: ast.stmt, line: int) -> list[ast.stmt] | None:
 
 
 def _comprehensions_around(statement: ast.stmt, frame: FrameType) -> list[ast.AST]:
-    """The comprehensions of a statement that the call is in, but for the first iterable, which is computed once: from Python 3.12 on,
-    they have no frames of their own.
+    """The comprehensions of a statement that the call is in, but for the first iterable, which is
+    computed once: from Python 3.12 on, they have no frames of their own.
     """
     if not _COMPREHENSIONS_ARE_INLINED:
         return []
@@ -317,12 +354,16 @@ def _comprehensions_around(statement: ast.stmt, frame: FrameType) -> list[ast.AS
 def _definition(code: CodeType) -> ast.FunctionDef | ast.AsyncFunctionDef | None:
     """Where the function with this code is defined; ``None`` if it has no source."""
     tree = source_tree(code.co_filename)
-    return None if tree is None else _definitions(tree).get((code.co_name, code.co_firstlineno))
+    if tree is None:
+        return None
+    return _definitions(tree).get((code.co_name, code.co_firstlineno))
 
 
 @functools.lru_cache(64)
 def _definitions(tree: ast.Module) -> dict[tuple[str, int], Any]:
-    """The functions of a file, by their names and their first lines, which are those of decorators too."""
+    """The functions of a file, by their names and their first lines, which are those of decorators
+    too.
+    """
     return {
         (node.name, line): node
         for node in ast.walk(tree)
@@ -341,6 +382,8 @@ def source_tree(file: str) -> ast.Module | None:
 def _parsed(text: str) -> ast.Module | None:
     try:
         with parsing:
-            return ast.parse(text) if text else None
+            if text:
+                return ast.parse(text)
+            return None
     except (SyntaxError, ValueError, SystemError, RecursionError):
         return None

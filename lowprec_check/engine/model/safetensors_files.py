@@ -1,5 +1,5 @@
-"""Files of safetensors, mapped into memory: eight bytes for the length of a header in JSON, the header, and the values of all tensors
-(https://huggingface.co/docs/safetensors).
+"""Files of safetensors, mapped into memory: eight bytes for the length of a header in JSON, the
+header, and the values of all tensors (https://huggingface.co/docs/safetensors).
 """
 
 from __future__ import annotations
@@ -40,7 +40,9 @@ _WINDOW = 128 << 10
 
 
 class Saved(NamedTuple):
-    """A tensor in a file, which is mapped into memory: the system reads its pages when they are used, and may drop them at any time."""
+    """A tensor in a file, which is mapped into memory: the system reads its pages when they are
+    used, and may drop them at any time.
+    """
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -65,7 +67,9 @@ class Saved(NamedTuple):
             return torch.frombuffer(self.mapped, dtype=self.dtype, count=count, offset=self.start).view(self.shape)
 
     def read(self, begin: int, into: Tensor) -> None:
-        """Fill ``into``, bytes in memory, with those from byte ``begin`` of the tensor on: without the map, whose pages come one by one."""
+        """Fill ``into``, bytes in memory, with those from byte ``begin`` of the tensor on: without
+        the map, whose pages come one by one.
+        """
         view = memoryview((ctypes.c_char * len(into)).from_address(into.data_ptr())).cast("B")
         with self.path.open("rb", buffering=0) as file:
             file.seek(self.start + begin)
@@ -76,7 +80,9 @@ class Saved(NamedTuple):
                 view = view[count:]
 
     def prefetch(self) -> None:
-        """Let the system read it meanwhile. It reads no more at once than its window for reading ahead, 128 KiB by default on Linux."""
+        """Let the system read it meanwhile. It reads no more at once than its window for reading
+        ahead, 128 KiB by default on Linux.
+        """
         if not self.nbytes:
             return
         first, end = self.start - self.start % mmap.PAGESIZE, self.start + self.nbytes
@@ -84,7 +90,9 @@ class Saved(NamedTuple):
             self.mapped.madvise(mmap.MADV_WILLNEED, begin, min(_WINDOW, end - begin))
 
     def forget(self, *, cached: bool) -> None:
-        """Drop its pages from this process, and from the system's cache of files unless they are to stay ``cached``."""
+        """Drop its pages from this process, and from the system's cache of files unless they are to
+        stay ``cached``.
+        """
         if not self.nbytes:
             return
         first = self.start - self.start % mmap.PAGESIZE
@@ -95,7 +103,9 @@ class Saved(NamedTuple):
 
 
 def _mapped(descriptor: int) -> mmap.mmap:
-    """The file in memory, which a model may write to: its file stays, and no process ends. Memory for such writes is not set aside."""
+    """The file in memory, which a model may write to: its file stays, and no process ends. Memory
+    for such writes is not set aside.
+    """
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # this system sets all aside
             flags, rights = mmap.MAP_PRIVATE | _MAP_NORESERVE, mmap.PROT_READ | mmap.PROT_WRITE

@@ -1,4 +1,6 @@
-"""The steps that a training script makes by itself, as it is or in fp32: where it does what, and the weights before and after."""
+"""The steps that a training script makes by itself, as it is or in fp32: where it does what, and
+the weights before and after.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,8 @@ Weights = list[tuple[Tensor, Tensor]]
 
 
 def made_steps(path: Path, arguments: tuple[str, ...], steps: int, seed: int, *, fp32: bool) -> StepWatch:
-    """Run a script until its optimizer was asked for so many steps, with ``fp32`` without its autocast and its ``GradScaler``.
+    """Run a script until its optimizer was asked for so many steps, with ``fp32`` without its
+    autocast and its ``GradScaler``.
 
     Raises :class:`~lowprec_check.errors.UsageError` if it fails before.
     """
@@ -46,7 +49,9 @@ def made_steps(path: Path, arguments: tuple[str, ...], steps: int, seed: int, *,
 
 
 class StepWatch:
-    """Observes a script, and changes nothing of it but for fp32; :func:`~lowprec_check.engine.model.user_script.run_to_first_call` takes it."""
+    """Observes a script, and changes nothing of it but for fp32;
+    :func:`~lowprec_check.engine.model.user_script.run_to_first_call` takes it.
+    """
 
     def __init__(self, steps: int, *, fp32: bool) -> None:
         self._wanted, self._fp32 = steps, fp32
@@ -57,7 +62,9 @@ class StepWatch:
         self._scaled: list[Tensor] = []
         self._grads_scaled = False
         self._entered: list[tuple[ScriptPlace, bool, int]] = []
-        """Blocks of autocast: where they are entered, whether they keep casts of weights, and how many steps there were before."""
+        """Blocks of autocast: where they are entered, whether they keep casts of weights, and how
+        many steps there were before.
+        """
         self._asked: dict[Optimizer, int] = {}
         """How many steps each optimizer was asked for, those that a ``GradScaler`` skips included."""
         self._made = 0
@@ -78,7 +85,9 @@ class StepWatch:
     def facts(self) -> ScriptFacts:
         """What was observed."""
         places: dict[str, Any] = {name: tuple(found) for name, found in self._places.items()}
-        scale = float(self._scaler.get_scale()) if self._scaler is not None else None
+        scale = None
+        if self._scaler is not None:
+            scale = float(self._scaler.get_scale())
         asked = max(self._asked.values(), default=0)
         return ScriptFacts(
             steps=asked,
@@ -140,7 +149,9 @@ class StepWatch:
     def _unless_over(self, kept: Callable[..., Any], observed: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(kept)
         def function(*args: Any, **kwargs: Any) -> Any:
-            return kept(*args, **kwargs) if self._is_elsewhere else observed(kept, *args, **kwargs)
+            if self._is_elsewhere:
+                return kept(*args, **kwargs)
+            return observed(kept, *args, **kwargs)
 
         return function
 
@@ -176,7 +187,10 @@ class StepWatch:
 
     def _backward(self, kept: Callable[..., Any], tensors: Any, *args: Any, **kwargs: Any) -> Any:
         frame = sys._getframe(2)
-        given = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+        if isinstance(tensors, Tensor):
+            given = [tensors]
+        else:
+            given = list(tensors)
         is_scaled = any(one is scaled for one in given for scaled in self._scaled)
         self._grads_scaled |= is_scaled
         self._framework = self._framework or framework_of(frame)

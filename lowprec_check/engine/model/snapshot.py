@@ -1,4 +1,6 @@
-"""Saves the state of a model, of Python objects that it refers to and of torch, and restores all in place."""
+"""Saves the state of a model, of Python objects that it refers to and of torch, and restores all in
+place.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,13 @@ _REGISTRIES = ("_parameters", "_buffers", "_modules")
 
 
 class Snapshot:
-    """The saved state of a model, and the global state that a run may change; :meth:`restore` may be called repeatedly.
+    """The saved state of a model, and the global state that a run may change; :meth:`restore` may
+    be called repeatedly.
 
-    Parameters keep their storage; their values are saved only if ``parameters`` is true, because few models write to
-    them. Buffers and everything else that modules, their hooks and methods, and the objects in ``inputs`` refer to are
-    restored by value, in place. Gradients are removed until :meth:`restore`, because a cast would cast them too.
+    Parameters keep their storage; their values are saved only if ``parameters`` is true, because
+    few models write to them. Buffers and everything else that modules, their hooks and methods, and
+    the objects in ``inputs`` refer to are restored by value, in place. Gradients are removed until
+    :meth:`restore`, because a cast would cast them too.
     """
 
     def __init__(self, model: nn.Module, inputs: Iterable[Any] = (), *, parameters: bool = False) -> None:
@@ -131,18 +135,22 @@ _INTERNALS = (
     "lowprec_check",
 )
 _CLOSED = ("numpy", "huggingface_hub", "filelock", "yaml")
-"""Other packages whose inside holds no state of models: among them those with which transformers loads files."""
+"""Other packages whose inside holds no state of models: among them those with which transformers
+loads files.
+"""
 _OPEN_STDLIB = ("types", "argparse", "builtins", "collections")
 """Packages of the standard library whose instances hold the user's data."""
 _CONTAINERS = (collections.OrderedDict, dict, list, set, collections.deque, bytearray)
 
 
 class ObjectState:
-    """The content of all mutable objects that can be reached from ``roots``; :meth:`restore` may be called repeatedly.
+    """The content of all mutable objects that can be reached from ``roots``; :meth:`restore` may be
+    called repeatedly.
 
-    Not followed: the modules and tensors in ``known``, whose state the caller saves; modules of Python; the inside of
-    torch and of the standard library. What cannot be restored stays as it is: iterators, thread-local and context variables.
-    Objects are read past their own methods, which may fail; those that can be read by no other means are :attr:`unsaved`.
+    Not followed: the modules and tensors in ``known``, whose state the caller saves; modules of
+    Python; the inside of torch and of the standard library. What cannot be restored stays as it is:
+    iterators, thread-local and context variables. Objects are read past their own methods, which
+    may fail; those that can be read by no other means are :attr:`unsaved`.
     """
 
     def __init__(self, roots: Iterable[Any], known: Iterable[Any]) -> None:
@@ -202,7 +210,9 @@ class ObjectState:
         return self._save_attributes(value)
 
     def _save_function(self, value: Any) -> list[Any]:
-        """Save what a function encloses, and the globals that one of the user's names, or of ``torch.nn``, where hooks for all are."""
+        """Save what a function encloses, and the globals that one of the user's names, or of
+        ``torch.nn``, where hooks for all are.
+        """
         if issubclass(type(value), types.MethodType):
             return [value.__self__, value.__func__]
         if issubclass(type(value), functools.partial):
@@ -251,7 +261,9 @@ class ObjectState:
 
 @functools.cache
 def _is_open_package(module: str) -> bool:
-    """Whether objects of a Python module are a user's, not the inside of Python, torch, a compiler or this package."""
+    """Whether objects of a Python module are a user's, not the inside of Python, torch, a compiler
+    or this package.
+    """
     root = module.partition(".")[0]
     return not module.startswith(_INTERNALS) and (
         root not in (*sys.stdlib_module_names, *_CLOSED) or root in _OPEN_STDLIB
@@ -265,7 +277,8 @@ def _is_of_torch(module: str) -> bool:
 def _is_added(name: str, item: Any) -> bool:
     """Whether an attribute of a class of torch is a method that an installed package has added.
 
-    ``transformers`` adds ``smart_apply`` to ``nn.Module``: from it, every model would reach all that ``transformers`` defines.
+    ``transformers`` adds ``smart_apply`` to ``nn.Module``: from it, every model would reach all
+    that ``transformers`` defines.
     """
     return (
         issubclass(type(item), types.FunctionType)
@@ -289,11 +302,15 @@ def _restorer(value: Any) -> Callable[[], Any] | None:
     if hasattr(value, "bit_generator"):
         return functools.partial(setattr, value.bit_generator, "state", value.bit_generator.state)
     is_array = hasattr(value, "flags") and hasattr(value, "copy") and value.flags.writeable
-    return functools.partial(value.__setitem__, ..., value.copy()) if is_array else None
+    if is_array:
+        return functools.partial(value.__setitem__, ..., value.copy())
+    return None
 
 
 def saved_tensor(tensor: Tensor) -> tuple[Tensor, Tensor, Any]:
-    """The memory of ``tensor``, a copy of its values, and the content of its attributes, for :func:`restore_tensor`."""
+    """The memory of ``tensor``, a copy of its values, and the content of its attributes, for
+    :func:`restore_tensor`.
+    """
     return tensor.data, tensor.detach().clone(), _content_of(vars(tensor))
 
 
@@ -341,7 +358,9 @@ def _reset_attributes(owner: type, attributes: dict[str, Any]) -> None:
 
 
 def _content_of(container: Any) -> Any:
-    """A copy of what a container holds, past the methods of a subclass and of the elements: of a dictionary its keys and its values."""
+    """A copy of what a container holds, past the methods of a subclass and of the elements: of a
+    dictionary its keys and its values.
+    """
     kind = _base_of(container)
     if issubclass(kind, dict):
         return list(kind.keys(container)), list(kind.values(container))
@@ -369,4 +388,6 @@ def _refill(container: Any, content: Any) -> None:
 def _base_of(container: Any) -> Any:
     """The built-in type of a container, whose methods a subclass may have replaced."""
     kind = type(container)
-    return kind if kind in _CONTAINERS else next(base for base in _CONTAINERS if issubclass(kind, base))
+    if kind in _CONTAINERS:
+        return kind
+    return next(base for base in _CONTAINERS if issubclass(kind, base))

@@ -1,7 +1,8 @@
-"""Weights that stay in their files: a module reads each when it uses it, so that a model may be larger than memory.
+"""Weights that stay in their files: a module reads each when it uses it, so that a model may be
+larger than memory.
 
-In place of its values, the model holds an :class:`Unread` tensor of the same shape, dtype and device. A cast such as ``model.half()``
-changes that; the values are cast when they are read.
+In place of its values, the model holds an :class:`Unread` tensor of the same shape, dtype and
+device. A cast such as ``model.half()`` changes that; the values are cast when they are read.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _CACHED_SHARE = 0.6
 """Of the free memory that the system's cache may use for weights."""
 
 _COPIES_BYTES = 10
-"""Of each value of a weight that an op uses: in the precision of the run, widened, and in the reference."""
+"""Of each value of a weight that an op uses: in the precision of the run, widened, and in the
+reference.
+"""
 
 SAMPLES, SAMPLE_BYTES = 16, 8 << 20
 """Weights that are read to measure the speed of the disk, and bytes of each."""
@@ -70,7 +73,9 @@ class Unread(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
-        """Cast it, move it, or copy it; anything else is an error, but for a module that is being made."""
+        """Cast it, move it, or copy it; anything else is an error, but for a module that is being
+        made.
+        """
         if not cls.making and func not in _CASTS:
             raise RuntimeError(f"{func} got {NOT_READ}")
         if func is _aten._local_scalar_dense.default:
@@ -80,7 +85,9 @@ class Unread(Tensor):
         kwargs = dict(kwargs or {})
         device = kwargs.pop("device", None) or next(each.device for each in args if isinstance(each, Unread))
         out = func(*tree_map_only(Tensor, _without_values, args), **kwargs)
-        return args[0] if func._schema.is_mutable else tree_map_only(Tensor, lambda tensor: Unread(tensor, device), out)
+        if func._schema.is_mutable:
+            return args[0]
+        return tree_map_only(Tensor, lambda tensor: Unread(tensor, device), out)
 
     def __repr__(self) -> str:  # type: ignore[override]
         """Its shape and dtype."""
@@ -107,10 +114,14 @@ def is_in_memory(tensor: Tensor) -> bool:
 
 
 _M_MMAP_THRESHOLD, _MAPPED_BYTES = -3, 1 << 20
-"""A setting of glibc's malloc.h: larger blocks return to the system when they are freed. Without it, glibc raises the limit and keeps them."""
+"""A setting of glibc's malloc.h: larger blocks return to the system when they are freed. Without
+it, glibc raises the limit and keeps them.
+"""
 
 _MADV_HUGEPAGE, _HUGE_BYTES = 14, 4 << 20
-"""Advice of Linux for larger blocks: memory comes in pages of 2 MiB, since 512 times as many small ones take longer to get than to fill."""
+"""Advice of Linux for larger blocks: memory comes in pages of 2 MiB, since 512 times as many small
+ones take longer to get than to fill.
+"""
 
 
 @contextlib.contextmanager
@@ -136,7 +147,9 @@ def unread_weights() -> Iterator[None]:
 
 
 OnRead = Callable[[str, Tensor, Tensor], None]
-"""Told the name of a weight that was read, its values as the module gets them, and as they are in the file."""
+"""Told the name of a weight that was read, its values as the module gets them, and as they are in
+the file.
+"""
 
 
 def converted(values: Tensor, device: torch.device, dtype: torch.dtype) -> Tensor:
@@ -162,11 +175,15 @@ class WeightStream:
         """Bytes of all weights in their files."""
         counts = [math.prod(saved[name].shape) for name in names]
         self.most_held = min(3 * HELD_BYTES + _COPIES_BYTES * max(counts, default=0), _COPIES_BYTES * sum(counts))
-        """Bytes of weights in memory at most, beside the system's cache of files: as they are kept, with their values in fp32, and the largest for an op."""
+        """Bytes of weights in memory at most, beside the system's cache of files: as they are kept,
+        with their values in fp32, and the largest for an op.
+        """
         self._before = dict(zip(names, itertools.accumulate(sizes, initial=0), strict=False))
         self._cached = psutil.virtual_memory().available * _CACHED_SHARE
         self.on_progress: Callable[[str, float], None] | None = None
-        """Told the name of a weight that is read, and the part of the model's weights before it, from 0 to 1."""
+        """Told the name of a weight that is read, and the part of the model's weights before it,
+        from 0 to 1.
+        """
         self._held: OrderedDict[str, nn.Parameter] = OrderedDict()
         self.on_read: OnRead | None = None
         self.was_read: set[str] = set()
@@ -195,7 +212,9 @@ class WeightStream:
         return held
 
     def _values(self, name: str, device: torch.device) -> Tensor:
-        """The weight as it is in its file, on ``device`` if that reads ahead; the next ones are read meanwhile."""
+        """The weight as it is in its file, on ``device`` if that reads ahead; the next ones are
+        read meanwhile.
+        """
         saved = self._saved[name]
         if not reads_ahead(device):
             saved.prefetch()
@@ -251,7 +270,9 @@ class WeightStream:
                 self._written = name
 
     def forget(self, name: str) -> None:
-        """Drop the pages of the file. Those of the last weights leave the cache too, if it cannot hold all, so that the first ones stay for the next call."""
+        """Drop the pages of the file. Those of the last weights leave the cache too, if it cannot
+        hold all, so that the first ones stay for the next call.
+        """
         self._saved[name].forget(cached=self._before[name] < self._cached)
 
     def bytes_per_second(self) -> float:
@@ -264,7 +285,9 @@ class WeightStream:
         return max(1, count) / max(time.monotonic() - started, 1e-6)
 
     def restart(self, on_read: OnRead | None) -> None:
-        """Forget everything that was read; tell ``on_read`` what is from now on. Raises :class:`UsageError` if the model wrote to a weight."""
+        """Forget everything that was read; tell ``on_read`` what is from now on. Raises
+        :class:`UsageError` if the model wrote to a weight.
+        """
         for name in list(self._held):
             self._drop(name)
         self.was_read.clear()
@@ -286,7 +309,9 @@ def _version(weight: Tensor) -> int:
 
 
 class ReadBack:
-    """Lets a graph of autograd keep weights that were read by their names, and read them again for its derivative."""
+    """Lets a graph of autograd keep weights that were read by their names, and read them again for
+    its derivative.
+    """
 
     def __init__(self, stream: WeightStream) -> None:
         self._stream = stream
@@ -324,7 +349,9 @@ class ReadBack:
 
 
 class _Parameters(dict[str, Any]):
-    """The parameters of one module. Indexing by name reads the values; iterating gives what stands for them."""
+    """The parameters of one module. Indexing by name reads the values; iterating gives what stands
+    for them.
+    """
 
     def __init__(self, stream: WeightStream, names: dict[str, str], parameters: dict[str, Any]) -> None:
         super().__init__(parameters)
@@ -332,7 +359,9 @@ class _Parameters(dict[str, Any]):
 
     def __getitem__(self, key: str) -> Any:
         found = super().__getitem__(key)
-        return self.stream.read(self._names[key], found) if found is not None and is_unread(found) else found
+        if found is not None and is_unread(found):
+            return self.stream.read(self._names[key], found)
+        return found
 
 
 def stream_of(model: nn.Module) -> WeightStream | None:
@@ -360,9 +389,11 @@ def parameters_in(files: Iterable[Path]) -> int:
 
 
 def stream_weights(model: nn.Module, files: Iterable[Path], rename: Callable[[str], str] = str) -> None:
-    """Let ``model``, made under :func:`unread_weights`, read its weights from ``files``; buffers are read at once.
+    """Let ``model``, made under :func:`unread_weights`, read its weights from ``files``; buffers
+    are read at once.
 
-    ``rename`` gives the name in the model for one in the files. Raises :class:`UsageError` if weights are missing.
+    ``rename`` gives the name in the model for one in the files. Raises :class:`UsageError` if
+    weights are missing.
     """
     named = {rename(name): tensor for file in files for name, tensor in saved_tensors(file).items()}
     state: dict[str, Tensor] = dict([*model.named_parameters(remove_duplicate=False), *model.named_buffers()])

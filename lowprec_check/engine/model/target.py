@@ -63,23 +63,31 @@ class Target(NamedTuple):
     loss: Callable[..., Tensor] | None = None
     """``loss(output)``; of a scan of training, it may require the targets, or the inputs, too."""
     optimizer: MakeOptimizer | torch.optim.Optimizer | None = None
-    """``optimizer(parameters)``, for a scan of training; :func:`check` replaces an optimizer by what makes one like it."""
+    """``optimizer(parameters)``, for a scan of training; :func:`check` replaces an optimizer by
+    what makes one like it.
+    """
     average: Callable[[nn.Module], Any] | None = None
-    """``average(model)``: an average of the weights with a method ``update_parameters(model)``, such as ``AveragedModel``."""
+    """``average(model)``: an average of the weights with a method ``update_parameters(model)``,
+    such as ``AveragedModel``.
+    """
     targets: tuple[Any, ...] = ()
     """The elements of the batch that the model does not take, for the loss."""
     batch_code: str = ""
-    """Code for the batch, which ``setup`` takes the inputs from; empty if ``setup`` names it, or there are no targets."""
+    """Code for the batch, which ``setup`` takes the inputs from; empty if ``setup`` names it, or
+    there are no targets.
+    """
     targets_code: str = ""
     """Code for the targets, from ``batch``."""
     metric: Callable[[nn.Module], float] | None = None
     taken: str = ""
     """What of the user's file is the target, and why; empty if the model was not taken from a file."""
     source: str | None = None
-    """The line that makes the model or defines its class, for ops that no line of the user's code calls."""
+    """The line that makes the model or defines its class, for ops that no line of the user's code
+    calls.
+    """
     caller: str | None = None
-    """The line of the user's own code that makes or scans the model, if ``source`` is in an installed package or unknown; empty
-    if there is none.
+    """The line of the user's own code that makes or scans the model, if ``source`` is in an
+    installed package or unknown; empty if there is none.
     """
     form: str = "model(*inputs)"
     """How ``inputs`` are given to the model, as code."""
@@ -87,19 +95,29 @@ class Target(NamedTuple):
     """Lines of code that set ``model`` and ``inputs``, from what the file defines."""
     notes: tuple[str, ...] = ()
     make_batch: Callable[[int], Any] | None = None
-    """Returns the inputs of batch 0, 1, 2, …, seeded or drawn from torch's generator; ``None`` if the inputs are fixed."""
+    """Returns the inputs of batch 0, 1, 2, …, seeded or drawn from torch's generator; ``None`` if
+    the inputs are fixed.
+    """
     default_inputs: bool = False
     """Whether the inputs were made for a model by name, without being asked for."""
     calibrate: Any = None
-    """The file's ``calibration``: a function that returns batches, or the batches; ``None`` if it defines none."""
+    """The file's ``calibration``: a function that returns batches, or the batches; ``None`` if it
+    defines none.
+    """
     first_inputs: Call | None = None
-    """Those of the first batch, if the inputs are of another one: a backend prepares the model for them, and calibrates on them without ``calibrate``."""
+    """Those of the first batch, if the inputs are of another one: a backend prepares the model for
+    them, and calibrates on them without ``calibrate``.
+    """
     weights: WeightsOrigin = "unknown"
     """Where the values of the weights come from."""
     remake: Callable[[int], nn.Module] | None = None
-    """Makes the model again from another seed, as the user's file does; ``None`` if that takes long, or there is no file."""
+    """Makes the model again from another seed, as the user's file does; ``None`` if that takes
+    long, or there is no file.
+    """
     observed: ObservedTraining | None = None
-    """The training of a script that the loss and the optimizer are taken from; its batches are in the form of the inputs."""
+    """The training of a script that the loss and the optimizer are taken from; its batches are in
+    the form of the inputs.
+    """
     compiled: nn.Module | None = None
     """The model as its user compiled it, by ``torch.compile(model)``: what the plain part calls."""
 
@@ -110,11 +128,14 @@ class Target(NamedTuple):
 
     @property
     def rewound(self) -> tuple[Any, ...]:
-        """What a call may change besides the model: the inputs, and the state of the user's loss; that of a script has none."""
+        """What a call may change besides the model: the inputs, and the state of the user's loss;
+        that of a script has none.
+        """
         return (*self.inputs, self.loss if self.observed is None else None)
 
     def calibration(self) -> Iterator[Call]:
-        """Yield inputs to calibrate a quantized model on: those of the file's ``calibration()``, else the inputs.
+        """Yield inputs to calibrate a quantized model on: those of the file's ``calibration()``,
+        else the inputs.
 
         Raises :class:`UsageError` if a batch is not like the inputs, or if there is none.
         """
@@ -147,10 +168,16 @@ class Target(NamedTuple):
     @property
     def calibration_code(self) -> str:
         """Code for the batches of ``calibration``; empty if the file defines none."""
-        return "" if self.calibrate is None else "calibration()" if is_function(self.calibrate) else "calibration"
+        if self.calibrate is None:
+            return ""
+        if is_function(self.calibrate):
+            return "calibration()"
+        return "calibration"
 
     def batch(self, index: int) -> Target:
-        """This target with the inputs of another batch; raises :class:`UsageError` if there is only one."""
+        """This target with the inputs of another batch; raises :class:`UsageError` if there is only
+        one.
+        """
         if index == 0:
             return self
         if self.observed is not None and index < len(self.observed.batches):
@@ -172,7 +199,9 @@ class Target(NamedTuple):
         return self.model if self.compiled is None else self.compiled
 
     def call(self, model: Callable[..., Any] | None = None) -> Callable[..., Any]:
-        """The function to call: ``model`` (by default the target's, as compiled), followed by the loss if there is one."""
+        """The function to call: ``model`` (by default the target's, as compiled), followed by the
+        loss if there is one.
+        """
         loss, called = self.loss, self.called if model is None else model
         if loss is None:
             return called
@@ -187,12 +216,16 @@ class Target(NamedTuple):
 
 
 def make_target(model: nn.Module, inputs: Any, *, calibration: Any = None, **functions: Any) -> Target:
-    """A target from a model and its inputs, of the API; raises :class:`UsageError` if it cannot be scanned.
+    """A target from a model and its inputs, of the API; raises :class:`UsageError` if it cannot be
+    scanned.
 
-    ``functions`` are those that a file may define: ``loss``, ``optimizer``, ``average`` and ``metric``.
+    ``functions`` are those that a file may define: ``loss``, ``optimizer``, ``average`` and
+    ``metric``.
     """
     make_batch = BatchMaker.of(inputs)
-    given = inputs if make_batch is None else make_batch(0)
+    given = inputs
+    if make_batch is not None:
+        given = make_batch(0)
     calibrate = check_calibration(calibration, "calibration")
     scanned_at = own_line(sys._getframe(1))
     functions |= {"calibrate": calibrate, "setup": call_code(inputs)}
@@ -209,10 +242,12 @@ def unchecked_target(
     made_at: str | None = None,
     **known: Any,
 ) -> Target:
-    """A target from a model and its inputs, of which one batch is taken; :func:`check` it before it is used.
+    """A target from a model and its inputs, of which one batch is taken; :func:`check` it before it
+    is used.
 
-    ``source`` is the line of the user's own code that makes the model, if it is known; else that of its class counts, with ``made_at``,
-    the line of the user's own code that leads to it, if the class is not the user's. ``known`` are further fields of :class:`Target`.
+    ``source`` is the line of the user's own code that makes the model, if it is known; else that of
+    its class counts, with ``made_at``, the line of the user's own code that leads to it, if the
+    class is not the user's. ``known`` are further fields of :class:`Target`.
     """
     forward = forward_of(model)
     batch = take_batch(given, forward)
@@ -233,7 +268,9 @@ def unchecked_target(
 
 
 def check(target: Target) -> Target:
-    """Raise :class:`UsageError` if ``target`` cannot be scanned; find the module inside a compiled or parallel model."""
+    """Raise :class:`UsageError` if ``target`` cannot be scanned; find the module inside a compiled
+    or parallel model.
+    """
     if isinstance(target.model, torch.jit.ScriptModule):
         raise UsageError(
             "The model is a ScriptModule: its ops have no Python module or line to report.",
@@ -275,14 +312,18 @@ def check(target: Target) -> Target:
         target = target._replace(optimizer=OptimizerLike(target.optimizer, model))
     if torchvision_ops.replaced_in(model):
         target = _noted(target, torchvision_ops.NOTE)
-    return _noted(target, IN_TRAINING_MODE) if in_training_mode(model) else target
+    if in_training_mode(model):
+        return _noted(target, IN_TRAINING_MODE)
+    return target
 
 
 _PARALLEL = (nn.DataParallel, nn.parallel.DistributedDataParallel)
 
 
 def _unwrapped(target: Target) -> Target:
-    """The module inside a compiled model, whose plain part stays compiled, and inside a parallel one, which is left out."""
+    """The module inside a compiled model, whose plain part stays compiled, and inside a parallel
+    one, which is left out.
+    """
     model: Any = target.model
     original = inside(model, "_orig_mod")
     if isinstance(original, nn.Module):
@@ -295,7 +336,10 @@ def _unwrapped(target: Target) -> Target:
             target, f"the module inside {kind} is scanned, on one device", f"model = model.module  # of {kind}"
         )
         module: Any = model.module
-        name = type(module).__name__ if target.name == kind else target.name
+        if target.name == kind:
+            name = type(module).__name__
+        else:
+            name = target.name
         target = target._replace(name=name, model=module, compiled=None)
         if target.caller is not None or target.source is None:
             source = class_line(module)
@@ -304,7 +348,9 @@ def _unwrapped(target: Target) -> Target:
 
 
 def _initialized(target: Target) -> Target:
-    """A copy of a model with lazy modules, which a call on the inputs initializes; the model itself if torch cannot copy one of them."""
+    """A copy of a model with lazy modules, which a call on the inputs initializes; the model itself
+    if torch cannot copy one of them.
+    """
     model = target.model
     with contextlib.suppress(ValueError):  # it cannot copy a buffer without values: of a LazyBatchNorm2d
         model = copy.deepcopy(model)
@@ -339,7 +385,9 @@ def _state(model: nn.Module) -> list[Tensor]:
 
 
 def forward_of(model: Any) -> Callable[..., Any]:
-    """The ``forward`` that has the signature of the model: of the module inside a compiled or parallel one."""
+    """The ``forward`` that has the signature of the model: of the module inside a compiled or
+    parallel one.
+    """
     original = inside(model, "_orig_mod")
     module = model if original is None else original
     if isinstance(module, _PARALLEL):
@@ -349,9 +397,13 @@ def forward_of(model: Any) -> Callable[..., Any]:
 
 
 def inside(model: Any, name: str) -> Any:
-    """The child of that name, found without the model's own ``__getattr__``, which may raise anything; else ``None``."""
+    """The child of that name, found without the model's own ``__getattr__``, which may raise
+    anything; else ``None``.
+    """
     children = getattr(model, "__dict__", {}).get("_modules")
-    return children.get(name) if isinstance(children, dict) else None
+    if isinstance(children, dict):
+        return children.get(name)
+    return None
 
 
 # -- The inputs that a quantized model is calibrated on
@@ -367,7 +419,9 @@ _PASTE_CALIBRATION = """Make `calibration` a function that yields batches like `
 
 
 def check_calibration(given: Any, name: str) -> Any:
-    """``given``; raises :class:`UsageError` unless it is ``None``, a function, or batches that can be read more than once."""
+    """``given``; raises :class:`UsageError` unless it is ``None``, a function, or batches that can
+    be read more than once.
+    """
     if given is None or (is_function(given) and not isinstance(given, nn.Module)):
         return given
     if isinstance(given, Iterator):

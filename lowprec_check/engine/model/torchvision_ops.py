@@ -1,9 +1,10 @@
 """Python replacements for torchvision's compiled ops, if those do not load with this torch.
 
-They define the schemas that ``import torchvision`` expects, and kernels for its detectors. The kernels support the same
-dtypes as torchvision's CPU kernels and raise the same errors (``csrc/ops/cpu/nms_kernel.cpp``: fp32, fp64;
-``roi_align_kernel.cpp``: fp16 too), and run in fp32 under autocast (``csrc/ops/autocast``). Statuses and gaps are
-therefore those of the compiled ops, but times are not.
+They define the schemas that ``import torchvision`` expects, and kernels for its detectors. The
+kernels support the same dtypes as torchvision's CPU kernels and raise the same errors
+(``csrc/ops/cpu/nms_kernel.cpp``: fp32, fp64; ``roi_align_kernel.cpp``: fp16 too), and run in fp32
+under autocast (``csrc/ops/autocast``). Statuses and gaps are therefore those of the compiled ops,
+but times are not.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ _libraries: list[Any] = []
 
 @contextlib.contextmanager
 def torchvision_works() -> Iterator[None]:
-    """Whatever imports torchvision in this context gets one that works, with replacements if its compiled ops do not load."""
+    """Whatever imports torchvision in this context gets one that works, with replacements if its
+    compiled ops do not load.
+    """
     finder = _TorchvisionFinder()
     sys.meta_path.insert(0, finder)
     try:
@@ -47,8 +50,12 @@ class _TorchvisionFinder(importlib.abc.MetaPathFinder):
     """Finds torchvision where it is, and makes it load."""
 
     def find_spec(self, fullname: str, path: Any, target: Any = None) -> ModuleSpec | None:
-        """The usual spec of torchvision, with a loader that repeats a failed import; ``None`` for other modules."""
-        spec = PathFinder.find_spec(fullname, path, target) if fullname == "torchvision" else None
+        """The usual spec of torchvision, with a loader that repeats a failed import; ``None`` for
+        other modules.
+        """
+        spec = None
+        if fullname == "torchvision":
+            spec = PathFinder.find_spec(fullname, path, target)
         if spec is not None and spec.loader is not None:
             spec.loader = _TorchvisionLoader(spec.loader)
         return spec
@@ -66,7 +73,9 @@ class _TorchvisionLoader(importlib.abc.Loader):
         return self._loader.create_module(spec)
 
     def exec_module(self, module: Any) -> None:
-        """Import torchvision; if its compiled ops do not load, declare the replacements first, and import it again."""
+        """Import torchvision; if its compiled ops do not load, declare the replacements first, and
+        import it again.
+        """
         try:
             self._loader.exec_module(module)
         except RuntimeError as error:
@@ -110,7 +119,8 @@ def replaced_in(model: torch.nn.Module) -> bool:
 
 
 def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
-    """Indices (int64) of the boxes kept, by descending score: a kept box removes those that overlap it more than the threshold.
+    """Indices (int64) of the boxes kept, by descending score: a kept box removes those that overlap
+    it more than the threshold.
 
     Args:
         dets: boxes (N, 4) as x1, y1, x2, y2; fp32 or fp64.
@@ -137,7 +147,8 @@ def nms(dets: Tensor, scores: Tensor, iou_threshold: float) -> Tensor:
 
 
 def roi_align(input: Tensor, rois: Tensor, *options: Any) -> Tensor:
-    """Features (K, C, height, width) of regions ``rois`` (K, 5) of ``input`` (N, C, H, W); fp32, fp64 or fp16.
+    """Features (K, C, height, width) of regions ``rois`` (K, 5) of ``input`` (N, C, H, W); fp32,
+    fp64 or fp16.
 
     Runs torchvision's own Python implementation.
     """

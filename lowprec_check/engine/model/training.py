@@ -31,17 +31,22 @@ class LossInputs(NamedTuple):
 
 
 def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> Tensor:
-    """The loss of ``output``: ``loss(output)``; one that requires more also gets the targets of the batch, else the inputs.
+    """The loss of ``output``: ``loss(output)``; one that requires more also gets the targets of the
+    batch, else the inputs.
 
-    Without a function: the loss that the model itself returns, perhaps in a tuple; cross-entropy with fixed random labels for an output of shape
-    (N, classes); else the mean squared difference from fixed random targets. Raises :class:`UsageError` for what is no loss.
+    Without a function: the loss that the model itself returns, perhaps in a tuple; cross-entropy
+    with fixed random labels for an output of shape (N, classes); else the mean squared difference
+    from fixed random targets. Raises :class:`UsageError` for what is no loss.
     """
     if loss is None:
         return _default_loss(output)
     if required_arguments(loss) <= 1:
         found = loss(output)
     else:
-        args, kwargs = (given.targets, {}) if given.targets else (given.args, given.kwargs)
+        if given.targets:
+            args, kwargs = (given.targets, {})
+        else:
+            args, kwargs = (given.args, given.kwargs)
         try:
             inspect.signature(loss.forward if isinstance(loss, nn.Module) else loss).bind(output, *args, **kwargs)
         except TypeError as error:
@@ -52,7 +57,9 @@ def loss_of(loss: Callable[..., Any] | None, output: Any, given: LossInputs) -> 
             ) from None
         found = loss(output, *args, **kwargs)
     if not isinstance(found, Tensor) or found.numel() != 1:
-        shape = f" of shape {tuple(found.shape)}" if isinstance(found, Tensor) else ""
+        shape = ""
+        if isinstance(found, Tensor):
+            shape = f" of shape {tuple(found.shape)}"
         raise UsageError(
             f"`loss` returned an object of type {type_name(found)}{shape}, not a tensor with one element.",
             "Return a scalar tensor, for example torch.nn.functional.cross_entropy(output, labels).",
@@ -66,7 +73,9 @@ class _OwnLoss(NamedTuple):
 
 
 def _own_loss(output: Any) -> _OwnLoss | None:
-    """The loss that the model returns: ``output.loss``, a scalar, or the only scalar of a tuple; ``None`` if it returns none."""
+    """The loss that the model returns: ``output.loss``, a scalar, or the only scalar of a tuple;
+    ``None`` if it returns none.
+    """
     is_mapping = isinstance(output, Mapping)
     own = output.get("loss") if is_mapping else getattr(output, "loss", None)
     if _may_be_loss(own) and own.numel() == 1:
@@ -98,16 +107,24 @@ def _default_loss(output: Any) -> Tensor:
         return nn.functional.cross_entropy(scores, labels.to(scores.device))
     terms = []
     for tensor in tensors:
-        values = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+        values = tensor
+        if tensor.is_complex():
+            values = torch.view_as_real(tensor)
         target = torch.randn(values.shape, generator=generator).to(values.device).to(values.dtype)
         terms.append((values - target).square().mean())
-    return torch.stack(terms).sum() if len(terms) > 1 else terms[0]
+    if len(terms) > 1:
+        return torch.stack(terms).sum()
+    return terms[0]
 
 
 def _scores(output: Any, tensors: list[Tensor]) -> Tensor | None:
-    """The scores of classes of shape (N, classes): the only tensor, or the ``logits`` of shape (…, classes) of a model of transformers."""
+    """The scores of classes of shape (N, classes): the only tensor, or the ``logits`` of shape (…,
+    classes) of a model of transformers.
+    """
     logits = getattr(output, "logits", None)
-    found = logits.flatten(0, -2) if isinstance(logits, Tensor) and logits.ndim in (2, 3) else None
+    found = None
+    if isinstance(logits, Tensor) and logits.ndim in (2, 3):
+        found = logits.flatten(0, -2)
     if found is None and len(tensors) == 1 and tensors[0].ndim == 2:
         found = tensors[0]
     return found if found is not None and found.shape[1] > 1 and not found.is_complex() else None
@@ -170,7 +187,9 @@ def loss(output):  # replace it with your own
 
 
 def make_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The user's ``optimizer(parameters)``, or AdamW; raises :class:`UsageError` for what is no optimizer."""
+    """The user's ``optimizer(parameters)``, or AdamW; raises :class:`UsageError` for what is no
+    optimizer.
+    """
     if not parameters:
         raise UsageError(
             "The model has no parameter that requires a gradient, so there is nothing to train.",
@@ -202,7 +221,9 @@ Or let `optimizer` be an optimizer of model.parameters(): the scan makes others 
 
 
 def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
-    """Make the optimizer for copies of ``parameters``, as some ways to train do; raises :class:`UsageError` if that is not possible."""
+    """Make the optimizer for copies of ``parameters``, as some ways to train do; raises
+    :class:`UsageError` if that is not possible.
+    """
     copies = [nn.Parameter(parameter.detach().clone()) for parameter in parameters]
     made = call_user_code("Calling optimizer(parameters)", lambda: make_optimizer(optimizer, copies))
     if takes_closure(made):
@@ -213,7 +234,9 @@ def check_optimizer(optimizer: Any, parameters: list[nn.Parameter]) -> None:
 
 
 def optimizer_code(given: Any) -> tuple[tuple[str, ...], str]:
-    """Lines of code, and the expression that makes the optimizer from ``parameters``; ``given`` is what the user's file defines."""
+    """Lines of code, and the expression that makes the optimizer from ``parameters``; ``given`` is
+    what the user's file defines.
+    """
     if given is None:
         return (), f"torch.optim.AdamW(parameters, lr={DEFAULT_LEARNING_RATE})"
     if isinstance(given, OptimizersLike):
@@ -237,7 +260,9 @@ def optimizer_like(parameters):  # as `optimizer`, which a scheduler may have ch
 
 
 def describe_optimizer(made: Any) -> str:
-    """``SGD(lr=0.1, momentum=0.9)``: the learning rate, weight decay, and settings that differ from the defaults of the class."""
+    """``SGD(lr=0.1, momentum=0.9)``: the learning rate, weight decay, and settings that differ from
+    the defaults of the class.
+    """
     if isinstance(made, OptimizersTogether):
         return " and ".join(map(describe_optimizer, made.parts))
     usual = {name: found.default for name, found in parameters_of(type(made)).items()}
@@ -252,5 +277,9 @@ def describe_optimizer(made: Any) -> str:
 
 def _number(value: Any) -> str:
     if isinstance(value, Tensor):
-        return f"{value.item():g}" if value.numel() == 1 else "a tensor"
-    return f"{value:g}" if isinstance(value, float) else str(value)
+        if value.numel() == 1:
+            return f"{value.item():g}"
+        return "a tensor"
+    if isinstance(value, float):
+        return f"{value:g}"
+    return str(value)

@@ -1,4 +1,6 @@
-"""The user's code: called so that an exception becomes a short message, and the lines that define what a file has."""
+"""The user's code: called so that an exception becomes a short message, and the lines that define
+what a file has.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ T = TypeVar("T")
 
 
 def reraise_interrupt(error: BaseException) -> None:
-    """Reraise Ctrl+C and a request to end. A worker gets neither, so there the model itself raised it."""
+    """Reraise Ctrl+C and a request to end. A worker gets neither, so there the model itself raised
+    it.
+    """
     end_if_forked(error)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if isinstance(error, (KeyboardInterrupt, Terminated)) and in_main_thread and not in_worker():
@@ -34,7 +38,8 @@ def reraise_interrupt(error: BaseException) -> None:
 def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) -> T:
     """Run the user's code; an exception becomes a :class:`UsageError` with the user's line.
 
-    If no line of the user's is involved, its message starts with ``what`` failed, and its hint is ``hint``.
+    If no line of the user's is involved, its message starts with ``what`` failed, and its hint is
+    ``hint``.
     """
     try:
         return work()
@@ -42,7 +47,10 @@ def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) ->
         raise
     except SyntaxError as error:
         file, line = text_of(error.filename or what), (error.lineno or 0)
-        location = show_line(file, line) if line else show_file(file)
+        if line:
+            location = show_line(file, line)
+        else:
+            location = show_file(file)
         text = text_of(error.text or "").strip()
         raise UsageError(
             f"Syntax error at {location}: {text_of(error.msg)}.", f"    {text}" if text else None
@@ -55,7 +63,9 @@ def call_user_code(what: str, work: Callable[[], T], hint: str | None = None) ->
         if frame is None:
             raise UsageError(f"{what} failed: {type_name(error)}: {message_of(error)}", hint) from None
         root = _root_cause(error)
-        cause = None if root is error else _user_frame(root)
+        cause = None
+        if root is not error:
+            cause = _user_frame(root)
         message = _description(error, frame) + (f" (caused by {_description(root, cause)})" if cause else "")
         advice = _advice_on(error, message)
         raise UsageError(message, "\n".join(filter(None, [f"    {text_of(frame.line)}", advice]))) from None
@@ -74,7 +84,9 @@ def _advice_on(error: BaseException, message: str) -> str:
     if missing is None:
         return ""
     device, name = missing.groups()
-    instead = f'use torch.autocast("{device}", dtype=torch.bfloat16)' if name == "amp" else "leave the call out"
+    instead = "leave the call out"
+    if name == "amp":
+        instead = f'use torch.autocast("{device}", dtype=torch.bfloat16)'
     return f"torch.{device}.{name} came with Intel's extension, which is archived: {instead}."
 
 
@@ -122,25 +134,32 @@ def required_arguments(function: Callable[..., Any]) -> int:
 
 
 def attribute_of(module: types.ModuleType, name: str, default: Any = None) -> Any:
-    """``getattr(module, name, default)``; raises :class:`UsageError` if the module's own ``__getattr__`` fails."""
+    """``getattr(module, name, default)``; raises :class:`UsageError` if the module's own
+    ``__getattr__`` fails.
+    """
     return call_user_code(f"Reading {module.__name__}.{name}", lambda: getattr(module, name, default))
 
 
 def display_name(module: types.ModuleType) -> str:
     """The name of the module for messages: its file, as a user would write it."""
     file = getattr(module, "__file__", None)
-    return show_file(file) if file else module.__name__
+    if file:
+        return show_file(file)
+    return module.__name__
 
 
 # -- The lines that define a class or a name, and what lines say
 
-# CPython 3.11 and 3.12 fail with SystemError when two threads parse at a time (python/cpython#106905). The lock
-# keeps our threads apart; a thread of the user's that parses costs a location, not the scan.
+# CPython 3.11 and 3.12 fail with SystemError when two threads parse at a time
+# (python/cpython#106905). The lock keeps our threads apart; a thread of the user's that parses
+# costs a location, not the scan.
 parsing = ForkLock()
 
 
 def class_line(model: nn.Module) -> str | None:
-    """Return where the class of ``model`` is defined; ``None`` if it is a class of torch or has no source."""
+    """Return where the class of ``model`` is defined; ``None`` if it is a class of torch or has no
+    source.
+    """
     if type(model).__module__.startswith("torch."):
         return None
     try:
@@ -162,20 +181,28 @@ def is_own_class(model: nn.Module) -> bool:
 def file_start(module: types.ModuleType) -> str | None:
     """The first line of the file; ``None`` if it is not the user's own."""
     file = getattr(module, "__file__", None)
-    return show_line(file, 1) if file and is_own_file(file) else None
+    if file and is_own_file(file):
+        return show_line(file, 1)
+    return None
 
 
 def definition_line(module: types.ModuleType, name: str, *, loops: bool = True) -> str | None:
-    """The line that assigns, defines or imports ``name``, outside functions and classes, and perhaps outside ``loops``."""
+    """The line that assigns, defines or imports ``name``, outside functions and classes, and
+    perhaps outside ``loops``.
+    """
     file = getattr(module, "__file__", None)
     if not file:
         return None
     line = next((node.lineno for node in statements_of(_body_of(file), loops=loops) if name in bound_names(node)), None)
-    return None if line is None else show_line(file, line)
+    if line is None:
+        return None
+    return show_line(file, line)
 
 
 def defines(file: str | Path, names: Iterable[str]) -> bool:
-    """Whether importing the file surely binds all ``names``, by its own code outside functions, classes, loops and the main guard."""
+    """Whether importing the file surely binds all ``names``, by its own code outside functions,
+    classes, loops and the main guard.
+    """
     return _surely_bound(_body_of(file)).issuperset(names)
 
 
@@ -209,7 +236,9 @@ def _body_of(file: str | Path) -> list[ast.stmt]:
 
 
 def statements_of(body: list[ast.stmt], *, loops: bool) -> Iterator[ast.stmt]:
-    """The statements of a file in order, also those in ``if``, ``with``, ``try`` and, if asked for, in ``loops``."""
+    """The statements of a file in order, also those in ``if``, ``with``, ``try`` and, if asked for,
+    in ``loops``.
+    """
     for node in body:
         if isinstance(node, (ast.For, ast.AsyncFor, ast.While)) and not loops:
             continue

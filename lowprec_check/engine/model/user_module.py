@@ -1,4 +1,6 @@
-"""The user's module: imported from a file or by name, or run as a script, up to its first call of a model, apart from our imports."""
+"""The user's module: imported from a file or by name, or run as a script, up to its first call of a
+model, apart from our imports.
+"""
 
 from __future__ import annotations
 
@@ -31,9 +33,11 @@ class UserModule(NamedTuple):
 
 
 def import_file(path: Path, names: Definitions, steps: int = 0) -> UserModule:
-    """Import a file, as a module of its package if it is in one, up to its first call of a model, or the end of ``steps`` steps of its training.
+    """Import a file, as a module of its package if it is in one, up to its first call of a model,
+    or the end of ``steps`` steps of its training.
 
-    A file whose own code binds the ``names`` of a model and inputs is imported to its end, or to a call after which it defines nothing more.
+    A file whose own code binds the ``names`` of a model and inputs is imported to its end, or to a
+    call after which it defines nothing more.
     """
     hint = "Pass the path of the Python file that defines the model."
     if path.is_dir():
@@ -56,8 +60,8 @@ def import_file(path: Path, names: Definitions, steps: int = 0) -> UserModule:
         or path.stem in sys.modules
         or _is_taken(path.stem, str(path), None)
     ):
-        # treat the folder as a package, so that `from .helper import x` works; a file whose name is not that of another module keeps
-        # its name, by which processes that it spawns import it
+        # treat the folder as a package, so that `from .helper import x` works; a file whose name is
+        # not that of another module keeps its name, by which processes that it spawns import it
         parent = f"_lowprec_target_{root.name}"
         sys.modules[parent] = types.ModuleType(parent)
         sys.modules[parent].__path__ = [str(root)]
@@ -65,7 +69,9 @@ def import_file(path: Path, names: Definitions, steps: int = 0) -> UserModule:
         if folder not in sys.path:
             sys.path.insert(0, folder)
 
-    full_name = f"{parent}.{name}" if parent else name
+    full_name = name
+    if parent:
+        full_name = f"{parent}.{name}"
 
     def execute() -> None:
         if parent and parent not in sys.modules:
@@ -92,13 +98,17 @@ _STOPPED = "Unless a file defines `model` and `inputs`, a scan runs no code afte
 
 
 def _is_taken(name: str, file: str | None, folders: list[str] | None) -> bool:
-    """Whether ``name`` is that of a module of Python, or of one in ``folders`` (by default the module path) other than ``file``."""
+    """Whether ``name`` is that of a module of Python, or of one in ``folders`` (by default the
+    module path) other than ``file``.
+    """
     found = PathFinder.find_spec(name, folders)
     return name in sys.stdlib_module_names or (found is not None and found.origin != file)
 
 
 def import_name(name: str, names: Definitions) -> UserModule:
-    """Import a module by its dotted name, also from the current folder, as :func:`import_file` does."""
+    """Import a module by its dotted name, also from the current folder, as :func:`import_file`
+    does.
+    """
     if "" not in sys.path:
         sys.path.insert(0, "")
     spec = None
@@ -111,10 +121,11 @@ def import_name(name: str, names: Definitions) -> UserModule:
 
 
 def run_script(path: Path, package: str | None = None, steps: int = 0, observer: Observer | None = None) -> UserModule:
-    """Run the file as a script, up to its first call of a model, or the end of ``steps`` steps of its training, or where the ``observer`` leaves it.
+    """Run the file as a script, up to its first call of a model, or the end of ``steps`` steps of
+    its training, or where the ``observer`` leaves it.
 
-    ``package`` is what its relative imports refer to, as in ``python -m package.script``. Raises :class:`UsageError` with the user's
-    line if the script fails before.
+    ``package`` is what its relative imports refer to, as in ``python -m package.script``. Raises
+    :class:`UsageError` with the user's line if the script fails before.
     """
     module = types.ModuleType("__main__")
     module.__file__, module.__package__ = os.path.abspath(path), package or None
@@ -126,7 +137,10 @@ def run_script(path: Path, package: str | None = None, steps: int = 0, observer:
 
     try:
         work = functools.partial(call_user_code, f"Running {path}", execute)
-        ran = run_user_code(work, path.name, steps) if observer is None else run_to_first_call(work, observer)
+        if observer is None:
+            ran = run_user_code(work, path.name, steps)
+        else:
+            ran = run_to_first_call(work, observer)
         return UserModule(module, ran)
     finally:
         sys.modules["__main__"] = kept_main
@@ -142,11 +156,15 @@ _RELIED_ON = (
     *("builtins", "contextlib", "functools", "json", "multiprocessing.connection", "os", "pickle", "select", "shutil"),
     *("signal", "subprocess", "tempfile", "threading", "time", "traceback", "warnings"),
 )
-"""Modules that the process which loads a file and starts workers goes on to use. A file may replace their functions, as freezegun does."""
+"""Modules that the process which loads a file and starts workers goes on to use. A file may replace
+their functions, as freezegun does.
+"""
 
 
 class UserImports:
-    """The module path that a user's file needs, the modules that it imported in place of installed ones, and the functions that it replaced."""
+    """The module path that a user's file needs, the modules that it imported in place of installed
+    ones, and the functions that it replaced.
+    """
 
     def __init__(self) -> None:
         self._path: list[str] = []
@@ -171,7 +189,9 @@ class UserImports:
                 setattr(sys.modules[module], name, function)
 
     def remove(self, path: list[str], known: set[str]) -> None:
-        """Restore the module path to ``path``, and remove modules not in ``known`` that stand for installed ones."""
+        """Restore the module path to ``path``, and remove modules not in ``known`` that stand for
+        installed ones.
+        """
         self._path, sys.path[:] = list(sys.path), path
         added = {os.path.abspath(folder) for folder in self._path if isinstance(folder, str) and folder not in path}
         new, folders = sys.modules.keys() - known, [folder for folder in path if isinstance(folder, str)]
@@ -203,4 +223,6 @@ def _folder(name: str) -> str | None:
     if not isinstance(file, str):
         return None
     folder, base = os.path.split(os.path.abspath(file))
-    return os.path.dirname(folder) if base == "__init__.py" else folder
+    if base == "__init__.py":
+        return os.path.dirname(folder)
+    return folder

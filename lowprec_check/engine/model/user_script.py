@@ -1,5 +1,6 @@
-"""Runs the user's code up to its first call of a model, or the end of a step of training, and leaves it there: neither handlers around that
-place nor later lines run. A file that defines its model and inputs is run until it has, or to its end.
+"""Runs the user's code up to its first call of a model, or the end of a step of training, and
+leaves it there: neither handlers around that place nor later lines run. A file that defines its
+model and inputs is run until it has, or to its end.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ class ModelCall(NamedTuple):
     line: str | None
     """``train.py:40``."""
     passed_over: tuple[str, ...] = ()
-    """Calls before it that are part of making a model: ``the call at train.py:12 initializes lazy layers``."""
+    """Calls before it that are part of making a model: ``the call at train.py:12 initializes lazy
+    layers``.
+    """
 
 
 class Ran(NamedTuple):
     """How far the user's code ran."""
 
     call: ModelCall | None
-    """The first call of a model, at which it was stopped unless its training was observed; ``None`` if it calls none, or was run to its end."""
+    """The first call of a model, at which it was stopped unless its training was observed; ``None``
+    if it calls none, or was run to its end.
+    """
     notes: tuple[str, ...]
     """What was done to keep the user's files as they are."""
     training: ObservedTraining | None = None
@@ -79,7 +84,8 @@ class Definitions(NamedTuple):
 
 
 def run_user_code(work: Callable[[], object], script: str, steps: int, defined: Definitions | None = None) -> Ran:
-    """Run ``work`` up to the first call of a model, or until ``steps`` steps of training are complete; raises what it raises before.
+    """Run ``work`` up to the first call of a model, or until ``steps`` steps of training are
+    complete; raises what it raises before.
 
     A file in which all that matters is ``defined`` runs until it is, or to its end, if it does not make ``steps`` of training. Raises
     :class:`UsageError` if steps of ``script`` cannot be made as it makes them.
@@ -89,7 +95,9 @@ def run_user_code(work: Callable[[], object], script: str, steps: int, defined: 
     observer = StepObserver(steps)
     try:
         ran = run_to_first_call(work, observer)
-        training = None if ran.call is None else observer.found.training(script)
+        training = None
+        if ran.call is not None:
+            training = observer.found.training(script)
         is_no_script = defined is not None and training is None
         return ran._replace(call=None if is_no_script else ran.call, training=training)
     finally:
@@ -99,14 +107,18 @@ def run_user_code(work: Callable[[], object], script: str, steps: int, defined: 
 def run_to_first_call(
     work: Callable[[], object], observer: Observer | None = None, defined: Definitions | None = None
 ) -> Ran:
-    """Run ``work`` up to the first call of a module that has parameters; raises what it raises before. An ``observer`` lets it run on.
+    """Run ``work`` up to the first call of a module that has parameters; raises what it raises
+    before. An ``observer`` lets it run on.
 
-    A call in another thread counts; one in another process, or in the constructor of a module, does not; nor does one that is part of
-    making a model, unless the code ends, computes gradients or takes long before there is another, and it may be of the whole model. The
-    code runs in a greenlet of this thread, which is never resumed after the call, so that no ``finally``, ``except`` or ``with`` around it
-    runs; exit and signal handlers of the user's files are removed. Files that exist are kept as they are (:class:`KeptFiles`).
+    A call in another thread counts; one in another process, or in the constructor of a module, does
+    not; nor does one that is part of making a model, unless the code ends, computes gradients or
+    takes long before there is another, and it may be of the whole model. The code runs in a
+    greenlet of this thread, which is never resumed after the call, so that no ``finally``,
+    ``except`` or ``with`` around it runs; exit and signal handlers of the user's files are removed.
+    Files that exist are kept as they are (:class:`KeptFiles`).
 
-    If the code is a file that has all that matters ``defined``, no call counts: it is left at a call after which it defines nothing more.
+    If the code is a file that has all that matters ``defined``, no call counts: it is left at a
+    call after which it defines nothing more.
     """
     running = _Running(observer, defined)
     script = greenlet.greenlet(lambda: running.errors.extend(_failures_of(work, running.is_failure)))
@@ -191,7 +203,9 @@ class _Running:
         if not is_next:
             said = dict.fromkeys(f"the call at {call.line} {making.why}" for call, making in self._passed_over)
             call = ModelCall(module, args, kwargs, own_line(frame) or source_line(frame), tuple(said))
-            making = part_of_making(module, frame) if self._observer is None else None
+            making = None
+            if self._observer is None:
+                making = part_of_making(module, frame)
             if making is not None:
                 self._passed_over.append((call, making))
                 if making.is_model:
@@ -217,7 +231,9 @@ class _Running:
             self._threads_making.discard(threading.get_ident())
 
     def _is_defined(self, names: Definitions, frame: FrameType) -> bool:
-        """Whether the file, which calls a model in ``frame``, has its model and inputs, and defines nothing more."""
+        """Whether the file, which calls a model in ``frame``, has its model and inputs, and defines
+        nothing more.
+        """
         outermost: FrameType | None = None
         at: FrameType | None = frame
         while at is not None and not at.f_code.co_filename.startswith(PACKAGE):
@@ -242,7 +258,9 @@ class _Running:
         self._interrupt_until_left()
 
     def _interrupt_until_left(self) -> None:
-        """In another thread: interrupt the code until it is left, or over; after a while wherever it is."""
+        """In another thread: interrupt the code until it is left, or over; after a while wherever
+        it is.
+        """
         for number in itertools.count():
             if self.interrupt is not None:
                 self.interrupt()
@@ -263,7 +281,9 @@ class _Running:
         return self._kept_backward(*args, **kwargs)
 
     def leave_if_possible(self, _number: int, frame: FrameType | None) -> None:
-        """Leave the code, when another thread has called a model or it takes too long, unless this thread may hold locks."""
+        """Leave the code, when another thread has called a model or it takes too long, unless this
+        thread may hold locks.
+        """
         if self.is_overdue and self.first is None:
             self.first = self.made_last
         is_wanted = self.first is not None or (self.is_overdue and self._defined is not None)
@@ -277,7 +297,9 @@ class _Running:
             self.caller.switch()
 
     def is_failure(self, caught: BaseException) -> bool:
-        """Whether an exception ends the code too early. Code that has trained, or whose calls did not count, may call ``exit()``."""
+        """Whether an exception ends the code too early. Code that has trained, or whose calls did
+        not count, may call ``exit()``.
+        """
         ended = caught.__context__
         exits = isinstance(ended, SystemExit) and ended.code in (None, 0)
         if exits and (self._passed_over or self._defined is not None):
@@ -326,7 +348,9 @@ _WAITS = ("wait", "join", "_wait_for_tstate_lock", "result", "get", "__exit__", 
 
 
 def _holds_locks(frame: FrameType | None) -> bool:
-    """Whether the thread may hold a lock of the interpreter or of a library: unless it runs a line of the user's, or waits in one."""
+    """Whether the thread may hold a lock of the interpreter or of a library: unless it runs a line
+    of the user's, or waits in one.
+    """
     while frame is not None and frame.f_code.co_name in _WAITS:
         frame = frame.f_back
     return frame is not None and not is_own_file(frame.f_code.co_filename)
@@ -334,7 +358,9 @@ def _holds_locks(frame: FrameType | None) -> bool:
 
 @contextlib.contextmanager
 def _interrupted_by(handler: Callable[..., None]) -> Iterator[Callable[[], None] | None]:
-    """What makes this thread call ``handler``, wherever it waits, from another one; ``None`` if only the main thread could."""
+    """What makes this thread call ``handler``, wherever it waits, from another one; ``None`` if
+    only the main thread could.
+    """
     if threading.current_thread() is not threading.main_thread() or not hasattr(signal, "pthread_kill"):
         yield None
         return

@@ -1,4 +1,6 @@
-"""What the user's code leaves behind that is stopped in a call: contexts that are never left, handlers, threads, unfinished imports."""
+"""What the user's code leaves behind that is stopped in a call: contexts that are never left,
+handlers, threads, unfinished imports.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,9 @@ _PROGRESS = {"rich.live": "stop", "tqdm._monitor": "exit"}
 
 
 class Surroundings:
-    """What contexts that are never left would change for good: those of torch, a stream, signal handlers, unfinished imports."""
+    """What contexts that are never left would change for good: those of torch, a stream, signal
+    handlers, unfinished imports.
+    """
 
     def __init__(self) -> None:
         self._stream, self._gradients = sys.stderr, torch.is_grad_enabled()
@@ -75,7 +79,9 @@ _never_left: list[Any] = []
 
 
 def _hooks_of_torch() -> list[tuple[str, int]]:
-    """The hooks of all modules that contexts of torch registered, such as a counter of operations; the user's own stay."""
+    """The hooks of all modules that contexts of torch registered, such as a counter of operations;
+    the user's own stay.
+    """
     tables = {name: table for name, table in vars(torch.nn.modules.module).items() if name.startswith("_global_")}
     return [
         (name, key)

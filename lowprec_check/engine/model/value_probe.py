@@ -1,4 +1,6 @@
-"""What the expressions of the user's files give while the model runs: each is evaluated as before, and what it gave is noted."""
+"""What the expressions of the user's files give while the model runs: each is evaluated as before,
+and what it gave is noted.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,8 @@ class _Probes(ast.NodeTransformer):
         looks_at_frame = (
             isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("super", "locals")
         )
-        node = node if looks_at_frame else self.generic_visit(node)
+        if not looks_at_frame:
+            node = self.generic_visit(node)
         if not isinstance(node, ast.expr) or is_target or isinstance(node, _NOT_VALUES):
             return node
         place = f"{node.lineno}:{node.col_offset}-{node.end_lineno}:{node.end_col_offset}"
@@ -124,9 +127,10 @@ def _defined_as(function: Any) -> str:
     """Where a function is defined; of a method of a tensor, ``torch.Tensor.pow``."""
     if isinstance(getattr(function, "__self__", None), Tensor):
         return f"torch.Tensor.{getattr(function, '__name__', '')}"
-    module = (
-        inspect.unwrap(function).__module__ if inspect.isfunction(function) else getattr(function, "__module__", None)
-    )
+    if inspect.isfunction(function):
+        module = inspect.unwrap(function).__module__
+    else:
+        module = getattr(function, "__module__", None)
     name = getattr(function, "__name__", type(function).__name__)
     if module is None and getattr(torch, name, None) is function:
         module = "torch"

@@ -1,4 +1,6 @@
-"""The weights of a model: a state dict loaded from a file, or random ones scaled so that the signal reaches the output."""
+"""The weights of a model: a state dict loaded from a file, or random ones scaled so that the signal
+reaches the output.
+"""
 
 from __future__ import annotations
 
@@ -57,7 +59,9 @@ def load_weights(model: nn.Module, path: str) -> list[str]:
 
 
 def _without_prefixes(found: dict[str, Any], expected: Container[str]) -> tuple[dict[str, Any], str]:
-    """``found`` without the prefixes of all its names that none of ``expected`` has, and the code that makes it of ``state``."""
+    """``found`` without the prefixes of all its names that none of ``expected`` has, and the code
+    that makes it of ``state``.
+    """
     names, removed = {name: name for name in found}, ""
     while not any(name in expected for name in names.values()):
         prefix = next((one for one in _PREFIXES if all(name.startswith(one) for name in names.values())), None)
@@ -65,7 +69,9 @@ def _without_prefixes(found: dict[str, Any], expected: Container[str]) -> tuple[
             return found, "state"
         names = {old: name.removeprefix(prefix) for old, name in names.items()}
         removed += f'.removeprefix("{prefix}")'
-    code = f"{{name{removed}: value for name, value in state.items()}}" if removed else "state"
+    code = "state"
+    if removed:
+        code = f"{{name{removed}: value for name, value in state.items()}}"
     return {name: found[old] for old, name in names.items()}, code
 
 
@@ -74,8 +80,9 @@ def _loading_code(state: str, tied: list[str]) -> str:
 
 
 def _check_names(path: str, expected: Mapping[str, Tensor], found: Mapping[str, Sequence[int]]) -> list[str]:
-    """Raise :class:`UsageError` if ``found``, names and shapes, are not those of the model. Returns names of tied tensors that the file
-    has under another name, as ``safetensors.torch.save_model`` writes them.
+    """Raise :class:`UsageError` if ``found``, names and shapes, are not those of the model. Returns
+    names of tied tensors that the file has under another name, as ``safetensors.torch.save_model``
+    writes them.
     """
     saved = {id(tensor) for name, tensor in expected.items() if name in found}
     lacking = [name for name in expected if name not in found]
@@ -104,7 +111,9 @@ def _check_names(path: str, expected: Mapping[str, Tensor], found: Mapping[str, 
 
 
 def stream_file(model: nn.Module, path: str) -> list[str]:
-    """Let ``model`` read its weights from the ``.safetensors`` file at ``path`` when it uses them; returns code that loads them."""
+    """Let ``model`` read its weights from the ``.safetensors`` file at ``path`` when it uses them;
+    returns code that loads them.
+    """
     found = {name: saved.shape for name, saved in saved_tensors(Path(path)).items()}
     tied = _check_names(path, model.state_dict(keep_vars=True), found)
     stream_weights(model, [Path(path)])
@@ -118,7 +127,10 @@ def _safetensors_code(path: str) -> list[str]:
 def _read(path: str) -> tuple[dict[str, Any], list[str]]:
     """What the file holds, and the code that reads it."""
     if not Path(path).is_file():
-        problem = f"{path} is a folder" if Path(path).is_dir() else f"No such file: {path}"
+        if Path(path).is_dir():
+            problem = f"{path} is a folder"
+        else:
+            problem = f"No such file: {path}"
         raise UsageError(f"{problem}.", "Give --weights the path of a saved state dict.")
     advice = "Only weights are loaded. Save them with torch.save(model.state_dict(), FILE), or as .safetensors."
     try:
@@ -132,7 +144,9 @@ def _read(path: str) -> tuple[dict[str, Any], list[str]]:
         raise UsageError("safetensors is not installed.", "pip install safetensors") from None
     except pickle.UnpicklingError as error:
         named = re.search(r"GLOBAL (\S+)", message_of(error))
-        why = f"it holds an object of {named[1]}" if named else "torch.load does not accept it with weights_only=True"
+        why = "torch.load does not accept it with weights_only=True"
+        if named:
+            why = f"it holds an object of {named[1]}"
         raise UsageError(f"{path} is not a file of weights: {why}.", advice) from None
     except Exception as error:
         raise UsageError(f"Cannot read weights from {path}: {first_line(message_of(error))}", advice) from None
@@ -155,7 +169,9 @@ NOTE = "random weights, scaled where outputs of layers vanish or explode"
 HEALTHY = "no random weight was scaled: no output of a layer vanishes or explodes"
 
 SMALLEST, TARGET, LARGEST = 1 / 64, 1 / 8, 4.0
-"""A layer whose output has a root mean square out of these bounds is scaled, so that it is the target."""
+"""A layer whose output has a root mean square out of these bounds is scaled, so that it is the
+target.
+"""
 
 
 class _Roles(NamedTuple):
@@ -184,7 +200,8 @@ _FACTORS = {
 
 
 def scale_weights(target: Target, seed: int) -> Target:
-    """Scale the weights of ``target.model`` in place by one call on its inputs; the result has a note that says so.
+    """Scale the weights of ``target.model`` in place by one call on its inputs; the result has a
+    note that says so.
 
     ``seed`` draws the weights that are zero. Nothing else of the model, the inputs, or the generators changes. Raises
     :class:`UsageError` if the weights were loaded from a file, or the call fails.
@@ -230,7 +247,9 @@ class _Scaler(DispatchMode):
             if parameter.layout == torch.strided and parameter.is_floating_point() and parameter.numel()
         }
         self._done: dict[int, list[range]] = {}
-        """The elements that were scaled, by storage: a weight that is used again keeps the scale of its first use."""
+        """The elements that were scaled, by storage: a weight that is used again keeps the scale of
+        its first use.
+        """
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Run the op; if it multiplies by weights that are new, scale them and the result."""
@@ -247,7 +266,9 @@ class _Scaler(DispatchMode):
             else:
                 weight.copy_(torch.randn(weight.shape, generator=self._generator))
         result = run_op(func, args, kwargs, keys)
-        output = result if isinstance(result, Tensor) else result[0]
+        output = result
+        if not isinstance(result, Tensor):
+            output = result[0]
         size = 0.0
         if output.numel() and output.is_floating_point():
             size = float(torch.linalg.vector_norm(output, dtype=torch.float64)) / math.sqrt(output.numel())
@@ -262,7 +283,9 @@ class _Scaler(DispatchMode):
         return result
 
     def _factors(self, name: str, args: tuple[Any, ...]) -> list[Tensor]:
-        """The weight, and the bias if there is one, that the result of an op is proportional to; empty if it is not."""
+        """The weight, and the bias if there is one, that the result of an op is proportional to;
+        empty if it is not.
+        """
         roles = _PRODUCTS.get(name) or _FACTORS.get(name)
         if roles is None:
             return []
@@ -270,7 +293,9 @@ class _Scaler(DispatchMode):
         weights = [operand for operand in operands if self._is_weight(operand)]
         if len(weights) != 1 or (name in ("mul", "mul_") and not _is_per_channel(weights[0], operands)):
             return []
-        bias = args[roles.bias] if roles.bias is not None and roles.bias < len(args) else None
+        bias = None
+        if roles.bias is not None and roles.bias < len(args):
+            bias = args[roles.bias]
         found = [*weights, *([bias] if isinstance(bias, Tensor) else [])]
         return found if all(self._is_weight(each) and not self._is_done(each) for each in found) else []
 
@@ -287,7 +312,9 @@ class _Scaler(DispatchMode):
 
 
 def _is_per_channel(weight: Tensor, operands: list[Any]) -> bool:
-    """Whether a product of two tensors is that of an activation with a factor for each channel, as LayerScale is."""
+    """Whether a product of two tensors is that of an activation with a factor for each channel, as
+    LayerScale is.
+    """
     others = [operand for operand in operands if operand is not weight and isinstance(operand, Tensor)]
     return len(others) == 1 and weight.numel() == max(weight.shape, default=1) and others[0].numel() > weight.numel()
 

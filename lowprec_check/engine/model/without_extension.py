@@ -1,7 +1,9 @@
-"""Leaves Intel's extension out of the user's code: what it imports in its place returns models and optimizers as they are.
+"""Leaves Intel's extension out of the user's code: what it imports in its place returns models and
+optimizers as they are.
 
-The extension is archived, replaces kernels of its process for good when it is imported, and gives modules and optimizers that can no longer
-be cast or observed. So the code is run as stock PyTorch runs it; rows and ways to train on the extension run it in their own processes.
+The extension is archived, replaces kernels of its process for good when it is imported, and gives
+modules and optimizers that can no longer be cast or observed. So the code is run as stock PyTorch
+runs it; rows and ways to train on the extension run it in their own processes.
 """
 
 from __future__ import annotations
@@ -63,16 +65,22 @@ class LeftOut:
         """In place of ``ipex.optimize``: what it is called with, as it returns it."""
         line = own_line(sys._getframe(1))
         self.calls[f"ipex.optimize ({line})"] = None
-        problem = None if dtype is None else prepack_problem(str(dtype).removeprefix("torch."))
+        problem = None
+        if dtype is not None:
+            problem = prepack_problem(str(dtype).removeprefix("torch."))
         prepacks = options.get("weights_prepack")
         if problem is not None and (level != "O0" if prepacks is None else prepacks):
             self.limits[f"without the scan, the call at {line} fails on this processor: {problem}"] = None
-        return model if optimizer is None else (model, optimizer)
+        if optimizer is None:
+            return model
+        return (model, optimizer)
 
     def optimize_llm(self, model: Any, optimizer: Any = None, *_given: Any, **_options: Any) -> Any:
         """In place of ``ipex.llm.optimize``."""
         self.calls[f"ipex.llm.optimize ({own_line(sys._getframe(1))})"] = None
-        return model if optimizer is None else (model, optimizer)
+        if optimizer is None:
+            return model
+        return (model, optimizer)
 
     def do_nothing(self, *_given: Any, **_options: Any) -> None:
         """In place of one of the :data:`_HARMLESS`."""
@@ -87,9 +95,11 @@ class LeftOut:
 
 @contextlib.contextmanager
 def without_extension() -> Iterator[LeftOut]:
-    """In this context, the user's own code that imports the extension gets a module in its place, unless it was imported before.
+    """In this context, the user's own code that imports the extension gets a module in its place,
+    unless it was imported before.
 
-    Where the extension cannot be imported, code that expects that (in a ``try``, or by ``importlib.util.find_spec``) finds none.
+    Where the extension cannot be imported, code that expects that (in a ``try``, or by
+    ``importlib.util.find_spec``) finds none.
     """
     left_out = LeftOut()
     if _MODULE in sys.modules:
@@ -109,7 +119,9 @@ def without_extension() -> Iterator[LeftOut]:
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the modules in place of the extension; imports the extension itself for its other modules."""
+    """Finds the modules in place of the extension; imports the extension itself for its other
+    modules.
+    """
 
     def __init__(self, left_out: LeftOut) -> None:
         self._left_out = left_out
@@ -130,7 +142,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _is_wanted(frame: FrameType | None) -> bool:
-    """Whether an import is by the user's own code, which cannot do without what it imports, or could import the extension."""
+    """Whether an import is by the user's own code, which cannot do without what it imports, or
+    could import the extension.
+    """
     while frame is not None and frame.f_code.co_filename.startswith("<frozen importlib._bootstrap"):
         frame = frame.f_back
     if frame is None or not is_own_file(frame.f_code.co_filename):
@@ -138,7 +152,9 @@ def _is_wanted(frame: FrameType | None) -> bool:
     if extension_problem() is None:
         return True
     tree, line = source_tree(frame.f_code.co_filename), frame.f_lineno
-    tries = [] if tree is None else [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]
+    tries = []
+    if tree is not None:
+        tries = [node for node in ast.walk(tree) if isinstance(node, ast.Try) and node.handlers]
     return not any(node.lineno < line <= (node.body[-1].end_lineno or node.lineno) for node in tries)
 
 
@@ -161,7 +177,9 @@ class _Loader(importlib.abc.Loader):
 
 
 class _InPlace(types.ModuleType):
-    """The module in place of the extension, or of its part ``llm``; names that it lacks are those of the extension, which they import."""
+    """The module in place of the extension, or of its part ``llm``; names that it lacks are those
+    of the extension, which they import.
+    """
 
     def __init__(self, name: str, left_out: LeftOut) -> None:
         super().__init__(name)
@@ -176,7 +194,9 @@ class _InPlace(types.ModuleType):
             setattr(self, harmless, left_out.do_nothing)
 
     def extension(self, needed: str) -> types.ModuleType:
-        """The extension itself, imported; raises ``ImportError`` if it is not there, for the sake of the name ``needed``."""
+        """The extension itself, imported; raises ``ImportError`` if it is not there, for the sake
+        of the name ``needed``.
+        """
         problem = extension_problem()
         if problem is not None:
             raise ModuleNotFoundError(f"{needed} needs {IPEX}: {problem}", name=needed)

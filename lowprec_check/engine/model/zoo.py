@@ -39,7 +39,9 @@ def unknown_name(owner: str, noun: str, name: str, names: Sequence[str], hint: s
 
 
 def check_memory(what: str, parameters: int, hint: str) -> None:
-    """Raise :class:`UsageError` if a model of so many parameters does not fit into the free memory of this machine."""
+    """Raise :class:`UsageError` if a model of so many parameters does not fit into the free memory
+    of this machine.
+    """
     if not fits_memory(parameters):
         raise UsageError(
             f"{what} has {parameters / 1e9:.1f} billion parameters: a scan needs about {_BYTES * parameters / 2**30:.0f} GiB of memory, "
@@ -58,7 +60,9 @@ def fits_memory(parameters: int) -> bool:
 
 
 def zoo_target(name: str, model: nn.Module, make_batch: Callable[[int], Any], code: str, *, asked: bool) -> Target:
-    """The target for a model by name with random weights; ``code`` makes the model, ``asked`` is whether the user gave the inputs."""
+    """The target for a model by name with random weights; ``code`` makes the model, ``asked`` is
+    whether the user gave the inputs.
+    """
     given = make_batch(0)
     setup = (f"import {code.partition('.')[0]}", f"model = {code}.eval()", f"inputs = {inputs_code(given)}")
     return unchecked_target(
@@ -70,7 +74,9 @@ def zoo_target(name: str, model: nn.Module, make_batch: Callable[[int], Any], co
 
 
 def import_torchvision() -> Any:
-    """torchvision, with replacements for compiled ops that cannot be loaded; raises :class:`UsageError` if it is not installed."""
+    """torchvision, with replacements for compiled ops that cannot be loaded; raises
+    :class:`UsageError` if it is not installed.
+    """
     with torchvision_ops.torchvision_works():
         return import_zoo("torchvision")
 
@@ -116,7 +122,9 @@ def kind_of(models: Any, name: str) -> str:
 
 
 def default_inputs(models: Any, name: str, *, seed: int = 0) -> Any:
-    """Random inputs of the usual size for the model: an image, a clip, a pair or a list of images; seeded."""
+    """Random inputs of the usual size for the model: an image, a clip, a pair or a list of images;
+    seeded.
+    """
     generator = torch.Generator().manual_seed(seed)
     kind = kind_of(models, name)
     if kind == "detection":
@@ -136,7 +144,9 @@ def default_inputs(models: Any, name: str, *, seed: int = 0) -> Any:
 
 
 def load_timm(name: str, inputs: tuple[str, ...] = ()) -> Target:
-    """Return the target for ``timm:name``, in eval mode, seed 0, with an image of the model's usual size."""
+    """Return the target for ``timm:name``, in eval mode, seed 0, with an image of the model's usual
+    size.
+    """
     timm = import_zoo("timm")
     if not timm.is_model(name):
         raise unknown_name("timm", "model", name, timm.list_models(), "timm.list_models() returns all names.")

@@ -19,10 +19,12 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def apply(model: Model, plan: Plan | str | Path) -> Model:
-    """Apply ``plan`` to ``model`` in place and return it; call the model as before, with fp32 inputs.
+    """Apply ``plan`` to ``model`` in place and return it; call the model as before, with fp32
+    inputs.
 
-    Hooks and wrapped ``forward`` methods keep modules in fp32, so the model can be deep-copied, compiled and wrapped
-    afterwards, and its ``state_dict`` keeps its keys. Under a cast the output has the low dtype, as after ``model.half()``.
+    Hooks and wrapped ``forward`` methods keep modules in fp32, so the model can be deep-copied,
+    compiled and wrapped afterwards, and its ``state_dict`` keeps its keys. Under a cast the output
+    has the low dtype, as after ``model.half()``.
 
     Args:
         model: in fp32, on the device where it will run, not yet compiled or wrapped.

@@ -59,7 +59,8 @@ class PlanArguments(PlanOptions):
 
 @called_with(PlanArguments)
 def find_plan(model: nn.Module, inputs: Any, given: PlanArguments) -> Planning:
-    """Find the fewest modules of ``model`` that must stay in fp32 for it to pass, confirmed by plain runs.
+    """Find the fewest modules of ``model`` that must stay in fp32 for it to pass, confirmed by
+    plain runs.
 
     Args:
         model: in fp32, in the mode (``eval`` or ``train``) to search in.
@@ -111,7 +112,9 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
             batches.append(stack.enter_context(open_runs(batch, settings, isolation)))
         references = [batch.reference() for batch in batches]
         if options.use_metric and references[0].metric is None:
-            why = f": {references[0].notes[-1]}" if references[0].notes else ""
+            why = ""
+            if references[0].notes:
+                why = f": {references[0].notes[-1]}"
             raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix the function `metric`.")
         objective = Objective(references[0], metric=options.use_metric, max_drop=options.max_drop)
         limits = Limits(max_trials=options.max_trials, seconds=options.seconds)
@@ -130,7 +133,9 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
 
 
 def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> Iterator[Proposal]:
-    """All bases without changes if one of them passes; else a search for each, which analyzes it op by op."""
+    """All bases without changes if one of them passes; else a search for each, which analyzes it op
+    by op.
+    """
     backend = replaced([options.backend])[0][0]
     runs = {
         name: [batch.run(name, backend, measured=batch is batches[0], instrumented=False) for batch in batches]
@@ -144,7 +149,9 @@ def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: Pl
 
 
 def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], name: str) -> Plan:
-    """The proposal in the form that is saved; ``machine`` is the environment, with the torch that is predicted."""
+    """The proposal in the form that is saved; ``machine`` is the environment, with the torch that
+    is predicted.
+    """
     run, objective, target = proposal.run, proposer.objective, proposer.batches[0].target
     assert run is not None
     assert run.base is not None
@@ -191,9 +198,11 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
 def plan_for_scan(
     batches: Sequence[TargetRuns], result: ScanResult, machine: dict[str, Any], name: str, *, wanted: bool | None
 ) -> ScanResult:
-    """``result`` with the best plan for its failing runs, which must pass on all ``batches``, and with what was tried.
+    """``result`` with the best plan for its failing runs, which must pass on all ``batches``, and
+    with what was tried.
 
-    If ``wanted`` is ``None``, the search is quick, happens only if no run passed, and ends at the first plan.
+    If ``wanted`` is ``None``, the search is quick, happens only if no run passed, and ends at the
+    first plan.
     """
     runs = result.runs
     failing = {(run.precision, run.backend): run for run in plan_starts(runs, wanted=wanted)}

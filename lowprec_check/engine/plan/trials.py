@@ -31,7 +31,9 @@ from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import counted, say, short_op, some
 
 SLOWER = 1.5
-"""A base at least this many times slower than a plan already found is not searched, unless its calls are short."""
+"""A base at least this many times slower than a plan already found is not searched, unless its
+calls are short.
+"""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,24 +43,33 @@ class Limits:
     max_trials: int = 200
     seconds: float = 600.0
     most_alone: int | None = None
-    """Modules that may fail in low precision before the search ends, where only fp32 is known to pass; ``None``: all."""
+    """Modules that may fail in low precision before the search ends, where only fp32 is known to
+    pass; ``None``: all.
+    """
 
 
 class Objective:
-    """When a run passes: its output is within tolerance, or its metric is at most ``max_drop`` below fp32's."""
+    """When a run passes: its output is within tolerance, or its metric is at most ``max_drop``
+    below fp32's.
+    """
 
     def __init__(self, fp32: Run, *, metric: bool = False, max_drop: float | None = None) -> None:
         """``max_drop`` is in units of the metric; default: 1 % of fp32's."""
         self.fp32_metric = fp32.metric if metric else None
         self.max_drop = None
         if self.fp32_metric is not None:
-            self.max_drop = abs(self.fp32_metric) / 100 if max_drop is None else max_drop
+            if max_drop is None:
+                self.max_drop = abs(self.fp32_metric) / 100
+            else:
+                self.max_drop = max_drop
 
     def reached(self, run: Run) -> bool:
         """Whether ``run`` passes."""
         if self.fp32_metric is None or self.max_drop is None:
             return run.status == "ok"
-        drop = self.fp32_metric - run.metric if run.metric is not None else None
+        drop = None
+        if run.metric is not None:
+            drop = self.fp32_metric - run.metric
         return run.status in ("ok", "inaccurate") and drop is not None and drop <= self.max_drop
 
     def why_not(self, run: Run) -> str:
@@ -102,22 +113,30 @@ class Proposal:
 
     attempt: Attempt
     run: Run | None = None
-    """The base with modules kept, measured and analyzed, as a ``plan`` run; its error is the worst of all batches."""
+    """The base with modules kept, measured and analyzed, as a ``plan`` run; its error is the worst
+    of all batches.
+    """
     minimal: bool = False
     untried: Keep = ()
     """Modules of the plan that were not tried in low precision, each alone."""
     stopped: str | None = None
     evidence: tuple[Run, ...] = ()
-    """The runs of the search that were analyzed op by op, first that of the base without kept modules."""
+    """The runs of the search that were analyzed op by op, first that of the base without kept
+    modules.
+    """
 
 
 class Proposer:
-    """Searches the bases of one target; each batch is a model with its inputs, run in the precisions."""
+    """Searches the bases of one target; each batch is a model with its inputs, run in the
+    precisions.
+    """
 
     def __init__(
         self, batches: Sequence[TargetRuns], objective: Objective, limits: Limits, *, explains: bool = False
     ) -> None:
-        """The batches must have run their fp32 reference. ``explains``: whether the run of a plan is analyzed op by op, for a report on it."""
+        """The batches must have run their fp32 reference. ``explains``: whether the run of a plan
+        is analyzed op by op, for a report on it.
+        """
         self.batches, self.objective, self.explains = list(batches), objective, explains
         self.limits, self.started = limits, system.monotonic()
 
@@ -145,7 +164,9 @@ class Proposer:
         return _Search(self, runs).propose()
 
     def _why_not_searched(self, first: Run, failing: Run, best_so_far: Proposal | None) -> str | None:
-        """Why no plan is searched for a base, by its run on the ``first`` batch and on one on which it is ``failing``; ``None`` if one is."""
+        """Why no plan is searched for a base, by its run on the ``first`` batch and on one on which
+        it is ``failing``; ``None`` if one is.
+        """
         if failing.status in ("timeout", "skipped"):
             return failing.reason or failing.status
         if failing.status == "unjudged":
@@ -251,7 +272,9 @@ class _Search:
         return Verdict(True, any_low=self._leaves_low(keep, runs), error=_error(max(runs, key=error_of)))
 
     def _leaves_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
-        """Whether anything runs in low precision with ``keep`` in fp32; if unclear, a run is analyzed op by op."""
+        """Whether anything runs in low precision with ``keep`` in fp32; if unclear, a run is
+        analyzed op by op.
+        """
         kept = frozenset(keep)
 
         def has_low_op(run: Run) -> bool:
@@ -270,7 +293,9 @@ class _Search:
         return suspects(run)
 
     def _run(self, batch: TargetRuns, keep: Keep, *, instrumented: bool) -> Run:
-        """A run with ``keep`` in fp32; its calls end with the first that fails, unless a metric decides."""
+        """A run with ``keep`` in fp32; its calls end with the first that fails, unless a metric
+        decides.
+        """
         how: Any = {"measured": False, "status_only": self.proposer.objective.fp32_metric is None}
         return batch.run(self.base, self.backend, keep_fp32=keep, instrumented=instrumented, **how)
 
@@ -279,8 +304,12 @@ class _Search:
         now = system.monotonic()
         each = (now - self.started) / max(1, count - 1)
         left = min(limits.seconds - (now - self.proposer.started), each * (limits.max_trials - count + 1))
-        found = f", {len(best)} modules pass" if best is not None else ""
-        ending = f", at most {max(0.0, left):.0f} s left" if count > 1 else ""
+        found = ""
+        if best is not None:
+            found = f", {len(best)} modules pass"
+        ending = ""
+        if count > 1:
+            ending = f", at most {max(0.0, left):.0f} s left"
         self._show(f"trial {count} of at most {limits.max_trials}, {len(keep)} modules {how}{found}{ending}")
 
     def _show(self, step: str | None) -> None:
@@ -301,7 +330,9 @@ class _Search:
         ]
         worst = max(runs, key=error_of)
         is_cast = PRECISIONS.get(self.base).kind == "cast"
-        untied = shared_weights(self.proposer.batches[0].target.model, keep) if is_cast else []
+        untied = []
+        if is_cast:
+            untied = shared_weights(self.proposer.batches[0].target.model, keep)
         known: dict[str, Any] = {"untied": untied, "output_error": worst.output_error}
         if runs[1:]:
             known["batches"] = msgspec.structs.replace(ranges_of(runs), places=[])  # only the first is analyzed
@@ -326,7 +357,10 @@ class _Search:
             # Keeping submodules in fp32 does not change a failure in the model's own forward.
             own = next(filter(None, (at_fault(run, "") for run in reversed(self.evidence))), None)
             if own is not None:
-                what = f"{short_op(own.op)} {own.why}" if own.op else own.why
+                if own.op:
+                    what = f"{short_op(own.op)} {own.why}"
+                else:
+                    what = own.why
                 reason = f"in the model's own forward, {what}{f', {own.source}' if own.source else ''}"
         return f"no plan: fails even with every submodule in fp32 ({reason})"
 
@@ -343,9 +377,11 @@ def _speedup(run: Run, fp32: Run) -> float | None:
 
 
 def called_modules(model: nn.Module, runs: Sequence[Run]) -> dict[str, str]:
-    """Path to type of every submodule that is called, and so can be kept in fp32 by hooks; parents before children.
+    """Path to type of every submodule that is called, and so can be kept in fp32 by hooks; parents
+    before children.
 
-    The children of a ``TransformerEncoderLayer`` are included: it calls them as soon as a hook disables its fused path.
+    The children of a ``TransformerEncoderLayer`` are included: it calls them as soon as a hook
+    disables its fused path.
     """
     called = {name for run in runs for name in run.called_modules}
     fused = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
@@ -357,7 +393,9 @@ _FUSED_CHILDREN = ("self_attn", "linear1", "linear2", "norm1", "norm2")
 
 
 def best(proposals: Sequence[Proposal]) -> Proposal | None:
-    """None that is clearly slower than another; of these the one that keeps the fewest modules, those inside others too, then the most accurate."""
+    """None that is clearly slower than another; of these the one that keeps the fewest modules,
+    those inside others too, then the most accurate.
+    """
     passed = [proposal for proposal in proposals if proposal.run is not None]
     if not passed:
         return None

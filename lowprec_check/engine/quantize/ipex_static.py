@@ -1,4 +1,6 @@
-"""Static quantization by Intel's extension: prepare, calibrate, convert, trace, freeze; the error of each layer."""
+"""Static quantization by Intel's extension: prepare, calibrate, convert, trace, freeze; the error
+of each layer.
+"""
 
 from __future__ import annotations
 
@@ -26,11 +28,14 @@ _PRODUCTS = {"convolution": "convolution", "addmm": "linear", "mm": "linear"}
 """Operators that compute a layer, and the layer's kind."""
 
 OnProduct = Callable[[str, tuple[Any, ...], Tensor, bool], None]
-"""Gets the operator's name, its arguments, its output, and whether its weight was quantized just before."""
+"""Gets the operator's name, its arguments, its output, and whether its weight was quantized just
+before.
+"""
 
 
 def layer_errors(fp32: nn.Module, converted: nn.Module, calls: Iterable[Call]) -> list[LayerError]:
-    """Relative L2 errors of the outputs of the quantized layers over all ``calls``, in the order they are called.
+    """Relative L2 errors of the outputs of the quantized layers over all ``calls``, in the order
+    they are called.
 
     ``fp32`` is the prepared model. Empty if the two models do not call the same operators.
     """
@@ -110,7 +115,9 @@ class IpexModel:
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output. The first call compiles: TorchScript profiles the first ones and would give other bits in them."""
+        """The output. The first call compiles: TorchScript profiles the first ones and would give
+        other bits in them.
+        """
         while self._calls < WARM_UP_CALLS:
             self._calls += 1
             with quiet():
@@ -131,7 +138,9 @@ class IpexModel:
 
 
 def quantize_with_ipex(model: nn.Module, example: Call, calibration: Calibration) -> IpexModel:
-    """Insert observers into a copy, calibrate, convert, trace; raises :class:`UsageError` if the model cannot be traced."""
+    """Insert observers into a copy, calibrate, convert, trace; raises :class:`UsageError` if the
+    model cannot be traced.
+    """
     with quiet(), torch.no_grad():
         import intel_extension_for_pytorch as ipex
 
@@ -159,7 +168,8 @@ def _prepared(model: nn.Module, example: Call) -> nn.Module:
 
     args, kwargs = example
     with torch.autocast("cpu", enabled=False):
-        # prepare changes the memory format of the weights of the model that it is given, also if it copies it.
+        # prepare changes the memory format of the weights of the model that it is given, also if it
+        # copies it.
         prepared: nn.Module = ipex.quantization.prepare(
             copy.deepcopy(model),
             ipex.quantization.default_static_qconfig_mapping,

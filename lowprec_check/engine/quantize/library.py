@@ -1,4 +1,6 @@
-"""The library that quantizes on the installed torch: which it is, what to install if there is none, its calls and its code to paste."""
+"""The library that quantizes on the installed torch: which it is, what to install if there is none,
+its calls and its code to paste.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +25,23 @@ if TYPE_CHECKING:
 Library = Literal["ipex", "torchao"]
 
 FITTING = {(2, 6): "0.12.0", (2, 7): "0.12.0", (2, 8): "0.13.0", (2, 9): "0.15.0", (2, 10): "0.16.0"}
-"""The torchao for a minor version of torch, by torchao's own table of the torch that each release was built with."""
+"""The torchao for a minor version of torch, by torchao's own table of the torch that each release
+was built with.
+"""
 
 NEWEST = "0.18.0"
 """The torchao for torch 2.11 and later. 0.16 and 0.17 fail in ``convert_pt2e`` on torch 2.13."""
 
 
 def library() -> Library | None:
-    """What quantizes on the installed torch: Intel's extension if it fits, else torchao if it does; ``None`` if neither."""
-    return "ipex" if extension_problem() is None else "torchao" if torchao_fits() else None
+    """What quantizes on the installed torch: Intel's extension if it fits, else torchao if it does;
+    ``None`` if neither.
+    """
+    if extension_problem() is None:
+        return "ipex"
+    if torchao_fits():
+        return "torchao"
+    return None
 
 
 def torchao_fits() -> bool:
@@ -41,7 +51,9 @@ def torchao_fits() -> bool:
     if torch is None or torchao is None or fitting is None:
         return False
     # a torchao that is too new for a torch of the table imports what it lacks
-    return torchao >= fitting if torch > max(FITTING) else torchao == fitting
+    if torch > max(FITTING):
+        return torchao >= fitting
+    return torchao == fitting
 
 
 def missing() -> str:
@@ -56,14 +68,17 @@ def missing() -> str:
 def fitting_torchao() -> str:
     """The version of torchao for the installed torch."""
     torch = minor_version(installed_version("torch"))
-    return FITTING.get(torch, NEWEST) if torch is not None else NEWEST
+    if torch is not None:
+        return FITTING.get(torch, NEWEST)
+    return NEWEST
 
 
 def quantize(model: nn.Module, example: Call, calibration: Calibration) -> Quantized:
     """Quantize a copy of ``model`` in the current context (autocast); ``model`` is left unchanged.
 
-    ``example`` is a call of it, to whose shapes the result is bound. Raises :class:`UsageError` if no library is installed
-    that can, the model is in training mode, or no layer of it can be quantized.
+    ``example`` is a call of it, to whose shapes the result is bound. Raises :class:`UsageError` if
+    no library is installed that can, the model is in training mode, or no layer of it can be
+    quantized.
     """
     from lowprec_check.engine.quantize.quantized import check_in_eval_mode
 
@@ -81,7 +96,9 @@ def quantize(model: nn.Module, example: Call, calibration: Calibration) -> Quant
 
 
 def load(path: str | Path, extra: Iterable[str]) -> tuple[Quantized, dict[str, str]]:
-    """The model that :meth:`Quantized.save` wrote, and its texts named ``extra``; raises :class:`UsageError` if it is none."""
+    """The model that :meth:`Quantized.save` wrote, and its texts named ``extra``; raises
+    :class:`UsageError` if it is none.
+    """
     try:
         with zipfile.ZipFile(path) as file:
             is_script = any(name.partition("/")[2].startswith("code/") for name in file.namelist())
@@ -101,7 +118,9 @@ def load(path: str | Path, extra: Iterable[str]) -> tuple[Quantized, dict[str, s
 
 
 def calibrating(key: RunKey, model: ModelInfo, called: str) -> tuple[str, ...]:
-    """The code to paste that calls ``called``, the start of a call (``prepared(``), on the calibration data of the run of ``key``."""
+    """The code to paste that calls ``called``, the start of a call (``prepared(``), on the
+    calibration data of the run of ``key``.
+    """
     call = model.call.replace("model(", called)
     if not model.calibration:
         return (call,)
@@ -112,8 +131,12 @@ def calibrating(key: RunKey, model: ModelInfo, called: str) -> tuple[str, ...]:
 def quantization_code(key: RunKey, model: ModelInfo) -> Code:
     """The code to paste that quantizes ``model`` by the :func:`library`, for the run of ``key``."""
     args, kwargs = model.arguments
-    traced = args if args != "()" else f"example_kwarg_inputs={kwargs}"
-    example = traced if args == "()" else f"example_inputs={args}"
+    traced = args
+    if args == "()":
+        traced = f"example_kwarg_inputs={kwargs}"
+    example = traced
+    if args != "()":
+        example = f"example_inputs={args}"
     calibrate = calibrating(key, model, "prepared(")
     if library() == "ipex":
         return Code(

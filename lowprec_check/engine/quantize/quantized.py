@@ -53,11 +53,16 @@ class SquaredError:
 
     @property
     def rel_l2(self) -> float | None:
-        """The square root of the sum of ‖y − r‖² over that of ‖r‖²; 0/0 is 0; ``None`` if there was no pair, or it is infinite or NaN."""
+        """The square root of the sum of ‖y − r‖² over that of ‖r‖²; 0/0 is 0; ``None`` if there was
+        no pair, or it is infinite or NaN.
+        """
         if not self._pairs:
             return None
         if self._reference:
-            found = math.sqrt(self._error / self._reference) if self._error >= 0 else math.nan
+            if self._error >= 0:
+                found = math.sqrt(self._error / self._reference)
+            else:
+                found = math.nan
         else:
             found = 0.0 if not self._error else math.inf
         return found if math.isfinite(found) else None
@@ -70,26 +75,34 @@ Calibration = Callable[[], Iterable[Call]]
 
 
 class Quantized(Protocol):
-    """A quantized model; called as the model is called, in the context (autocast) in which it was made, without gradients."""
+    """A quantized model; called as the model is called, in the context (autocast) in which it was
+    made, without gradients.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model; the first call compiles it."""
 
     def layer_errors(self, model: nn.Module, calibration: Calibration) -> list[LayerError]:
-        """The error of every quantized layer against ``model`` in fp32, on the inputs of ``calibration``."""
+        """The error of every quantized layer against ``model`` in fp32, on the inputs of
+        ``calibration``.
+        """
 
     def save(self, path: str | Path, extra: dict[str, str]) -> None:
         """Write the converted model, and ``extra``, texts by name."""
 
 
 def check_in_eval_mode(model: nn.Module, way: str) -> None:
-    """Raise :class:`UsageError` if ``model`` is in training mode, for a ``way`` to run it that is for inference."""
+    """Raise :class:`UsageError` if ``model`` is in training mode, for a ``way`` to run it that is
+    for inference.
+    """
     if in_training_mode(model):
         raise UsageError(f"The model is in training mode; {way} is for inference.", "Call model.eval() in your file.")
 
 
 def nothing_to_quantize(model: nn.Module, what: str = "convolutions and linear layers") -> UsageError:
-    """The error for a model of which no layer was quantized, whose row would be fp32 under another name."""
+    """The error for a model of which no layer was quantized, whose row would be fp32 under another
+    name.
+    """
     return UsageError(
         f"int8 quantizes {what}, and found none in {type_name(model)}.",
         "Use another backend.",

@@ -1,4 +1,6 @@
-"""Linear layers quantized to int8 by a config of torchao: weights alone, or activations too, by ranges of each call; the error of each layer."""
+"""Linear layers quantized to int8 by a config of torchao: weights alone, or activations too, by
+ranges of each call; the error of each layer.
+"""
 
 from __future__ import annotations
 
@@ -18,9 +20,11 @@ from lowprec_check.schema.measures import LayerError
 
 
 def quantize_linear(model: nn.Module, config: str, calibration: Calibration | None, *, freezes: bool) -> Any:
-    """A copy with weights in int8, compiled, with constant weights if it ``freezes``; with ``calibration``, smoothed on it (SmoothQuant).
+    """A copy with weights in int8, compiled, with constant weights if it ``freezes``; with
+    ``calibration``, smoothed on it (SmoothQuant).
 
-    ``config`` is the name of a class of ``torchao.quantization``. Raises :class:`UsageError` if it quantizes no linear layer.
+    ``config`` is the name of a class of ``torchao.quantization``. Raises :class:`UsageError` if it
+    quantizes no linear layer.
     """
     quantized = copy.deepcopy(model)
     with quiet(), torch.no_grad():
@@ -44,15 +48,17 @@ def quantize_linear(model: nn.Module, config: str, calibration: Calibration | No
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
-    """Names of the linear layers with a quantized weight; torchao leaves those of subclasses alone, such as in attention."""
+    """Names of the linear layers with a quantized weight; torchao leaves those of subclasses alone,
+    such as in attention.
+    """
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     plain = (nn.Parameter, torch.Tensor, type(None))
     return [name for name, module in linear.items() if type(getattr(module, "weight", None)) not in plain]
 
 
 def linear_errors(fp32: nn.Module, quantized: nn.Module, calibration: Calibration) -> list[LayerError]:
-    """Relative L2 errors of the outputs of the quantized layers over all calls of ``calibration``, in the order of the modules; a layer
-    that is not called has none.
+    """Relative L2 errors of the outputs of the quantized layers over all calls of ``calibration``,
+    in the order of the modules; a layer that is not called has none.
     """
     layers = quantized_layers(quantized)
     local, accumulated = defaultdict[str, SquaredError](SquaredError), defaultdict[str, SquaredError](SquaredError)

@@ -1,4 +1,6 @@
-"""Static quantization by torchao's PT2E flow with the x86 quantizer, compiled by inductor; the error of each layer."""
+"""Static quantization by torchao's PT2E flow with the x86 quantizer, compiled by inductor; the
+error of each layer.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from lowprec_check.schema.measures import LayerError
 
 
 def quantize_with_torchao(model: nn.Module, example: Call, calibration: Calibration) -> TorchaoModel:
-    """Export, insert observers, calibrate, convert; raises :class:`UsageError` if no layer is quantized."""
+    """Export, insert observers, calibrate, convert; raises :class:`UsageError` if no layer is
+    quantized.
+    """
     with quiet(), torch.no_grad():
         from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 
@@ -70,7 +74,8 @@ class TorchaoModel:
             return self._compiled(*args, **kwargs)
         import torch._inductor.config as inductor  # imports Dynamo
 
-        # Without freezing, inductor finds no int8 kernels. As an option of torch.compile, it would not reach Dynamo.
+        # Without freezing, inductor finds no int8 kernels. As an option of torch.compile, it would
+        # not reach Dynamo.
         with quiet(), inductor.patch(freezing=True):
             compiled = torch.compile(self.converted)
             output = compiled(*args, **kwargs)
@@ -104,7 +109,8 @@ def _prepared(model: nn.Module, example: Call) -> GraphModule:
 
     args, kwargs = example
     with torch.no_grad():
-        # Strict: of a non-strict graph, the quantizer finds no module on torch 2.8, and on 2.13 fails on one that is called twice.
+        # Strict: of a non-strict graph, the quantizer finds no module on torch 2.8, and on 2.13
+        # fails on one that is called twice.
         exported = torch.export.export(model, args, kwargs, strict=True).module()
         quantizer = X86InductorQuantizer().set_global(get_default_x86_inductor_quantization_config())
         prepared: GraphModule = prepare_pt2e(exported, quantizer)
@@ -120,7 +126,8 @@ def _prepared(model: nn.Module, example: Call) -> GraphModule:
 def layer_errors(fp32: GraphModule, converted: GraphModule, calls: Iterable[Call]) -> list[LayerError]:
     """Relative L2 errors of the layers' outputs over all ``calls``, in the order of the graph.
 
-    ``fp32`` is a prepared graph, not yet calibrated; both are run, in the current context and without autocast.
+    ``fp32`` is a prepared graph, not yet calibrated; both are run, in the current context and
+    without autocast.
     """
     layers = quantized_layers(converted)
     sources = {layer: source for layer in layers if (source := _source(layer)) is not None}
@@ -153,7 +160,9 @@ def layer_errors(fp32: GraphModule, converted: GraphModule, calls: Iterable[Call
     found = []
     for layer in layers:
         stack = list((layer.meta.get("nn_module_stack") or {}).values())  # the innermost module is last
-        path = str(stack[-1][0]).removeprefix("L['self'].").removeprefix("L__self__.") if stack else ""
+        path = ""
+        if stack:
+            path = str(stack[-1][0]).removeprefix("L['self'].").removeprefix("L__self__.")
         errors = {"local": local[layer.name].rel_l2, "accumulated": accumulated[layer.name].rel_l2}
         found.append(LayerError(module=path, op=str(layer.target).removeprefix("aten.").partition(".")[0], **errors))
     return found
@@ -173,15 +182,22 @@ def _source(layer: Node) -> Node | None:
     """The node whose output is quantized for ``layer``; ``None`` if that is not directly before it."""
     node: Any = layer
     for kind in ("dequantize_per_tensor", "quantize_per_tensor"):
-        node = node.args[0] if node.args else None
+        if node.args:
+            node = node.args[0]
+        else:
+            node = None
         if not isinstance(node, Node) or kind not in str(node.target):
             return None
-    source = node.args[0] if node.args else None
+    source = None
+    if node.args:
+        source = node.args[0]
     return source if isinstance(source, Node) else None
 
 
 def _evaluated(interpreter: Interpreter, node: Node, known: dict[Node, Any]) -> Any:
-    """The value of ``node``, given values of nodes before it, to which those that it needs are added."""
+    """The value of ``node``, given values of nodes before it, to which those that it needs are
+    added.
+    """
     if node not in known:
         for given in node.all_input_nodes:
             _evaluated(interpreter, given, known)

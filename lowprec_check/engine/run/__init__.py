@@ -1,1 +1,3 @@
-"""Runs of a model in worker processes: tasks, messages, what happens to a worker, and the saved run."""
+"""Runs of a model in worker processes: tasks, messages, what happens to a worker, and the saved
+run.
+"""

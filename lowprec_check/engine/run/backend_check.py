@@ -1,4 +1,6 @@
-"""Does a backend do what the model does in eager mode? On changed inputs, to inputs and buffers; in which dtypes, and with what warnings."""
+"""Does a backend do what the model does in eager mode? On changed inputs, to inputs and buffers; in
+which dtypes, and with what warnings.
+"""
 
 from __future__ import annotations
 
@@ -42,23 +44,31 @@ STATE_CALLS = 2
 """Calls after which inputs and buffers are compared."""
 
 _IN_RANGE: tuple[InputChange, ...] = ("reversed", "larger-batch")
-"""What a backend that quantizes is tried on: other values may leave the range that it was calibrated for."""
+"""What a backend that quantizes is tried on: other values may leave the range that it was
+calibrated for.
+"""
 
 
 class BackendChecker:
-    """Compares the call of ``checker`` with eager mode in the same precision; ``plain`` is the result of the plain part."""
+    """Compares the call of ``checker`` with eager mode in the same precision; ``plain`` is the
+    result of the plain part.
+    """
 
     def __init__(self, checker: CompilerChecker, plain: PlainResult, *, quantizes: bool) -> None:
         self._checker, self._plain, self._quantizes = checker, plain, quantizes
         self._task, self._target, self._ready = checker.task, checker.target, checker.ready
         self._eager = in_eager_mode(self._ready, self._target)
         self.found, self.result = BackendCheck(), plain
-        """What is known so far, and the result with the verdict on changed inputs, if the run fails on some."""
+        """What is known so far, and the result with the verdict on changed inputs, if the run fails
+        on some.
+        """
 
     def check(self, given: Sequence[warnings.WarningMessage], on_input: Callable[[InputChange], Any]) -> None:
-        """Set :attr:`found` and :attr:`result`; of a run that fails, with what the compiler said only.
+        """Set :attr:`found` and :attr:`result`; of a run that fails, with what the compiler said
+        only.
 
-        ``given`` are the warnings of the calls on the backend; ``on_input`` gets the name of changed inputs before it is called on them.
+        ``given`` are the warnings of the calls on the backend; ``on_input`` gets the name of
+        changed inputs before it is called on them.
         """
         breaks = [
             CompilerRemark(kind="graph-break", text=text, source=line) for text, line in dict.fromkeys(graph_breaks())
@@ -110,7 +120,9 @@ class BackendChecker:
     # -- changed inputs
 
     def _try_changed_inputs(self, on_input: Callable[[InputChange], Any]) -> None:
-        """Until the run fails on one, or there is no time; the time that threads wait for a core does not count."""
+        """Until the run fails on one, or there is no time; the time that threads wait for a core
+        does not count.
+        """
         limit = _seconds_with_core() + SHARE * self._task.call_budget
         for change, call in changed_inputs(self._target, self._task.seed):
             if self._quantizes and change not in _IN_RANGE:
@@ -150,13 +162,19 @@ class BackendChecker:
         self._add(inputs=[*self.found.inputs, tried])
 
     def _is_worse(self, call: Call, compiled: list[Tensor]) -> tuple[bool, float | None]:
-        """Whether the backend, which gave ``compiled``, is further from fp64 than eager mode by more than the tolerance, also with
-        inputs near by, as for :class:`CompilerCheck`; and the error of eager mode. What cannot be compared with fp64 is worse.
+        """Whether the backend, which gave ``compiled``, is further from fp64 than eager mode by
+        more than the tolerance, also with inputs near by, as for :class:`CompilerCheck`; and the
+        error of eager mode. What cannot be compared with fp64 is worse.
         """
         slack, end = self._task.tolerance or 0.0, system.monotonic() + self._checker.seconds
         corners = self._checker.corners(call)
-        corners = corners._replace(compiled=compiled) if corners is not None else None
-        known = [corners] if corners is not None and corners.match() else []
+        if corners is not None:
+            corners = corners._replace(compiled=compiled)
+        else:
+            corners = None
+        known = []
+        if corners is not None and corners.match():
+            known = [corners]
         for number in range(1, MORE_CALLS + 1):
             if not known or worst(distances(known), slack).verdict(slack) != "worse" or system.monotonic() > end:
                 break
@@ -176,7 +194,9 @@ def _seconds_with_core() -> float:
 
 
 def _warnings(given: Sequence[warnings.WarningMessage], of_eager: set[str] | None) -> list[CompilerRemark]:
-    """The warnings of tracing, and those that code other than torch's gives only on the backend: with ``of_eager``, which eager mode gives."""
+    """The warnings of tracing, and those that code other than torch's gives only on the backend:
+    with ``of_eager``, which eager mode gives.
+    """
     found = []
     for warning in given:
         text = text_of(warning.message)

@@ -1,4 +1,6 @@
-"""Is the compiler to blame? Runs a compiled model in eager mode and in fp64 too, and finds the pass that makes it worse."""
+"""Is the compiler to blame? Runs a compiled model in eager mode and in fp64 too, and finds the pass
+that makes it worse.
+"""
 
 from __future__ import annotations
 
@@ -32,10 +34,14 @@ SLACK = 0.1
 """An error of this share of the tolerance is harmless, however small eager's is."""
 
 MORE_CALLS = 8
-"""Further calls on other inputs that must confirm a larger error: that of a few numbers may be small by chance."""
+"""Further calls on other inputs that must confirm a larger error: that of a few numbers may be
+small by chance.
+"""
 
 SHARE_OF_BUDGET = 0.5
-"""Part of the budget of a call that further calls, and the search for the pass, may take together each."""
+"""Part of the budget of a call that further calls, and the search for the pass, may take together
+each.
+"""
 
 BISECT_SECONDS = 60.0
 """The search for the pass ends then, at the latest."""
@@ -47,7 +53,8 @@ _EXACT = {
 
 
 class CompilerChecker:
-    """Checks the run of ``task`` with the model ``ready``, whose call is compiled; ``rewind`` restores the model's state.
+    """Checks the run of ``task`` with the model ``ready``, whose call is compiled; ``rewind``
+    restores the model's state.
 
     ``by_dynamo`` says that ``torch.compile`` compiled it, whose passes can be searched.
     """
@@ -62,7 +69,9 @@ class CompilerChecker:
         self._exact = "fp64"
 
     def checks(self) -> Iterator[CompilerCheck]:
-        """The check, then again with what explains it, as far as that is found; nothing if the outputs cannot be compared."""
+        """The check, then again with what explains it, as far as that is found; nothing if the
+        outputs cannot be compared.
+        """
         given = self.target.inputs
         calls = [self.corners(given)]
         if calls[0] is None:
@@ -121,7 +130,9 @@ class CompilerChecker:
         return found if found.match() else None
 
     def _wide(self, name: str, call: Call) -> list[Tensor] | None:
-        """The output of the model, its weights and inputs rounded to its precision, in a wider format; ``None`` if it fails."""
+        """The output of the model, its weights and inputs rounded to its precision, in a wider
+        format; ``None`` if it fails.
+        """
         args, kwargs = self.ready.inputs(*call)
         self.rewind()
         default = torch.get_default_dtype()
@@ -139,7 +150,9 @@ class CompilerChecker:
                 torch.set_default_dtype(default)
 
     def outputs(self, ready: Prepared, call: Call, *, in_eager: bool = False) -> list[Tensor]:
-        """The tensors in the output on the inputs ``call``, on the CPU; the state of the model is rewound before."""
+        """The tensors in the output on the inputs ``call``, on the CPU; the state of the model is
+        rewound before.
+        """
         self.rewind()  # which also restores the eager mode of compiled parts
         with compiled_code_in_eager() if in_eager else contextlib.nullcontext():
             output, _ = run_once(ready, *call, self.task.seed)
@@ -148,7 +161,9 @@ class CompilerChecker:
     # -- the explanation
 
     def _compiled_again(self, calls: list[Corners | None], *, bisecting: bool = False) -> CompilerVerdict:
-        """The verdict on the model compiled again, on the same inputs; what its user compiled is compiled as before."""
+        """The verdict on the model compiled again, on the same inputs; what its user compiled is
+        compiled as before.
+        """
         forget_compiled()
         compiled = on_backend(self.task, self.target, self.ready)
         if bisecting and self.task.backend == EAGER:
@@ -161,7 +176,8 @@ class CompilerChecker:
         return worst(distances(again), self._slack).verdict(self._slack)
 
     def _bisect(self, calls: list[Corners | None]) -> str | None:
-        """The pass or lowering that makes it worse, by torch's own bisection; ``None`` if it is not found in time.
+        """The pass or lowering that makes it worse, by torch's own bisection; ``None`` if it is not
+        found in time.
 
         What is compiled inside the model cannot be compiled by the bisection's backends.
         """
@@ -192,7 +208,9 @@ class CompilerChecker:
 
 
 def inputs_like(call: Call, number: int) -> Call:
-    """``call`` for 0, else inputs like it: floating tensors changed by about 1 %, integers shifted along their last dimension."""
+    """``call`` for 0, else inputs like it: floating tensors changed by about 1 %, integers shifted
+    along their last dimension.
+    """
     if number == 0:
         return call
     generator = torch.Generator().manual_seed(number)
@@ -201,7 +219,9 @@ def inputs_like(call: Call, number: int) -> Call:
         if tensor.is_floating_point():
             noise = torch.randn(tensor.shape, generator=generator, dtype=torch.float32).to(tensor.device)
             return (tensor.detach() * (1 + 2.0**-6 * noise)).to(tensor.dtype)
-        return tensor.roll(number, -1) if tensor.ndim and tensor.dtype != torch.bool else tensor
+        if tensor.ndim and tensor.dtype != torch.bool:
+            return tensor.roll(number, -1)
+        return tensor
 
     args: Any = map_tensors(call[0], other)
     kwargs: Any = map_tensors(call[1], other)
@@ -228,7 +248,9 @@ class Corners(NamedTuple):
 
 @dataclass
 class Distances:
-    """How far one output tensor is from fp64, summed over calls. Squares of 2-norms, of values that are finite in all corners."""
+    """How far one output tensor is from fp64, summed over calls. Squares of 2-norms, of values that
+    are finite in all corners.
+    """
 
     index: int
     size: float = 0.0
@@ -252,8 +274,12 @@ class Distances:
         e64, e32, low, made = (as_real(tensor).double() for tensor in (exact, fp32, eager, compiled))
         wanted = e64.isfinite() & low.isfinite()
         self.nonfinite += int((wanted & ~made.isfinite()).sum())
-        # beyond the range of the precision, eager has other values by intention: torch.finfo(x.dtype).min in a mask
-        largest = torch.finfo(eager.dtype).max if is_float(eager) else math.inf
+        # beyond the range of the precision, eager has other values by intention:
+        # torch.finfo(x.dtype).min in a mask
+        if is_float(eager):
+            largest = torch.finfo(eager.dtype).max
+        else:
+            largest = math.inf
         compared = wanted & made.isfinite() & e32.isfinite() & (e64.abs() <= largest)
         e64, e32, low, made = (torch.where(compared, values, 0.0) for values in (e64, e32, low, made))
         self.size += _square(e64)
@@ -263,25 +289,36 @@ class Distances:
 
     def error(self, squares: float) -> float:
         """rel_l2 for a sum of squares; 0/0 is 0, x/0 is infinite."""
-        return math.sqrt(squares / self.size) if self.size else (math.inf if squares else 0.0)
+        if self.size:
+            return math.sqrt(squares / self.size)
+        if squares:
+            return math.inf
+        return 0.0
 
     def verdict(self, slack: float) -> CompilerVerdict:
-        """``worse`` if the compiled output has NaN or Inf that eager lacks, more than twice as many changed decisions and more
-        than by chance, or more than twice the error, and the error is over ``slack``.
+        """``worse`` if the compiled output has NaN or Inf that eager lacks, more than twice as many
+        changed decisions and more than by chance, or more than twice the error, and the error is
+        over ``slack``.
         """
         if self.nonfinite:
             return "worse"
         if self.decisions:
             excess = self.compiled_changed - FACTOR * self.eager_changed
             chance = 2 * math.sqrt(self.compiled_changed + FACTOR**2 * self.eager_changed)  # two standard deviations
-            return "worse" if excess > max(chance, slack * self.decisions) else "harmless" if excess > 0 else "no-worse"
+            if excess > max(chance, slack * self.decisions):
+                return "worse"
+            if excess > 0:
+                return "harmless"
+            return "no-worse"
         compiled, eager = self.error(self.compiled), self.error(self.eager)
         if compiled <= FACTOR * eager:
             return "no-worse"
         return "harmless" if compiled <= slack else "worse"
 
     def uncertain(self, slack: float) -> bool:
-        """Whether other inputs must confirm the verdict: a few numbers may be wrong by chance, or be too few to tell."""
+        """Whether other inputs must confirm the verdict: a few numbers may be wrong by chance, or
+        be too few to tell.
+        """
         verdict = self.verdict(slack)
         return not self.nonfinite and (verdict == "worse" or (verdict == "harmless" and self.decisions > 0))
 
@@ -289,7 +326,12 @@ class Distances:
     def severity(self) -> tuple[float, float, float]:
         """Sorts by how much worse the compiled output is."""
         compiled, eager = self.error(self.compiled), self.error(self.eager)
-        ratio = compiled / eager if eager else math.inf if compiled else 0.0
+        if eager:
+            ratio = compiled / eager
+        elif compiled:
+            ratio = math.inf
+        else:
+            ratio = 0.0
         return float(self.nonfinite), float(self.compiled_changed - FACTOR * self.eager_changed), ratio
 
 

@@ -1,7 +1,7 @@
 """Times calls on an accelerator by its own events, and finds out how much of a call its host takes.
 
-Waiting for each call would add the time until the first op reaches the device. Events are recorded between calls, and read when a few
-have been launched.
+Waiting for each call would add the time until the first op reaches the device. Events are recorded
+between calls, and read when a few have been launched.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from lowprec_check.process import system
 from lowprec_check.schema.axes import Call
 
 WARM_UP_SECONDS, AGAIN_SECONDS = 0.05, 0.01
-"""How long calls are repeated before any is timed: an idle device has lowered its clocks, one between two turns only emptied its caches."""
+"""How long calls are repeated before any is timed: an idle device has lowered its clocks, one
+between two turns only emptied its caches.
+"""
 
 ENOUGH_SECONDS, LEAST_CALLS, MOST_CALLS = 0.05, 6, 50
 """Calls of a turn: until they have taken so long together and are the least, or are the most."""
@@ -42,7 +44,9 @@ class Launched(NamedTuple):
     host: float
     """Until it was launched on an idle device."""
     device: float
-    """What it takes the device if that need not wait for the host: at most, as a device holds about 1,000 launches."""
+    """What it takes the device if that need not wait for the host: at most, as a device holds about
+    1,000 launches.
+    """
 
 
 class EventCalls:
@@ -54,12 +58,15 @@ class EventCalls:
 
         def resident(tensor: Tensor) -> Tensor:
             moved = tensor.detach().to(ready.device)
-            return moved.requires_grad_() if tensor.requires_grad else moved
+            if tensor.requires_grad:
+                return moved.requires_grad_()
+            return moved
 
         self._inputs: Call = map_tensors(inputs, resident)
 
     def seconds(self, in_a_row: int, least: float, *, again: bool = False) -> list[float]:
-        """Of calls that together take ``least`` seconds, or are enough; of ``in_a_row`` calls the first is not timed, as the device was idle before.
+        """Of calls that together take ``least`` seconds, or are enough; of ``in_a_row`` calls the
+        first is not timed, as the device was idle before.
 
         ``again``: whether others were timed just before.
         """
@@ -93,7 +100,9 @@ class EventCalls:
         return Launched(host, ahead.elapsed)
 
     def _times(self, calls: int) -> list[float]:
-        """The seconds of a few calls that are launched one after another, from the same state of the model."""
+        """The seconds of a few calls that are launched one after another, from the same state of
+        the model.
+        """
         self._rewind()
         made = [self._call(self._given()) for _ in range(calls)]
         synchronize(self._ready.device)

@@ -1,4 +1,6 @@
-"""What a scan runs to learn more of a run: what fails, with the modules blamed in fp32; what passes, on further batches."""
+"""What a scan runs to learn more of a run: what fails, with the modules blamed in fp32; what
+passes, on further batches.
+"""
 
 from __future__ import annotations
 
@@ -40,10 +42,13 @@ SLOWEST_MS = 5000.0
 
 
 def with_ablation(runs: TargetRuns, further: Sequence[TargetRuns], run: Run) -> Run:
-    """``run`` with its ablation, the same plain run with the modules blamed in fp32, if it fails by its error and its analysis
-    blames a module. Its status is that of the first of the ``further`` batches on which it fails.
+    """``run`` with its ablation, the same plain run with the modules blamed in fp32, if it fails by
+    its error and its analysis blames a module. Its status is that of the first of the ``further``
+    batches on which it fails.
     """
-    blamed = blamed_modules(run) if run.is_eager and run.training is None else None
+    blamed = None
+    if run.is_eager and run.training is None:
+        blamed = blamed_modules(run)
     if blamed is None or run.judged_by_one_call or (run.latency_ms or 0.0) > SLOWEST_MS:
         return run
     how: Any = {"memory_format": run.memory_format, "measured": False, "instrumented": False}
@@ -63,7 +68,9 @@ def with_ablation(runs: TargetRuns, further: Sequence[TargetRuns], run: Run) -> 
 
 
 def run_references(batches: Sequence[TargetRuns], first: Run) -> None:
-    """Run fp32 on each batch after ``first``, that of batch 0. Raises :class:`UsageError` naming a batch on which it fails."""
+    """Run fp32 on each batch after ``first``, that of batch 0. Raises :class:`UsageError` naming a
+    batch on which it fails.
+    """
     for number, batch in enumerate(batches, start=1):
         try:
             batch.reference(timed_as=first)
@@ -74,8 +81,8 @@ def run_references(batches: Sequence[TargetRuns], first: Run) -> None:
 def checked_on(batches: Sequence[TargetRuns], run: Run) -> Run:
     """``run``, if it passes on batch 0, with what the other ``batches`` show.
 
-    If it fails on one of them, its status and explanation are of that batch, and those after it are not run. The op-by-op
-    analysis leaves out local errors, unless the batch fails.
+    If it fails on one of them, its status and explanation are of that batch, and those after it are
+    not run. The op-by-op analysis leaves out local errors, unless the batch fails.
     """
     if run.status != "ok" or not batches:
         return run
@@ -136,7 +143,8 @@ def ranges_of(runs: Sequence[Run]) -> BatchRanges:
 def open_batches(
     source: TargetSource, number: int, options: RunOptions, isolation: Isolation
 ) -> Iterator[list[TargetRuns]]:
-    """Yield the batches after the first of ``number``; raises :class:`UsageError` if `inputs` has fewer.
+    """Yield the batches after the first of ``number``; raises :class:`UsageError` if `inputs` has
+    fewer.
 
     Nothing is timed in a scenario on them.
     """

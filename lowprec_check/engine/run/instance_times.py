@@ -1,4 +1,6 @@
-"""Takes times inside a worker that is an instance of a scenario: of its calls, while other instances run."""
+"""Takes times inside a worker that is an instance of a scenario: of its calls, while other
+instances run.
+"""
 
 from __future__ import annotations
 
@@ -25,13 +27,16 @@ INSTANCE_CALLS = 5
 
 
 def time_instance(task: InstanceTask, target: Target, send: Send, receive: Receive) -> None:
-    """Prepare the model, say so, wait until all instances are to start, and send the seconds of each call.
+    """Prepare the model, say so, wait until all instances are to start, and send the seconds of
+    each call.
 
     Raises :class:`UsageError` if the model fails, as it may on one item, or in another process.
     """
 
     def first(tensor: Tensor) -> Tensor:
-        return tensor[:1] if tensor.ndim else tensor
+        if tensor.ndim:
+            return tensor[:1]
+        return tensor
 
     if task.cores:
         torch.set_num_threads(len(task.cores))

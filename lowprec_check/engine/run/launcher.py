@@ -1,4 +1,6 @@
-"""Where and how often tasks are done: in forks, in fresh interpreters where forks fail, or in one shared worker; again, if their process dies."""
+"""Where and how often tasks are done: in forks, in fresh interpreters where forks fail, or in one
+shared worker; again, if their process dies.
+"""
 
 from __future__ import annotations
 
@@ -40,11 +42,15 @@ class Launcher:
 
     def __init__(self, source: TargetSource, isolation: Isolation) -> None:
         self.source, self.isolation = source, isolation
-        """Where tasks are done; ``spawn`` instead of ``fork`` after a fork has failed where a fresh interpreter has not."""
+        """Where tasks are done; ``spawn`` instead of ``fork`` after a fork has failed where a fresh
+        interpreter has not.
+        """
         self.changes_parameters = isolation == "none"
         """Whether a run was seen to write to parameters: their values are saved from then on."""
         self.hidden_state = False
-        """Whether the model keeps state that cannot be rewound: every part of a run is then done in a process of its own."""
+        """Whether the model keeps state that cannot be rewound: every part of a run is then done in
+        a process of its own.
+        """
         self.side_by_side = SideBySide(source)
         self._forks_may_wait = True
         """Whether a fork that only waits may do so because it is a fork."""
@@ -52,8 +58,8 @@ class Launcher:
     # -- a task
 
     def execute(self, task: ModelTask) -> Outcome:
-        """Do ``task``; again in a fresh interpreter if a fork only waits, or in a new worker after what may come from another
-        task of a shared one.
+        """Do ``task``; again in a fresh interpreter if a fork only waits, or in a new worker after
+        what may come from another task of a shared one.
         """
         outcome = self._execute_here(task)
         if outcome.may_be_of_others:
@@ -98,11 +104,15 @@ class Launcher:
         return outcome
 
     def run_reference(self, task: RunTask) -> Outcome:
-        """Do the fp32 ``task``; if it fails in a fork, but might not as its user runs it, also in a fresh interpreter."""
+        """Do the fp32 ``task``; if it fails in a fork, but might not as its user runs it, also in a
+        fresh interpreter.
+        """
         return self._with_parameters_kept(self._as_its_user, task)
 
     def _with_parameters_kept(self, run: Callable[[RunTask], Outcome], task: RunTask) -> Outcome:
-        """``run`` the task; if it is the first that is seen to write to parameters, again with their values saved."""
+        """``run`` the task; if it is the first that is seen to write to parameters, again with
+        their values saved.
+        """
         outcome = run(task)
         if self.changes_parameters or outcome.plain is None or not outcome.plain.changes_parameters:
             return outcome
@@ -111,7 +121,9 @@ class Launcher:
         return run(dataclasses.replace(task, changes_parameters=True))
 
     def _until_sure(self, task: RunTask) -> Outcome:
-        """Do ``task``; if its process dies in the plain part, do it again, to tell a crash from a signal from outside."""
+        """Do ``task``; if its process dies in the plain part, do it again, to tell a crash from a
+        signal from outside.
+        """
         outcome = self.execute(task)
         if task.reads_once and outcome.plain is None:  # its instruments may be to blame
             return self._until_sure(dataclasses.replace(task, reads_once=False))
@@ -146,7 +158,9 @@ class Launcher:
             self._stop_forking()
             error = outcome.plain.exception if outcome.plain is not None else None
             why = error.text if error is not None else outcome.reason
-            how = f"fails in a forked process ({why})" if why else "took too long in a forked process"
+            how = "took too long in a forked process"
+            if why:
+                how = f"fails in a forked process ({why})"
             fresh.notes.append(f"the model {how}, but not in a fresh interpreter, which the runs used")
         return fresh
 
@@ -169,7 +183,9 @@ class Launcher:
         least = 2 * Activity.SECONDS  # one measurement may be of a process that lacks a core
         idle_limit = max(least, min(IDLE_SECONDS, task.budget / 2))
         limit = idle_limit if self._forks and self._forks_may_wait else math.inf
-        begun = self.side_by_side.outcome(task, limit) if self.isolation == "fork" else None
+        begun = None
+        if self.isolation == "fork":
+            begun = self.side_by_side.outcome(task, limit)
         if begun is not None:
             return begun
         if isinstance(task, RunTask):  # neither may disturb the times of the other
@@ -177,7 +193,9 @@ class Launcher:
         return execute(task, self.source, self.isolation, idle_limit=limit)
 
     def _can_be_sent(self) -> bool:
-        """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it may wait for a thread."""
+        """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it
+        may wait for a thread.
+        """
         try:
             self.source.fresh()
         except UsageError as error:
@@ -194,12 +212,13 @@ class Launcher:
 
 
 class Attempts:
-    """The next attempt at the instrumented part, so that the ops after the place where it ended are seen too.
+    """The next attempt at the instrumented part, so that the ops after the place where it ended are
+    seen too.
 
-    An op is blamed for its time only if it took its limit twice: the budget may end in any op, and a call may be long because
-    something else had the processor. It is blamed for a crash only if the process died in it twice: at the same place, or
-    elsewhere in an op that is already blamed. What died once may have been killed from outside, or by something that an
-    earlier op broke.
+    An op is blamed for its time only if it took its limit twice: the budget may end in any op, and
+    a call may be long because something else had the processor. It is blamed for a crash only if
+    the process died in it twice: at the same place, or elsewhere in an op that is already blamed.
+    What died once may have been killed from outside, or by something that an earlier op broke.
     """
 
     def __init__(self, task: ExplainTask) -> None:

@@ -1,6 +1,8 @@
-"""What a run leaves behind in its process: settings, patches, threads, hooks. A worker with leftovers is not used for another run.
+"""What a run leaves behind in its process: settings, patches, threads, hooks. A worker with
+leftovers is not used for another run.
 
-What the snapshot of a model restores is not a leftover. Not seen: kernels that are registered with torch, and what native libraries keep.
+What the snapshot of a model restores is not a leftover. Not seen: kernels that are registered with
+torch, and what native libraries keep.
 """
 
 from __future__ import annotations
@@ -52,7 +54,8 @@ _CONTAINERS = (dict, list, set, collections.deque)
 class Leftovers:
     """The state of this process when it is made; :meth:`found` names what has changed since.
 
-    Objects are compared by identity; they are kept alive, so that a new object cannot have the identity of an old one.
+    Objects are compared by identity; they are kept alive, so that a new object cannot have the
+    identity of an old one.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -72,7 +75,9 @@ class Leftovers:
             if after.get(name) != value and (parameters or not name.startswith("values of")):
                 left.append(name)
         added = [name for name in after if name not in self._before and name.startswith("parameter")]
-        memory = [f"{held / 2**20:.0f} MiB on the accelerator"] if held > MOST_HELD else []
+        memory = []
+        if held > MOST_HELD:
+            memory = [f"{held / 2**20:.0f} MiB on the accelerator"]
         return [*left, *added, *memory]
 
     def _state(self) -> dict[str, Any]:
@@ -133,7 +138,10 @@ class Leftovers:
             elif isinstance(value, type):
                 inside = self._methods(value)
             elif type(value) in _CONTAINERS:
-                items = [*value.keys(), *value.values()] if isinstance(value, dict) else list(value)
+                if isinstance(value, dict):
+                    items = [*value.keys(), *value.values()]
+                else:
+                    items = list(value)
                 self._known += items
                 inside = [id(item) for item in items]
             found.append((key, id(value), inside))

@@ -1,4 +1,6 @@
-"""The margin of a run that passes: fp32 keeps further inputs with its outputs, and other runs are tried on them."""
+"""The margin of a run that passes: fp32 keeps further inputs with its outputs, and other runs are
+tried on them.
+"""
 
 from __future__ import annotations
 
@@ -30,14 +32,18 @@ from lowprec_check.process.function_worker import in_worker
 from lowprec_check.schema.measures import InputKind, InputsTried
 
 MOST, MOST_NEAR = 16, 64
-"""Further inputs that are tried by default: more if the error comes near to the tolerance on one of the first."""
+"""Further inputs that are tried by default: more if the error comes near to the tolerance on one of
+the first.
+"""
 
 NEAR = 0.7
 """The part of the tolerance from which on an error is near it."""
 
 SECONDS, SHARE = 0.1, 0.2
-"""Time for them by default: so many seconds, and that share of the time of the calls before. Where other programs use the cores,
-all of a scan takes longer: the seconds are those in which the thread runs."""
+"""Time for them by default: so many seconds, and that share of the time of the calls before. Where
+other programs use the cores, all of a scan takes longer: the seconds are those in which the thread
+runs.
+"""
 
 WAITING = 2.5
 """So many times that long it may take in all, for inputs that are read from somewhere."""
@@ -46,7 +52,9 @@ LARGEST = 256 << 20
 """Bytes of further inputs and outputs that are kept."""
 
 REPEATS = 1e-4
-"""Two fp32 calls that differ by more may do so because of state that cannot be rewound, which further calls would change."""
+"""Two fp32 calls that differ by more may do so because of state that cannot be rewound, which
+further calls would change.
+"""
 
 SLOW = "a call takes too long to try more inputs"
 RANDOM = "the model draws random numbers"
@@ -66,9 +74,11 @@ class FurtherInputs(NamedTuple):
 
 
 class FurtherCalls:
-    """Calls the model ``ready`` of ``task``, whose plain part gave ``plain``, on further inputs, while there is time.
+    """Calls the model ``ready`` of ``task``, whose plain part gave ``plain``, on further inputs,
+    while there is time.
 
-    ``rewind`` restores the state of the model before each call; of ``probe``, the output is compared instead of the model's.
+    ``rewind`` restores the state of the model before each call; of ``probe``, the output is
+    compared instead of the model's.
     """
 
     def __init__(
@@ -103,14 +113,20 @@ class FurtherCalls:
         return [tensor.cpu().clone() for tensor in output_tensors(output)]
 
     def keep(self, self_error: float) -> None:
-        """In the fp32 run, two calls of which differ by ``self_error``: save further inputs with its outputs.
+        """In the fp32 run, two calls of which differ by ``self_error``: save further inputs with
+        its outputs.
 
         Inputs on which it fails, or has NaN or Inf, are left out.
         """
         task, target = self._task, self._target
-        reason = (
-            RANDOM if self._plain.random else STATEFUL if self_error > REPEATS else None if self._has_time else SLOW
-        )
+        if self._plain.random:
+            reason = RANDOM
+        elif self_error > REPEATS:
+            reason = STATEFUL
+        elif self._has_time:
+            reason = None
+        else:
+            reason = SLOW
         found = FurtherInputs("resampled", [], reason=reason)
         if reason is None:
             if not in_worker():  # a function or a loader of the user's would be left in another state
@@ -146,9 +162,11 @@ class FurtherCalls:
         return FurtherInputs(kind, inputs, left_out, reason if len(inputs) < most else None)
 
     def tried(self, on_input: Callable[[int, InputsTried], Any]) -> InputsTried:
-        """How the run does on the inputs that fp32 kept; ``on_input`` gets what is known before each call.
+        """How the run does on the inputs that fp32 kept; ``on_input`` gets what is known before
+        each call.
 
-        By default on :data:`MOST`, and on more only if one of these, or the given inputs, is near the tolerance.
+        By default on :data:`MOST`, and on more only if one of these, or the given inputs, is near
+        the tolerance.
         """
         task, error = self._task, self._plain.output_error
         kept = FurtherInputs("resampled", [], reason=NOT_KEPT)
@@ -209,15 +227,19 @@ CONFIDENCE = 0.95
 
 
 def failing_share(failed: int, tried: int, *, looks: int = 1) -> tuple[float, float]:
-    """The interval of Clopper and Pearson for the share of inputs that fail, of ``failed`` among ``tried``.
+    """The interval of Clopper and Pearson for the share of inputs that fail, of ``failed`` among
+    ``tried``.
 
-    With two ``looks`` it was decided after the first inputs whether to try more, because one of them failed or came near to the
-    tolerance. An interval of an ordinary width would hold the share too rarely then: each look may be wrong with half of the
-    probability. The first one, after which no input has failed, can only be wrong on one side, so its width stays.
+    With two ``looks`` it was decided after the first inputs whether to try more, because one of
+    them failed or came near to the tolerance. An interval of an ordinary width would hold the share
+    too rarely then: each look may be wrong with half of the probability. The first one, after which
+    no input has failed, can only be wrong on one side, so its width stays.
     """
 
     def share_with(most: int, probability: float) -> float:
-        """The share at which at most ``most`` fail with this ``probability``, which falls with the share; by bisection."""
+        """The share at which at most ``most`` fail with this ``probability``, which falls with the
+        share; by bisection.
+        """
         low, high = 0.0, 1.0
         for _ in range(50):
             share = (low + high) / 2
@@ -227,5 +249,7 @@ def failing_share(failed: int, tried: int, *, looks: int = 1) -> tuple[float, fl
         return (low + high) / 2
 
     tail = (1 - CONFIDENCE) / 2 / looks
-    low = share_with(failed - 1, 1 - tail) if failed else 0.0
+    low = 0.0
+    if failed:
+        low = share_with(failed - 1, 1 - tail)
     return low, share_with(failed, tail) if failed < tried else 1.0

@@ -1,4 +1,6 @@
-"""Keeps a scan within the memory that is free, and within its share of it: what does not fit is left out, with a note."""
+"""Keeps a scan within the memory that is free, and within its share of it: what does not fit is
+left out, with a note.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Part = Literal["plain", "none", "accumulated", "both"]
 """The plain part of a run, or its instrumented part by the errors that it computes."""
 
 _ACTIVATIONS: dict[Part, float] = {"plain": 1.0, "none": 1.1, "accumulated": 1.5, "both": 3.0}
-"""Times the activations that are alive at the peak of fp32; the largest measured are 0.8, 0.9, 1.5 and 2.8, of DenseNet-121 and a transformer encoder."""
+"""Times the activations that are alive at the peak of fp32; the largest measured are 0.8, 0.9, 1.5
+and 2.8, of DenseNet-121 and a transformer encoder.
+"""
 
 _LARGEST: dict[Part, float] = {"plain": 0.0, "none": 0.0, "accumulated": 1.0, "both": 1.0}
 """Times the largest weight, which is widened for an op."""
@@ -60,17 +64,23 @@ class Allowance(NamedTuple):
 
 
 def allowance(task: AnalysisTask, model: nn.Module) -> Allowance:
-    """What the instrumented part of ``task`` may compute. ``model`` is on the device of the task, in fp32."""
+    """What the instrumented part of ``task`` may compute. ``model`` is on the device of the task,
+    in fp32.
+    """
     peak = task.fp32_peak
     if task.is_reference or peak is None:
         return Allowance("none" if task.is_reference else task.errors, None, None)
     size, free = ModelBytes.of(model), free_memory(torch.device(task.device))
-    most = size.most(peak) - size.held if task.limits_memory else None
+    most = None
+    if task.limits_memory:
+        most = size.most(peak) - size.held
     saved = (size.held + size.cast if task.changes_parameters else 0) + _outputs(task.files)
     for errors in _FEWER[_FEWER.index(task.errors) :]:
         need = size.beyond(errors, peak) + saved
         if need <= free and (most is None or need <= most or errors == "none"):
-            tape = None if most is None else MemoryLimit(max(0, most - need), _TAPE_LIMIT)
+            tape = None
+            if most is not None:
+                tape = MemoryLimit(max(0, most - need), _TAPE_LIMIT)
             wanted = size.beyond(task.errors, peak) + saved
             if errors == task.errors:
                 return Allowance(errors, tape, None)
@@ -90,26 +100,34 @@ def allowance(task: AnalysisTask, model: nn.Module) -> Allowance:
 
 
 def most_at_once(task: AnalysisTask, model: nn.Module) -> int:
-    """How many tasks like ``task`` may run at the same time, each complete, within the memory that a scan takes."""
+    """How many tasks like ``task`` may run at the same time, each complete, within the memory that
+    a scan takes.
+    """
     size, peak = ModelBytes.of(model), task.fp32_peak
     if peak is None:
         return 1
     free = free_memory(torch.device(task.device)) // 2
-    room = min(free, size.most(peak) - size.held) if task.limits_memory else free
+    room = free
+    if task.limits_memory:
+        room = min(free, size.most(peak) - size.held)
     return max(1, room // max(1, size.beyond(task.errors, peak)))
 
 
 def _outputs(files: TaskFiles) -> int:
-    """Bytes that are kept for comparisons: the outputs of fp32, which a file holds, as many of the run, and further inputs."""
+    """Bytes that are kept for comparisons: the outputs of fp32, which a file holds, as many of the
+    run, and further inputs.
+    """
     return 2 * os.fstat(files.reference).st_size + 2 * os.fstat(files.further).st_size
 
 
 def why_too_large(
     model: nn.Module, device: str, isolation: Isolation, fp32_peak: int | None, files: TaskFiles
 ) -> str | None:
-    """Why the plain part of a low-precision run does not fit into memory; ``None`` if it does, or cannot be known here.
+    """Why the plain part of a low-precision run does not fit into memory; ``None`` if it does, or
+    cannot be known here.
 
-    An accelerator reports what does not fit as an exception of the run; on a CPU, the kernel would kill a process.
+    An accelerator reports what does not fit as an exception of the run; on a CPU, the kernel would
+    kill a process.
     """
     if device != "cpu":
         return None
@@ -121,7 +139,8 @@ def why_too_large(
 
 
 def check_weights_fit(model: nn.Module, device: torch.device, isolation: Isolation = "none") -> None:
-    """Raise :class:`UsageError` if the fp32 weights do not fit where a run needs them, beside those of ``model`` itself.
+    """Raise :class:`UsageError` if the fp32 weights do not fit where a run needs them, beside those
+    of ``model`` itself.
 
     On an accelerator they are moved; on a CPU a fresh interpreter loads them once more.
     """
@@ -133,7 +152,9 @@ def check_weights_fit(model: nn.Module, device: torch.device, isolation: Isolati
             tensor.device.type != device.type for tensor in itertools.chain(model.parameters(), model.buffers())
         )
         need = size.held if all(elsewhere) else 0
-    free = free_memory(device) if need else 0
+    free = 0
+    if need:
+        free = free_memory(device)
     if need <= free:
         return
     weights, room = gibibytes(need), gibibytes(free)
@@ -186,11 +207,15 @@ class ModelBytes(NamedTuple):
         return cls(held, cast, largest)
 
     def beyond(self, part: Part, fp32_peak: int | None) -> int:
-        """Bytes that ``part`` of a low-precision run needs beyond the fp32 weights, which stay in memory.
+        """Bytes that ``part`` of a low-precision run needs beyond the fp32 weights, which stay in
+        memory.
 
-        ``fp32_peak`` is the peak of the fp32 run, weights included; ``None``, if unknown: then it is a lower bound.
+        ``fp32_peak`` is the peak of the fp32 run, weights included; ``None``, if unknown: then it
+        is a lower bound.
         """
-        activations = max(0, fp32_peak - self.held) if fp32_peak is not None else 0
+        activations = 0
+        if fp32_peak is not None:
+            activations = max(0, fp32_peak - self.held)
         return int(self.cast + _LARGEST[part] * self.largest + _ACTIVATIONS[part] * activations)
 
     def most(self, fp32_peak: int) -> int:
@@ -201,4 +226,6 @@ class ModelBytes(NamedTuple):
 def gibibytes(count: float) -> str:
     """``3.2 GiB``; with two digits if it is small."""
     size = count / 2**30
-    return f"{size:.1f} GiB" if size >= 1 else f"{size:.2g} GiB"
+    if size >= 1:
+        return f"{size:.1f} GiB"
+    return f"{size:.2g} GiB"

@@ -1,6 +1,8 @@
-"""The messages between a worker and its parent, encoded by msgspec: nothing that a worker sends is unpickled.
+"""The messages between a worker and its parent, encoded by msgspec: nothing that a worker sends is
+unpickled.
 
-A verdict, the measures and the analysis are sent as they are; :class:`Ended` is the last message about a task.
+A verdict, the measures and the analysis are sent as they are; :class:`Ended` is the last message
+about a task.
 """
 
 from __future__ import annotations
@@ -31,7 +33,9 @@ class CallStarted(Struct, frozen=True, tag="call"):
 
 
 class Measures(Struct, frozen=True, kw_only=True, tag="measures"):
-    """Time, memory and metric of the plain run, as far as they are known; a later message replaces it."""
+    """Time, memory and metric of the plain run, as far as they are known; a later message replaces
+    it.
+    """
 
     latency_ms: float | None = None
     peak_memory_bytes: int | None = None
@@ -47,7 +51,9 @@ class Measures(Struct, frozen=True, kw_only=True, tag="measures"):
     further_inputs: InputsTried | None = None
     backend_check: BackendCheck | None = None
     draws: bool | None = None
-    """Whether the calls of a run that fails drew random numbers, or could not be repeated; ``None`` if that was not looked for."""
+    """Whether the calls of a run that fails drew random numbers, or could not be repeated; ``None``
+    if that was not looked for.
+    """
 
 
 class ChangedInputStarted(Struct, frozen=True, tag="changed-input"):
@@ -88,7 +94,9 @@ class GapFound(Struct, frozen=True, tag="gap"):
 
 
 class OpCallsFound(Struct, frozen=True, tag="op-calls"):
-    """The op calls of the instrumented part since the last such message, in case it does not reach its end."""
+    """The op calls of the instrumented part since the last such message, in case it does not reach
+    its end.
+    """
 
     op_calls: OpCalls
 
@@ -122,7 +130,9 @@ class PartFailed(Struct, frozen=True, tag="part-failed"):
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """The model is prepared to be timed; the worker waits for its turn, or for the other instances of a scenario."""
+    """The model is prepared to be timed; the worker waits for its turn, or for the other instances
+    of a scenario.
+    """
 
 
 class NextTurn(Struct, frozen=True):
@@ -131,7 +141,9 @@ class NextTurn(Struct, frozen=True):
     round: int
     """Counted from 0."""
     on_one_core: bool
-    """Whether other programs use the cores, so that calls on one core, which they do not disturb, are timed too."""
+    """Whether other programs use the cores, so that calls on one core, which they do not disturb,
+    are timed too.
+    """
 
 
 class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
@@ -143,7 +155,9 @@ class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
     seconds: list[float]
     """Of each call."""
     waited: float | None
-    """The part of the time in which a thread waited for a core; ``None`` if the system does not tell."""
+    """The part of the time in which a thread waited for a core; ``None`` if the system does not
+    tell.
+    """
     is_disturbed: bool = False
     """Whether threads waited in all of the calls."""
     on_one_core: list[float] = []
@@ -151,7 +165,9 @@ class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
     fixed_work: float
     """Seconds of a fixed piece of work."""
     launched: tuple[float, float] | None = None
-    """Seconds that a call takes the host, and the accelerator if it need not wait for the host; ``None`` if they are not known."""
+    """Seconds that a call takes the host, and the accelerator if it need not wait for the host;
+    ``None`` if they are not known.
+    """
 
 
 Turns = Mapping[int, TurnTimed]
@@ -173,7 +189,9 @@ class InstanceTimed(Struct, frozen=True, tag="instance-timed"):
 
 
 class Checked(Struct, frozen=True, tag="checked"):
-    """After a task: what it left behind in its process, which can do another task if there is nothing."""
+    """After a task: what it left behind in its process, which can do another task if there is
+    nothing.
+    """
 
     left: list[str]
 
@@ -216,7 +234,8 @@ def encode(message: TaskMessage) -> bytes:
 def decode(data: bytes) -> TaskMessage:
     """Decode the output of :func:`encode`; raises ``msgspec.DecodeError`` for anything else.
 
-    Each distinct text of the columns is stored once: there may be 100,000 op calls and 100 different names.
+    Each distinct text of the columns is stored once: there may be 100,000 op calls and 100
+    different names.
     """
     message = _DECODER.decode(data)
     if isinstance(message, Instrumented):

@@ -20,9 +20,14 @@ IN_EVAL_MODE = "the file's model is in eval mode; it is trained after model.trai
 
 
 def describe_target(target: Target, fp32: Run, *, trains: bool = False, batches: int = 1) -> ModelInfo:
-    """Describe the model and its inputs, of so many ``batches``; ``trains``: the scan is of training, which calls ``model.train()``."""
+    """Describe the model and its inputs, of so many ``batches``; ``trains``: the scan is of
+    training, which calls ``model.train()``.
+    """
     model = target.model
-    notes = _notes_on_training(target.notes) if trains else list(target.notes)
+    if trains:
+        notes = _notes_on_training(target.notes)
+    else:
+        notes = list(target.notes)
     if batches > 1:
         plural = {"batch": "batches", "item": "items"}
         notes = [_FIRST.sub(lambda its: f"its first {batches} {plural[its[1]]} were used", note) for note in notes]
@@ -62,7 +67,9 @@ _FIRST_BATCH = re.compile(
 
 
 def _notes_on_training(notes: tuple[str, ...]) -> list[str]:
-    """The notes without those on inference: a scan of training uses further batches, and their targets."""
+    """The notes without those on inference: a scan of training uses further batches, and their
+    targets.
+    """
     found = []
     for note in notes:
         batch = _FIRST_BATCH.fullmatch(note)
@@ -76,7 +83,9 @@ def _notes_on_training(notes: tuple[str, ...]) -> list[str]:
 
 
 def _training_setup(target: Target) -> list[str]:
-    """The setup of the target, which also names the batch that the targets are in, and puts the model into training mode."""
+    """The setup of the target, which also names the batch that the targets are in, and puts the
+    model into training mode.
+    """
     lines = []
     for line in target.setup:
         if target.batch_code and target.batch_code in line:

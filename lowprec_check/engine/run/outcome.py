@@ -1,4 +1,6 @@
-"""What a worker sent about its task and how it ended, and the saved :class:`Run` that is made of it."""
+"""What a worker sent about its task and how it ended, and the saved :class:`Run` that is made of
+it.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,9 @@ from lowprec_check.schema.verdict import Status, look
 from lowprec_check.schema.what_if import WhatIf
 
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
-"""Signals that another process, the user or the kernel sends; a model that fails by itself dies of others."""
+"""Signals that another process, the user or the kernel sends; a model that fails by itself dies of
+others.
+"""
 
 _NO_MEMORY = ("OutOfMemoryError", "MemoryError")
 """Exceptions that say that memory is used up."""
@@ -89,7 +93,9 @@ class Outcome:
     notes: list[str] = dataclasses.field(default_factory=list)
     """What else happened to the worker."""
     ended: Literal["done", "crashed", "timeout", "stuck", "idle"] = "done"
-    """``stuck``: one op exceeded its time limit; ``idle``: a fork waited for too long without use of the processor."""
+    """``stuck``: one op exceeded its time limit; ``idle``: a fork waited for too long without use
+    of the processor.
+    """
     exit_code: int = 0
     """Exit code of the process, if it crashed."""
     reason: str | None = None
@@ -148,7 +154,9 @@ class Outcome:
 
     @property
     def draws(self) -> bool | None:
-        """Whether its calls draw random numbers: as recorded, or as its plain calls and the first one op by op show; ``None`` if that is not known."""
+        """Whether its calls draw random numbers: as recorded, or as its plain calls and the first
+        one op by op show; ``None`` if that is not known.
+        """
         if self.measures is not None and self.measures.draws is not None:
             return self.measures.draws
         if self.plain is not None and self.plain.random:
@@ -158,18 +166,24 @@ class Outcome:
 
     @property
     def died_in_plain_part(self) -> bool:
-        """Whether the process died in a call of the plain part; what is measured after the calls does not count."""
+        """Whether the process died in a call of the plain part; what is measured after the calls
+        does not count.
+        """
         return self.ended == "crashed" and self.measures is None and self.position is None
 
     @property
     def failed_input(self) -> InputChange | None:
-        """The changed inputs in which the worker ended; a larger batch, for which a compiler compiles again, may take any time."""
+        """The changed inputs in which the worker ended; a larger batch, for which a compiler
+        compiles again, may take any time.
+        """
         took_long = self.ended != "crashed" and self.changed_input == "larger-batch"
         return None if self.ended == "done" or took_long else self.changed_input
 
     @property
     def may_be_of_others(self) -> bool:
-        """Whether what happened may come from a task that the same worker did before: the plain part hangs, or memory is used up."""
+        """Whether what happened may come from a task that the same worker did before: the plain
+        part hangs, or memory is used up.
+        """
         hung = self.ended in ("timeout", "stuck", "idle") and self.measures is None and self.position is None
         exception = self.plain.exception if self.plain is not None else None
         return self.reused and (hung or (exception is not None and exception.type.endswith(_NO_MEMORY)))
@@ -181,41 +195,59 @@ class Outcome:
 
     @property
     def place(self) -> CallSite | None:
-        """The op that was running when the worker ended; ``None`` if it was between ops, or in the plain part."""
+        """The op that was running when the worker ended; ``None`` if it was between ops, or in the
+        plain part.
+        """
         position = self.position
         if position is None or not position.in_op:
             return None
         return position.op, position.module, position.source
 
     def why_incomplete(self, budget: float) -> str | None:
-        """Why the instrumented part did not reach the end of the model, and where it was; ``None`` if its worker did not end."""
+        """Why the instrumented part did not reach the end of the model, and where it was; ``None``
+        if its worker did not end.
+        """
         if self.ended == "done" or self.explained is not None:
             return None
-        what = self.reason if self.ended == "crashed" else f"the budget of {budget:g} s ended"
+        if self.ended == "crashed":
+            what = self.reason
+        else:
+            what = f"the budget of {budget:g} s ended"
         if self.position is None:
             return what
         return f"{what}, {'at' if self.position.in_op else 'after'} {describe_position(self.position)}"
 
     @property
     def verdict_so_far(self) -> str | None:
-        """What the plain calls showed, which further ones may change: ``ok so far, error 2.2e-03``; ``None`` before that is known."""
+        """What the plain calls showed, which further ones may change: ``ok so far, error 2.2e-03``;
+        ``None`` before that is known.
+        """
         if self.plain is None:
             return None
         status, error = self.plain.status, self.plain.output_error
-        words = look(status).word if status == "error" else f"{look(status).word} so far"
+        if status == "error":
+            words = look(status).word
+        else:
+            words = f"{look(status).word} so far"
         if error is None or status not in ("ok", "inaccurate"):
             return words
         return f"{words}, {say('error {error:error}', error=error.distance).text}"
 
     def op_calls(self) -> OpCalls:
         """The op calls found, whether or not the instrumented part finished."""
-        return self.explained.op_calls if self.explained is not None else concatenate(self.op_calls_found)
+        if self.explained is not None:
+            return self.explained.op_calls
+        return concatenate(self.op_calls_found)
 
 
 def describe_position(position: Position) -> str:
     """``op 12: aten.mm.default in layers.0 (model.py:7)``."""
-    module = f" in {position.module}" if position.module else ""
-    source = f" ({position.source})" if position.source else ""
+    module = ""
+    if position.module:
+        module = f" in {position.module}"
+    source = ""
+    if position.source:
+        source = f" ({position.source})"
     return f"op {position.ops}: {position.op}{module}{source}"
 
 
@@ -223,14 +255,18 @@ def describe_position(position: Position) -> str:
 
 
 def compared_with(run: Run, fp32: Run | None) -> Run:
-    """``run`` without a share of choices, if it calls other ops than ``fp32``: the difference of its reference to that is of these, too."""
+    """``run`` without a share of choices, if it calls other ops than ``fp32``: the difference of
+    its reference to that is of these, too.
+    """
     if run.budget is None or fp32 is None or not other_ops(run, fp32):
         return run
     return msgspec.structs.replace(run, budget=msgspec.structs.replace(run.budget, decisions=0.0))
 
 
 def make_run(task: RunTask, outcome: Outcome) -> Run:
-    """The run of ``task``: what a part found is the field of :class:`Run` that has the same name, but for what is named here."""
+    """The run of ``task``: what a part found is the field of :class:`Run` that has the same name,
+    but for what is named here.
+    """
     plain, measures, explained = outcome.plain, outcome.measures, outcome.explained
     calls = outcome.op_calls()
     fields: dict[str, Any] = {
@@ -299,7 +335,9 @@ def _saved_fields(part: msgspec.Struct | None) -> dict[str, Any]:
 
 
 def _status(task: RunTask, outcome: Outcome) -> tuple[Status, str | None]:
-    which = f" on call {outcome.call}" if outcome.call > 1 else ""
+    which = ""
+    if outcome.call > 1:
+        which = f" on call {outcome.call}"
     if outcome.died_in_plain_part:
         # The op in which it died again op by op. That analysis is about the first call.
         gaps = outcome.explained.gaps if outcome.explained is not None and outcome.call == 1 else []
@@ -309,7 +347,9 @@ def _status(task: RunTask, outcome: Outcome) -> tuple[Status, str | None]:
         return outcome.plain.status, None
     if outcome.failed_input is not None and outcome.ended == "crashed":
         return "crashed", outcome.reason or "the process died"
-    line = f", at {outcome.line}" if outcome.line else ""
+    line = ""
+    if outcome.line:
+        line = f", at {outcome.line}"
     return "timeout", f"exceeded the budget of {task.call_budget:g} s{which}{line}"
 
 
@@ -331,8 +371,9 @@ def _setup_seconds(task: RunTask, outcome: Outcome) -> float | None:
 
 
 def explained_by(run: Run, eager: Run) -> Run:
-    """``run``, on another backend, with what the op-by-op analysis of ``eager`` explains: the modules called, and gaps if
-    both failed: eager mode shows that nothing fails by a gap whose exception the model catches.
+    """``run``, on another backend, with what the op-by-op analysis of ``eager`` explains: the
+    modules called, and gaps if both failed: eager mode shows that nothing fails by a gap whose
+    exception the model catches.
     """
     failed = all(its.status in ("error", "crashed") for its in (run, eager))
     return msgspec.structs.replace(

@@ -1,4 +1,6 @@
-"""What changes the output, by trials: runs with one module in fp32, which test an error budget, and fp32 with one place rounded to 16 bits."""
+"""What changes the output, by trials: runs with one module in fp32, which test an error budget, and
+fp32 with one place rounded to 16 bits.
+"""
 
 from __future__ import annotations
 
@@ -27,13 +29,19 @@ from lowprec_check.schema.measures import MATTERS, ErrorBudget, ModuleShare, Ran
 from lowprec_check.schema.precisions import PRECISIONS
 
 SECONDS, SHARE = 0.2, 0.1
-"""Time for them: so many seconds in which the thread runs, and that share of the time of the instrumented part."""
+"""Time for them: so many seconds in which the thread runs, and that share of the time of the
+instrumented part.
+"""
 
 OF_FAILING, SLOWEST = 3, 5.0
-"""Of a run that fails, so many modules with the largest shares are tried in any case, if a call takes at most so many seconds."""
+"""Of a run that fails, so many modules with the largest shares are tried in any case, if a call
+takes at most so many seconds.
+"""
 
 SAME = 1e-3
-"""Errors that differ by more, relatively, are not those of the same output: the model draws random numbers, or has a state."""
+"""Errors that differ by more, relatively, are not those of the same output: the model draws random
+numbers, or has a state.
+"""
 
 
 def measured_shares(
@@ -45,17 +53,24 @@ def measured_shares(
     *,
     seconds: float,
 ) -> Iterator[ShareMeasured]:
-    """The shares of modules in the error of the tensor that the budget is about, if it names causes: those first that matter most, while there
-    is time.
+    """The shares of modules in the error of the tensor that the budget is about, if it names
+    causes: those first that matter most, while there is time.
 
-    ``outputs`` are the tensors that a plain call gave, in ``call_seconds``; ``None`` if another call would not give the same. ``seconds`` is what the instrumented
-    part, which ``found`` the budget, took.
+    ``outputs`` are the tensors that a plain call gave, in ``call_seconds``; ``None`` if another
+    call would not give the same. ``seconds`` is what the instrumented part, which ``found`` the
+    budget, took.
     """
     budget = found.budget
     if outputs is None or call_seconds is None or budget is None or not (is_trusted(budget) and budget.measured):
         return
-    saved = None if task.is_reference or task.keep_fp32 or task.predicted else Fp32Outputs.load(task.files)
-    fp32 = [] if saved is None or saved.probe else saved.outputs[0]
+    if task.is_reference or task.keep_fp32 or task.predicted:
+        saved = None
+    else:
+        saved = Fp32Outputs.load(task.files)
+    if saved is None or saved.probe:
+        fp32 = []
+    else:
+        fp32 = saved.outputs[0]
     floating = [index for index, tensor in enumerate(fp32) if is_float(tensor) and tensor.numel()]
     errors = {index: compare_outputs([outputs[index]], [fp32[index]]).distance for index in floating}
     worst = max(errors, key=errors.__getitem__, default=None)
@@ -82,7 +97,9 @@ def measured_shares(
 
 
 def _in_order(budget: ErrorBudget) -> list[list[str]]:
-    """The modules to try, those that sentences name first; those with the same ops, one inside the other, together."""
+    """The modules to try, those that sentences name first; those with the same ops, one inside the
+    other, together.
+    """
     own: dict[str, float] = defaultdict(float)
     for share in budget.shares:
         own[share.module] += share.share
@@ -107,8 +124,12 @@ def tried_ranges(task: AnalysisTask, target: Target, found: Instrumented) -> lis
     fails = (error is not None and error.distance is None) or any(
         each is not None and each > limit for each in distances
     )
-    rows = places_to_try(found.op_calls, known.mark) if known is not None and known.underflows and fails else []
-    saved = Fp32Outputs.load(task.files) if rows else None
+    rows = []
+    if known is not None and known.underflows and fails:
+        rows = places_to_try(found.op_calls, known.mark)
+    saved = None
+    if rows:
+        saved = Fp32Outputs.load(task.files)
     if known is None or saved is None or saved.probe is not None:
         return []
     with prepared_for(in_fp32(task), target) as ready:

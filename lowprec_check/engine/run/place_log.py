@@ -1,4 +1,6 @@
-"""The line of the model in the tracebacks that ``faulthandler`` logs, of all threads and of whatever library they are in."""
+"""The line of the model in the tracebacks that ``faulthandler`` logs, of all threads and of
+whatever library they are in.
+"""
 
 from __future__ import annotations
 
@@ -21,21 +23,26 @@ _CUT = "  ..."
 
 
 def note_model(log: int, packages: Iterable[str] = ()) -> None:
-    """In a worker: write to ``log`` that this thread runs the model, which is made of modules of ``packages``."""
+    """In a worker: write to ``log`` that this thread runs the model, which is made of modules of
+    ``packages``.
+    """
     os.write(log, f"{_NOTE}{threading.get_ident():#018x} {' '.join(packages)}\n".encode(errors="replace"))
 
 
 def packages_of(model: nn.Module) -> list[str]:
-    """The top-level packages of the classes of the model and its modules; torch's count as what they are made with."""
+    """The top-level packages of the classes of the model and its modules; torch's count as what
+    they are made with.
+    """
     found = {type(module).__module__.partition(".")[0] for module in model.modules()}
     return sorted(found - {"torch", "builtins", "__main__"})
 
 
 def model_line(log: bytes) -> str | None:
-    """The innermost line of the user's files, or of a package that the model is made of, in the last traceback in ``log``.
+    """The innermost line of the user's files, or of a package that the model is made of, in the
+    last traceback in ``log``.
 
-    It is that of the thread that runs the model; of a process that a signal killed, that of the thread that crashed, if it runs
-    Python code. ``None`` if there is none.
+    It is that of the thread that runs the model; of a process that a signal killed, that of the
+    thread that crashed, if it runs Python code. ``None`` if there is none.
     """
     lines = log.decode(errors="replace").splitlines()
     thread, packages = "", frozenset[str]()
@@ -47,13 +54,16 @@ def model_line(log: bytes) -> str | None:
             thread, *names = line.removeprefix(_NOTE).split()
             packages, found, crashed = frozenset(names), None, None
         elif title is not None and title[1] == "Thread":
-            found = _Stack.of(lines[number + 1 :]) if title[2] == thread else found
+            if title[2] == thread:
+                found = _Stack.of(lines[number + 1 :])
         elif title is not None or line == _ALONE:
             crashed = _Stack.of(lines[number + 1 :])
             if title is None or title[2] == thread:
                 found = crashed
     shown = crashed if crashed is not None and crashed.frames else found
-    return None if shown is None else shown.line(packages)
+    if shown is None:
+        return None
+    return shown.line(packages)
 
 
 class _Frame(NamedTuple):

@@ -1,4 +1,6 @@
-"""The plain part of a run: the verdict against the outputs that fp32 keeps in a file, then what is measured around it."""
+"""The plain part of a run: the verdict against the outputs that fp32 keeps in a file, then what is
+measured around it.
+"""
 
 from __future__ import annotations
 
@@ -66,7 +68,9 @@ class Fp32Outputs(NamedTuple):
     """The output of a module, if that of the model holds nothing to compare."""
 
     def save(self, files: TaskFiles) -> None:
-        """Write the file that :meth:`load` reads; raises :class:`UsageError` if memory, or a limit of it, is too small."""
+        """Write the file that :meth:`load` reads; raises :class:`UsageError` if memory, or a limit
+        of it, is too small.
+        """
         outputs = [[tensor.cpu() for tensor in tensors] for tensors in self.outputs]
         probe = self.probe and (self.probe.module, self.probe.number, [tensor.cpu() for tensor in self.probe.tensors])
         files.keep({"outputs": outputs, "probe": probe})
@@ -111,7 +115,9 @@ class PlainPart:
         self.probed: ModuleOutput | None = None
         """The output of a module that was judged in place of that of the model."""
         self.draws: list[list[Draw]] = []
-        """The random calls of each call, if the verdict may rest on other random numbers than fp32's."""
+        """The random calls of each call, if the verdict may rest on other random numbers than
+        fp32's.
+        """
 
     @property
     def too_slow(self) -> bool:
@@ -121,7 +127,9 @@ class PlainPart:
 
     def called(self) -> Called:
         """What it leaves for the parts after it."""
-        outputs = self.outputs[0] if self.outputs and not self._is_compiled else None
+        outputs = None
+        if self.outputs and not self._is_compiled:
+            outputs = self.outputs[0]
         is_repeated = not (self.result.random or self.result.judged_by_one_call)
         return Called(self.too_slow, outputs, self.result.seconds if is_repeated else None)
 
@@ -130,10 +138,16 @@ class PlainPart:
         return self.task.backend != EAGER or self.result.compiled
 
     def run(self, made: Sequence[Any] = ()) -> None:
-        """Call the model, unless there are outputs of calls that were ``made`` already, and send the verdict."""
+        """Call the model, unless there are outputs of calls that were ``made`` already, and send
+        the verdict.
+        """
         task = self.task
-        saved = None if task.saves_reference else Fp32Outputs.load(task.files)
-        before = 0 if task.changes_parameters else _fingerprint(self.ready.model)
+        saved = None
+        if not task.saves_reference:
+            saved = Fp32Outputs.load(task.files)
+        before = 0
+        if not task.changes_parameters:
+            before = _fingerprint(self.ready.model)
         calls = PlainCalls(
             *self._call,
             seed=task.seed,
@@ -143,7 +157,10 @@ class PlainPart:
             prepares=task.backend != EAGER,
             made=made,
         )
-        seconds = task.budget / 2 if task.measured else min(2.0, task.budget / 5)
+        if task.measured:
+            seconds = task.budget / 2
+        else:
+            seconds = min(2.0, task.budget / 5)
         ends_early = task.status_only and not task.draws  # what random numbers excuse is not known before the last call
         result = calls.run(
             seconds=seconds, too_slow=task.slow_seconds, hopeless=task.hopeless_seconds, until_failed=ends_early
@@ -160,7 +177,9 @@ class PlainPart:
         self._send(self.result)
 
     def draw_as_eager(self, context: contextlib.ExitStack) -> None:
-        """If a compiler drew other random numbers than fp32, compile again, without that, until ``context`` ends."""
+        """If a compiler drew other random numbers than fp32, compile again, without that, until
+        ``context`` ends.
+        """
         result, inductor = self.result, sys.modules.get("torch._inductor.config")
         if result.status != "inaccurate" or not (result.random and self._is_compiled) or inductor is None:
             return
@@ -174,7 +193,9 @@ class PlainPart:
         self._send(self.result)
 
     def measure(self) -> None:
-        """Send time and memory; for the reference also the difference between two runs. Records random calls."""
+        """Send time and memory; for the reference also the difference between two runs. Records
+        random calls.
+        """
         task, result = self.task, self.result
         if result.status == "error":
             return
@@ -203,7 +224,9 @@ class PlainPart:
                 self._add(nonfinite_at=first_nonfinite(*self._call, task.seed))
 
     def check_backend(self) -> None:
-        """Send what the backend does otherwise than eager mode, and the verdict if it fails on changed inputs."""
+        """Send what the backend does otherwise than eager mode, and the verdict if it fails on
+        changed inputs.
+        """
         task, result = self.task, self.result
         if not self._is_compiled or result.status == "error" or not task.measured:
             return
@@ -243,7 +266,9 @@ class PlainPart:
         return output
 
     def try_further_inputs(self) -> None:
-        """Keep further inputs, if this is the fp32 run; else try the model on them and send how it does, if it passes."""
+        """Keep further inputs, if this is the fp32 run; else try the model on them and send how it
+        does, if it passes.
+        """
         task, result = self.task, self.result
         if task.further_inputs == 0 or not task.measured or result.status != "ok":
             return
@@ -266,7 +291,9 @@ class PlainPart:
             self._add(metric=float(self.target.metric(as_standalone(self.ready, replaced))))
 
     def check_compiler(self) -> None:
-        """Send whether the compiler made the output worse, unless nothing was compiled, or outputs are random."""
+        """Send whether the compiler made the output worse, unless nothing was compiled, or outputs
+        are random.
+        """
         backend = BACKENDS.get(self.task.backend)
         compiled = (self.result.compiled or self.task.backend != EAGER) and not backend.lowers_precision
         if compiled and self.outputs and not (self.result.random or self.too_slow or self.task.keep_fp32):
@@ -286,7 +313,9 @@ class PlainPart:
         self._send(self._measures)
 
     def _as_reference(self, result: PlainResult) -> PlainResult:
-        """Save the outputs for the other runs. NaN in one is ``nonfinite``; infinities are taken as meant."""
+        """Save the outputs for the other runs. NaN in one is ``nonfinite``; infinities are taken as
+        meant.
+        """
         if result.status == "error":
             return result
         probe = None
@@ -322,7 +351,8 @@ class PlainPart:
             self.result = with_verdict(result, *judge(tensors, probe.tensors, self.task.tolerance))
 
     def _record_draws(self) -> list[list[Draw]] | None:
-        """The random calls of each call; empty if there are none, ``None`` if the calls cannot be repeated exactly.
+        """The random calls of each call; empty if there are none, ``None`` if the calls cannot be
+        repeated exactly.
 
         Only the first is repeated if it draws nothing and the others give the same output.
         """
@@ -341,9 +371,11 @@ class PlainPart:
 
 
 def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
-    """Send the verdict on the outputs of ``part`` against the fp32 model ``ready`` with the random numbers that ``part`` drew.
+    """Send the verdict on the outputs of ``part`` against the fp32 model ``ready`` with the random
+    numbers that ``part`` drew.
 
-    If fp32 draws in other places, a finite run is ``unjudged``, with a note; numbers that fp32 does not draw may be without an effect.
+    If fp32 draws in other places, a finite run is ``unjudged``, with a note; numbers that fp32 does
+    not draw may be without an effect.
     """
     call, tolerance = (ready, part.target.args, part.target.kwargs, part.task.seed), part.task.tolerance
     try:

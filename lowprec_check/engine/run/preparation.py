@@ -1,4 +1,6 @@
-"""The model of a task: on its device, in its precision and memory format, called through its backend, or as a module of its own."""
+"""The model of a task: on its device, in its precision and memory format, called through its
+backend, or as a module of its own.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,9 @@ def on_device(target: Target, device: torch.device) -> Iterator[None]:
 def prepared_for(
     task: ModelTask, target: Target, snapshot: Snapshot | None = None
 ) -> contextlib.AbstractContextManager[Prepared]:
-    """The model of ``task``, without its backend; restored afterwards, to ``snapshot`` if one is given."""
+    """The model of ``task``, without its backend; restored afterwards, to ``snapshot`` if one is
+    given.
+    """
     return prepared(
         target.model,
         PRECISIONS.get(task.precision),
@@ -70,7 +74,9 @@ def in_fp32(task: ModelTask) -> ModelTask:
 
 @contextlib.contextmanager
 def in_training(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
-    """The model of ``task`` in training mode, or that of its script, with gradients; restored afterwards."""
+    """The model of ``task`` in training mode, or that of its script, with gradients; restored
+    afterwards.
+    """
     with prepared_for(task, target, snapshot) as ready, torch.enable_grad():
         if not ready.model.training and target.observed is None:
             ready.model.train()
@@ -79,7 +85,9 @@ def in_training(task: ModelTask, target: Target, snapshot: Snapshot | None = Non
 
 @contextlib.contextmanager
 def ready_for(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
-    """The model of ``task``, called as it runs: on its backend, or by a step of training in the first way of its precision."""
+    """The model of ``task``, called as it runs: on its backend, or by a step of training in the
+    first way of its precision.
+    """
     if task.steps:
         with in_training(task, target, snapshot) as ready:
             yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0]))
@@ -101,8 +109,8 @@ def on_backend(task: ModelTask, target: Target, ready: Prepared) -> Prepared:
 
 
 class OnBackend:
-    """Replaces the call of ``ready``; the backend prepares the model at the first call, whose inputs it gets as an example, or those of the
-    first batch.
+    """Replaces the call of ``ready``; the backend prepares the model at the first call, whose
+    inputs it gets as an example, or those of the first batch.
     """
 
     def __init__(self, backend: Backend, target: Target, ready: Prepared, seed: int) -> None:
@@ -117,7 +125,10 @@ class OnBackend:
         """Call what the backend prepared, and the loss if there is one."""
         if self._call is None:
             backend, first = self._backend, self._target.first_inputs
-            example = (args, kwargs) if first is None else self._ready.inputs(*first)
+            if first is None:
+                example = (args, kwargs)
+            else:
+                example = self._ready.inputs(*first)
             try:
                 with kept_generators():
                     prepared: Any = backend.prepare(self._ready.model, self._example(*example))
@@ -133,7 +144,9 @@ class OnBackend:
         return self._call(*args, **kwargs)
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
-        """What the model is prepared for. It is not kept: a process that serves the model holds no copy of inputs."""
+        """What the model is prepared for. It is not kept: a process that serves the model holds no
+        copy of inputs.
+        """
         ready = self._ready
         return Example(
             args=args,
@@ -144,7 +157,9 @@ class OnBackend:
         )
 
     def _calibration(self) -> Iterator[Call]:
-        """The batches to calibrate on: the same each time they are read, whatever draws random numbers meanwhile."""
+        """The batches to calibrate on: the same each time they are read, whatever draws random
+        numbers meanwhile.
+        """
         with kept_generators():
             seed_everything(self._seed)
             batches, states = iter(self._target.calibration()), list(generator_restorers())
@@ -158,7 +173,9 @@ class OnBackend:
             yield self._ready.inputs(*batch)
 
     def memory(self, measured: int | None) -> int | None:
-        """Bytes that it takes at the peak of a call, as the backend knows them or as they were ``measured``."""
+        """Bytes that it takes at the peak of a call, as the backend knows them or as they were
+        ``measured``.
+        """
         return self._backend.memory(self.prepared, measured)
 
     def layer_errors(self) -> list[LayerError]:
@@ -171,7 +188,9 @@ class OnBackend:
 
 
 def as_standalone(ready: Prepared, replaced: Callable[..., Any] | None = None) -> nn.Module:
-    """``ready`` as a module that casts and moves its inputs; ``replaced`` is called in place of the model, if it is given."""
+    """``ready`` as a module that casts and moves its inputs; ``replaced`` is called in place of the
+    model, if it is given.
+    """
     if replaced is not None:
         return _Replaced(ready, replaced)
     model, device = ready.model, ready.device

@@ -1,9 +1,11 @@
-"""What the process of a run on the CPU holds: its memory with the prepared model alone, at the peak of a call.
+"""What the process of a run on the CPU holds: its memory with the prepared model alone, at the peak
+of a call.
 
-Counted are its own pages (anonymous ones) and those of files other than the libraries that were loaded before the model was prepared:
-weights that are mapped, libraries of a backend. What the process held without the model is subtracted: the interpreter, torch, what the
-model's file imported. Own pages are counted in copies of the process, in which everything that only a scan needs is freed; those of files in
-the process itself, since a fork does not copy them.
+Counted are its own pages (anonymous ones) and those of files other than the libraries that were
+loaded before the model was prepared: weights that are mapped, libraries of a backend. What the
+process held without the model is subtracted: the interpreter, torch, what the model's file
+imported. Own pages are counted in copies of the process, in which everything that only a scan needs
+is freed; those of files in the process itself, since a fork does not copy them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import system
 
 CALLS, SECONDS = 5, 1.0
-"""Of the model, to find the peak: at most so many calls, and none after so many seconds. The threads of kernels do not meet in each."""
+"""Of the model, to find the peak: at most so many calls, and none after so many seconds. The
+threads of kernels do not meet in each.
+"""
 
 
 class ProcessMemory:
@@ -43,15 +47,21 @@ class ProcessMemory:
 
     @classmethod
     def of(cls, task: RunTask, model: nn.Module) -> ProcessMemory | None:
-        """That of the run of ``task``; ``None`` if it is not asked for, its process has done other runs, or they are on another device."""
+        """That of the run of ``task``; ``None`` if it is not asked for, its process has done other
+        runs, or they are on another device.
+        """
         here = task.process_memory and task.alone and task.measured and task.device == "cpu" and task.predicted is None
-        return cls(model) if here else None
+        if here:
+            return cls(model)
+        return None
 
     def peak(self, call: Callable[[], object], free: Callable[[], object], prepared: object = None) -> int | None:
-        """Bytes at the peak of ``call``, which was called before; ``None`` if the system does not tell.
+        """Bytes at the peak of ``call``, which was called before; ``None`` if the system does not
+        tell.
 
-        ``free`` frees what only a scan needs, in a copy of this process. ``prepared`` is what a backend made of the model: weights of
-        modules that it does not refer to are freed there, too.
+        ``free`` frees what only a scan needs, in a copy of this process. ``prepared`` is what a
+        backend made of the model: weights of modules that it does not refer to are freed there,
+        too.
         """
 
         def alone() -> None:
@@ -59,7 +69,9 @@ class ProcessMemory:
             self._free_originals(prepared)
 
         ready = self._in_copy(alone)
-        more = _more_in(call) if ready is not None else None
+        more = None
+        if ready is not None:
+            more = _more_in(call)
         if ready is None or more is None or self._without_model is None:
             return None
         files: int = sum(each.rss - each.anonymous for each in _mappings() if each.path not in self._libraries)
@@ -75,7 +87,9 @@ class ProcessMemory:
             gc.collect()
 
     def _in_copy(self, free: Callable[[], object]) -> int | None:
-        """Bytes that a copy of this process holds after ``free``; ``None`` if the system does not tell, or the copy dies."""
+        """Bytes that a copy of this process holds after ``free``; ``None`` if the system does not
+        tell, or the copy dies.
+        """
         original = os.getpid()
 
         def held() -> int:

@@ -1,4 +1,6 @@
-"""Message and hint of the :class:`~lowprec_check.errors.UsageError` for a model that does not work in fp32."""
+"""Message and hint of the :class:`~lowprec_check.errors.UsageError` for a model that does not work
+in fp32.
+"""
 
 from __future__ import annotations
 
@@ -23,10 +25,14 @@ _OUT_OF_MEMORY = re.compile(r"OutOfMemoryError|MemoryError|out of memory|can't a
 
 
 def check_reference(task: RunTask, outcome: Outcome, target: Target) -> PlainResult:
-    """What the fp32 run found; raises :class:`UsageError` if it took too long, crashed, failed, or gave NaN or Inf."""
+    """What the fp32 run found; raises :class:`UsageError` if it took too long, crashed, failed, or
+    gave NaN or Inf.
+    """
     plain = outcome.plain
     if plain is None and outcome.ended == "timeout":
-        where = f"; it was at {outcome.line}" if outcome.line else ""
+        where = ""
+        if outcome.line:
+            where = f"; it was at {outcome.line}"
         raise UsageError(
             f"The model did not finish in fp32 within {task.budget:g} s{where}.",
             "Increase --budget, or use smaller inputs.",
@@ -52,8 +58,12 @@ def check_reference(task: RunTask, outcome: Outcome, target: Target) -> PlainRes
                 "A weight or an input already contains it; fix that first.",
             )
         op, module, source = origin
-        place = f" in {module}" if module else ""
-        line = f" at {source}" if source else ""
+        place = ""
+        if module:
+            place = f" in {module}"
+        line = ""
+        if source:
+            line = f" at {source}"
         raise UsageError(
             f"The model's fp32 output has NaN or Inf, first produced by {op}{place}{line}.", "Fix it in fp32 first."
         )
@@ -61,18 +71,26 @@ def check_reference(task: RunTask, outcome: Outcome, target: Target) -> PlainRes
 
 
 def failed_reference(plain: PlainResult, target: Target, device: str, *, predicted: bool = False) -> tuple[str, str]:
-    """The model raises an exception in fp32, or is ``predicted`` to do so on a device that is not here."""
+    """The model raises an exception in fp32, or is ``predicted`` to do so on a device that is not
+    here.
+    """
     error = plain.exception
     assert error is not None
-    place = f" in {error.module}" if error.module else ""
-    source = f" at {error.source}" if error.source else ""
+    place = ""
+    if error.module:
+        place = f" in {error.module}"
+    source = ""
+    if error.source:
+        source = f" at {error.source}"
     shapes = ", ".join(describe_inputs(target.args, target.kwargs)) or "none"
     fails = "is predicted to fail" if predicted else "fails"
     part = _PARTS.get(error.phase or "forward", "model")
     message = f"The {part} {fails} in fp32 on {device}{place}{source}: {error.text}"
     if predicted and says_device_is_absent(error.message):
         return message, "The model names the device itself, which is not here: let it use the device of its inputs."
-    custom = _CUSTOM_OP_WITHOUT_CPU.search(error.message) if predicted else None
+    custom = None
+    if predicted:
+        custom = _CUSTOM_OP_WITHOUT_CPU.search(error.message)
     if custom is not None:
         return message, f"A prediction runs on the CPU: register a CPU kernel of {custom[1]}."
     if _OUT_OF_MEMORY.search(f"{error.type} {error.message}"):
@@ -80,14 +98,23 @@ def failed_reference(plain: PlainResult, target: Target, device: str, *, predict
     if device != "cpu" and error.type == "NotImplementedError":
         variable = device_of(device).fallback_variable
         if predicted:
-            there = f" There, {variable}=1 runs such ops on the CPU." if variable else ""
+            there = ""
+            if variable:
+                there = f" There, {variable}=1 runs such ops on the CPU."
             return message, f"No kernel of the op is known on {device}.{there} Scan with --device cpu to see the rest."
-        fallback = f"set {variable}=1 to run it on the CPU, or " if variable else ""
+        fallback = ""
+        if variable:
+            fallback = f"set {variable}=1 to run it on the CPU, or "
         return message, f"If the op has no kernel on {device}, {fallback}scan with --device cpu."
     defaults = f"The inputs are defaults ({shapes}); give others: --inputs input_ids=1x32:int64,mask=1x32."
     fit = f"Check that the inputs fit the model. Their shapes: {shapes}."
     streamed = "Only attributes of modules are read (module.weight, not parameters()): scan it without --stream."
-    other = streamed if NOT_READ in error.message else defaults if target.default_inputs else fit
+    if NOT_READ in error.message:
+        other = streamed
+    elif target.default_inputs:
+        other = defaults
+    else:
+        other = fit
     narrow = next((name for name, its in target.model.named_parameters() if its.dtype in NARROW), None)
     if narrow is not None and _OTHER_DTYPE.search(error.message):
         other = (

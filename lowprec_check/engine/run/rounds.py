@@ -1,6 +1,8 @@
-"""The rounds in which runs are timed: which is timed next, until their ratios can be told or time is up. No clock of a call is read here.
+"""The rounds in which runs are timed: which is timed next, until their ratios can be told or time
+is up. No clock of a call is read here.
 
-Rounds go over all runs, fp32, half, bf16, … and back, so that what disturbs the machine meets all of them.
+Rounds go over all runs, fp32, half, bf16, … and back, so that what disturbs the machine meets all
+of them.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ LONG_SECONDS = 0.25
 """A call that takes longer is timed once a turn, and needs no call before it that fills the caches."""
 
 ENOUGH = 6
-"""Rounds after which any ratio may be known; one far from 1 is after :data:`~lowprec_check.analysis.speed.FEW`."""
+"""Rounds after which any ratio may be known; one far from 1 is after
+:data:`~lowprec_check.analysis.speed.FEW`.
+"""
 
 MOST = 30
 
@@ -40,8 +44,9 @@ SAME = 1.1
 """A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
 
 MORE = 3.0
-"""How many times as long rounds are repeated where other programs use the cores, times vary much, or the host limits those that cannot be
-told."""
+"""How many times as long rounds are repeated where other programs use the cores, times vary much,
+or the host limits those that cannot be told.
+"""
 
 ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
@@ -50,11 +55,15 @@ FINAL = 3.0
 """Times the usual seconds that the rounds take which decide between the fastest runs."""
 
 UNTOLD = 10.0
-"""How many times as long the first :data:`ENOUGH` rounds may take where a ratio cannot be told without them."""
+"""How many times as long the first :data:`ENOUGH` rounds may take where a ratio cannot be told
+without them.
+"""
 
 
 class RoundSchedule:
-    """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was measured."""
+    """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was
+    measured.
+    """
 
     def __init__(
         self,
@@ -65,7 +74,8 @@ class RoundSchedule:
         patient: bool = False,
         earlier: Sequence[Turns] = (),
     ) -> None:
-        """``seconds``: how long rounds are repeated, after the first :data:`~lowprec_check.analysis.speed.FEW`; by default :data:`ROUNDS_SECONDS`.
+        """``seconds``: how long rounds are repeated, after the first
+        :data:`~lowprec_check.analysis.speed.FEW`; by default :data:`ROUNDS_SECONDS`.
 
         ``final``: whether it decides which of the rows is the fastest, until all others are told to be slower or as fast. ``patient``: whether
         :data:`UNTOLD` counts for all rounds: on an accelerator, nothing else disturbs times. ``earlier``: the turns of each row in rounds before
@@ -76,7 +86,10 @@ class RoundSchedule:
         """By row, its turn in each round."""
         self.failures: dict[int, str] = {}
         """Why a row could not be timed, though it had run before."""
-        self._seconds = ROUNDS_SECONDS * (FINAL if final else 1.0) if seconds is None else seconds
+        if seconds is None:
+            self._seconds = ROUNDS_SECONDS * (FINAL if final else 1.0)
+        else:
+            self._seconds = seconds
         self.number = 1 + max((number for turns in self.turns for number in turns), default=-1)
         """The number of the round."""
 
@@ -112,12 +125,16 @@ class RoundSchedule:
     def latency(self, row: int) -> Latency | None:
         """The times of ``row``; ``None`` if it was never timed."""
         mine = self._rounds(row)
-        latency = latency_of_rounds(mine) if mine else None
+        latency = None
+        if mine:
+            latency = latency_of_rounds(mine)
         return latency and msgspec.structs.replace(latency, speedup=self._compared(row, 0) if row else None)
 
     def slower_than(self, row: int) -> list[int]:
         """The rows that are told to be faster than ``row``, but fp32."""
-        ratios = {other: self._compared(row, other) for other in self._rivals(row)} if row else {}
+        ratios = {}
+        if row:
+            ratios = {other: self._compared(row, other) for other in self._rivals(row)}
         return [other for other, ratio in ratios.items() if ratio is not None and _is_slower(ratio)]
 
     def _rivals(self, row: int) -> list[int]:
@@ -179,7 +196,9 @@ class RoundSchedule:
         return speedup.rounds >= FEW and (narrow or speedup.low >= margin or speedup.high <= 1 / margin)
 
     def _is_settled_among_rivals(self, row: int) -> bool:
-        """Whether ``row`` is told to be slower than the fastest or as fast; of the fastest, whether all others are."""
+        """Whether ``row`` is told to be slower than the fastest or as fast; of the fastest, whether
+        all others are.
+        """
         ratios = {each: self._compared(each, 0) for each in self._rivals(0)}
         medians = {each: ratio.median for each, ratio in ratios.items() if ratio is not None}
         if row not in medians:
@@ -192,7 +211,9 @@ class RoundSchedule:
                 return False
             return _is_slower(ratio) or (ratio.rounds >= ENOUGH and ratio.high <= TOLD * ratio.low)
 
-        return all(map(is_settled, self._rivals(best))) if row == best else is_settled(row)
+        if row == best:
+            return all(map(is_settled, self._rivals(best)))
+        return is_settled(row)
 
 
 def _is_slower(ratio: Speedup) -> bool:

@@ -1,4 +1,6 @@
-"""Runs one target repeatedly, each time in a worker, and returns a :class:`Run`. Used by scans and by the planner."""
+"""Runs one target repeatedly, each time in a worker, and returns a :class:`Run`. Used by scans and
+by the planner.
+"""
 
 from __future__ import annotations
 
@@ -52,10 +54,14 @@ MAX_SELF_ERROR = 0.1
 """Largest rel_l2 between two fp32 runs for which fp32 is used as the reference."""
 
 EXPLAIN_RATIO = 60.0
-"""Times an fp32 forward that the instrumented part may take; 20 are usual for a model with many small ops."""
+"""Times an fp32 forward that the instrumented part may take; 20 are usual for a model with many
+small ops.
+"""
 
 BUDGET, BUDGET_RATIO = 20.0, 10.0
-"""Budget in seconds of the other runs, or so many times an fp32 forward, or :data:`FIRST_CALLS` first ones, if that is longer."""
+"""Budget in seconds of the other runs, or so many times an fp32 forward, or :data:`FIRST_CALLS`
+first ones, if that is longer.
+"""
 
 FIRST_CALLS = 3.0
 
@@ -72,7 +78,9 @@ _FROM_OPTIONS = {field.name for field in dataclasses.fields(RunOptions)} & {
 
 
 class TargetRuns:
-    """Runs a target: first the fp32 reference, by :meth:`reference`, then other precisions, compared with it."""
+    """Runs a target: first the fp32 reference, by :meth:`reference`, then other precisions,
+    compared with it.
+    """
 
     def __init__(self, source: TargetSource, options: RunOptions, isolation: Isolation, files: TaskFiles) -> None:
         self.target, self.options, self._files = source.target, options, files
@@ -85,7 +93,9 @@ class TargetRuns:
         self._self_error = 0.0
         self._first_seconds = 0.0
         self._drew: dict[RunKey, bool | None] = {}
-        """Whether a run without kept modules drew random numbers; ``None`` if that was not looked for."""
+        """Whether a run without kept modules drew random numbers; ``None`` if that was not looked
+        for.
+        """
         self._stream = stream_of(source.target.model)
         self._ablations: dict[tuple[RunKey, frozenset[str]], Run] = {}
         """By the run and the modules in fp32: one may be a trial of a plan, too."""
@@ -102,19 +112,25 @@ class TargetRuns:
         self._launcher.side_by_side.close()
 
     def show_step(self, search: str, step: str | None) -> None:
-        """Show as progress the ``step`` of a ``search``, until there is none, in place of what its runs do."""
+        """Show as progress the ``step`` of a ``search``, until there is none, in place of what its
+        runs do.
+        """
         source = self._launcher.source
-        source.search_step = None if step is None else (search, step)
+        if step is None:
+            source.search_step = None
+        else:
+            source.search_step = (search, step)
         if step is not None:
             source.report(search, step)
 
     # -- the reference
 
     def reference(self, timed_as: Run | None = None, *, instrumented: bool = True) -> Run:
-        """Run fp32; raises :class:`UsageError` if the model fails, hangs, or has NaN or Inf in its output.
+        """Run fp32; raises :class:`UsageError` if the model fails, hangs, or has NaN or Inf in its
+        output.
 
-        ``timed_as`` is its run on another batch, whose time is taken instead of measuring it, and which was analyzed; ``instrumented``
-        is whether it is, too.
+        ``timed_as`` is its run on another batch, whose time is taken instead of measuring it, and
+        which was analyzed; ``instrumented`` is whether it is, too.
         """
         first = timed_as is None
         if self.options.device == "cpu":
@@ -145,9 +161,12 @@ class TargetRuns:
             notes=[*run.notes, *([HIDDEN_STATE] if self._launcher.hidden_state else [])],
         )
         if timed_as is None:
-            self._fp32_ms = (
-                plain.seconds * 1e3 if self._stream is not None else measures.latency_ms if measures else None
-            )
+            if self._stream is not None:
+                self._fp32_ms = plain.seconds * 1e3
+            elif measures:
+                self._fp32_ms = measures.latency_ms
+            else:
+                self._fp32_ms = None
             self.fp32 = self._timed(run, task)
         else:
             self._fp32_ms, peak = timed_as.latency_ms, timed_as.peak_memory_bytes
@@ -162,7 +181,8 @@ class TargetRuns:
     def _self_error_in(self, measures: Measures | None) -> float:
         """How far two fp32 runs differ.
 
-        If they do in one process, after the state was rewound, the second is made in another one, without state of the first.
+        If they do in one process, after the state was rewound, the second is made in another one,
+        without state of the first.
         """
         found = measures.self_error if measures is not None else None
         if found is None:
@@ -192,7 +212,10 @@ class TargetRuns:
     def tolerance(self, precision: str, backend: str = EAGER) -> float:
         """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
         default = max(PRECISIONS.get(precision).tolerance, BACKENDS.get(backend).tolerance)
-        ops = set(self.fp32.op_calls.op) if precision == REFERENCE and self.fp32 is not None else set()
+        if precision == REFERENCE and self.fp32 is not None:
+            ops = set(self.fp32.op_calls.op)
+        else:
+            ops = set()
         if rounds_to_tf32(torch.device(self.options.device), ops):
             default = max(default, FP16.tolerance)
         asked = default if self.options.tolerance is None else self.options.tolerance
@@ -224,21 +247,26 @@ class TargetRuns:
         errors: Errors | None = None,
         status_only: bool = False,
     ) -> Run:
-        """Run ``precision`` on ``backend``. ``measured`` adds time and memory, ``instrumented`` explains every op, with the
-        ``errors`` of the options unless others are given; ``status_only`` ends the calls with the first that fails.
+        """Run ``precision`` on ``backend``. ``measured`` adds time and memory, ``instrumented``
+        explains every op, with the ``errors`` of the options unless others are given;
+        ``status_only`` ends the calls with the first that fails.
 
-        A crash, a hang or an exception is reported as the status. A run on another backend is explained by the eager run of
-        the same precision and memory format, if there was one.
+        A crash, a hang or an exception is reported as the status. A run on another backend is
+        explained by the eager run of the same precision and memory format, if there was one.
         """
         key = RunKey(precision, backend, self.options.device, memory_format)
-        ablation = (key, frozenset(keep_fp32)) if keep_fp32 and not (measured or instrumented) else None
+        ablation = None
+        if keep_fp32 and not (measured or instrumented):
+            ablation = (key, frozenset(keep_fp32))
         if ablation in self._ablations:
             return self._ablations[ablation]
         task = self._usual_task(key, keep_fp32=keep_fp32, measured=measured, errors=errors or self.options.errors)
         reason = self._why_skipped(task.key)
         if reason is not None:
             return skipped(task.key, reason, task.evidence)
-        eager = self._eager.get(task.key._replace(backend=EAGER)) if backend != EAGER and not keep_fp32 else None
+        eager = None
+        if backend != EAGER and not keep_fp32:
+            eager = self._eager.get(task.key._replace(backend=EAGER))
         task = dataclasses.replace(task, instrumented=instrumented and eager is None, status_only=status_only)
         if keep_fp32 and self.fp32 is not None:  # it draws what is drawn without kept modules, or in fp32
             drew = {self._drew.get(each) for each in (task.key, self.fp32.key)}
@@ -253,10 +281,14 @@ class TargetRuns:
             self._ablations[ablation] = run
         if backend == EAGER and instrumented and not keep_fp32:
             self._eager[task.key] = run
-        return run if eager is None else explained_by(run, eager)
+        if eager is None:
+            return run
+        return explained_by(run, eager)
 
     def time(self, runs: Sequence[Run]) -> TimedRuns:
-        """fp32 and ``runs``, with the times of calls in rounds over all of them; none if no times are taken."""
+        """fp32 and ``runs``, with the times of calls in rounds over all of them; none if no times
+        are taken.
+        """
         assert self.fp32 is not None
         self.close()
         if self.options.predicted is not None or not self.options.timed or self._stream is not None:
@@ -270,11 +302,15 @@ class TargetRuns:
         return time_runs(self.fp32, runs, task_of, self._launcher)
 
     def is_slow(self, precision: str) -> bool:
-        """Whether the device does not accelerate its format, so that one call may decide about a run."""
+        """Whether the device does not accelerate its format, so that one call may decide about a
+        run.
+        """
         return PRECISIONS.get(precision).format.short in self.options.slow_formats
 
     def what_if(self, formats: tuple[str, ...]) -> list[WhatIf]:
-        """The output error that each of ``formats`` would cause, predicted from fp32: none of them is run."""
+        """The output error that each of ``formats`` would cause, predicted from fp32: none of them
+        is run.
+        """
         budget = self._reference_budget
         task = self._task(REFERENCE).as_task(WhatIfTask, formats=formats, budget=budget)
         outcome = self._launcher.execute(task)
@@ -284,11 +320,12 @@ class TargetRuns:
         return [WhatIf(format=name, note=why) for name in formats]
 
     def _with_extension_ways(self, run: Run, task: RunTask) -> Run:
-        """``run`` with the ways of Intel's extension, if it fits the training; with those before, and a note, if its worker
-        dies or takes too long.
+        """``run`` with the ways of Intel's extension, if it fits the training; with those before,
+        and a note, if its worker dies or takes too long.
 
-        They are tried for autocast to bf16 on the CPU, in a worker: the extension changes its process for good.
-        ``ipex.optimize`` takes weights in fp32 only, and would cast those of modules that are kept in fp32.
+        They are tried for autocast to bf16 on the CPU, in a worker: the extension changes its
+        process for good. ``ipex.optimize`` takes weights in fp32 only, and would cast those of
+        modules that are kept in fp32.
         """
         precision = PRECISIONS.get(task.precision)
         fits = any(way.trial == "own process" and way.suits(precision) for way in WAYS)
@@ -301,7 +338,9 @@ class TargetRuns:
         outcome = self._launcher.execute(extension)
         found = outcome.training.run.ways if outcome.training is not None else []
         why = outcome.why_incomplete(extension.part_budget)
-        untried = [f"not all ways of Intel's extension were tried: {why}"] if why else []
+        untried = []
+        if why:
+            untried = [f"not all ways of Intel's extension were tried: {why}"]
         notes = [*run.notes, *outcome.faults, *untried]
         training = msgspec.structs.replace(run.training, ways=[*run.training.ways, *found])
         return msgspec.structs.replace(run, training=training, notes=notes)
@@ -338,14 +377,17 @@ class TargetRuns:
             reason = reason or autocast_problem(precision, device_type(key.device))
         elif precision.kind in ("cast", "autocast"):
             problem = why_not_covered(precision)
-            reason = f"nothing can be predicted: {problem}" if problem is not None else reason
+            if problem is not None:
+                reason = f"nothing can be predicted: {problem}"
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
         return reason or why_too_large(target.model, self.options.device, self.isolation, peak, self._files)
 
     def _usual_task(self, key: RunKey, **changes: Any) -> RunTask:
         """The task of the run ``key``, but for ``changes``."""
-        setup = 0.0 if self.options.budget else BACKENDS.get(key.backend).setup_budget
+        setup = 0.0
+        if not self.options.budget:
+            setup = BACKENDS.get(key.backend).setup_budget
         how: dict[str, Any] = {"backend": key.backend, "memory_format": key.memory_format, "setup_budget": setup}
         return self._task(key.precision, **how | changes)
 

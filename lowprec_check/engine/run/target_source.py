@@ -1,4 +1,6 @@
-"""The target: loaded as the user names it, and how workers get it: a fork has it already; a fresh interpreter loads it again, or unpickles it."""
+"""The target: loaded as the user names it, and how workers get it: a fork has it already; a fresh
+interpreter loads it again, or unpickles it.
+"""
 
 from __future__ import annotations
 
@@ -52,8 +54,9 @@ class FreshLoad(NamedTuple):
 class TargetSource:
     """The source of ``target`` for workers.
 
-    ``reload`` loads it from the user's file; without it, the target is pickled. ``imports`` is what the file imported;
-    ``best`` is how runs are isolated by default, on a CPU; ``name`` is the user's name for the target.
+    ``reload`` loads it from the user's file; without it, the target is pickled. ``imports`` is what
+    the file imported; ``best`` is how runs are isolated by default, on a CPU; ``name`` is the
+    user's name for the target.
     """
 
     def __init__(
@@ -84,7 +87,9 @@ class TargetSource:
         return "fork" if forks else "spawn"
 
     def best_on(self, device: str) -> Isolation:
-        """How runs on ``device`` are isolated by default, but for sharing a worker: no fork, if it could not use the device."""
+        """How runs on ``device`` are isolated by default, but for sharing a worker: no fork, if it
+        could not use the device.
+        """
         if device.startswith("cpu") or self.best != "fork" or not self._forks_lose_accelerators:
             return self.best
         self.stop_forking()
@@ -92,11 +97,15 @@ class TargetSource:
 
     @functools.cached_property
     def _forks_lose_accelerators(self) -> bool:
-        """Whether a fork cannot use accelerators, because this process has asked for them; what torch knows only a fork tells."""
+        """Whether a fork cannot use accelerators, because this process has asked for them; what
+        torch knows only a fork tells.
+        """
         return cuda_driver_is_initialized() or isolated(in_bad_fork, "fork", bool)
 
     def isolation_of_functions(self, isolation: Isolation | None, device: str | None) -> Isolation:
-        """How a function that may initialize ``device`` is called, where the runs have this ``isolation``."""
+        """How a function that may initialize ``device`` is called, where the runs have this
+        ``isolation``.
+        """
         wanted = isolation or self.best
         method = "fork" if wanted == "shared" and self.method == "fork" else wanted
         if method == "fork" and not (device or "").startswith("cpu") and self._forks_lose_accelerators:
@@ -108,7 +117,9 @@ class TargetSource:
         self._fork_fails = True
 
     def isolated_by(self, isolation: Isolation) -> None:
-        """Prepare for runs with this ``isolation``: free what this process holds on an accelerator, if workers load it again."""
+        """Prepare for runs with this ``isolation``: free what this process holds on an accelerator,
+        if workers load it again.
+        """
         loads_again = isolation == "spawn" or (isolation == "shared" and self.method == "spawn")
         if self.reload is not None and loads_again:
             free_weights(self.target.model)
@@ -139,7 +150,9 @@ class TargetSource:
 
     def batch(self, number: int, seed: int) -> TargetSource:
         """The source of the same target with the inputs of another batch."""
-        reload = functools.partial(_load_batch, self.reload, number, seed) if self.reload is not None else None
+        reload = None
+        if self.reload is not None:
+            reload = functools.partial(_load_batch, self.reload, number, seed)
         seed_everything(seed + number)
         batch = TargetSource(self.target.batch(number), reload, self._imports, self.best, self.kept, self.name)
         batch.on_progress = self.on_progress
@@ -154,7 +167,9 @@ class TargetSource:
         return sorted(path for path in {*map(Path, own), Path(self.name.partition(":")[0])} if path.is_file())
 
     def report(self, run: str, doing: str) -> None:
-        """Show as progress what ``run`` is ``doing``, or the step of the search that it is made for."""
+        """Show as progress what ``run`` is ``doing``, or the step of the search that it is made
+        for.
+        """
         self.on_progress(*(self.search_step or (run, doing)))
 
     def close(self) -> None:
@@ -178,7 +193,8 @@ def _unpickle(descriptor: int) -> Target:
 
 # -- Loads what the user names in this process, so that worker processes can share it
 
-# Makes `torch.cuda.is_available()` in a user's file work without initializing CUDA, which does not survive a fork.
+# Makes `torch.cuda.is_available()` in a user's file work without initializing CUDA, which does not
+# survive a fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 
@@ -187,18 +203,25 @@ QUICK_SECONDS = 10.0
 
 
 def load_spec(spec: TargetSpec, seed: int) -> Target:
-    """Load the target after seeding, so that a file with random weights gets the same ones in every worker and scan."""
+    """Load the target after seeding, so that a file with random weights gets the same ones in every
+    worker and scan.
+    """
     started = system.monotonic()
     seed_everything(seed)
     use_sources(dict(spec.sources), with_probes if spec.probed else None)
     if spec.probed:
         start_probing()
-    weights = str(spec.weights) if spec.weights is not None else None
+    weights = None
+    if spec.weights is not None:
+        weights = str(spec.weights)
     target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps, stream=spec.stream)
-    target = scale_weights(target, seed) if spec.scale_weights else target
+    if spec.scale_weights:
+        target = scale_weights(target, seed)
     is_quick = system.monotonic() - started <= QUICK_SECONDS
     remake = functools.partial(_model, spec._replace(steps=min(1, spec.steps)))
-    return target._replace(remake=remake) if is_quick else target
+    if is_quick:
+        return target._replace(remake=remake)
+    return target
 
 
 def _model(spec: TargetSpec, seed: int) -> nn.Module:
@@ -208,7 +231,8 @@ def _model(spec: TargetSpec, seed: int) -> nn.Module:
 def load_here(spec: TargetSpec, seed: int) -> TargetSource:
     """Load ``spec`` in this process; the source knows how its runs are isolated best.
 
-    A file that starts threads or sets their number is loaded again in fresh interpreters: threads are not forked.
+    A file that starts threads or sets their number is loaded again in fresh interpreters: threads
+    are not forked.
     """
     running, threads, folder = threading.enumerate(), torch.get_num_threads(), current_folder()
     torch.set_num_threads(1)  # a process that forks must not have a pool of threads
@@ -227,15 +251,19 @@ def load_here(spec: TargetSpec, seed: int) -> TargetSource:
 
 @contextlib.contextmanager
 def cuda_asked_in_a_fork() -> Iterator[None]:
-    """Let a fork find out what files ask about a GPU when they are imported, as ``torch.utils._triton.has_triton`` does.
+    """Let a fork find out what files ask about a GPU when they are imported, as
+    ``torch.utils._triton.has_triton`` does.
 
-    This process does not initialize it for that: its forks could not use it then, and would have to load the model again.
+    This process does not initialize it for that: its forks could not use it then, and would have to
+    load the model again.
     """
     cuda, asks = torch.cuda, torch.backends.cuda.is_built() and sys.platform.startswith("linux")
     current_device, get_device_properties = cuda.current_device, cuda.get_device_properties
 
     def current() -> int:
-        return 0 if asks and not cuda.is_initialized() and cuda.device_count() else current_device()
+        if asks and not cuda.is_initialized() and cuda.device_count():
+            return 0
+        return current_device()
 
     @functools.cache
     def found_in_a_fork(device: Any) -> dict[str, Any]:
@@ -261,6 +289,8 @@ def _plain_values(properties: Any) -> dict[str, Any]:
 
 
 def _load_in(folder: str | None, spec: TargetSpec, seed: int) -> Target:
-    """Load ``spec`` in the folder of the command: its file may have changed the current one, which new processes inherit."""
+    """Load ``spec`` in the folder of the command: its file may have changed the current one, which
+    new processes inherit.
+    """
     change_folder(folder)
     return load_spec(spec, seed)

@@ -1,4 +1,6 @@
-"""How the user names a target. Does not import torch, so that a command can say it to a process that does."""
+"""How the user names a target. Does not import torch, so that a command can say it to a process
+that does.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class TargetSpec(NamedTuple):
     weights: Path | None = None
     """File with a state dict."""
     stream: bool = False
-    """Whether weights stay in their files until a module uses them; automatic for a folder whose weights do not fit into memory."""
+    """Whether weights stay in their files until a module uses them; automatic for a folder whose
+    weights do not fit into memory.
+    """
     scale_weights: bool = False
     """Whether to scale random weights of layers whose output vanishes or explodes."""
     arguments: tuple[str, ...] = ()

@@ -1,4 +1,6 @@
-"""Runs a task in a worker: starts it, takes its messages and sets its limits; slow tasks may run side by side."""
+"""Runs a task in a worker: starts it, takes its messages and sets its limits; slow tasks may run
+side by side.
+"""
 
 from __future__ import annotations
 
@@ -55,8 +57,8 @@ Event = MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker]
 def execute(task: ModelTask, source: TargetSource, isolation: Isolation, *, idle_limit: float = math.inf) -> Outcome:
     """Do ``task``. A worker that does not use the processor for ``idle_limit`` seconds is killed.
 
-    Raises :class:`WorkerError` if the tool itself fails, and :class:`UsageError` if the worker cannot load the target or save
-    the fp32 output.
+    Raises :class:`WorkerError` if the tool itself fails, and :class:`UsageError` if the worker
+    cannot load the target or save the fp32 output.
     """
     outcome = Outcome()
     clear_shared(task.files.log)
@@ -86,7 +88,10 @@ def execute(task: ModelTask, source: TargetSource, isolation: Isolation, *, idle
 
 def start_worker(task: ModelTask, source: TargetSource, method: Method, *, shared: bool = False) -> TaskWorker:
     """A worker for ``task`` alone; a ``shared`` one waits for it, and for those that follow."""
-    fresh = FreshLoad(source.forked) if method == "fork" else source.fresh()
+    if method == "fork":
+        fresh = FreshLoad(source.forked)
+    else:
+        fresh = source.fresh()
     worker: TaskWorker = FunctionWorker(
         functools.partial(serve, fresh.load) if shared else functools.partial(do_task, task, fresh.load),
         decode,
@@ -100,7 +105,9 @@ def start_worker(task: ModelTask, source: TargetSource, method: Method, *, share
 
 
 def _shared_worker(task: ModelTask, source: TargetSource) -> tuple[TaskWorker, bool]:
-    """A worker that waits for ``task``, and whether it has done other tasks; one that has left something behind is ended."""
+    """A worker that waits for ``task``, and whether it has done other tasks; one that has left
+    something behind is ended.
+    """
     kept = source.kept
     worker: TaskWorker | None = kept.take(_owner(task, source))
     if worker is not None:
@@ -126,7 +133,9 @@ def _owner(task: ModelTask, source: TargetSource) -> tuple[object, ...]:
 
 
 def _set_limits(worker: TaskWorker, message: TaskMessage, task: ModelTask) -> None:
-    """Each call and each part gets its budget; if the plain run is too slow or failed, each op gets its limit."""
+    """Each call and each part gets its budget; if the plain run is too slow or failed, each op gets
+    its limit.
+    """
     failed = isinstance(message, PlainResult) and message.status == "error"
     if isinstance(task, AnalysisTask) and (
         failed or isinstance(message, Measures)
@@ -150,7 +159,10 @@ def _take(event: Event, outcome: Outcome, task: ModelTask) -> None:
     outcome.position = event.position
     if event.state == "running":
         return
-    outcome.seconds_in_op = event.position.seconds_in_op() if event.position is not None else 0.0
+    if event.position is not None:
+        outcome.seconds_in_op = event.position.seconds_in_op()
+    else:
+        outcome.seconds_in_op = 0.0
     line = model_line(read_shared(task.files.log))
     if event.state != "ended":
         outcome.ended = event.state
@@ -166,9 +178,12 @@ def _report(event: Event, outcome: Outcome, task: ModelTask, source: TargetSourc
     if isinstance(event, MessageEvent) or event.state != "running":
         return
     (name, doing), read = task.progress, outcome.weight_read
-    doing = f"{doing} in {read.module}" if read is not None else doing
-    doing = describe_position(outcome.position) if outcome.position else doing
-    doing = f"{doing}, {percent(read.share)} of the weights" if read is not None else doing
+    if read is not None:
+        doing = f"{doing} in {read.module}"
+    if outcome.position:
+        doing = describe_position(outcome.position)
+    if read is not None:
+        doing = f"{doing}, {percent(read.share)} of the weights"
     so_far = None if task.is_reference else outcome.verdict_so_far
     source.report(name, f"{so_far} · {doing}" if so_far is not None else doing)
 
@@ -206,9 +221,11 @@ class _Begun:
 
 
 class SideBySide:
-    """Runs the first attempts at slow tasks in forks, several at once if the first one leaves cores idle: kernels that are not made for a
-    format often use one core. A call beside others that uses several cores is ended, since its time would be wrong: its task must run alone.
-    What a worker waits for a core does not count against its budget. A failed run is explained beside the calls of others.
+    """Runs the first attempts at slow tasks in forks, several at once if the first one leaves cores
+    idle: kernels that are not made for a format often use one core. A call beside others that uses
+    several cores is ended, since its time would be wrong: its task must run alone. What a worker
+    waits for a core does not count against its budget. A failed run is explained beside the calls
+    of others.
     """
 
     def __init__(self, source: TargetSource) -> None:
@@ -226,7 +243,9 @@ class SideBySide:
         self._expected = list(tasks)
 
     def outcome(self, task: ModelTask, idle_limit: float) -> Outcome | None:
-        """That of the first attempt at ``task``; ``None`` if it must run alone. Waits for it, and may begin others meanwhile."""
+        """That of the first attempt at ``task``; ``None`` if it must run alone. Waits for it, and
+        may begin others meanwhile.
+        """
         with self._reading():
             return self._outcome(task, idle_limit)
 
@@ -299,14 +318,19 @@ class SideBySide:
         self._share_threads()
 
     def _share_threads(self) -> None:
-        """Limit the threads of the instruments: those that spin while they wait cost a worker beside them several times their share of the cores."""
+        """Limit the threads of the instruments: those that spin while they wait cost a worker
+        beside them several times their share of the cores.
+        """
         running = self._running
         for worker in running if len(running) > 1 else ():
             self._begun[worker].beside = True
         if len(running) <= 1 and self._expected:  # another one may begin beside it
             return
         for worker in running:
-            self._begun[worker].threads = max(1, torch.get_num_threads() // len(running)) if len(running) > 1 else 0
+            if len(running) > 1:
+                self._begun[worker].threads = max(1, torch.get_num_threads() // len(running))
+            else:
+                self._begun[worker].threads = 0
             assert worker.breadcrumb is not None
             worker.breadcrumb.limit_threads(self._begun[worker].threads)
 

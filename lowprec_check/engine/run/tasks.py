@@ -24,7 +24,9 @@ OP_SECONDS = 1.0
 """An op may take so long, or as long as two fp32 forwards, before it is taken to be too slow."""
 
 HOPELESS_RATIO, HOPELESS_SECONDS = 20.0, 0.25
-"""A call that takes so many times as long as fp32's, and so many seconds, in a format that is not accelerated is the only one."""
+"""A call that takes so many times as long as fp32's, and so many seconds, in a format that is not
+accelerated is the only one.
+"""
 
 EXTENSION_SECONDS = 120.0
 """Time to import Intel's extension, and for each step with it, if the budget is less."""
@@ -43,7 +45,8 @@ class TaskFiles(NamedTuple):
     """Further inputs, and the outputs of fp32 on them."""
 
     def keep(self, content: dict[str, Any], *, further: bool = False) -> None:
-        """In the worker of the fp32 run: keep tensors and plain values, with which other runs are compared.
+        """In the worker of the fp32 run: keep tensors and plain values, with which other runs are
+        compared.
 
         Raises :class:`UsageError` if memory, or a limit of it, is too small.
         """
@@ -117,7 +120,9 @@ class ModelTask:
     process_memory: bool = False
     """Whether to measure what its process holds."""
     accelerated: bool = True
-    """Whether the hardware may compute in this format, so that a slow call does not decide about the run."""
+    """Whether the hardware may compute in this format, so that a slow call does not decide about
+    the run.
+    """
 
     def as_task(self, kind: type[AnyTask], **more: object) -> AnyTask:
         """A task of another kind about the same run."""
@@ -161,14 +166,18 @@ class ModelTask:
 
     @property
     def op_limit(self) -> float:
-        """Seconds that one op may take before it is emulated; emulated kernels have the speed of fp32."""
+        """Seconds that one op may take before it is emulated; emulated kernels have the speed of
+        fp32.
+        """
         if self.predicted is not None:
             return math.inf
         return min(max(OP_SECONDS, 2 * (self.fp32_ms or 0.0) / 1e3), self.budget / 2)
 
     @property
     def slow_seconds(self) -> float:
-        """A call that takes longer is not repeated: an eighth of the budget, or ten times fp32's time if that is more, and what a first one takes."""
+        """A call that takes longer is not repeated: an eighth of the budget, or ten times fp32's
+        time if that is more, and what a first one takes.
+        """
         if self.fp32_ms is None:
             return math.inf
         return self.fp32_setup + max(self.budget / 8, 10 * self.fp32_ms / 1e3)
@@ -178,12 +187,16 @@ class ModelTask:
         """A call that takes longer decides about the run, since the hardware cannot make it faster."""
         decides = self.fp32_ms is not None and not self.accelerated and not self.steps
         longest = max(HOPELESS_SECONDS, HOPELESS_RATIO * (self.fp32_ms or 0.0) / 1e3)
-        return self.fp32_setup + longest if decides else math.inf
+        if decides:
+            return self.fp32_setup + longest
+        return math.inf
 
     @property
     def progress(self) -> tuple[str, str]:
         """What to show while it runs: the name of the run, and what it does before its first op."""
-        kept = f"plain run with {len(self.keep_fp32)} modules in fp32" if self.keep_fp32 else "plain run"
+        kept = "plain run"
+        if self.keep_fp32:
+            kept = f"plain run with {len(self.keep_fp32)} modules in fp32"
         return self.key.label, "training" if self.steps else kept
 
 
@@ -193,12 +206,16 @@ class AnalysisTask(ModelTask):
 
     errors: Errors = "both"
     budget_error: bool = True
-    """Whether to find out where the error of the output comes from, if both errors of each op are computed."""
+    """Whether to find out where the error of the output comes from, if both errors of each op are
+    computed.
+    """
     reference: str = "fp32"
     explain_budget: float = 20.0
     """Seconds for the instrumented part."""
     limits_memory: bool = True
-    """Whether the instrumented part takes a limited multiple of fp32's memory, not all that is free."""
+    """Whether the instrumented part takes a limited multiple of fp32's memory, not all that is
+    free.
+    """
     fp32_peak: int | None = None
     """Peak memory of the fp32 run in bytes, weights included."""
 
@@ -216,7 +233,9 @@ class RunTask(AnalysisTask):
     instrumented: bool = True
     """Whether the instrumented part follows."""
     further_inputs: int | None = 0
-    """The number of further inputs to try, if it is measured; ``None``: as many as a small part of the time allows."""
+    """The number of further inputs to try, if it is measured; ``None``: as many as a small part of
+    the time allows.
+    """
     batches: int = 1
     """Number of batches that runs of their own try: further inputs are those after them."""
     timed: bool = True
@@ -226,12 +245,16 @@ class RunTask(AnalysisTask):
     status_only: bool = False
     """Whether nothing but the status is asked for: a call that fails is the last one."""
     reads_once: bool = False
-    """Whether the output of the instrumented part is judged, so that weights in files are read once, if it is that of a plain call."""
+    """Whether the output of the instrumented part is judged, so that weights in files are read
+    once, if it is that of a plain call.
+    """
 
     @property
     def part_budget(self) -> float:
         """That of the instrumented part too, if it comes first."""
-        return max(self.call_budget, self.explain_budget) if self.reads_once else self.call_budget
+        if self.reads_once:
+            return max(self.call_budget, self.explain_budget)
+        return self.call_budget
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -322,7 +345,9 @@ class InstanceTask(ModelTask):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of all runs; ``budget`` is in seconds, by default 20 or ten fp32 forwards, whichever is longer."""
+    """Options of all runs; ``budget`` is in seconds, by default 20 or ten fp32 forwards, whichever
+    is longer.
+    """
 
     device: str = "cpu"
     """Where runs happen."""
@@ -338,7 +363,9 @@ class RunOptions:
     without_kernel: tuple[str, ...] = ()
     scenario: Scenario | None = None
     further_inputs: int | None = 0
-    """The number of further inputs that a run that passes is tried on; ``None``: as many as a small part of the time allows."""
+    """The number of further inputs that a run that passes is tried on; ``None``: as many as a small
+    part of the time allows.
+    """
     batches: int = 1
     """Number of batches that have runs of their own."""
     steps: int = 0
@@ -346,6 +373,10 @@ class RunOptions:
     timed: bool = True
     """Whether times are compared."""
     process_memory: bool = False
-    """Whether the memory is that of processes, since the runs of other backends hold more than tensors of torch."""
+    """Whether the memory is that of processes, since the runs of other backends hold more than
+    tensors of torch.
+    """
     slow_formats: frozenset[str] = frozenset()
-    """Short names of the formats that the device does not accelerate: one call may decide about a run in them."""
+    """Short names of the formats that the device does not accelerate: one call may decide about a
+    run in them.
+    """

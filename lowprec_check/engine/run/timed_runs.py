@@ -1,7 +1,9 @@
-"""Adds times to runs: in rounds over all of them, unless they are too slow to be called again; and in a scenario, as it is served.
+"""Adds times to runs: in rounds over all of them, unless they are too slow to be called again; and
+in a scenario, as it is served.
 
-Forks each prepare one run, wait for their turn, and keep what they compiled. Elsewhere (one fresh interpreter, this process, an
-accelerator, whose memory holds one model) the model is cast in place and back for each turn.
+Forks each prepare one run, wait for their turn, and keep what they compiled. Elsewhere (one fresh
+interpreter, this process, an accelerator, whose memory holds one model) the model is cast in place
+and back for each turn.
 """
 
 from __future__ import annotations
@@ -37,9 +39,11 @@ from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Run
 
 SLOW_SECONDS, SLOW_RATIO = 5.0, 10.0
-"""A run whose calls take longer, and are so many times slower than those of fp32, is not called again to time it: the plain
-part tells that much even on a busy machine. In a format that is not accelerated, :data:`~lowprec_check.engine.run.rounds.LONG_SECONDS`
-and a ratio that tells it to be slower will do."""
+"""A run whose calls take longer, and are so many times slower than those of fp32, is not called
+again to time it: the plain part tells that much even on a busy machine. In a format that is not
+accelerated, :data:`~lowprec_check.engine.run.rounds.LONG_SECONDS` and a ratio that tells it to be
+slower will do.
+"""
 
 AT_ONCE = 5
 """Runs timed beside fp32 in the same rounds."""
@@ -57,8 +61,8 @@ class TimedRuns(NamedTuple):
 
 
 def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher) -> TimedRuns:
-    """``fp32`` and ``runs`` with the times of calls in rounds; the others have those of their plain part, as fp32 has if its calls are long
-    and no run is timed beside it.
+    """``fp32`` and ``runs`` with the times of calls in rounds; the others have those of their plain
+    part, as fp32 has if its calls are long and no run is timed beside it.
     """
     timed = [run for run in runs if _is_timed(run, fp32, accelerated=task_of(run).accelerated)]
     latencies: dict[RunKey, Latency] = {}
@@ -87,13 +91,17 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
     if timed or fp32.latency_ms is None or fp32.latency_ms < LONG_SECONDS * 1e3:
         for start in range(0, max(1, len(timed)), AT_ONCE):
             take([fp32, *timed[start : start + AT_ONCE]])
-    rivals = _rivals(timed, latencies) if rounds.ROUNDS_SECONDS else []
+    rivals = []
+    if rounds.ROUNDS_SECONDS:
+        rivals = _rivals(timed, latencies)
     if rivals:
         take([fp32, *rivals], final=True)
     failed = {run.key for run in timed}.difference(latencies)
     for run in runs if conditions else (fp32, *runs):
         if run.latency_ms is not None and run.key not in latencies:
-            reference = None if run.key in failed else latencies.get(fp32.key)
+            reference = None
+            if run.key not in failed:
+                reference = latencies.get(fp32.key)
             latencies[run.key] = latency_outside_rounds(run.latency_ms / 1e3, reference)
     answers = []
     for run in (fp32, *runs):
@@ -111,8 +119,8 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
 
 
 def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[Run]:
-    """The passing runs that may be the fastest, if their times do not tell which is; none if fp32 is faster than all, or the host
-    limits them all: then more rounds would only time the host.
+    """The passing runs that may be the fastest, if their times do not tell which is; none if fp32
+    is faster than all, or the host limits them all: then more rounds would only time the host.
     """
     passing = [run for run in candidates(timed) if passes_all(run, timed)]
     labels = {run.key.label for run in passing}
@@ -126,7 +134,9 @@ def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[R
     rivals = sorted(may_gain, key=lambda each: -each[1].high)
     is_told = all(found.high <= TOLD * found.low for _, found in rivals)
     is_told |= all(waits_for_host(latencies[run.key]) for run, _ in rivals)
-    return [] if len(rivals) < 2 or is_told else [run for run, _ in rivals[:AT_ONCE]]
+    if len(rivals) < 2 or is_told:
+        return []
+    return [run for run, _ in rivals[:AT_ONCE]]
 
 
 def untimed(runs: Sequence[Run]) -> TimedRuns:
@@ -135,7 +145,9 @@ def untimed(runs: Sequence[Run]) -> TimedRuns:
 
 
 def _is_timed(run: Run, fp32: Run, *, accelerated: bool) -> bool:
-    """Whether ``run`` gave an output, and is not known to be slow, in a format that may be ``accelerated``."""
+    """Whether ``run`` gave an output, and is not known to be slow, in a format that may be
+    ``accelerated``.
+    """
     mine, reference = run.latency_ms, fp32.latency_ms
     if (
         mine is None
@@ -144,7 +156,10 @@ def _is_timed(run: Run, fp32: Run, *, accelerated: bool) -> bool:
         or run.status in ("error", "crashed", "timeout", "skipped")
     ):
         return False
-    seconds, ratio = (SLOW_SECONDS, SLOW_RATIO) if accelerated else (LONG_SECONDS, TOLD * ONE_CALL)
+    if accelerated:
+        seconds, ratio = (SLOW_SECONDS, SLOW_RATIO)
+    else:
+        seconds, ratio = (LONG_SECONDS, TOLD * ONE_CALL)
     return mine <= max(seconds * 1e3, ratio * reference)
 
 
@@ -166,7 +181,9 @@ def time_in_rounds(
     final: bool = False,
     earlier: tuple[Turns, ...] = (),
 ) -> RoundSchedule:
-    """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process; in further rounds after ``earlier`` ones."""
+    """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process;
+    in further rounds after ``earlier`` ones.
+    """
     schedule = RoundSchedule(len(tasks), final=final, earlier=earlier)
     if in_forks:
         with Supervisor[TaskWorker, TaskMessage]() as supervisor:
@@ -224,7 +241,9 @@ class _Forks:
             worker.deadline = math.inf
 
     def _wait_for(self, row: int, kind: type[TaskMessage]) -> TaskMessage | None:
-        """The next message of a ``kind`` from the fork of ``row``; ``None`` if it has failed. The schedule knows which have."""
+        """The next message of a ``kind`` from the fork of ``row``; ``None`` if it has failed. The
+        schedule knows which have.
+        """
         failures = self._schedule.failures
         while row not in failures:
             event = next(self._events)
@@ -254,8 +273,13 @@ class NotTimedError(Exception):
 
 
 def cores_of_instances(scenario: Scenario, device: str) -> list[tuple[int, ...]]:
-    """The numbers of the cores of each instance of a scenario on this machine; an accelerator is given one instance."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
+    """The numbers of the cores of each instance of a scenario on this machine; an accelerator is
+    given one instance.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        cores = sorted(os.sched_getaffinity(0))
+    else:
+        cores = list(range(os.cpu_count() or 1))
     if scenario == "offline" or device != "cpu":
         return [tuple(cores)]
     each = min(CORES_OF_INSTANCE, max(1, len(cores) // 2))
@@ -293,7 +317,9 @@ def time_in_scenario(task: ModelTask, launcher: Launcher, scenario: Scenario) ->
 def batch_of(call: Call) -> int | None:
     """The size of the first dimension that all tensors of a call share; ``None`` if they do not."""
     sizes = {tensor.shape[0] for _, tensor in leaves(call) if tensor.ndim}
-    return sizes.pop() if len(sizes) == 1 else None
+    if len(sizes) == 1:
+        return sizes.pop()
+    return None
 
 
 def percentile(samples: list[float], share: float) -> float:

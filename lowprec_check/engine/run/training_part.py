@@ -1,4 +1,6 @@
-"""The plain part of a task that trains: steps in each way, without instruments, judged against fp32 runs from other seeds."""
+"""The plain part of a task that trains: steps in each way, without instruments, judged against fp32
+runs from other seeds.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,9 @@ class TrainingPart(TrainingSteps):
         super().__init__(task, target, ready, send, batches)
         self._reference = reference
         self._underflow: dict[str, float] = {}
-        """By the name of a way, the share of all elements of gradients that underflow in the first step."""
+        """By the name of a way, the share of all elements of gradients that underflow in the first
+        step.
+        """
         self._training = TrainingRun(ways=[])
         self._limit = max(task.budget, 3 * task.steps * (task.fp32_ms or 0.0) / 1e3)
         """Seconds for the steps of the first way, and for those of all others together."""
@@ -80,7 +84,9 @@ class TrainingPart(TrainingSteps):
         return self._reference.samples.sizes
 
     def run(self) -> None:
-        """Train in the first way, whose status is that of the run; the error is that of the output and the loss in the first step."""
+        """Train in the first way, whose status is that of the run; the error is that of the output
+        and the loss in the first step.
+        """
         way, watchers = self._ways[0], self._watchers(self._ways[0])
         found, loop = self._train(way, watchers)
         error = None
@@ -88,7 +94,10 @@ class TrainingPart(TrainingSteps):
             mine = [tensor.cpu() for tensor in self.outputs[: len(self._reference.outputs)]]
             compared = compare_outputs(mine, self._reference.outputs)
             error = compared.error if compared.compared else None
-        trajectory = Trajectory() if loop is None else loop.trajectory
+        if loop is None:
+            trajectory = Trajectory()
+        else:
+            trajectory = loop.trajectory
         seconds = trajectory.seconds
         self.result = PlainResult(
             status=found.status,
@@ -103,13 +112,18 @@ class TrainingPart(TrainingSteps):
         self._send(self.result)
         self._add(found, loop, watchers)
         if found.skipped_steps:  # it is explained as it was made: with a smaller scale, or without one if none was
-            self.explained = PLAIN if not trajectory.steps else dataclasses.replace(way, scale=found.final_scale)
+            if not trajectory.steps:
+                self.explained = PLAIN
+            else:
+                self.explained = dataclasses.replace(way, scale=found.final_scale)
             self.outputs = None
 
     def compare_ways(self) -> None:
-        """Train in the other ways, and in one with the suggested loss scale; then look for an ``eps`` of zero.
+        """Train in the other ways, and in one with the suggested loss scale; then look for an
+        ``eps`` of zero.
 
-        Together they may take as long as one way alone: a precision that is slow here is slow in each.
+        Together they may take as long as one way alone: a precision that is slow here is slow in
+        each.
         """
         self._try_each(self._ways[1:], self._make(self.trained.values()))
         ran = self._seconds <= self._limit and any(way.status != "error" for way in self._training.ways)
@@ -121,7 +135,9 @@ class TrainingPart(TrainingSteps):
             self._report(epsilon=check_epsilon(parameters, self._make))
 
     def compare_extension(self) -> None:
-        """Train in the ways of Intel's extension that exist for the optimizer; it stays imported in this process."""
+        """Train in the ways of Intel's extension that exist for the optimizer; it stays imported in
+        this process.
+        """
         fitting = [way for way in WAYS if way.trial == "own process" and way.suits(self.ready.precision)]
         self._try_each(fitting, self._make(self.trained.values()))
 
@@ -150,7 +166,9 @@ class TrainingPart(TrainingSteps):
         return make_optimizer(self.target.optimizer, list(parameters))
 
     def _watchers(self, way: WayToTrain) -> dict[str, Watcher]:
-        """What observes the steps of ``way``: its gradients, as it is and with a loss scale; the updates, if the weights are cast."""
+        """What observes the steps of ``way``: its gradients, as it is and with a loss scale; the
+        updates, if the weights are cast.
+        """
         parameters = self.trained
         watchers: dict[str, Watcher] = {}
         if way == PLAIN or way.scale:
@@ -238,7 +256,8 @@ class TrainingPart(TrainingSteps):
         self._send(TrainingDone(run=self._training))
 
     def _try_suggested_scale(self) -> None:
-        """Train with the initial loss scale that the largest gradient suggests; suggest it, or that of ``GradScaler`` if it is no better.
+        """Train with the initial loss scale that the largest gradient suggests; suggest it, or that
+        of ``GradScaler`` if it is no better.
 
         None if the loss or a gradient is not finite with any, or if no gradient has 16 bits.
         """
@@ -273,14 +292,18 @@ class TrainingPart(TrainingSteps):
         self._report(loss_scale=suggestion)
 
     def _is_better(self, way: TrainingWay, other: TrainingWay) -> bool:
-        """Whether ``way`` passes where ``other`` does not, or skips fewer steps, or else loses fewer elements of gradients."""
+        """Whether ``way`` passes where ``other`` does not, or skips fewer steps, or else loses
+        fewer elements of gradients.
+        """
         mine, its = (
             (one.status != "ok", one.skipped_steps, self._underflow.get(one.name, math.inf)) for one in (way, other)
         )
         return mine < its
 
     def _largest_gradient(self) -> Largest:
-        """The largest gradient in 16 bits of the first step; of a loss that is scaled down if it is not finite, and up if it is zero."""
+        """The largest gradient in 16 bits of the first step; of a loss that is scaled down if it is
+        not finite, and up if it is zero.
+        """
         largest, scales = Largest(), [1.0, 2.0**-10, 2.0**-20]
         for scale in scales:
             self._snapshot.rewind()
@@ -305,9 +328,11 @@ def _last(values: Sequence[float]) -> float | None:
 
 
 def with_draws_of(task: ModelTask, target: Target, reference: TrainingReference, send: Send) -> TrainingReference:
-    """``reference`` with the first step of fp32 repeated with the random numbers that the precision of ``task`` draws.
+    """``reference`` with the first step of fp32 repeated with the random numbers that the precision
+    of ``task`` draws.
 
-    Other dtypes draw other numbers from the same seed. If fp32 draws in other places, nothing of its first step is compared.
+    Other dtypes draw other numbers from the same seed. If fp32 draws in other places, nothing of
+    its first step is compared.
     """
     with in_training(task, target) as ready:
         recorder = RecordDraws()

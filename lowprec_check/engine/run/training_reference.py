@@ -1,4 +1,6 @@
-"""Steps of training, and those in fp32: the run that all others are compared with, and runs from other seeds, whose spread is the limit."""
+"""Steps of training, and those in fp32: the run that all others are compared with, and runs from
+other seeds, whose spread is the limit.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ class TrainingReference:
 
 
 def script_parts(target: Target) -> dict[str, Any]:
-    """What is saved of the step of a script besides its loss and its optimizer; empty for other targets."""
+    """What is saved of the step of a script besides its loss and its optimizer; empty for other
+    targets.
+    """
     observed, optimizer = target.observed, target.optimizer
     if observed is None or not isinstance(optimizer, (OptimizerLike, OptimizersLike)):
         return {}
@@ -122,7 +126,9 @@ class TrainingSteps:
 
     @property
     def _compared(self) -> Collection[str] | None:
-        """The names of the parameters that are compared with fp32's; ``None`` for all that are trained."""
+        """The names of the parameters that are compared with fp32's; ``None`` for all that are
+        trained.
+        """
         return None
 
     @property
@@ -141,8 +147,9 @@ class TrainingSteps:
                 self._send(msgspec.structs.replace(measures, peak_memory_bytes=peak))
 
     def _peak(self, way: WayToTrain) -> int | None:
-        """Peak bytes of two steps in ``way``: the optimizer makes its state in the first. A step that a ``GradScaler`` skips is repeated;
-        ``None`` if all are skipped, or memory is not measured.
+        """Peak bytes of two steps in ``way``: the optimizer makes its state in the first. A step
+        that a ``GradScaler`` skips is repeated; ``None`` if all are skipped, or memory is not
+        measured.
         """
         if not self._measures_memory:
             return None
@@ -193,7 +200,9 @@ class TrainingSteps:
 
 
 class ReferenceTraining(TrainingSteps):
-    """Trains the model ``ready`` in fp32 on ``batches`` in turn, then from other seeds; sends what it finds."""
+    """Trains the model ``ready`` in fp32 on ``batches`` in turn, then from other seeds; sends what
+    it finds.
+    """
 
     def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
         super().__init__(task, target, ready, send, batches)
@@ -204,7 +213,9 @@ class ReferenceTraining(TrainingSteps):
         """As it is before the first step, in words."""
 
     def run(self) -> None:
-        """Train, and send the verdict: an exception, or a loss that is not finite, is for the user to fix."""
+        """Train, and send the verdict: an exception, or a loss that is not finite, is for the user
+        to fix.
+        """
         check_optimizer(self.target.optimizer, list(self.trained.values()))
         gradients, stalls = FirstGradients(self.trained), Stalls(self.trained)
         step = call_user_code("Calling average(model)", lambda: self._step(PLAIN))
@@ -229,8 +240,13 @@ class ReferenceTraining(TrainingSteps):
                 "Check the learning rate (a warm-up may start at 0), and that the loss depends on the weights.",
             )
         observed = self.target.observed
-        differs = None if observed is None or loop.draws else observed.differs_in(base.losses[: base.steps])
-        note = _untrained(self.target.optimizer) if observed is None else differs
+        if observed is None or loop.draws:
+            differs = None
+        else:
+            differs = observed.differs_in(base.losses[: base.steps])
+        note = differs
+        if observed is None:
+            note = _untrained(self.target.optimizer)
         finite = all(map(math.isfinite, base.losses)) and bool(base.weights[-1].isfinite().all())
         if differs is not None and not finite:
             raise UsageError(f"The training of the script cannot be scanned: {differs}.", DEFINE_PARTS)
@@ -299,12 +315,17 @@ class ReferenceTraining(TrainingSteps):
             limit_high=limits[1],
             distances=spread.distance_limits(),
         )
-        share, lost = (None, []) if counter is None else (counter.share(), counter.figures())
+        if counter is None:
+            share, lost = (None, [])
+        else:
+            share, lost = (counter.share(), counter.figures())
         way = TrainingWay(name=PLAIN.name, status="ok", losses=list(base.losses), state_bytes=state, lost_updates=share)
         self._send(TrainingDone(run=TrainingRun(ways=[way], lost_updates=lost), setup=setup))
 
     def _repeats(self, counter: LostUpdateCounter | None) -> bool:
-        """Whether the first step gives the same bits again; with a ``counter``, all steps are made again, and it observes them."""
+        """Whether the first step gives the same bits again; with a ``counter``, all steps are made
+        again, and it observes them.
+        """
         self._snapshot.rewind()
         again: list[Tensor] = []
 
@@ -340,7 +361,9 @@ def _failed_loss(error: ExceptionInfo, target: Target) -> tuple[str, str]:
     given = "the output of the model"
     if target.loss is not None and required_arguments(target.loss) > 1:
         given += " and the rest of the batch" if target.targets else " and its inputs, as the batch has nothing else"
-    source = f" at {error.source}" if error.source else ""
+    source = ""
+    if error.source:
+        source = f" at {error.source}"
     hint = f"It is called with {given}. Labels are the elements of a batch that the model does not take: `inputs` may be a DataLoader."
     return f"The loss fails in fp32{source}: {error.text}", hint
 

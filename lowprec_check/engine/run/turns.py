@@ -34,7 +34,9 @@ WORK_REPEATS = 3
 
 
 def seconds_of_fixed_work() -> float:
-    """Seconds that a fixed piece of integer work takes: more if the clock of the processor is slower."""
+    """Seconds that a fixed piece of integer work takes: more if the clock of the processor is
+    slower.
+    """
     found = []
     for _ in range(WORK_REPEATS):
         value, started = 1, system.perf_counter()
@@ -47,7 +49,9 @@ def seconds_of_fixed_work() -> float:
 # -- A turn: a few calls of the prepared model
 
 VERY_LONG_SECONDS = 5.0
-"""A call that takes longer is not called on one core too: its time is an average over all that disturbs it."""
+"""A call that takes longer is not called on one core too: its time is an average over all that
+disturbs it.
+"""
 
 DISTURBED = 0.03
 """The largest part of a few calls in which threads may wait for a core."""
@@ -69,7 +73,9 @@ REFUSED_SECONDS = 0.1
 """After so long, none will count: a compiler has threads of its own."""
 
 ALONE = 0.3
-"""The part of a call on one core that other threads may work: those of torch spin a little after the calls before."""
+"""The part of a call on one core that other threads may work: those of torch spin a little after
+the calls before.
+"""
 
 UNDISTURBED = 0.02
 """The largest part of a short call on one core that it may have waited."""
@@ -81,7 +87,9 @@ WARM_UP_CALLS = 3
 """Before the first turn of a compiled model: a traced graph is optimized in its second call."""
 
 FILLS = 2.0
-"""A long call that took so many times its usual time has made something that later ones use, as a table, which rewinding forgets."""
+"""A long call that took so many times its usual time has made something that later ones use, as a
+table, which rewinding forgets.
+"""
 
 IN_A_ROW = 3
 """The state of the model is rewound after so many calls: it need not survive more."""
@@ -117,7 +125,9 @@ class TimedCalls:
         return seconds >= LONG_SECONDS and usual is not None and seconds > FILLS * usual / 1e3
 
     def turn(self, row: int, number: int, *, on_one_core: bool, least: float = 0.0) -> TurnTimed:
-        """The turn of ``row`` in round ``number``, of at least so many seconds; ``on_one_core`` adds calls that other programs do not disturb."""
+        """The turn of ``row`` in round ``number``, of at least so many seconds; ``on_one_core``
+        adds calls that other programs do not disturb.
+        """
         work = seconds_of_fixed_work()
         self._rewind()
         started, before = system.perf_counter(), system.longest_wait()
@@ -130,7 +140,9 @@ class TimedCalls:
         calls, since = [first] if first >= LONG_SECONDS else self._burst(first), started
         while True:
             now, after = system.perf_counter(), system.longest_wait()
-            wait = max(0.0, after - before) if after is not None and before is not None else 0.0
+            wait = 0.0
+            if after is not None and before is not None:
+                wait = max(0.0, after - before)
             (disturbed if wait > DISTURBED * (now - since) else clean).extend(calls)
             waited += wait
             if _enough(clean, least) or (now - started >= PATIENCE and _enough(clean + disturbed, least)):
@@ -147,7 +159,9 @@ class TimedCalls:
         )
 
     def _burst(self, first: float) -> list[float]:
-        """Seconds of calls from the same state of the model: of a short call, those after one that fills the caches."""
+        """Seconds of calls from the same state of the model: of a short call, those after one that
+        fills the caches.
+        """
         if first >= SHORT_SECONDS:
             return [self.call()]
         self._snapshot.rewind()
@@ -157,14 +171,18 @@ class TimedCalls:
             return [call_once(self._ready, *inputs)[1] for inputs in given][1:]
 
     def _on_one_core(self) -> list[float]:
-        """A thread alone never waits for another one, so what it waits for its core can be told, and subtracted.
+        """A thread alone never waits for another one, so what it waits for its core can be told,
+        and subtracted.
 
-        That includes waits shortly before and after a call: short calls count only if there were none.
+        That includes waits shortly before and after a call: short calls count only if there were
+        none.
         """
         threads = torch.get_num_threads()
         try:
             first = self._call_alone()
-            seconds = [first] if first is not None and first >= LONG_SECONDS else []
+            seconds = []
+            if first is not None and first >= LONG_SECONDS:
+                seconds = [first]
             started = system.monotonic()
             while sum(seconds) < TURN_SECONDS and len(seconds) < MOST_CALLS:
                 found = self._call_alone()
@@ -177,8 +195,9 @@ class TimedCalls:
             torch.set_num_threads(threads)
 
     def _call_alone(self) -> float | None:
-        """Seconds of a call on one core, less those it waited for it; ``None`` if that cannot be told, or other threads worked too, or it was
-        compiled again, as code is that was compiled for more threads.
+        """Seconds of a call on one core, less those it waited for it; ``None`` if that cannot be
+        told, or other threads worked too, or it was compiled again, as code is that was compiled
+        for more threads.
         """
         self._rewind()  # which restores the number of threads, too
         torch.set_num_threads(1)
@@ -188,7 +207,9 @@ class TimedCalls:
         if before is None or after is None or others_worked or compiled_frames() > frames:
             return None
         waited = after - before
-        return taken - waited if waited <= UNDISTURBED * taken or taken - waited >= SHORT_SECONDS else None
+        if waited <= UNDISTURBED * taken or taken - waited >= SHORT_SECONDS:
+            return taken - waited
+        return None
 
     def call(self) -> float:
         """Seconds of a call."""
@@ -242,7 +263,8 @@ def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
 
 
 def time_turns(task: TurnsTask, target: Target, send: Send, receive: Receive) -> None:
-    """In a fork: prepare the run, then take a turn each time that one comes; raises :class:`UsageError` if the model fails.
+    """In a fork: prepare the run, then take a turn each time that one comes; raises
+    :class:`UsageError` if the model fails.
 
     What the model prints was printed by its plain run.
     """

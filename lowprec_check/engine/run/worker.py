@@ -1,4 +1,6 @@
-"""What a worker does: gets the target, runs the model as its task says, sends what it finds, and at last how the task ended."""
+"""What a worker does: gets the target, runs the model as its task says, sends what it finds, and at
+last how the task ended.
+"""
 
 from __future__ import annotations
 
@@ -85,13 +87,17 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
 
 COLD = 0.1
-"""The model is called in fp32 before the time of an op is limited, if its first call took this part of the limit longer than others."""
+"""The model is called in fp32 before the time of an op is limited, if its first call took this part
+of the limit longer than others.
+"""
 
 
 def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
-    """Do ``task``; ``receive`` waits for what the parent sends meanwhile. Afterwards the model is restored.
+    """Do ``task``; ``receive`` waits for what the parent sends meanwhile. Afterwards the model is
+    restored.
 
-    A task that predicts makes its process the stand-in for the device, which can do nothing else afterwards.
+    A task that predicts makes its process the stand-in for the device, which can do nothing else
+    afterwards.
     """
     check_process(task.predicted)
     if task.predicted is not None:
@@ -118,7 +124,9 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
 
 
 def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
-    """Run the plain part, the instrumented part, or both, and send each result as soon as it is known."""
+    """Run the plain part, the instrumented part, or both, and send each result as soon as it is
+    known.
+    """
     stream = stream_of(target.model)
     if stream is not None:
         stream.on_progress = lambda name, share: send(WeightRead(name.rpartition(".")[0], share))
@@ -129,7 +137,9 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     if isinstance(task, RunTask):
         called = (_train if task.steps else _run_plain)(task, target, send)
     else:
-        way = ways_of(PRECISIONS.get(task.precision), task.steps)[0] if task.steps else None
+        way = None
+        if task.steps:
+            way = ways_of(PRECISIONS.get(task.precision), task.steps)[0]
         slow, crashed, called = dict(task.slow), dict(task.crashed), Called(task.measure_once, way=way)
     if not isinstance(task, RunTask) or task.instrumented:
         measure_once = called.too_slow and task.predicted is None  # the times of emulated kernels mean nothing
@@ -147,7 +157,9 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
 
 
 def predict_formats(task: WhatIfTask, target: Target, send: Send) -> None:
-    """Send the output errors of formats that are not run, from one instrumented run of the model in fp32."""
+    """Send the output errors of formats that are not run, from one instrumented run of the model in
+    fp32.
+    """
     with _report_faults("predicting", send), prepared_for(task, target) as ready, _kernels(task):
         eager, breadcrumb = in_eager_mode(ready, target), Breadcrumb(task.files.breadcrumb)
         found = predict(eager, target.args, target.kwargs, task.formats, seed=task.seed, breadcrumb=breadcrumb)
@@ -184,7 +196,9 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
 
 
 def _run_in_one_reading(task: RunTask, target: Target, send: Send) -> None:
-    """Run the instrumented part and judge its output; if that is not the one of a plain call, run the plain part too."""
+    """Run the instrumented part and judge its output; if that is not the one of a plain call, run
+    the plain part too.
+    """
     seed_everything(task.seed)
     made, before = list[Any](), generator_states()
 
@@ -208,7 +222,9 @@ def _run_in_one_reading(task: RunTask, target: Target, send: Send) -> None:
 
 def _train(task: RunTask, target: Target, send: Send) -> Called:
     """Like :func:`_run_plain`, for a task that trains; and the way to explain."""
-    reference = None if task.saves_reference else TrainingReference.load(task.files)
+    reference = None
+    if not task.saves_reference:
+        reference = TrainingReference.load(task.files)
     if reference is not None and reference.draws:
         with _report_faults("comparing with the same random numbers", send), _kernels(task):
             reference = with_draws_of(task, target, reference, send)
@@ -237,12 +253,16 @@ def _instrument(
     way: WayToTrain | None = None,
     keep: Callable[[Any], None] = lambda _output: None,
 ) -> Instrumented:
-    """The instrumented part, in eager mode; ``outputs`` it must give if nothing is rescued; ``way`` is of training; ``keep`` gets the output."""
+    """The instrumented part, in eager mode; ``outputs`` it must give if nothing is rescued; ``way``
+    is of training; ``keep`` gets the output.
+    """
     allowed = allowance(task, target.model)
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")
     budget = task.budget_error and allowed.errors == "both"
-    saved = Fp32Outputs.load(task.files) if budget else None
+    saved = None
+    if budget:
+        saved = Fp32Outputs.load(task.files)
     options = Options(
         errors=allowed.errors,
         wide=torch.float64 if task.reference == "fp64" else torch.float32,
@@ -272,18 +292,28 @@ def _instrument(
             called = in_eager_mode(ready, target)
         found = run_instrumented(called, target.args, target.kwargs, fp32, options, outputs)
     with _kernels(task):
-        trials = [] if task.steps or task.is_reference else tried_ranges(task, target, found)
-    notes = found.notes if allowed.note is None else (*found.notes, allowed.note)
+        if task.steps or task.is_reference:
+            trials = []
+        else:
+            trials = tried_ranges(task, target, found)
+    if allowed.note is None:
+        notes = found.notes
+    else:
+        notes = (*found.notes, allowed.note)
     return msgspec.structs.replace(found, range_trials=trials, notes=notes)
 
 
 @contextlib.contextmanager
 def _kernels(task: ModelTask) -> Iterator[None]:
-    """The kernels that the model runs with: without those that are withheld, and those of the device that is predicted.
+    """The kernels that the model runs with: without those that are withheld, and those of the
+    device that is predicted.
 
     A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
     """
-    eager = compiled_code_in_eager() if task.predicted is not None else contextlib.nullcontext()
+    if task.predicted is not None:
+        eager = compiled_code_in_eager()
+    else:
+        eager = contextlib.nullcontext()
     with eager, withholding(task.without_kernel), standing_in(task.predicted):
         yield
 
@@ -301,7 +331,9 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
 # -- The process, for one task or several: a shared one checks itself after each, so that what fails then costs no row
 
 QUESTION = b""
-"""Asks a worker that has finished a task what that left behind. It sends nothing between the two, so that no message is lost."""
+"""Asks a worker that has finished a task what that left behind. It sends nothing between the two,
+so that no message is lost.
+"""
 
 
 def do_task(task: ModelTask, load: Callable[[], Target], channel: Channel) -> None:
@@ -310,7 +342,9 @@ def do_task(task: ModelTask, load: Callable[[], Target], channel: Channel) -> No
 
 
 def serve(load: Callable[[], Target], channel: Channel) -> None:
-    """Do the tasks that come, until nothing more comes; after each, look for what it left behind, and say so if asked."""
+    """Do the tasks that come, until nothing more comes; after each, look for what it left behind,
+    and say so if asked.
+    """
     loaded: _Loaded | None = None
 
     def target_for(task: ModelTask) -> Target:
@@ -326,7 +360,9 @@ def serve(load: Callable[[], Target], channel: Channel) -> None:
         task: ModelTask = pickle.loads(data)
         send = Sender(task, channel)
         _do(task, functools.partial(target_for, task), send)
-        left = loaded.left_by(send) if loaded is not None else []
+        left = []
+        if loaded is not None:
+            left = loaded.left_by(send)
 
 
 class Sender:
@@ -367,7 +403,9 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
 
 
 class _Loaded:
-    """The target of a shared worker, on the device of the tasks, and the state of the process with it."""
+    """The target of a shared worker, on the device of the tasks, and the state of the process with
+    it.
+    """
 
     def __init__(self, target: Target, task: ModelTask) -> None:
         self.target = target
@@ -383,7 +421,9 @@ class _Loaded:
         self._leftovers = Leftovers(target.model)
 
     def left_by(self, send: Sender) -> list[str]:
-        """What the task of ``send`` left behind; the process can be used for another one if there is nothing."""
+        """What the task of ``send`` left behind; the process can be used for another one if there
+        is nothing.
+        """
         broken, task = why_broken(), send.task
         if broken is not None:
             return [broken]

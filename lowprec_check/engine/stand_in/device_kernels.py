@@ -1,4 +1,6 @@
-"""The kernels of the device that this process stands in for: ops on the CPU, computed in fp32 and rounded, or refused."""
+"""The kernels of the device that this process stands in for: ops on the CPU, computed in fp32 and
+rounded, or refused.
+"""
 
 from __future__ import annotations
 
@@ -40,22 +42,28 @@ _FP32_STATISTICS = frozenset(
     f"aten::{name}"
     for name in ("native_layer_norm", "native_batch_norm", "_native_batch_norm_legit", "_weight_norm_interface")
 )
-"""Ops whose results after the first (means, deviations, norms) stay in fp32 on a GPU, as an H200 showed."""
+"""Ops whose results after the first (means, deviations, norms) stay in fp32 on a GPU, as an H200
+showed.
+"""
 _ONE_KERNEL = frozenset({"aten::convolution", "aten::_convolution", "aten::convolution_backward"})
 """Ops whose kernel for all devices only chooses one of the device's own."""
 
 
 class StandInKernels(DispatchMode):
-    """Runs each op call in 16 bits as a good kernel does: fp32 inside, rounded once at the end; raises where there is none.
+    """Runs each op call in 16 bits as a good kernel does: fp32 inside, rounded once at the end;
+    raises where there is none.
 
-    Calls without a 16-bit value run as they are. An op that the device runs on the CPU behind the user's back gives a warning,
-    as it does there.
+    Calls without a 16-bit value run as they are. An op that the device runs on the CPU behind the
+    user's back gives a warning, as it does there.
     """
 
     def __init__(self, support: KernelSupport) -> None:
         super().__init__()
         self._support = support
-        self._only_first_in_low = frozenset({_ATTENTION}) if support.is_cpu else _FP32_STATISTICS | {_ATTENTION}
+        if support.is_cpu:
+            self._only_first_in_low = frozenset({_ATTENTION})
+        else:
+            self._only_first_in_low = _FP32_STATISTICS | {_ATTENTION}
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """The result of an op call, or the exception that the device raises."""
@@ -70,7 +78,9 @@ class StandInKernels(DispatchMode):
         foreign = any(map(is_narrow, wide))
         if foreign or any(t.layout != torch.strided or t.is_nested for t in tensors):
             self._support.assumed.add(str(func))  # the catalog is about dense tensors of its dtypes
-            return call.run() if foreign else _as_given(call, narrow)
+            if foreign:
+                return call.run()
+            return _as_given(call, narrow)
         refusal = self._support.why_refused(call, narrow, wide)
         if refusal is not None:
             raise refusal.error()
@@ -81,14 +91,19 @@ class StandInKernels(DispatchMode):
             return self.decomposed(func, call.args, kwargs, keys)
         if call.narrows_inside or (self._support.is_cpu and not traits.of_torch):
             return call.run()
-        out = _in_fp32(call, narrow) if _computes_in_fp32(call, narrow, wide) else _as_given(call, narrow)
+        if _computes_in_fp32(call, narrow, wide):
+            out = _in_fp32(call, narrow)
+        else:
+            out = _as_given(call, narrow)
         if narrow and traits.packet in self._only_first_in_low:
             return (out[0], *(tensor.float() for tensor in out[1:]))
         return out
 
 
 def _computes_in_fp32(call: DispatchedCall, narrow: list[Tensor], wide: list[Tensor]) -> bool:
-    """Whether fp32 takes the place of the CPU's own kernel, which checks dtypes and numbers, or gives the same bits, or is the user's."""
+    """Whether fp32 takes the place of the CPU's own kernel, which checks dtypes and numbers, or
+    gives the same bits, or is the user's.
+    """
     formats = {DTYPES[tensor.dtype] for tensor in narrow}
     if len(formats) != 1 or any(
         tensor.ndim for tensor in wide
@@ -116,19 +131,25 @@ def _as_given(call: DispatchedCall, narrow: list[Tensor]) -> Any:
 
 def _in_fp32(call: DispatchedCall, narrow: list[Tensor]) -> Any:
     """Computed in fp32 and rounded to the dtype of the inputs."""
-    low = narrow[0].dtype if narrow else torch.float16
+    if narrow:
+        low = narrow[0].dtype
+    else:
+        low = torch.float16
     retry = Retry(call.func, call.args, call.kwargs, torch.float16 if low.is_complex else low, call.written())
     with torch._C._DisableAutocast():
         out = retry.widened()
 
     def in_half(value: Any) -> Any:
-        return value.to(torch.complex32) if isinstance(value, Tensor) and value.dtype == torch.complex64 else value
+        if isinstance(value, Tensor) and value.dtype == torch.complex64:
+            return value.to(torch.complex32)
+        return value
 
     return out if low == torch.bfloat16 else map_values(out, in_half)  # there is no complex dtype for bfloat16
 
 
 def _numbers_as_tensors(func: OpOverload, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """A kernel made of other ops may give one of them a number as a tensor, which arrives in a mode as the number.
+    """A kernel made of other ops may give one of them a number as a tensor, which arrives in a mode
+    as the number.
 
     torch takes it back as a tensor for some ops only.
     """
@@ -166,14 +187,19 @@ _LIBRARIES: list[torch.library.Library] = []
 
 
 def allow_fft(dtypes: Collection[torch.dtype]) -> None:
-    """Let ``torch.fft`` take tensors of these narrow dtypes, for the rest of this process. The CPU refuses them before an op is dispatched.
+    """Let ``torch.fft`` take tensors of these narrow dtypes, for the rest of this process. The CPU
+    refuses them before an op is dispatched.
 
-    In half, the transform itself is then dispatched in half, and complex results are in half. In bfloat16, which has no complex dtype, all
-    is computed in fp32, as torch 2.15 does on the device `meta`.
+    In half, the transform itself is then dispatched in half, and complex results are in half. In
+    bfloat16, which has no complex dtype, all is computed in fp32, as torch 2.15 does on the device
+    `meta`.
     """
     if not dtypes:
         return
-    taken = {*dtypes, torch.complex32} if torch.float16 in dtypes else {*dtypes}
+    if torch.float16 in dtypes:
+        taken = {*dtypes, torch.complex32}
+    else:
+        taken = {*dtypes}
     wide = {narrow: _WIDE[narrow] for narrow in taken}
     for key in _KEYS:
         library = torch.library.Library("aten", "IMPL", key)
@@ -186,11 +212,15 @@ def allow_fft(dtypes: Collection[torch.dtype]) -> None:
 
 
 def _taking(wide: Mapping[torch.dtype, torch.dtype], func: OpOverload) -> Callable[..., Any]:
-    """The kernel of a function of ``torch.fft`` that takes the dtypes in ``wide`` too, given what each is widened to."""
+    """The kernel of a function of ``torch.fft`` that takes the dtypes in ``wide`` too, given what
+    each is widened to.
+    """
     composite = functools.partial(func._op_dk, torch._C.DispatchKey.CompositeImplicitAutograd)
 
     def widened(value: Any) -> Any:
-        return value.to(wide[value.dtype]) if isinstance(value, Tensor) and value.dtype in wide else value
+        if isinstance(value, Tensor) and value.dtype in wide:
+            return value.to(wide[value.dtype])
+        return value
 
     def transform(*args: Any, **kwargs: Any) -> Any:
         given = args[0].dtype
@@ -206,7 +236,9 @@ def _taking(wide: Mapping[torch.dtype, torch.dtype], func: OpOverload) -> Callab
 
 
 class _TransformsInHalf(DispatchMode):
-    """Dispatches the transform itself in half; what pads or cuts its input before that loses nothing by being in fp32."""
+    """Dispatches the transform itself in half; what pads or cuts its input before that loses
+    nothing by being in fp32.
+    """
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         if func in _TRANSFORMS:

@@ -1,4 +1,6 @@
-"""What the catalog says of one op call on the device that is predicted: whether it runs, and if not, what is raised there."""
+"""What the catalog says of one op call on the device that is predicted: whether it runs, and if
+not, what is raised there.
+"""
 
 from __future__ import annotations
 
@@ -32,12 +34,16 @@ _ON_DEVICE = {"cuda": {"_embedding_bag": "_embedding_bag_forward_only"}}
 _FFT = ("_fft_r2c", "_fft_c2r", "_fft_c2c")
 _MATRIX_PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "convolution")
 _ONE_DTYPE = ("native_layer_norm", "native_group_norm")
-"""Their kernels on a GPU read weights in the dtype of the input; those of a CPU take fp32 weights as well."""
+"""Their kernels on a GPU read weights in the dtype of the input; those of a CPU take fp32 weights
+as well.
+"""
 
 _OF_TORCHVISION = frozenset(
     f"torchvision::{name}" for name in ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
 )
-"""Their kernels on a GPU are for fp32, fp64 and half (``AT_DISPATCH_FLOATING_TYPES_AND_HALF``). Autocast casts to fp32 before them."""
+"""Their kernels on a GPU are for fp32, fp64 and half (``AT_DISPATCH_FLOATING_TYPES_AND_HALF``).
+Autocast casts to fp32 before them.
+"""
 
 
 class Refusal(NamedTuple):
@@ -74,7 +80,9 @@ class KernelSupport:
         """Those that it does not have; they are taken to run."""
 
     def why_refused(self, call: DispatchedCall, narrow: list[Tensor], wide: list[Tensor]) -> Refusal | None:
-        """Why a call with these floating inputs, of 16 bits and of more, does not run; ``None`` if it does."""
+        """Why a call with these floating inputs, of 16 bits and of more, does not run; ``None`` if
+        it does.
+        """
         func, name = call.func, self.name_of(call.func)
         if self.registration(func) == "none":
             message = (
@@ -83,7 +91,9 @@ class KernelSupport:
             return Refusal("missing", message, f"{self._device.kernels}: aten::{name} is not registered")
         if not narrow:
             return None
-        known = self._by_source(call, name, narrow, wide) if not self.is_cpu else None
+        known = None
+        if not self.is_cpu:
+            known = self._by_source(call, name, narrow, wide)
         if known is not None:
             return known
         for dtype in {tensor.dtype for tensor in narrow}:
@@ -99,7 +109,9 @@ class KernelSupport:
         return None
 
     def _by_source(self, call: DispatchedCall, name: str, narrow: list[Tensor], wide: list[Tensor]) -> Refusal | None:
-        """What the sources of the kernels say of calls that no sweep makes: mixed dtypes, complex numbers, ops of torchvision."""
+        """What the sources of the kernels say of calls that no sweep makes: mixed dtypes, complex
+        numbers, ops of torchvision.
+        """
         if name in _ONE_DTYPE and any(tensor.ndim for tensor in wide):
             expected = FORMATS[DTYPES[narrow[0].dtype]].cpp_name
             return Refusal("refused", f"expected scalar type {expected} but found Float", SOURCE)
@@ -108,16 +120,24 @@ class KernelSupport:
             missing = "ComplexHalf"
         if name in _OF_TORCHVISION and not call.autocast_keys:
             missing = "BFloat16" if any(tensor.dtype == torch.bfloat16 for tensor in narrow) else None
-        return Refusal("missing", f"\"{name}\" not implemented for '{missing}'", SOURCE) if missing else None
+        if missing:
+            return Refusal("missing", f"\"{name}\" not implemented for '{missing}'", SOURCE)
+        return None
 
     def name_of(self, func: OpOverload) -> str:
-        """The name of the overload that the device runs for ``func``: ``add.Tensor``, ``_cudnn_rnn``."""
+        """The name of the overload that the device runs for ``func``: ``add.Tensor``,
+        ``_cudnn_rnn``.
+        """
         name = overload_name(func.name())
         instead = counterpart(name, self._device.name)
-        return instead.dispatches[0] if instead else _ON_DEVICE.get(self._device.name, {}).get(name, name)
+        if instead:
+            return instead.dispatches[0]
+        return _ON_DEVICE.get(self._device.name, {}).get(name, name)
 
     def takes_in_fft(self) -> list[torch.dtype]:
-        """The narrow dtypes that ``torch.fft`` takes on the device, at least for some sizes; a CPU refuses them."""
+        """The narrow dtypes that ``torch.fft`` takes on the device, at least for some sizes; a CPU
+        refuses them.
+        """
         if not self._catalogs or self.is_cpu:
             return []
         # there are no complex tensors of bfloat16
@@ -155,12 +175,16 @@ class KernelSupport:
         if func.namespace != "aten":
             return AtenSupport(state=None)
         if self._catalogs:
-            of_own = self._catalogs[dtype].of(own, numbers) if counterpart(own, self._device.name) else None
+            of_own = None
+            if counterpart(own, self._device.name):
+                of_own = self._catalogs[dtype].of(own, numbers)
             if of_own is not None and of_own.state is not None:
                 return of_own
             found = self._catalogs[dtype].of(name, numbers)
             base = name.partition(".")[0]
-            return found if found.state is not None or base == name else self._catalogs[dtype].of(base, numbers)
+            if found.state is not None or base == name:
+                return found
+            return self._catalogs[dtype].of(base, numbers)
         device, low = self._device, SHORT[dtype]
         for issue in matching(op=name, device=device.name, dtype=low, torch=device.torch, code="LP101"):
             if function_name(name) in issue.ops:
@@ -172,7 +196,9 @@ class KernelSupport:
         message = found.message or f"no kernel for {SHORT[dtype]}"
         if self._catalogs and self._catalogs[dtype].declared is not None:
             message = f"aten::{name} in {SHORT[dtype]}: {message}"
-        shown = f", shown by {', '.join(found.shown_by[:2])}" if found.shown_by else ""
+        shown = ""
+        if found.shown_by:
+            shown = f", shown by {', '.join(found.shown_by[:2])}"
         kind: Literal["missing", "refused"] = "refused" if found.kind == "unsupported-dtype" else "missing"
         if name in _FFT:  # the sizes of the call, instead of those of the catalog's sample
             kind, message = "refused", re.sub(r"\[[\d, ]+\]$", str(_transformed(name, call)), message)
@@ -182,20 +208,27 @@ class KernelSupport:
 def _fails_here(name: str, call: DispatchedCall, inputs: list[Tensor], condition: str | None) -> bool:
     """Whether a call fails, of an op that fails for some samples of the catalog.
 
-    cuFFT computes in half only where all sizes are powers of two. Of other ops, the condition of the catalog decides, ``fails where
-    training`` or ``runs only where …``, if it is about arguments of the op; without one, every call fails that is not empty: the
-    samples that pass do not dispatch the op (``cdist`` by a matrix product).
+    cuFFT computes in half only where all sizes are powers of two. Of other ops, the condition of
+    the catalog decides, ``fails where training`` or ``runs only where …``, if it is about arguments
+    of the op; without one, every call fails that is not empty: the samples that pass do not
+    dispatch the op (``cdist`` by a matrix product).
     """
     if name in _FFT:
         return any(size & (size - 1) for size in _transformed(name, call))
     verb, _, terms = (condition or "").partition(" where ")
     defaults = {its.name: its.default_value for its in call.func._schema.arguments if its.has_default_value()}
-    holds = _all_hold(terms.split(" and "), defaults | call.named) if verb in ("fails", "runs only") else None
-    return any(tensor.numel() for tensor in inputs) if holds is None else holds == (verb == "fails")
+    holds = None
+    if verb in ("fails", "runs only"):
+        holds = _all_hold(terms.split(" and "), defaults | call.named)
+    if holds is None:
+        return any(tensor.numel() for tensor in inputs)
+    return holds == (verb == "fails")
 
 
 def _all_hold(terms: list[str], given: dict[str, Any]) -> bool | None:
-    """Whether all of ``training``, ``not training`` and ``p=2.0`` hold for the arguments; ``None`` if one of these is not given."""
+    """Whether all of ``training``, ``not training`` and ``p=2.0`` hold for the arguments; ``None``
+    if one of these is not given.
+    """
     held = []
     for term in terms:
         name, _, value = term.removeprefix("not ").partition("=")
@@ -209,4 +242,6 @@ def _transformed(name: str, call: DispatchedCall) -> list[int]:
     """The sizes of the dimensions that a Fourier transform is over."""
     given, dims = call.args[0], call.args[1]
     sizes = [given.shape[dim] for dim in dims]
-    return [*sizes[:-1], call.args[3]] if name == "_fft_c2r" else sizes
+    if name == "_fft_c2r":
+        return [*sizes[:-1], call.args[3]]
+    return sizes

@@ -1,6 +1,8 @@
-"""Makes this process the stand-in for a device that is not here: its autocast policies, kernels and choices, on CPU tensors.
+"""Makes this process the stand-in for a device that is not here: its autocast policies, kernels and
+choices, on CPU tensors.
 
-A process that became a stand-in stays one: kernels are registered and functions replaced for good. So it does one job, then ends.
+A process that became a stand-in stays one: kernels are registered and functions replaced for good.
+So it does one job, then ends.
 """
 
 from __future__ import annotations
@@ -46,7 +48,8 @@ _became: list[_StandIn] = []
 def become_stand_in(device: PredictedDevice) -> None:
     """Make this process the stand-in for ``device``; again for the same device it does nothing.
 
-    Raises ``RuntimeError`` if it is the one for another, and :class:`UsageError` if the catalog does not cover the release.
+    Raises ``RuntimeError`` if it is the one for another, and :class:`UsageError` if the catalog
+    does not cover the release.
     """
     check_process(device)
     if _became:
@@ -62,15 +65,21 @@ def become_stand_in(device: PredictedDevice) -> None:
 
 
 def check_process(device: PredictedDevice | None) -> None:
-    """Raise ``RuntimeError`` if this process stands in for another device than ``device``, or for any if that is ``None``."""
+    """Raise ``RuntimeError`` if this process stands in for another device than ``device``, or for
+    any if that is ``None``.
+    """
     if _became and _became[0].device != device:
         raise RuntimeError(f"a process that predicts {_became[0].device.name} cannot do anything else")
 
 
 def standing_in(device: PredictedDevice | None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which ops run as on ``device``, for which this process stands in; does nothing for ``None``."""
+    """A context in which ops run as on ``device``, for which this process stands in; does nothing
+    for ``None``.
+    """
     check_process(device)
-    return StandInKernels(_became[0].support) if _became else contextlib.nullcontext()
+    if _became:
+        return StandInKernels(_became[0].support)
+    return contextlib.nullcontext()
 
 
 def assumed_ops() -> list[str]:
@@ -84,7 +93,9 @@ def known_ops() -> list[str]:
 
 
 def policies_for(device: PredictedDevice) -> Mapping[str, CastPolicy]:
-    """The autocast policies of ``device``; if they are those of the installed torch, it must register the same ops."""
+    """The autocast policies of ``device``; if they are those of the installed torch, it must
+    register the same ops.
+    """
     if device.autocast != release_of(torch.__version__):
         return policies_of(device.name, device.autocast)
     key = f"Autocast{device.name.upper()}"
@@ -122,15 +133,18 @@ def _answer_as(device: str) -> None:
 
 
 _ASK_FOR_CPU = (("torchvision.ops.boxes", "batched_nms"),)
-"""Functions that compute in another way if ``tensor.device.type == "cpu"``. ``batched_nms`` of more than 1,000 boxes treats classes
-one by one on a CPU. On a GPU it moves the boxes of each class apart, which takes digits that half does not have.
+"""Functions that compute in another way if ``tensor.device.type == "cpu"``. ``batched_nms`` of more
+than 1,000 boxes treats classes one by one on a CPU. On a GPU it moves the boxes of each class
+apart, which takes digits that half does not have.
 """
 
 
 def _choose_as_on_gpu() -> None:
-    """Let imported functions that ask for a CPU choose as on a GPU: their code compares with a name that no device has.
+    """Let imported functions that ask for a CPU choose as on a GPU: their code compares with a name
+    that no device has.
 
-    The code is changed inside the function object, since a model may hold a reference to the function, or import it by name.
+    The code is changed inside the function object, since a model may hold a reference to the
+    function, or import it by name.
     """
     for module, name in _ASK_FOR_CPU:
         function = getattr(sys.modules.get(module), name, None)
@@ -151,11 +165,15 @@ _KEY = "AutocastCPU"
 _LIBRARIES: list[torch.library.Library] = []
 """Kernels exist as long as their library does."""
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")
-"""Recurrent layers: CUDA has a kernel for the whole layer (``_cudnn_rnn``), XPU one for each step; both cast all that they read."""
+"""Recurrent layers: CUDA has a kernel for the whole layer (``_cudnn_rnn``), XPU one for each step;
+both cast all that they read.
+"""
 
 
 def _register_autocast(device: str, policies: Mapping[str, CastPolicy], default: torch.dtype) -> None:
-    """Give autocast on the CPU the policies of ``device`` and its ``default`` dtype, for the rest of this process."""
+    """Give autocast on the CPU the policies of ``device`` and its ``default`` dtype, for the rest
+    of this process.
+    """
     library = torch.library.Library("aten", "IMPL", _KEY)
     _LIBRARIES.append(library)
     policies = {**policies, **dict.fromkeys(_RECURRENT, policies.get("_cudnn_rnn", "lower"))}
@@ -164,7 +182,9 @@ def _register_autocast(device: str, policies: Mapping[str, CastPolicy], default:
     for registered in torch._C._dispatch_get_registrations_for_dispatch_key(_KEY):
         if registered.startswith("aten::") and aten_overload(registered) is not None:
             kernels.setdefault(registered.removeprefix("aten::"), torch.library.fallthrough_kernel)
-    overriding = {"allow_override": True} if "allow_override" in inspect.signature(library.impl).parameters else {}
+    overriding = {}
+    if "allow_override" in inspect.signature(library.impl).parameters:
+        overriding = {"allow_override": True}
     with warnings.catch_warnings():  # torch warns that kernels are replaced
         warnings.simplefilter("ignore")
         for name, kernel in kernels.items():
@@ -178,7 +198,9 @@ def _register_autocast(device: str, policies: Mapping[str, CastPolicy], default:
 
 
 def _custom_dtype(custom: Any, device: str) -> torch.dtype | None:
-    """The dtype that autocast on ``device`` casts the inputs of an op to that was made by ``torch.library.custom_op``."""
+    """The dtype that autocast on ``device`` casts the inputs of an op to that was made by
+    ``torch.library.custom_op``.
+    """
     found: torch.dtype | None = getattr(custom, "_autocast_dtype", {}).get(device)
     return found if found is not None else getattr(custom, f"_autocast_{device}_dtype", None)  # before torch 2.13
 
@@ -188,7 +210,9 @@ Change = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Call]
 
 
 def _kernel(func: OpOverload, change: Change) -> Callable[..., Any]:
-    """The autocast kernel of ``func``: changes the arguments as its policy says, then calls it without autocast."""
+    """The autocast kernel of ``func``: changes the arguments as its policy says, then calls it
+    without autocast.
+    """
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
@@ -220,7 +244,10 @@ def _with_dtype(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     """With fp32 as the ``dtype`` of the result, unless the call says one."""
     if args and isinstance(args[0], Tensor) and _is_eligible(args[0]):
         at = next(index for index, argument in enumerate(func._schema.arguments) if argument.name == "dtype")
-        given = args[at] if at < len(args) else kwargs.get("dtype")
+        if at < len(args):
+            given = args[at]
+        else:
+            given = kwargs.get("dtype")
         if given is None:
             return func, args[:at], kwargs | {"dtype": torch.float32}
     return func, args, kwargs
@@ -228,9 +255,15 @@ def _with_dtype(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
 
 def _appending_dtype(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The overload of ``norm`` that takes a dtype, with fp32."""
-    dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
+    if _is_eligible(args[0]):
+        dtype = torch.float32
+    else:
+        dtype = args[0].dtype
     if func._overloadname == "Scalar":
-        p = args[1] if len(args) > 1 else kwargs.get("p", 2)
+        if len(args) > 1:
+            p = args[1]
+        else:
+            p = kwargs.get("p", 2)
         return torch.ops.aten.norm.ScalarOpt_dtype, (args[0], p), {"dtype": dtype}
     defaults = {"p": None, "dim": None, "keepdim": False}
     given = defaults | dict(zip(("p", "dim", "keepdim"), args[1:], strict=False)) | kwargs

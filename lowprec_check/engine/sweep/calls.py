@@ -1,4 +1,6 @@
-"""Calls an operator, forward or backward, with or without autocast, and records the aten ops that it dispatches."""
+"""Calls an operator, forward or backward, with or without autocast, and records the aten ops that
+it dispatches.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ SEED = 0
 
 
 class DispatchedOps(DispatchMode):
-    """Records the names of dispatched overloads while it is active, without ``aten.`` and ``.default``, and which of them raised."""
+    """Records the names of dispatched overloads while it is active, without ``aten.`` and
+    ``.default``, and which of them raised.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +84,9 @@ class Caller:
         return Trial(result is not None or not mode.endswith("backward"), result)
 
     def run(self, sample: Sample, dtype: torch.dtype, mode: Mode) -> Any:
-        """Call ``sample`` and return the output, or the gradients (``None`` if there are none). Exceptions are not caught."""
+        """Call ``sample`` and return the output, or the gradients (``None`` if there are none).
+        Exceptions are not caught.
+        """
         if mode.endswith("backward"):
             with self._autocast(dtype, mode):
                 out = self._forward(sample)
@@ -104,10 +110,14 @@ class Caller:
     def size_of_result(self, sample: Sample) -> int | None:
         """Number of elements of the output in fp32; ``None`` if the call fails."""
         out = self.attempt(sample, torch.float32, "forward")
-        return sum(tensor.numel() for _, tensor in leaves(out.result)) if out.outcome is True else None
+        if out.outcome is True:
+            return sum(tensor.numel() for _, tensor in leaves(out.result))
+        return None
 
     def comparable(self, sample: Sample, out: Any) -> list[Tensor]:
-        """The floating leaves of an output in the reference's dtype, without what is not unique, such as signs of singular vectors."""
+        """The floating leaves of an output in the reference's dtype, without what is not unique,
+        such as signs of singular vectors.
+        """
         return [
             tensor
             for _, tensor in leaves(sample.comparable(map_tensors(out, lambda tensor: widen(tensor, self.wide))))
@@ -142,7 +152,9 @@ class Caller:
         return [gradient for gradient in found if gradient is not None]
 
     def _autocast(self, dtype: torch.dtype, mode: Mode) -> Any:
-        return torch.autocast(self.device, dtype=dtype) if mode.startswith("autocast") else contextlib.nullcontext()
+        if mode.startswith("autocast"):
+            return torch.autocast(self.device, dtype=dtype)
+        return contextlib.nullcontext()
 
     def _synchronize(self) -> None:
         if self.device != "cpu":
@@ -160,6 +172,8 @@ def _widest(device: str) -> torch.dtype:
 
 
 def exit_if_device_lost(error: BaseException) -> None:
-    """End the process if an assertion on the device makes every later call fail; the parent then starts another."""
+    """End the process if an assertion on the device makes every later call fail; the parent then
+    starts another.
+    """
     if "CUDA error" in message_of(error) or type_name(error) == "AcceleratorError":
         os._exit(DEVICE_LOST)

@@ -1,7 +1,9 @@
-"""Measures operators in worker processes, which may crash, by messages; :func:`measure_briefly` keeps one as long as this process lives.
+"""Measures operators in worker processes, which may crash, by messages; :func:`measure_briefly`
+keeps one as long as this process lives.
 
-A worker measures one operator at a time. If it dies, or one call takes too long, its breadcrumb names the cell (dtype and
-mode) it was in. That cell is recorded as lost, a new worker starts, and the operator is measured again without the cell.
+A worker measures one operator at a time. If it dies, or one call takes too long, its breadcrumb
+names the cell (dtype and mode) it was in. That cell is recorded as lost, a new worker starts, and
+the operator is measured again without the cell.
 """
 
 from __future__ import annotations
@@ -74,7 +76,9 @@ decode: Callable[[bytes], FromWorker] = msgspec.json.Decoder(FromWorker).decode
 
 
 def open_channel() -> Callable[[Struct], None]:
-    """In a worker: a function that sends a message. What ops print goes to standard error from now on, and warnings are ignored."""
+    """In a worker: a function that sends a message. What ops print goes to standard error from now
+    on, and warnings are ignored.
+    """
     stream = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
@@ -91,12 +95,16 @@ SAMPLES = 24
 CALL_SECONDS = 30.0
 """The worker is killed if one call takes longer."""
 MAX_DEATHS = 8
-"""An operator is given up after this many deaths of its worker, or after one in fp32, which all others are compared with."""
+"""An operator is given up after this many deaths of its worker, or after one in fp32, which all
+others are compared with.
+"""
 START_SECONDS = 300.0
 WORKER = "lowprec_check.engine.sweep.operator_worker"
 
 REPRODUCIBLE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Environment that makes sweeps reproducible: the order of sets, the choice of samples, and the order of MKL's additions."""
+"""Environment that makes sweeps reproducible: the order of sets, the choice of samples, and the
+order of MKL's additions.
+"""
 
 OnOperator = Callable[[int, int, str], None]
 """Called with the number of finished operators, the number of all, and the name of the next."""
@@ -135,10 +143,11 @@ class OperatorSweep:
         self._total = 0
 
     def measure(self, only: Sequence[str] | None, jobs: int = 1) -> list[Answer]:
-        """Run until every operator (or those named in ``only``) is measured or given up; the answers are sorted by operator.
+        """Run until every operator (or those named in ``only``) is measured or given up; the
+        answers are sorted by operator.
 
-        Workers are kept for the next call. Raises :class:`UsageError` if this torch or the device cannot be measured, or if an operator
-        is unknown.
+        Workers are kept for the next call. Raises :class:`UsageError` if this torch or the device
+        cannot be measured, or if an operator is unknown.
         """
         self._found, self._total = {}, 0
         self.queue.waiting.clear()
@@ -214,7 +223,9 @@ _sweeping = ForkLock()
 
 _Key = tuple[int, str, str]
 _kept: dict[_Key, OperatorSweep] = {}
-"""By process, device and the module that a worker runs. A fork cannot use the worker of its parent: they would share its pipes."""
+"""By process, device and the module that a worker runs. A fork cannot use the worker of its parent:
+they would share its pipes.
+"""
 
 
 def measure_briefly(
@@ -222,8 +233,8 @@ def measure_briefly(
 ) -> BriefSweep:
     """Find out what runs of the samples of operators: no errors, no times, nothing under autocast.
 
-    The first call starts the worker, which imports torch and its description of operators; a worker that crashes is
-    replaced. Raises the errors of :meth:`OperatorSweep.measure`.
+    The first call starts the worker, which imports torch and its description of operators; a worker
+    that crashes is replaced. Raises the errors of :meth:`OperatorSweep.measure`.
     """
     with _sweeping:
         key = os.getpid(), device, worker
@@ -238,7 +249,9 @@ def measure_briefly(
 
 
 def start_early(device: str, *, worker: str = WORKER, call_seconds: float = CALL_SECONDS) -> None:
-    """Start the worker of :func:`measure_briefly`, which imports torch in the background; does nothing if that fails."""
+    """Start the worker of :func:`measure_briefly`, which imports torch in the background; does
+    nothing if that fails.
+    """
     with _sweeping, contextlib.suppress(OSError):
         queue = _sweep_of((os.getpid(), device, worker), call_seconds).queue
         if not queue.workers:

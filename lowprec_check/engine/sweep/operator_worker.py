@@ -1,6 +1,8 @@
-"""The worker process of a sweep: reads names of operators from stdin, measures them, writes results to stdout, one per line.
+"""The worker process of a sweep: reads names of operators from stdin, measures them, writes results
+to stdout, one per line.
 
-Before every call the breadcrumb is updated, so that a crash can be located. Runs with torch 2.1 and later, and needs msgspec only.
+Before every call the breadcrumb is updated, so that a crash can be located. Runs with torch 2.1 and
+later, and needs msgspec only.
 """
 
 from __future__ import annotations
@@ -34,10 +36,11 @@ from lowprec_check.process.breadcrumb import Breadcrumb
 
 
 class OperatorMeasurement:
-    """One operator. ``enter(cell, detail)`` is called before each step, so that a crash can be located.
+    """One operator. ``enter(cell, detail)`` is called before each step, so that a crash can be
+    located.
 
-    ``bound`` is the maximum number of samples, not counting larger ones. ``lost`` maps the cells in which an earlier process died or
-    hung to the failure.
+    ``bound`` is the maximum number of samples, not counting larger ones. ``lost`` maps the cells in
+    which an earlier process died or hung to the failure.
     """
 
     def __init__(
@@ -101,7 +104,9 @@ class OperatorMeasurement:
     def record(self) -> OpRecord:
         """The results."""
         valid: list[list[int]] = []
-        """For forward and backward, the samples that run in at least one dtype; only these are counted."""
+        """For forward and backward, the samples that run in at least one dtype; only these are
+        counted.
+        """
         for mode in MODES[:2]:
             tried = [self.outcomes[dtype, mode] for dtype in DTYPES]
             valid.append([i for i in range(len(self.samples)) if any(outcomes[i] is True for outcomes in tried)])
@@ -114,7 +119,9 @@ class OperatorMeasurement:
         note = None
         if not valid[0]:
             raised = next((one for one in self.outcomes["float32", "forward"] if isinstance(one, Raised)), None)
-            note = f"runs in no floating dtype: {raised.message}" if raised else "has no sample that runs"
+            note = "has no sample that runs"
+            if raised:
+                note = f"runs in no floating dtype: {raised.message}"
         return OpRecord(
             op=self.name,
             samples=(len(valid[0]), len(valid[1])),
@@ -124,7 +131,9 @@ class OperatorMeasurement:
         )
 
     def _failure(self, dtype: Dtype, mode: Mode, valid: list[list[int]]) -> Failure | None:
-        """The most frequent failure of one cell, among the counted samples (all samples, if none runs forward)."""
+        """The most frequent failure of one cell, among the counted samples (all samples, if none
+        runs forward).
+        """
         outcomes, direction = self.outcomes[dtype, mode], MODES.index(mode) % 2
         counted = valid[direction] if valid[0] else range(len(outcomes))
         failed = [index for index in counted if isinstance(outcomes[index], Raised)]
@@ -172,7 +181,9 @@ def serve(
     *,
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Send a greeting about the operators, then the answer to each task, until stdin ends; ``prepare`` is called first."""
+    """Send a greeting about the operators, then the answer to each task, until stdin ends;
+    ``prepare`` is called first.
+    """
     send = open_channel()
     torch.set_num_threads(1)
     try:

@@ -1,4 +1,5 @@
-"""The operators that torch describes, and samples of their arguments: those of OpInfo, and larger ones made from them.
+"""The operators that torch describes, and samples of their arguments: those of OpInfo, and larger
+ones made from them.
 
 OpInfo is a private part of torch that changes between versions. Only this module uses it.
 """
@@ -24,7 +25,9 @@ from lowprec_check.errors import UsageError, message_of
 MAX_GENERATED = 256
 """Maximum number of samples taken from OpInfo; some operators have thousands."""
 MAX_ELEMENTS = 1 << 15
-"""Maximum number of elements in all tensors of an enlarged sample; a software half kernel can compute these in time."""
+"""Maximum number of elements in all tensors of an enlarged sample; a software half kernel can
+compute these in time.
+"""
 MAX_TRIED, MAX_GROWN = 12, 8
 """How many samples to try to enlarge, and how many enlarged samples to keep."""
 
@@ -32,7 +35,9 @@ _WANTED = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
 
 
 def load_operators() -> dict[str, Any]:
-    """OpInfo's operators by name and variant, in its order; raises :class:`UsageError` if OpInfo cannot be imported."""
+    """OpInfo's operators by name and variant, in its order; raises :class:`UsageError` if OpInfo
+    cannot be imported.
+    """
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:
@@ -50,7 +55,9 @@ def load_operators() -> dict[str, Any]:
 def full_name(operator: Any) -> str:
     """Name and variant: ``std.unbiased``."""
     variant = operator.variant_test_name
-    return f"{operator.name}.{variant}" if variant else str(operator.name)
+    if variant:
+        return f"{operator.name}.{variant}"
+    return str(operator.name)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +67,9 @@ class Sample:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     comparable: Callable[[Any], Any]
-    """Reduces an output to what is unique in it; the signs of singular vectors, for example, are not."""
+    """Reduces an output to what is unique in it; the signs of singular vectors, for example, are
+    not.
+    """
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments."""
@@ -72,7 +81,9 @@ class Sample:
         return asked or any(t.is_floating_point() or t.is_complex() for t in self.tensors())
 
     def cast(self, low: torch.dtype, *, wide: torch.dtype | None = None, grad: bool = False) -> Sample:
-        """A copy in the dtype ``low``; with ``wide``, its rounded values in that wider dtype; with ``grad``, with gradients."""
+        """A copy in the dtype ``low``; with ``wide``, its rounded values in that wider dtype; with
+        ``grad``, with gradients.
+        """
 
         def change(value: Any) -> Any:
             if isinstance(value, torch.dtype):
@@ -90,7 +101,9 @@ _FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _target(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """The dtype to use for ``dtype`` if floating values are ``wanted``; there is no complex bf16 dtype."""
+    """The dtype to use for ``dtype`` if floating values are ``wanted``; there is no complex bf16
+    dtype.
+    """
     if dtype in _FLOATING or (wanted == torch.float64 and dtype.is_floating_point):
         return wanted
     if dtype in (torch.complex64, torch.complex32):
@@ -103,7 +116,9 @@ def _map(value: Any, change: Callable[[Any], Any]) -> Any:
         return change(value)
     if isinstance(value, (list, tuple)):
         mapped = [_map(item, change) for item in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+        if hasattr(value, "_fields"):
+            return type(value)(*mapped)
+        return type(value)(mapped)
     if isinstance(value, dict):
         return {key: _map(item, change) for key, item in value.items()}
     return value
@@ -124,8 +139,8 @@ def seed_all(name: str) -> None:
 def samples_of(operator: Any, device: str, bound: int) -> list[Sample]:
     """At most ``bound`` samples, evenly chosen, in fp32 if OpInfo supports it.
 
-    Samples that are sparse, empty, or so large that a software half kernel takes seconds are omitted, unless all are.
-    Exceptions of OpInfo are not caught.
+    Samples that are sparse, empty, or so large that a software half kernel takes seconds are
+    omitted, unless all are. Exceptions of OpInfo are not caught.
     """
     claimed = operator.supported_dtypes(device)
     dtype = next((dtype for dtype in _WANTED if dtype in claimed), torch.float32)
@@ -137,15 +152,17 @@ def samples_of(operator: Any, device: str, bound: int) -> list[Sample]:
     dense = [sample for sample in generated if all(t.layout == torch.strided for t in sample.tensors())] or generated
     full = [sample for sample in dense if all(t.numel() for t in sample.tensors())] or dense
     full = [sample for sample in full if _elements(sample) <= 4 * MAX_ELEMENTS] or full
-    return full if len(full) <= bound else [full[index * len(full) // bound] for index in range(bound)]
+    if len(full) <= bound:
+        return full
+    return [full[index * len(full) // bound] for index in range(bound)]
 
 
 def larger(samples: list[Sample], run: Callable[[Sample], int | None]) -> list[Sample]:
     """Enlarged copies of the samples: with sizes multiplied, and with sizes that are powers of two.
 
-    One sample is tried for each choice of arguments, the largest first. ``run`` returns the number of elements of the
-    output, ``None`` if the operator fails. The factor is doubled as long as the operator succeeds and its inputs and outputs
-    stay below :data:`MAX_ELEMENTS`.
+    One sample is tried for each choice of arguments, the largest first. ``run`` returns the number
+    of elements of the output, ``None`` if the operator fails. The factor is doubled as long as the
+    operator succeeds and its inputs and outputs stay below :data:`MAX_ELEMENTS`.
     """
     distinct: dict[str, Sample] = {}
     for sample in sorted(samples, key=_elements, reverse=True):
@@ -173,7 +190,9 @@ def _elements(sample: Sample) -> int:
 
 
 def _larger_shape(tensor: Tensor, factor: int, powers: bool) -> list[int]:
-    """Every size over 1 multiplied, with ``powers`` after it was rounded up to one of two; sparse tensors stay as they are."""
+    """Every size over 1 multiplied, with ``powers`` after it was rounded up to one of two; sparse
+    tensors stay as they are.
+    """
     if tensor.layout != torch.strided:
         return list(tensor.shape)
     whole = [int(2 ** math.ceil(math.log2(size))) if powers and size > 1 else size for size in tensor.shape]
@@ -181,7 +200,9 @@ def _larger_shape(tensor: Tensor, factor: int, powers: bool) -> list[int]:
 
 
 def _grow(sample: Sample, factor: int, powers: bool) -> Sample:
-    """``sample`` with larger tensors: repeated, square matrices along their diagonal, so that they stay invertible."""
+    """``sample`` with larger tensors: repeated, square matrices along their diagonal, so that they
+    stay invertible.
+    """
 
     def change(value: Any) -> Any:
         if not isinstance(value, Tensor) or (shape := _larger_shape(value, factor, powers)) == list(value.shape):
@@ -200,7 +221,9 @@ def _grow(sample: Sample, factor: int, powers: bool) -> Sample:
 
 
 def features(sample: Sample, names: list[str], *, sizes: bool = True) -> Features:
-    """Properties of a sample by name, the most useful first: arguments (``names`` for the positional ones), then sizes."""
+    """Properties of a sample by name, the most useful first: arguments (``names`` for the
+    positional ones), then sizes.
+    """
     found = {name: _describe(value) for name, value in sample.kwargs.items()}
     for index, value in enumerate(sample.args[1:], 1):
         if not isinstance(value, (Tensor, list)):
@@ -217,14 +240,20 @@ def features(sample: Sample, names: list[str], *, sizes: bool = True) -> Feature
 def _describe(value: Any) -> Any:
     if isinstance(value, Tensor):
         return "a tensor"
-    return value if isinstance(value, (bool, int, float, str, type(None))) else str(value)
+    if isinstance(value, (bool, int, float, str, type(None))):
+        return value
+    return str(value)
 
 
 def argument_names(operator: Any) -> list[str]:
-    """Names of an operator's positional arguments, from its Python signature or its aten schema; empty if unknown."""
+    """Names of an operator's positional arguments, from its Python signature or its aten schema;
+    empty if unknown.
+    """
     try:
         return list(inspect.signature(operator.op).parameters)
     except (TypeError, ValueError):
         packet = getattr(torch.ops.aten, operator.name.replace(".", "_"), None)
-    schemas = [getattr(packet, name)._schema for name in packet.overloads()] if packet is not None else []
+    schemas = []
+    if packet is not None:
+        schemas = [getattr(packet, name)._schema for name in packet.overloads()]
     return max(([argument.name for argument in schema.arguments] for schema in schemas), key=len, default=[])

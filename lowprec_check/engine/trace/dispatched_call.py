@@ -1,4 +1,6 @@
-"""One op call: what the recorder knows of it, and running it again on wide (fp32 or fp64) arguments, with derivatives if wanted."""
+"""One op call: what the recorder knows of it, and running it again on wide (fp32 or fp64)
+arguments, with derivatives if wanted.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +43,9 @@ class Held(NamedTuple):
     values: Tensor
     reference: Tensor
     origins: Tensor
-    """A bit for each place that the Inf or NaN of an element comes from; of the shape of the values."""
+    """A bit for each place that the Inf or NaN of an element comes from; of the shape of the
+    values.
+    """
 
 
 class DispatchedCall:
@@ -60,11 +64,15 @@ class DispatchedCall:
         self.traits: OpTraits = traits(func)
         self.inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.layout == torch.strided]
         self.before: dict[int, Tensor] = {}
-        """By ``id``, what the reference writes to in place of an integer or boolean tensor, or of one that the op resizes."""
+        """By ``id``, what the reference writes to in place of an integer or boolean tensor, or of
+        one that the op resizes.
+        """
         self.input_errors: Sequence[Pending[TensorComparison]] = ()
         """Its inputs before it ran, compared with the reference; those that equal it are left out."""
         self.held: dict[int, Held] = {}
-        """By ``id``, what it reads with Inf or NaN that the reference does not have, and then also what it writes to, before it ran."""
+        """By ``id``, what it reads with Inf or NaN that the reference does not have, and then also
+        what it writes to, before it ran.
+        """
         self.involved = False
         """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""
@@ -75,11 +83,17 @@ class DispatchedCall:
         self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
         self.wide_seconds: float | None = None
-        """What the op alone took when it last ran on wide arguments; ``None`` if another function was called in its place."""
+        """What the op alone took when it last ran on wide arguments; ``None`` if another function
+        was called in its place.
+        """
         self.exact_arguments: tuple[Args, Kwargs] | None = None
-        """Its arguments, widened, with the fp32 values of parameters; ``None`` if it reads no rounded ones."""
+        """Its arguments, widened, with the fp32 values of parameters; ``None`` if it reads no
+        rounded ones.
+        """
         self.widened_outputs: list[Tensor] | None = None
-        """The outputs of the op on its own inputs, widened; for a cast, the values before it. ``None`` if not computed."""
+        """The outputs of the op on its own inputs, widened; for a cast, the values before it.
+        ``None`` if not computed.
+        """
 
     @property
     def site(self) -> CallSite:
@@ -116,7 +130,8 @@ class DispatchedCall:
         return run_op(self.func, self.args, self.kwargs, self.autocast_keys)
 
     def results(self, out: Any, args: Args | None = None, kwargs: Kwargs | None = None) -> list[Tensor]:
-        """The tensors that the op returned as ``out``, then those that it wrote to without returning them.
+        """The tensors that the op returned as ``out``, then those that it wrote to without
+        returning them.
 
         ``args`` and ``kwargs`` are what it was called with, if those were not the call's own.
         """
@@ -133,14 +148,21 @@ class DispatchedCall:
         if self.traits.in_training and not args[TRAINING]:
             return
         for key in self.traits.written:
-            value = kwargs.get(key) if isinstance(key, str) else args[key] if key < len(args) else None
+            if isinstance(key, str):
+                value = kwargs.get(key)
+            elif key < len(args):
+                value = args[key]
+            else:
+                value = None
             if isinstance(value, Tensor):
                 yield value
             elif isinstance(value, (list, tuple)):
                 yield from (item for item in value if isinstance(item, Tensor))
 
     def nth_on_line(self, known: dict[CallSite, dict[int, int]]) -> int:
-        """Which op of its name on its line it is, from 0; ``known`` has the instructions of each line seen so far."""
+        """Which op of its name on its line it is, from 0; ``known`` has the instructions of each
+        line seen so far.
+        """
         instructions = known.setdefault(self.site, {})
         return instructions.setdefault(self.instruction, len(instructions))
 
@@ -164,9 +186,11 @@ class DispatchedCall:
         return max(map(float, numbers), key=abs, default=None)
 
     def vanished_constant(self, outputs: list[Tensor]) -> float | None:
-        """The first number among the arguments that is not zero and rounds to zero in the narrow dtype that the op takes it in.
+        """The first number among the arguments that is not zero and rounds to zero in the narrow
+        dtype that the op takes it in.
 
-        ``x + 1e-8`` and ``clamp(min=1e-8)`` in fp16 are found without an input that shows the effect. ``outputs`` are the call's.
+        ``x + 1e-8`` and ``clamp(min=1e-8)`` in fp16 are found without an input that shows the
+        effect. ``outputs`` are the call's.
         """
         slots = self.traits.number_slots
         if not slots or self.kwargs.get("alpha", 1) != 1:
@@ -177,10 +201,17 @@ class DispatchedCall:
         if self.traits.packet.startswith("aten::logit") and tensors[0].device.type != "cpu":  # CUDA takes it in fp32
             return None
         for index, name in slots:
-            value = self.args[index] if index < len(self.args) else self.kwargs.get(name)
+            if index < len(self.args):
+                value = self.args[index]
+            else:
+                value = self.kwargs.get(name)
             if isinstance(value, Tensor) and name in ("min", "max") and value.device.type == "cpu" and not value.ndim:
-                # A bound that a function made a tensor, as ``cosine_similarity`` does; on an accelerator, reading it would wait.
-                value = float(value) if value.dtype in (torch.float32, torch.float64) else None
+                # A bound that a function made a tensor, as ``cosine_similarity`` does; on an
+                # accelerator, reading it would wait.
+                if value.dtype in (torch.float32, torch.float64):
+                    value = float(value)
+                else:
+                    value = None
             for number in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(number, (int, float)) and 0 < abs(number) <= _rounds_to_zero(tensors[0].dtype):
                     return float(number)
@@ -189,7 +220,9 @@ class DispatchedCall:
 
 @functools.cache
 def _rounds_to_zero(dtype: torch.dtype) -> float:
-    """The largest number that rounds to zero: half the smallest subnormal one, a tie that goes to even."""
+    """The largest number that rounds to zero: half the smallest subnormal one, a tie that goes to
+    even.
+    """
     limits = torch.finfo(dtype)
     return float(limits.tiny * limits.eps / 2)
 
@@ -203,14 +236,17 @@ ATTENTION_IN_16_BITS = (
     "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_cudnn_attention",
 )
-"""Kernels for 16 bits only. In fp32 the first raises, and the second returns wrong values (torch 2.11, H200)."""
+"""Kernels for 16 bits only. In fp32 the first raises, and the second returns wrong values (torch
+2.11, H200).
+"""
 
 
 def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """The results of the op on other arguments, in the order of :meth:`DispatchedCall.results`.
 
-    An attention kernel for 16 bits is replaced by the function that chooses a kernel: its output alone is returned. Raises
-    ``RuntimeError`` for a derivative that reads bytes which the forward op left in the layout of the low precision.
+    An attention kernel for 16 bits is replaced by the function that chooses a kernel: its output
+    alone is returned. Raises ``RuntimeError`` for a derivative that reads bytes which the forward
+    op left in the layout of the low precision.
     """
     if call.traits.workspaces and any(map(is_narrow, call.inputs)):
         for value in (call.args[index] for index in call.traits.workspaces if index < len(call.args)):
@@ -238,11 +274,15 @@ def _attention_by_any_kernel(given: dict[str, Any], mask: Tensor | None, **optio
 # -- with derivatives
 
 _CLOSE = 1e-4
-"""A replacement counts only if it gives the results of the op within this; otherwise the op runs as it is."""
+"""A replacement counts only if it gives the results of the op within this; otherwise the op runs as
+it is.
+"""
 
 
 def run_differentiable(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Like :func:`run_wide`, with derivatives where there are any: ops without a derivative formula are replaced by ones that have one."""
+    """Like :func:`run_wide`, with derivatives where there are any: ops without a derivative formula
+    are replaced by ones that have one.
+    """
     without_out = _without_out(call.func)
     if without_out is not None:
         written = {argument.name for argument in call.func._schema.arguments if argument.is_out}
@@ -255,7 +295,9 @@ def run_differentiable(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list
         results = run_wide(call, args, kwargs)
     replaced = replacement(**named_arguments(call.func, args, kwargs))
     for index, (mine, its) in enumerate(zip(replaced, results, strict=False)):
-        largest = float(its.abs().max()) if its.numel() else 0.0
+        largest = 0.0
+        if its.numel():
+            largest = float(its.abs().max())
         if mine.shape == its.shape and torch.allclose(mine, its, _CLOSE, _CLOSE * largest):
             results[index] = mine
     return results
@@ -263,7 +305,9 @@ def run_differentiable(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list
 
 @functools.cache
 def _without_out(func: OpOverload) -> OpOverload | None:
-    """The overload of ``func`` that returns what ``func`` writes to ``out``, which has no derivative; ``None`` if it has no ``out``."""
+    """The overload of ``func`` that returns what ``func`` writes to ``out``, which has no
+    derivative; ``None`` if it has no ``out``.
+    """
     schema = func._schema
     wanted = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
     if len(wanted) == len(schema.arguments):
@@ -291,7 +335,9 @@ def _attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> list[Tensor]:
-    """Multi-head attention; tensors of shape (batch, length, width). A true element of the mask is left out."""
+    """Multi-head attention; tensors of shape (batch, length, width). A true element of the mask is
+    left out.
+    """
     parts = zip((query, key, value), qkv_weight.split(embed_dim), qkv_bias.split(embed_dim), strict=True)
     q, k, v = (
         functional.linear(tensor, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
@@ -302,7 +348,9 @@ def _attention(
         scores = scores.masked_fill(mask[:, None, None] if mask_type == _PADDING else mask, float("-inf"))
     weights = scores.softmax(-1)
     out = functional.linear((weights @ v).transpose(1, 2).flatten(2), proj_weight, proj_bias)
-    return [out, weights.mean(1) if average_attn_weights else weights] if need_weights else [out]
+    if need_weights:
+        return [out, weights.mean(1) if average_attn_weights else weights]
+    return [out]
 
 
 _PADDING = 1
@@ -339,7 +387,10 @@ def _encoder_layer(
 
     def feed_forward(x: Tensor) -> Tensor:
         hidden = functional.linear(x, ffn_weight_1, ffn_bias_1)
-        hidden = functional.gelu(hidden) if use_gelu else functional.relu(hidden)
+        if use_gelu:
+            hidden = functional.gelu(hidden)
+        else:
+            hidden = functional.relu(hidden)
         return functional.linear(hidden, ffn_weight_2, ffn_bias_2)
 
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:

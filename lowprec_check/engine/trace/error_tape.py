@@ -1,8 +1,10 @@
-"""Records the ops on the reference's tensors, with the error that each adds, and follows these errors to the output.
+"""Records the ops on the reference's tensors, with the error that each adds, and follows these
+errors to the output.
 
-The tape works below autograd, on storages: it does not matter whether the model disables gradients, writes in place or returns
-views. Each op gets a graph of its own, from detached inputs to its outputs; :meth:`ErrorTape.backward` connects them through
-one gradient per live storage, as :mod:`twins` connects reference values.
+The tape works below autograd, on storages: it does not matter whether the model disables gradients,
+writes in place or returns views. Each op gets a graph of its own, from detached inputs to its
+outputs; :meth:`ErrorTape.backward` connects them through one gradient per live storage, as
+:mod:`twins` connects reference values.
 """
 
 from __future__ import annotations
@@ -32,7 +34,8 @@ COMPACT = torch.bfloat16
 """The dtype in which the tape stores errors."""
 
 AddedErrors = tuple[Tensor | None, ...]
-"""What an op adds to the error of one of its results, its own inputs being given: each part, or for each format; ``None``: nothing.
+"""What an op adds to the error of one of its results, its own inputs being given: each part, or for
+each format; ``None``: nothing.
 
 All ops of a tape have the same errors in the same order; empty: none at all.
 """
@@ -49,14 +52,18 @@ class Read(NamedTuple):
     writer: int
     """The op that wrote it, by its position on the tape."""
     energy: Tensor | None
-    """The root of the expected square of what rounding the reference's values here to the dtype of the tensor changes in each
-    direction of the output, if each value is rounded independently; ``None``: nothing. Of shape (directions,)."""
+    """The root of the expected square of what rounding the reference's values here to the dtype of
+    the tensor changes in each direction of the output, if each value is rounded independently;
+    ``None``: nothing. Of shape (directions,).
+    """
     widens: bool
     """Whether the op gives wide results if this tensor is wide."""
 
 
 class TapedOp(NamedTuple):
-    """An op, what it reads, and what it changes in each direction of the output, to first order; tensors of shape (directions,)."""
+    """An op, what it reads, and what it changes in each direction of the output, to first order;
+    tensors of shape (directions,).
+    """
 
     row: OpCall
     reads: tuple[Read, ...]
@@ -67,8 +74,10 @@ class TapedOp(NamedTuple):
     by: tuple[Tensor | None, ...]
     """By each of its errors, in the order in which they were recorded."""
     energies: tuple[Tensor, Tensor] | None
-    """As :attr:`Read.energy`, of the rounding of its results in the run, and of those of the reference: less in the run if the op
-    hardly changes values that are rounded already. ``None`` if it rounds nothing."""
+    """As :attr:`Read.energy`, of the rounding of its results in the run, and of those of the
+    reference: less in the run if the op hardly changes values that are rounded already. ``None`` if
+    it rounds nothing.
+    """
 
 
 class ErrorTape:
@@ -101,7 +110,8 @@ class ErrorTape:
         arguments: Callable[[Leaf], tuple[Args, Kwargs]],
         results: Callable[..., list[Tensor]],
     ) -> tuple[Args, list[Tensor]]:
-        """The ``arguments`` of ``call`` and its ``results`` on them, without graph; :meth:`add` records them with it.
+        """The ``arguments`` of ``call`` and its ``results`` on them, without graph; :meth:`add`
+        records them with it.
 
         An op that fails because it has no derivative runs without a graph.
         """
@@ -140,14 +150,18 @@ class ErrorTape:
 
     def add_source(self, row: OpCall, low: Tensor, errors: AddedErrors) -> None:
         """Record errors that no op adds: those of a rounded input."""
-        twin = self._twins.find(low) if low.layout == torch.strided else None
+        twin = None
+        if low.layout == torch.strided:
+            twin = self._twins.find(low)
         if twin is not None and self.stopped is None:
             out = _Output(self._part(twin, low), None, self._compact(errors), _narrow_dtype(low))
             self._append(_Node(row, [], [out]))
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:
-        """Record graphs, in spite of the handler of a dispatch mode, ``no_grad`` and ``inference_mode``."""
+        """Record graphs, in spite of the handler of a dispatch mode, ``no_grad`` and
+        ``inference_mode``.
+        """
         with (
             torch._C._ForceDispatchKeyGuard(*self._dispatch_keys),
             torch.inference_mode(False),
@@ -184,13 +198,17 @@ class ErrorTape:
                 errors[index] = None
 
     def _compact(self, errors: AddedErrors) -> list[Tensor | None]:
-        """Errors in fewer bits, without NaN and Inf; ``None`` for zeros, unless to know them means to wait for an accelerator."""
+        """Errors in fewer bits, without NaN and Inf; ``None`` for zeros, unless to know them means
+        to wait for an accelerator.
+        """
         compact: list[Tensor | None] = []
         for error in errors:
             if error is None or not error.numel() or error.dtype == COMPACT:
                 compact.append(error if error is not None and error.numel() else None)
                 continue
-            values = torch.view_as_real(error.resolve_conj()) if error.is_complex() else error
+            values = error
+            if error.is_complex():
+                values = torch.view_as_real(error.resolve_conj())
             values = values.detach().to(COMPACT).nan_to_num_(0.0, 0.0, 0.0)
             compact.append(values if self._figures.deferred or bool(values.any()) else None)
         return compact
@@ -200,8 +218,9 @@ class ErrorTape:
     def backward(self, seeds: Sequence[tuple[Tensor, Tensor]]) -> list[TapedOp]:
         """The ops in their order, with what their errors change in each direction of the output.
 
-        ``seeds`` pairs tensors of the output (of the run) with directions, of shape (directions, *shape of the tensor): a
-        change is the scalar product of the first-order change of the output with the direction. The tape is empty afterwards.
+        ``seeds`` pairs tensors of the output (of the run) with directions, of shape (directions,
+        *shape of the tensor): a change is the scalar product of the first-order change of the
+        output with the direction. The tape is empty afterwards.
         """
         self._figures.settle()
         buffers = GradientBuffers(len(seeds[0][1]) if seeds else 0)
@@ -229,7 +248,9 @@ class ErrorTape:
         return found[::-1]
 
     def _pass_on(self, node: _Node, gradients: list[Tensor | None], buffers: GradientBuffers) -> tuple[Read, ...]:
-        """Add the gradients of the inputs of ``node``, given those of its outputs; returns what it reads."""
+        """Add the gradients of the inputs of ``node``, given those of its outputs; returns what it
+        reads.
+        """
         energies: list[Tensor | None] = [None] * len(node.inputs)
         reached = [
             (out.values, gradient)
@@ -259,7 +280,9 @@ class ErrorTape:
 def _energies(gradients: Sequence[Tensor | None], outputs: Sequence[_Output]) -> tuple[Tensor, Tensor] | None:
     """:attr:`TapedOp.energies`."""
     for gradient, out in zip(gradients, outputs, strict=True):
-        rounding = out.errors[1] if len(out.errors) > 1 else None
+        rounding = None
+        if len(out.errors) > 1:
+            rounding = out.errors[1]
         if gradient is not None and rounding is not None and out.narrow is not None and out.values is not None:
             return _size(gradient, rounding), _energy(gradient, out.values, out.narrow, out.part)
     return None
@@ -276,7 +299,9 @@ def _energy(gradients: Tensor, reference: Tensor, low: torch.dtype, part: Part) 
 
 
 def _size(gradients: Tensor, errors: Tensor) -> Tensor:
-    """The root of the sum of the squares of the products of ``errors`` and their gradients, in each direction."""
+    """The root of the sum of the squares of the products of ``errors`` and their gradients, in each
+    direction.
+    """
     if gradients.is_complex() and not errors.is_complex():
         gradients = torch.view_as_real(gradients.resolve_conj())
     if gradients.device.type != "cpu" or errors.numel() <= CHUNK:
@@ -297,14 +322,20 @@ def squares(sizes: Tensor) -> Tensor:
 
 
 def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | None, ...]:
-    """What each error of the outputs changes: the sum of its scalar products with the gradients of the outputs, per direction."""
+    """What each error of the outputs changes: the sum of its scalar products with the gradients of
+    the outputs, per direction.
+    """
     found: list[Tensor | None] = []
     for index in range(max((len(out.errors) for _, out in pairs), default=0)):
         products = []
         for gradient, out in pairs:
-            error = out.errors[index] if out.errors else None
+            error = None
+            if out.errors:
+                error = out.errors[index]
             if gradient is not None and error is not None:
-                real = torch.view_as_real(gradient.resolve_conj()) if gradient.is_complex() else gradient
+                real = gradient
+                if gradient.is_complex():
+                    real = torch.view_as_real(gradient.resolve_conj())
                 products.append(real.reshape(len(real), -1) @ error.reshape(-1).to(real.dtype))
         found.append(functools.reduce(torch.add, products) if products else None)
     return tuple(found)
@@ -317,18 +348,27 @@ class _TapedCall:
         self.call, self._twins = call, twins
         self.inputs: list[_Input] = []
         self.results: list[Tensor] = []
-        self._written = {id(tensor) for tensor in call.written()} if call.traits.mutable else set()
+        if call.traits.mutable:
+            self._written = {id(tensor) for tensor in call.written()}
+        else:
+            self._written = set()
 
     def leaf(self, low: Tensor, reference: Tensor) -> Tensor:
-        """The argument in place of ``reference``, the reference values of ``low``; what the op writes to is a copy."""
+        """The argument in place of ``reference``, the reference values of ``low``; what the op
+        writes to is a copy.
+        """
         if reference.is_inference():
             reference = reference.clone()
-        twin = self._twins.find(low) if is_float(low) and low.layout == torch.strided else None
+        twin = None
+        if is_float(low) and low.layout == torch.strided:
+            twin = self._twins.find(low)
         if twin is not None and not twin.constant and twin.serial is not None:
             reference = reference.detach().requires_grad_()
             part = Part.of(twin.serial, low)
             self.inputs.append(_Input(part, reference, _narrow_dtype(low), id(low) in self._written))
-        return reference.clone() if id(low) in self._written else reference
+        if id(low) in self._written:
+            return reference.clone()
+        return reference
 
 
 def _narrow_dtype(low: Tensor) -> torch.dtype | None:

@@ -1,7 +1,9 @@
-"""Runs an op call as given, or in fp32 where its kernel is too slow; if it fails, finds a result to continue with.
+"""Runs an op call as given, or in fp32 where its kernel is too slow; if it fails, finds a result to
+continue with.
 
-So one pass finds all gaps. A failure is classified by rerunning the call: with its dtypes unified, widened to fp32, or on the CPU.
-The error message only selects the name of the failure, because messages change between versions of torch.
+So one pass finds all gaps. A failure is classified by rerunning the call: with its dtypes unified,
+widened to fp32, or on the CPU. The error message only selects the name of the failure, because
+messages change between versions of torch.
 """
 
 from __future__ import annotations
@@ -40,12 +42,14 @@ SLOW_RATIO = 8.0
 """A kernel is slow if it takes more than this many times as long as fp32."""
 
 SLOW_SECONDS, COLD_SECONDS = 0.01, 0.05
-"""A call up to this long is never slow: emulation would save nothing. The first slow call of an op counts if it is longer than the second
-of these: else it may have set up the kernel."""
+"""A call up to this long is never slow: emulation would save nothing. The first slow call of an op
+counts if it is longer than the second of these: else it may have set up the kernel.
+"""
 
 
 class Emulation:
-    """Which ops are emulated, computed in fp32 and rounded: those too ``slow``, by name, and those that ``crashed``, with the reason.
+    """Which ops are emulated, computed in fp32 and rounded: those too ``slow``, by name, and those
+    that ``crashed``, with the reason.
 
     ``measure_once`` adds slow kernels when they are found.
     """
@@ -65,14 +69,17 @@ class Emulation:
     def includes(self, call: DispatchedCall) -> bool:
         """Whether ``call`` is emulated.
 
-        Not a cast that was slow once: only the machine can make it slow, and its result in fp32 would not be a cast.
+        Not a cast that was slow once: only the machine can make it slow, and its result in fp32
+        would not be a cast.
         """
         if call.traits.name in self.slow and not call.traits.casts:
             return True
         return bool(self.crashed) and call.site in self.crashed
 
     def add_timing(self, op: str, seconds: float, reference_seconds: float) -> None:
-        """Record the times of one call; with ``measure_once``, a slow kernel is emulated from then on."""
+        """Record the times of one call; with ``measure_once``, a slow kernel is emulated from then
+        on.
+        """
         if not self.measure_once or seconds <= max(SLOW_SECONDS, SLOW_RATIO * reference_seconds):
             return
         if seconds <= COLD_SECONDS and op not in self._slow_once:
@@ -87,9 +94,11 @@ class Emulation:
 
 
 class Execution:
-    """Runs op calls of a model in the dtype ``low``; gaps are added to ``journal``. The breadcrumb records when an op runs as given.
+    """Runs op calls of a model in the dtype ``low``; gaps are added to ``journal``. The breadcrumb
+    records when an op runs as given.
 
-    With ``follow_reference``, an op that fails on low-precision values returns its result on the reference's values.
+    With ``follow_reference``, an op that fails on low-precision values returns its result on the
+    reference's values.
     """
 
     def __init__(
@@ -133,11 +142,17 @@ class Execution:
         return self.rescue(call, failed)
 
     def _waited(self) -> float:
-        """Seconds for which this thread has waited for a core, where one call may decide that a kernel is slow."""
-        return (system.own_wait() or 0.0) if self._emulation.measure_once else 0.0
+        """Seconds for which this thread has waited for a core, where one call may decide that a
+        kernel is slow.
+        """
+        if self._emulation.measure_once:
+            return system.own_wait() or 0.0
+        return 0.0
 
     def rescue(self, call: DispatchedCall, error: Exception) -> Any:
-        """The result to continue with after ``error``; raises ``error`` if the model itself causes it."""
+        """The result to continue with after ``error``; raises ``error`` if the model itself causes
+        it.
+        """
         if self.solver_failures.recover(call, error):
             return None
         retry = self._retry(call)
@@ -206,7 +221,9 @@ class Rescue(NamedTuple):
 
 
 class Retry:
-    """A failed call that can be rerun with other dtypes; results are copied back into the tensors in ``written``."""
+    """A failed call that can be rerun with other dtypes; results are copied back into the tensors
+    in ``written``.
+    """
 
     def __init__(
         self,
@@ -237,7 +254,9 @@ class Retry:
         """Run with every real floating input in ``dtype``."""
 
         def unify(value: Any) -> Any:
-            return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+            if isinstance(value, Tensor) and value.is_floating_point():
+                return value.to(dtype)
+            return value
 
         return self.run(unify)
 
@@ -247,7 +266,10 @@ class Retry:
 
     def on_cpu(self) -> Any:
         """Run on the CPU in fp32, and move the results back to the device."""
-        device = self.floating[0].device if self.floating else torch.device("cpu")
+        if self.floating:
+            device = self.floating[0].device
+        else:
+            device = torch.device("cpu")
         result = self.run(lambda value: _widen(value).cpu() if isinstance(value, Tensor) else _widen(value))
         return self.narrowed(map_values(result, lambda value: value.to(device) if isinstance(value, Tensor) else value))
 
@@ -278,19 +300,27 @@ class Retry:
             return result
 
         def narrow(value: Any) -> Any:
-            return value.to(self.low) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+            if isinstance(value, Tensor) and value.dtype == torch.float32:
+                return value.to(self.low)
+            return value
 
         return map_values(result, narrow)
 
 
 def _widen(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        return widened_dtype(value, torch.float32) if value in NARROW else value
-    return value.to(widened_dtype(value.dtype, torch.float32)) if is_float(value) and is_narrow(value) else value
+        if value in NARROW:
+            return widened_dtype(value, torch.float32)
+        return value
+    if is_float(value) and is_narrow(value):
+        return value.to(widened_dtype(value.dtype, torch.float32))
+    return value
 
 
 def find_rescue(retry: Retry, error: BaseException, layer: Layer) -> Rescue | None:
-    """Explain ``error`` by rerunning the call; ``None`` if it fails in every dtype, so that the model itself is the cause."""
+    """Explain ``error`` by rerunning the call; ``None`` if it fails in every dtype, so that the
+    model itself is the cause.
+    """
     if not isinstance(error, Exception) or is_out_of_memory(error):
         return None
     words = ("Could not run 'aten::", "not currently impl")
@@ -323,10 +353,12 @@ def gap_kind(error: Exception, layer: Layer) -> GapKind:
 
 
 class PendingComplex:
-    """Complex results of rescues, which stay complex64 until an op makes them real again: that result is cast to the dtype ``low``.
+    """Complex results of rescues, which stay complex64 until an op makes them real again: that
+    result is cast to the dtype ``low``.
 
-    There is no complex bf16 dtype, and few kernels support complex fp16. The result of a rescued ``torch.fft.rfft`` therefore
-    stays complex64 (*pending*), and the first real value computed from it is cast to the low dtype.
+    There is no complex bf16 dtype, and few kernels support complex fp16. The result of a rescued
+    ``torch.fft.rfft`` therefore stays complex64 (*pending*), and the first real value computed from
+    it is cast to the low dtype.
     """
 
     def __init__(self, twins: Twins, low: torch.dtype) -> None:
@@ -343,14 +375,18 @@ class PendingComplex:
         return bool(found)
 
     def resolve(self, call: DispatchedCall, out: Any) -> Any:
-        """``out``; if an input is pending, its real tensors are cast to the low dtype and its complex ones become pending."""
+        """``out``; if an input is pending, its real tensors are cast to the low dtype and its
+        complex ones become pending.
+        """
         twins = map(self._twins.find, call.inputs)
         if call.traits.mutable or not any(twin is not None and twin.pending_complex for twin in twins):
             return out
         if call.traits.view and isinstance(out, Tensor) and not out.is_complex() and out.stride()[-1:] == (1,):
             return out  # view_as_real: pairs that still represent complex values
         resolved = [self._resolve_tensor(tensor) for tensor in outputs_of(out)]
-        return resolved[0] if isinstance(out, Tensor) else type(out)(resolved)
+        if isinstance(out, Tensor):
+            return resolved[0]
+        return type(out)(resolved)
 
     def _resolve_tensor(self, tensor: Tensor) -> Tensor:
         if tensor.is_complex():
@@ -366,10 +402,12 @@ class PendingComplex:
 
 
 class SolverFailures:
-    """Factorizations that fail on low-precision values, whose ``info`` output differs from the reference's.
+    """Factorizations that fail on low-precision values, whose ``info`` output differs from the
+    reference's.
 
-    The error is raised later: ``torch.linalg.cholesky`` calls ``linalg_cholesky_ex`` and then ``_linalg_check_errors(info)``,
-    which raises. Where the reference's ``info`` reports success, the run continues with the reference's factors.
+    The error is raised later: ``torch.linalg.cholesky`` calls ``linalg_cholesky_ex`` and then
+    ``_linalg_check_errors(info)``, which raises. Where the reference's ``info`` reports success,
+    the run continues with the reference's factors.
     """
 
     def __init__(self, twins: Twins, journal: Journal) -> None:
@@ -377,12 +415,15 @@ class SolverFailures:
         self._failed: dict[int, tuple[DispatchedCall, list[weakref.ref[Tensor]]]] = {}
 
     def add(self, call: DispatchedCall, outputs: list[Tensor], info: Tensor) -> None:
-        """Store the factorization ``call``; ``info`` is the output that differs from the reference's."""
+        """Store the factorization ``call``; ``info`` is the output that differs from the
+        reference's.
+        """
         factors = [weakref.ref(out) for out in outputs if out.is_floating_point()]
         self._failed[storage_key(info)] = (call, factors)
 
     def recover(self, check: DispatchedCall, error: Exception) -> bool:
-        """If ``check`` failed on the ``info`` of a stored call, replace its factors with the reference's.
+        """If ``check`` failed on the ``info`` of a stored call, replace its factors with the
+        reference's.
 
         Returns whether the run can continue as if the check had passed.
         """

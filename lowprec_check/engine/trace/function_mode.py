@@ -1,4 +1,5 @@
-"""The function mode of the second pass, for checks that fail above dispatch, where no dispatch mode is called.
+"""The function mode of the second pass, for checks that fail above dispatch, where no dispatch mode
+is called.
 
 It is used only after such a failure, because it makes some modules leave their fast paths.
 """
@@ -25,9 +26,11 @@ from lowprec_check.schema.scan_result import Gap, GapKind
 
 
 class FunctionRescue(TorchFunctionMode):
-    """Rescues calls of torch functions that do not support a dtype; active inside the recorder whose ``execution`` this is.
+    """Rescues calls of torch functions that do not support a dtype; active inside the recorder
+    whose ``execution`` this is.
 
-    Of a step of training, it also calls the functions on widened inputs whose derivatives failed in an earlier pass.
+    Of a step of training, it also calls the functions on widened inputs whose derivatives failed in
+    an earlier pass.
     """
 
     def __init__(self, execution: Execution, places: Places, failures: BackwardFailures) -> None:
@@ -40,15 +43,21 @@ class FunctionRescue(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         phase = self._places.phase
-        name = "" if phase == "optimizer" else function_name(func)
+        name = ""
+        if phase != "optimizer":
+            name = function_name(func)
         known = self._failures.widened.get(name)
         if func in (Tensor.backward, torch.autograd.backward):
             with self._during_backward():
                 return func(*args, **kwargs)
-        retry = None if known is None else self._retry(name, func, args, kwargs)
+        retry = None
+        if known is not None:
+            retry = self._retry(name, func, args, kwargs)
         retry = retry if retry is not None and retry.low_precision else None
         if phase == "backward":  # of a checkpoint, which ends what it computes again by an exception
-            return func(*args, **kwargs) if retry is None else retry.widened()
+            if retry is None:
+                return func(*args, **kwargs)
+            return retry.widened()
         try:
             if known is not None and retry is not None:
                 result = retry.widened()
@@ -64,7 +73,9 @@ class FunctionRescue(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _during_backward(self) -> Iterator[None]:
-        """Keep this mode active for what a checkpoint computes again; torch turns it off in the call that it handles."""
+        """Keep this mode active for what a checkpoint computes again; torch turns it off in the
+        call that it handles.
+        """
         owner: Any = torch.autograd
         run = owner._engine_run_backward
 
@@ -93,7 +104,9 @@ class FunctionRescue(TorchFunctionMode):
         return found.result
 
     def _retry(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Retry:
-        written = [kwargs["out"]] if isinstance(kwargs.get("out"), Tensor) else []
+        written = []
+        if isinstance(kwargs.get("out"), Tensor):
+            written = [kwargs["out"]]
         if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor):
             written.append(args[0])
         return Retry(func, args, kwargs, self._execution.low, written)
@@ -127,7 +140,9 @@ class FunctionRescue(TorchFunctionMode):
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """``torch.fft.rfft``, ``torch.Tensor.numpy``; the function's own name if torch cannot resolve it."""
+    """``torch.fft.rfft``, ``torch.Tensor.numpy``; the function's own name if torch cannot resolve
+    it.
+    """
     name = resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
     if name.startswith("torch."):
         return (
@@ -138,7 +153,9 @@ def function_name(func: Callable[..., Any]) -> str:
     for prefix, namespace in (("fft_", "torch.fft."), ("linalg_", "torch.linalg."), ("special_", "torch.special.")):
         if bare.startswith(prefix):
             return namespace + bare[len(prefix) :]
-    return f"{module}.{bare}" if module.startswith("torch") else f"torch.{bare}"
+    if module.startswith("torch"):
+        return f"{module}.{bare}"
+    return f"torch.{bare}"
 
 
 class SteppingCall(Protocol):
@@ -154,10 +171,12 @@ class SteppingCall(Protocol):
 
 
 class BackwardFailures:
-    """The derivatives that fail in low precision before they call an op, where no mode sees them: ``i1e_backward``, for example.
+    """The derivatives that fail in low precision before they call an op, where no mode sees them:
+    ``i1e_backward``, for example.
 
-    The function that created the failing node of the autograd graph is then called on widened inputs, as its user would fix it; if
-    the backward pass gets further, the derivative has no kernel for the dtype. One object serves all passes of a run.
+    The function that created the failing node of the autograd graph is then called on widened
+    inputs, as its user would fix it; if the backward pass gets further, the derivative has no
+    kernel for the dtype. One object serves all passes of a run.
     """
 
     def __init__(self) -> None:
@@ -166,7 +185,9 @@ class BackwardFailures:
         self.unproven: str | None = None
         """A function whose derivative fails on widened inputs too: the dtype is not the cause."""
         self._calls: list[tuple[int, int, str]] = []
-        """The numbers of the nodes that each call created: the first, and the one after the last; and the name of the function."""
+        """The numbers of the nodes that each call created: the first, and the one after the last;
+        and the name of the function.
+        """
         self._node: int | None = None
         """The number of the node that was evaluated last."""
         self._error: Exception | None = None
@@ -198,7 +219,9 @@ class BackwardFailures:
         self._error = error if isinstance(error, Exception) else None
 
     def learn(self) -> bool:
-        """After a pass: widen the function whose derivative failed from now on; false if there is none, or it was widened."""
+        """After a pass: widen the function whose derivative failed from now on; false if there is
+        none, or it was widened.
+        """
         if self._error is None or self._node is None:
             return False
         name = next((name for first, end, name in self._calls if first <= self._node < end), None)

@@ -1,4 +1,6 @@
-"""Gradients of an output with respect to storages: parts of them are read, cleared and added to in any layout."""
+"""Gradients of an output with respect to storages: parts of them are read, cleared and added to in
+any layout.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class GradientBuffers:
                 buffer += gradient[0]
 
     def take(self, part: Part) -> Tensor | None:
-        """The gradients of a part that an op wrote, cleared there: earlier values do not reach the output."""
+        """The gradients of a part that an op wrote, cleared there: earlier values do not reach the
+        output.
+        """
         buffer = self._by_storage.get(part.storage)
         if buffer is None:
             return None
@@ -89,7 +93,9 @@ class Part(NamedTuple):
         )
 
     def views(self, buffer: Tensor) -> Tensor:
-        """This part in ``buffer``, (directions, real numbers), as the storage holds it: (directions, *shape)."""
+        """This part in ``buffer``, (directions, real numbers), as the storage holds it:
+        (directions, *shape).
+        """
         step = buffer.shape[1]
         if self.is_complex:
             buffer, step = torch.view_as_complex(buffer.view(len(buffer), -1, 2)), step // 2
@@ -98,7 +104,9 @@ class Part(NamedTuple):
         )
 
     def stored(self, values: Tensor) -> Tensor:
-        """A buffer of ``values``, (directions, *shape), of a part that is the whole storage; it may be ``values`` itself."""
+        """A buffer of ``values``, (directions, *shape), of a part that is the whole storage; it may
+        be ``values`` itself.
+        """
         if values.dtype == torch.float32 and values.stride() == (self.size, *self.stride) and not self.offset:
             return values.as_strided((len(values), self.size), (self.size, 1), values.storage_offset())
         buffer = torch.empty(len(values), self.size, device=self.device)
@@ -106,8 +114,11 @@ class Part(NamedTuple):
         return buffer
 
     def as_seen(self, stored: Tensor) -> Tensor:
-        """Values of the storage as the tensor shows them, conjugated and negated; also the other way round."""
-        stored = stored.conj() if self.is_conj else stored
+        """Values of the storage as the tensor shows them, conjugated and negated; also the other
+        way round.
+        """
+        if self.is_conj:
+            stored = stored.conj()
         return -stored if self.is_neg else stored
 
     @property
@@ -131,12 +142,14 @@ class Part(NamedTuple):
 
 
 def pulled_back(values: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of ``leaves``, given those of ``values``, both of shape (directions, *shape); ``None`` for a leaf that is not reached.
+    """The gradients of ``leaves``, given those of ``values``, both of shape (directions, *shape);
+    ``None`` for a leaf that is not reached.
 
     NaN and Inf, which derivatives have where a function has none, count as 0.
 
-    Like :func:`torch.autograd.grad` for each direction, which imports sympy at its first call: that takes seconds. The graph of
-    most ops is one node, which is called here: the engine hands each call to a thread of the accelerator, and waits for it.
+    Like :func:`torch.autograd.grad` for each direction, which imports sympy at its first call: that
+    takes seconds. The graph of most ops is one node, which is called here: the engine hands each
+    call to a thread of the accelerator, and waits for it.
     """
     if not values or not leaves:
         return []
@@ -164,7 +177,9 @@ def _finite(values: Tensor) -> Tensor:
 
 
 def _edges_of(values: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[int | None] | None:
-    """For each leaf, the edge that leads to it from the node that gave all ``values``; ``None`` if that node is not the whole graph."""
+    """For each leaf, the edge that leads to it from the node that gave all ``values``; ``None`` if
+    that node is not the whole graph.
+    """
     node: Any = values[0].grad_fn
     if node is None or not hasattr(node, "_input_metadata") or isinstance(node, BackwardCFunction):
         return None
@@ -184,19 +199,25 @@ def _edges_of(values: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[int | 
 def _of_node(
     values: Sequence[Tensor], gradients: Sequence[Tensor], leaves: Sequence[Tensor], edges: Sequence[int | None]
 ) -> list[Tensor | None]:
-    """The gradients of ``leaves`` by the one node that gave ``values``, in their shapes and dtypes as the engine makes them."""
+    """The gradients of ``leaves`` by the one node that gave ``values``, in their shapes and dtypes
+    as the engine makes them.
+    """
     node: Any = values[0].grad_fn
     given: list[Tensor | None] = [None] * len(node._input_metadata)
     for value, gradient in zip(values, gradients, strict=True):
         given[value.output_nr] = gradient
     with torch.no_grad():
         results = node(*given)
-    results = results if isinstance(results, tuple) else (results,)
+    if not isinstance(results, tuple):
+        results = (results,)
     found = []
     for edge, leaf in zip(edges, leaves, strict=True):
-        its = None if edge is None else results[edge]
+        its = None
+        if edge is not None:
+            its = results[edge]
         if its is not None:
-            its = its if its.shape == leaf.shape else its.sum_to_size(leaf.shape)
+            if its.shape != leaf.shape:
+                its = its.sum_to_size(leaf.shape)
             its = (its.real if its.is_complex() and not leaf.is_complex() else its).to(leaf.dtype)
         found.append(its)
     return found

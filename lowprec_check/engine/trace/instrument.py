@@ -64,13 +64,17 @@ class Options(NamedTuple):
     changes_parameters: bool = False
     """Whether calls write to parameters."""
     budget: bool = False
-    """Whether to find out which ops the error of the output comes from; needs both errors of each op."""
+    """Whether to find out which ops the error of the output comes from; needs both errors of each
+    op.
+    """
     budget_limit: MemoryLimit | None = None
     """Memory that this may take, beside half of what is free."""
     fp32_outputs: list[Tensor] | None = None
     """The tensors in the output of the plain fp32 run, or of ``probe``."""
     probe: ModuleOutput | None = None
-    """The output of a module that the budget is about, if that of the model holds nothing to compare."""
+    """The output of a module that the budget is about, if that of the model holds nothing to
+    compare.
+    """
     autocast: bool = False
     """Whether the run is under autocast."""
     step: SteppingCall | None = None
@@ -93,7 +97,8 @@ def run_instrumented(
     options: Options,
     plain_outputs: list[Tensor] | None = None,
 ) -> Instrumented:
-    """Run with a dispatch mode; if an exception came from above dispatch, run again with a function mode too.
+    """Run with a dispatch mode; if an exception came from above dispatch, run again with a function
+    mode too.
 
     A derivative that fails above dispatch takes one more run for each function.
     """
@@ -120,7 +125,9 @@ def run_instrumented(
 
 
 class _ShareOfCores:
-    """Uses as many threads as the supervisor says in the ``breadcrumb``, as other processes run beside this one or end."""
+    """Uses as many threads as the supervisor says in the ``breadcrumb``, as other processes run
+    beside this one or end.
+    """
 
     def __init__(self, breadcrumb: Breadcrumb | None) -> None:
         self._most, self._limit = torch.get_num_threads(), 0
@@ -138,11 +145,15 @@ class _ShareOfCores:
 
 
 def _is_deferred(ready: Prepared, options: Options) -> bool:
-    return ready.device.type != "cpu" if options.deferred is None else options.deferred
+    if options.deferred is None:
+        return ready.device.type != "cpu"
+    return options.deferred
 
 
 def _is_to_trace(found: Instrumented, ready: Prepared, options: Options) -> bool:
-    """Whether one more pass is to find out which Inf and NaN reach the output: while figures are deferred, none are followed."""
+    """Whether one more pass is to find out which Inf and NaN reach the output: while figures are
+    deferred, none are followed.
+    """
     calls = found.op_calls
     return found.complete and _is_deferred(ready, options) and any((*calls.introduced_inf, *calls.introduced_nan))
 
@@ -156,8 +167,8 @@ def _pass(
     plain_outputs: list[Tensor] | None,
     failures: BackwardFailures | None = None,
 ) -> tuple[Instrumented, bool]:
-    """One pass, with a function mode too if ``failures`` are given; the second value is true if an exception came from above
-    dispatch.
+    """One pass, with a function mode too if ``failures`` are given; the second value is true if an
+    exception came from above dispatch.
     """
     step = options.step
     if step is not None:
@@ -185,11 +196,15 @@ def _pass(
             timed=ready.device.type == "cpu",
         )
         recorder.flow.add_inputs(tensor for _, tensor in leaves((inputs, named)) if tensor.layout == torch.strided)
-        rescue = None if failures is None else FunctionRescue(recorder.execution, places, failures)
+        rescue = None
+        if failures is not None:
+            rescue = FunctionRescue(recorder.execution, places, failures)
         with kept_output(ready.model, options.probe) as probed:
             output, error = call_under(recorder, ready, inputs, named, options.seed, rescue, options.on_output)
         outputs = returned(output_parts(output), lockstep.twins)
-        held = outputs if options.probe is None else returned(probed, lockstep.twins)
+        held = outputs
+        if options.probe is not None:
+            held = returned(probed, lockstep.twins)
         recorder.finish([its.tensor for its in outputs], [its.tensor for its in held], complete=error is None)
     called = [name for name, _ in ready.model.named_modules() if name and stack.calls[name]]
     found = Instrumented(
@@ -251,10 +266,12 @@ def _with_output(
     lockstep: Lockstep,
     options: Options,
 ) -> Instrumented:
-    """``found`` with the output compared: with the lockstep reference, if it ran, and bit by bit with the plain run.
+    """``found`` with the output compared: with the lockstep reference, if it ran, and bit by bit
+    with the plain run.
 
-    Numbers, arrays computed outside torch, and tensors that are converted for the comparison have no reference. What a step of
-    training computed is not compared with the reference: gradients and weights have figures of their own.
+    Numbers, arrays computed outside torch, and tensors that are converted for the comparison have
+    no reference. What a step of training computed is not compared with the reference: gradients and
+    weights have figures of their own.
     """
     tensors = [its.compared for its in outputs]
     error = None
@@ -262,7 +279,9 @@ def _with_output(
     if options.errors != "none" and not lockstep.is_partial and known and options.step is None:
         compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
         error = compared.error if compared.compared else None
-    perturbed = None if plain_outputs is None else not same_bits(tensors, plain_outputs)
+    perturbed = None
+    if plain_outputs is not None:
+        perturbed = not same_bits(tensors, plain_outputs)
     return msgspec.structs.replace(found, perturbed=perturbed, lockstep_error=error)
 
 
@@ -275,8 +294,8 @@ def call_under(
     inner: contextlib.AbstractContextManager[Any] | None = None,
     on_output: Callable[[Any], None] = lambda _output: None,
 ) -> tuple[Any, BaseException | None]:
-    """The output of the model under ``mode``, and in it ``inner``, in eager mode; or the exception that it raises. ``on_output`` is called
-    with the output after ``mode`` has ended.
+    """The output of the model under ``mode``, and in it ``inner``, in eager mode; or the exception
+    that it raises. ``on_output`` is called with the output after ``mode`` has ended.
     """
     seed_everything(seed)
     try:
@@ -293,9 +312,14 @@ def call_under(
 
 
 def uncalled_modules(model: nn.Module, stack: ModuleStack, input_storages: Iterable[int]) -> list[str]:
-    """Modules with parameters that never ran and whose parameters no op read; of a whole subtree, only the root."""
+    """Modules with parameters that never ran and whose parameters no op read; of a whole subtree,
+    only the root.
+    """
     read, stream = set(input_storages), stream_of(model)
-    was_read = stream.was_read if stream is not None else set()
+    if stream is not None:
+        was_read = stream.was_read
+    else:
+        was_read = set()
     used = {around for name, count in stack.calls.items() if count for around in (name, *paths_above(name))}
     with_parameters: set[str] = set()
     for path, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,6 @@
-"""What the instrumented part of a run finds: rows of op calls and gaps, collected while it runs, and the result with them."""
+"""What the instrumented part of a run finds: rows of op calls and gaps, collected while it runs,
+and the result with them.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Instrumented(Struct, frozen=True, kw_only=True, tag="explained"):
     range_trials: list[RangeTrial] = []
     """What single places with values out of range do to the output of fp32."""
     lockstep_error: ErrorStats | None = None
-    """Error of the output against the lockstep reference, which uses the random values and decisions of the run."""
+    """Error of the output against the lockstep reference, which uses the random values and
+    decisions of the run.
+    """
     draws: bool = True
     """Whether an op may have drawn random numbers, as far as the recorder looks."""
     emulated: dict[str, str] = {}
@@ -57,7 +61,8 @@ SECONDS = 1.0
 class Journal:
     """Collects rows and gaps.
 
-    ``on_gap`` is called with each new gap, ``on_op_calls`` now and then with the calls since the last time.
+    ``on_gap`` is called with each new gap, ``on_op_calls`` now and then with the calls since the
+    last time.
     """
 
     def __init__(
@@ -83,7 +88,9 @@ class Journal:
             self._reported, self._reported_at = len(self.rows), now
 
     def add_gap(self, gap: Gap) -> None:
-        """Add a gap, of whose message the first line is kept; if the same gap is known at this location, count one more call."""
+        """Add a gap, of whose message the first line is kept; if the same gap is known at this
+        location, count one more call.
+        """
         key = (gap.op, gap.kind, gap.phase, gap.module, gap.source)
         known = self._gaps.get(key)
         if known is not None:

@@ -1,8 +1,10 @@
-"""What goes of the error of an output if a module is kept in fp32: which ops that makes wide, and which results are still rounded.
+"""What goes of the error of an output if a module is kept in fp32: which ops that makes wide, and
+which results are still rounded.
 
-A module in fp32 computes all inside in fp32, on inputs that others have rounded. In a cast model its results are narrowed again. Under
-autocast they stay wide, and so do those of the ops that read them, up to the next that autocast runs in 16 bits. There the last wide result
-is rounded all the same: the rounding of a matrix product stays, also through exact ops after it, such as relu.
+A module in fp32 computes all inside in fp32, on inputs that others have rounded. In a cast model
+its results are narrowed again. Under autocast they stay wide, and so do those of the ops that read
+them, up to the next that autocast runs in 16 bits. There the last wide result is rounded all the
+same: the rounding of a matrix product stays, also through exact ops after it, such as relu.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class Kept(NamedTuple):
 
 
 class KeptModules:
-    """The ops of one run, ``autocast`` or cast; ``modules`` are those that can be kept in fp32: that are called."""
+    """The ops of one run, ``autocast`` or cast; ``modules`` are those that can be kept in fp32:
+    that are called.
+    """
 
     def __init__(self, ops: Sequence[TapedOp], modules: Collection[str], *, autocast: bool) -> None:
         self._ops, self._autocast = ops, autocast
@@ -60,7 +64,9 @@ class KeptModules:
         wide = self._wide(module)
         rounded: dict[int, float] = {}
         through: dict[int, float] = {}
-        """Of an op that hardly changes rounded values, the part of the rounding of what it reads that stays."""
+        """Of an op that hardly changes rounded values, the part of the rounding of what it reads
+        that stays.
+        """
         for index in sorted(wide, reverse=True):
             op = self._ops[index]
             if not op.narrow:
@@ -99,7 +105,9 @@ class KeptModules:
         return wide
 
     def _reading(self, index: int) -> Sequence[tuple[int, Read]]:
-        return self._readers[index] if self._ops[index].narrow else ()
+        if self._ops[index].narrow:
+            return self._readers[index]
+        return ()
 
     def _staying(self, reader: int, wide: set[int], through: Mapping[int, float]) -> float:
         """The part of the rounding of what ``reader`` reads that stays: all where it is narrowed."""
@@ -112,7 +120,9 @@ class KeptModules:
         if op.energies is None:
             return 0.0 if any(by is not None for by in op.by) else 1.0
         in_run, of_exact = (self._energies[id(energy)] for energy in op.energies)
-        return max(0.0, 1.0 - in_run / of_exact) if of_exact else 0.0
+        if of_exact:
+            return max(0.0, 1.0 - in_run / of_exact)
+        return 0.0
 
     def _energy(self, read: Read) -> float:
         return self._energies.get(id(read.energy), 0.0)

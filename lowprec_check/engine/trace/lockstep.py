@@ -1,8 +1,9 @@
-"""The lockstep reference: it starts from the weights, buffers and inputs in fp32, and each op runs again on it.
+"""The lockstep reference: it starts from the weights, buffers and inputs in fp32, and each op runs
+again on it.
 
-Each op runs on the twins (reference values) of its inputs; its results become twins. The reference follows the decisions of the
-low-precision run: it uses the same random values, and for an op that selects (topk, sort, max) it uses its own values at the
-indices that the low-precision run chose.
+Each op runs on the twins (reference values) of its inputs; its results become twins. The reference
+follows the decisions of the low-precision run: it uses the same random values, and for an op that
+selects (topk, sort, max) it uses its own values at the indices that the low-precision run chose.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ from lowprec_check.errors import first_line, message_of, type_name
 
 
 class Lockstep:
-    """The reference run; ``wide`` is its dtype, fp32 or fp64. ``tape_limit``: memory that an error tape may hold, if one is wanted.
+    """The reference run; ``wide`` is its dtype, fp32 or fp64. ``tape_limit``: memory that an error
+    tape may hold, if one is wanted.
 
     ``figures`` are those of the run that it is compared with; by default they are computed at once.
     """
@@ -41,12 +43,17 @@ class Lockstep:
     ) -> None:
         self.twins = Twins(wide)
         self.figures = figures or PendingFigures()
-        self.full_tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit, self.figures)
+        if tape_limit is None:
+            self.full_tape = None
+        else:
+            self.full_tape = ErrorTape(self.twins, tape_limit, self.figures)
         """The tape, also if it is full."""
         self.origins = NonfiniteOrigins(self.twins)
         self._parameters: dict[int, weakref.ref[Any]] = {}
         self.is_partial = False
-        """Whether it has low-precision values: of a weight or an input, since sparse tensors have no twins, or after a failure."""
+        """Whether it has low-precision values: of a weight or an input, since sparse tensors have
+        no twins, or after a failure.
+        """
         self.failures: dict[str, str] = {}
         """Ops that it cannot follow, and why: words after the name of the op."""
 
@@ -70,9 +77,13 @@ class Lockstep:
         return self.full_tape if self.full_tape is not None and self.full_tape.stopped is None else None
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """Whether the values are those of a parameter or buffer, or of a cast or copy of one, which no op has changed."""
+        """Whether the values are those of a parameter or buffer, or of a cast or copy of one, which
+        no op has changed.
+        """
         twin = self.twins.find(tensor)
-        return twin.constant if twin is not None else self.is_parameter(tensor)
+        if twin is not None:
+            return twin.constant
+        return self.is_parameter(tensor)
 
     def has_rounded_constants(self, call: DispatchedCall) -> bool:
         """Whether the op reads parameters, or casts of them, whose values are not those of fp32."""
@@ -82,17 +93,23 @@ class Lockstep:
         )
 
     def exact_arguments(self, call: DispatchedCall, widened: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
-        """``widened``, the widened arguments of ``call``, with the fp32 values of parameters in place of rounded ones."""
+        """``widened``, the widened arguments of ``call``, with the fp32 values of parameters in
+        place of rounded ones.
+        """
 
         def exact(low: Any, value: Any) -> Any:
             if isinstance(low, (list, tuple)):
                 found = [exact(*pair) for pair in zip(low, value, strict=True)]
-                return found if isinstance(low, list) else tuple(found)
+                if isinstance(low, list):
+                    return found
+                return tuple(found)
             if not isinstance(low, Tensor) or not is_float(low) or low.layout != torch.strided:
                 return value
             twin = self.twins.find(low)
             rounded = twin is not None and twin.constant and twin.tensor is not None
-            return self.twins.reference_of(low) if rounded else value
+            if rounded:
+                return self.twins.reference_of(low)
+            return value
 
         args, kwargs = widened
         return tuple(map(exact, call.args, args)), {
@@ -100,7 +117,9 @@ class Lockstep:
         }
 
     def gives_constant(self, call: DispatchedCall) -> bool:
-        """Whether the op copies or casts constants: what this loses counts where the result is used."""
+        """Whether the op copies or casts constants: what this loses counts where the result is
+        used.
+        """
         if call.traits.mutable or not (call.traits.casts or call.traits.packet in COPIES):
             return False
         return bool(call.inputs) and all(map(self.is_constant, call.inputs))
@@ -108,26 +127,35 @@ class Lockstep:
     def arguments(self, call: DispatchedCall, leaf: Leaf | None = None) -> tuple[Args, Kwargs]:
         """The arguments of ``call`` in the reference: twins of the tensors, and widened dtypes.
 
-        Integer and boolean tensors that it writes to are copies: the model's own follow the low-precision run. ``leaf`` may
-        replace each tensor, given that of the run and its twin.
+        Integer and boolean tensors that it writes to are copies: the model's own follow the
+        low-precision run. ``leaf`` may replace each tensor, given that of the run and its twin.
         """
         wide, reference_of, before = self.twins.wide, self.twins.reference_of, call.before
 
         def reference(value: Any) -> Any:
             if isinstance(value, torch.dtype):
                 return widened_dtype(value, wide)
-            found = before[id(value)] if before and id(value) in before else reference_of(value)
-            return found if leaf is None else leaf(value, found)
+            if before and id(value) in before:
+                found = before[id(value)]
+            else:
+                found = reference_of(value)
+            if leaf is None:
+                return found
+            return leaf(value, found)
 
         return map_args(call.args, call.kwargs, reference)
 
     def prepare_writes(self, call: DispatchedCall) -> None:
         """Before the op runs: make a separate twin, or a copy, of each tensor that it writes to."""
         for tensor in call.inputs:
-            twin = None if is_float(tensor) else self.twins.find(tensor)
+            twin = None
+            if not is_float(tensor):
+                twin = self.twins.find(tensor)
             if twin is not None and twin.tensor is not None:
                 self._cannot_follow(call, "takes floating-point values as integers")
-        written = list(call.written()) if call.traits.mutable else []
+        written = []
+        if call.traits.mutable:
+            written = list(call.written())
         if written and self.figures.deferred:
             twins = [twin.tensor for twin in map(self.twins.find, written) if twin is not None]
             self.figures.before_write([*written, *(tensor for tensor in twins if tensor is not None)])
@@ -141,11 +169,13 @@ class Lockstep:
                 self.twins.prepare_write(tensor)
 
     def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> list[Tensor] | None:
-        """Run the op on the reference's tensors; the results, paired with ``outputs``, become their twins.
+        """Run the op on the reference's tensors; the results, paired with ``outputs``, become their
+        twins.
 
-        Returns the results; ``None`` if the op cannot be followed: the reference then restarts from ``outputs``, and :attr:`failures`
-        has the op. It fails on the reference, returns a different number of tensors, or writes to one place several times, in an
-        order that depends on the dtype.
+        Returns the results; ``None`` if the op cannot be followed: the reference then restarts from
+        ``outputs``, and :attr:`failures` has the op. It fails on the reference, returns a different
+        number of tensors, or writes to one place several times, in an order that depends on the
+        dtype.
         """
         call.wide_seconds, why = None, None
         try:
@@ -183,14 +213,18 @@ class Lockstep:
             self.tape.blocked[call.traits.name] = None
 
     def _run(self, call: DispatchedCall, results: Callable[..., list[Tensor]]) -> tuple[Args, list[Tensor]]:
-        """The arguments in the reference, and the ``results`` of the call on them; the tape records it."""
+        """The arguments in the reference, and the ``results`` of the call on them; the tape records
+        it.
+        """
         if self.tape is None:
             args, kwargs = self.arguments(call)
             return args, results(call, args, kwargs)
         return self.tape.run(call, functools.partial(self.arguments, call), results)
 
     def _results(self, call: DispatchedCall, args: Args, kwargs: Kwargs, outputs: list[Tensor]) -> list[Tensor]:
-        """The results of the op on the reference's ``args``; if it selects, at the indices chosen in low precision."""
+        """The results of the op on the reference's ``args``; if it selects, at the indices chosen
+        in low precision.
+        """
         references = (run_wide if self.tape is None else run_differentiable)(call, args, kwargs)
         references = references[: len(outputs)]  # with gradients, some ops return what only their derivative needs
         references += [self.twins.reference_of(out) for out in outputs[max(1, len(references)) :]]
@@ -200,15 +234,20 @@ class Lockstep:
             if dim is not None and isinstance(source, Tensor) and source.ndim:
                 keeps_dim = index.ndim == source.ndim
                 chosen = torch.gather(source, dim, index if keeps_dim else index.unsqueeze(dim))
-                references[0] = chosen if keeps_dim else chosen.squeeze(dim)
+                if keeps_dim:
+                    references[0] = chosen
+                else:
+                    references[0] = chosen.squeeze(dim)
         return references
 
     def follow_random(
         self, call: DispatchedCall, outputs: list[Tensor], state: GeneratorState, own: tuple[Args, Kwargs]
     ) -> list[Tensor | None]:
-        """Give the reference the random numbers of the run; ``own`` are the call's arguments, widened before it ran.
+        """Give the reference the random numbers of the run; ``own`` are the call's arguments,
+        widened before it ran.
 
-        Returns what each of ``outputs`` would be without rounding; ``None`` for those that are not known.
+        Returns what each of ``outputs`` would be without rounding; ``None`` for those that are not
+        known.
         """
         if call.traits.packet == "aten::native_dropout" and len(outputs) == 2:
             mask, scale = outputs[1], 1.0 / max(1.0 - call.args[1], 1e-12)
@@ -246,8 +285,13 @@ def _selected_dim(call: DispatchedCall, args: Args, kwargs: Kwargs) -> int | Non
     """The dimension along which the op selects; ``None`` if it has none."""
     for position, argument in enumerate(call.func._schema.arguments):
         if argument.name == "dim":
-            dim = args[position] if position < len(args) else kwargs.get("dim", argument.default_value)
-            return dim if dim is None else int(dim)
+            if position < len(args):
+                dim = args[position]
+            else:
+                dim = kwargs.get("dim", argument.default_value)
+            if dim is None:
+                return dim
+            return int(dim)
     return None
 
 
@@ -284,7 +328,9 @@ class GeneratorState:
 
 
 def state_before(call: DispatchedCall) -> GeneratorState | None:
-    """The state of the generator if ``call`` may draw from it. torch's ops declare that they do; other packages' may not."""
+    """The state of the generator if ``call`` may draw from it. torch's ops declare that they do;
+    other packages' may not.
+    """
     if not call.traits.may_draw or (call.traits.random and not call.draws):
         return None
     return GeneratorState(call)
@@ -298,8 +344,9 @@ def has_drawn(call: DispatchedCall, state: GeneratorState | None) -> bool:
 def followed(low: Tensor, reference: Tensor, widened: Tensor) -> Tensor:
     """The reference of one output ``low`` of a random call.
 
-    ``reference`` and ``widened`` are the outputs of the op in fp32 from the same generator state: on the inputs of the
-    reference, and on the call's own inputs, widened. Indices and booleans are those of the run.
+    ``reference`` and ``widened`` are the outputs of the op in fp32 from the same generator state:
+    on the inputs of the reference, and on the call's own inputs, widened. Indices and booleans are
+    those of the run.
     """
     if not is_float(low):
         return low

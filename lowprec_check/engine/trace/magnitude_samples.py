@@ -1,7 +1,8 @@
-"""Counts the magnitudes of the reference's values by power of two: a bounded sample of each op output, by module.
+"""Counts the magnitudes of the reference's values by power of two: a bounded sample of each op
+output, by module.
 
-Samples are copied when the op runs and counted in batches, on their device: no op waits for an accelerator, and no tensor of the
-model is held.
+Samples are copied when the op runs and counted in batches, on their device: no op waits for an
+accelerator, and no tensor of the model is held.
 """
 
 from __future__ import annotations
@@ -35,7 +36,9 @@ BATCH = 64
 """Samples that are counted together."""
 
 MOST_MODULES = 4096
-"""Modules with a histogram of their own; the values of further ones count for the module around them."""
+"""Modules with a histogram of their own; the values of further ones count for the module around
+them.
+"""
 
 
 class MagnitudeSamples:
@@ -49,7 +52,9 @@ class MagnitudeSamples:
         """By device, of shape (modules, buckets), int64."""
 
     def add_outputs(self, call: DispatchedCall, outputs: list[Tensor], twins: Twins) -> None:
-        """Count the reference's values for the first of ``outputs``, unless the call gives no new ones; others may be by-products."""
+        """Count the reference's values for the first of ``outputs``, unless the call gives no new
+        ones; others may be by-products.
+        """
         traits = call.traits
         repeats = traits.casts or traits.packet in COPIES or traits.packet == "aten::copy_"
         if repeats or not is_float(outputs[0]) or (traits.moves and not any(map(is_float, call.inputs))):
@@ -57,7 +62,9 @@ class MagnitudeSamples:
         self.add(call.module, twins.reference_of(outputs[0]))
 
     def add(self, module: str, values: Tensor) -> None:
-        """Count a sample of ``values`` (floating or complex, any shape), which an op of ``module`` gave."""
+        """Count a sample of ``values`` (floating or complex, any shape), which an op of ``module``
+        gave.
+        """
         if not values.numel():
             return
         row = self._rows.get(module)
@@ -75,14 +82,19 @@ class MagnitudeSamples:
         """The histograms, in the order in which the modules first ran."""
         self._count()
         counts = [self._grown(table).cpu() for table in self._counts.values()]
-        total = torch.stack(counts).sum(0).tolist() if counts else []
+        total = []
+        if counts:
+            total = torch.stack(counts).sum(0).tolist()
         found = []
         for module, row in self._rows.items():
             if not self._ops[row]:
                 continue
             powers = total[row][:_POWERS]
             known = [index for index, count in enumerate(powers) if count]
-            first, last = (known[0], known[-1] + 1) if known else (-LOWEST, -LOWEST)
+            if known:
+                first, last = (known[0], known[-1] + 1)
+            else:
+                first, last = (-LOWEST, -LOWEST)
             found.append(
                 ModuleMagnitudes(
                     module=module,
@@ -106,8 +118,12 @@ class MagnitudeSamples:
         """``table`` with a row for each module known by now."""
         rows = len(self._ops)
         if table is not None and len(table) >= rows:
-            return table[:rows] if device is None else table
-        size = rows if device is None else 2 * rows
+            if device is None:
+                return table[:rows]
+            return table
+        size = rows
+        if device is not None:
+            size = 2 * rows
         grown = torch.zeros(size, _BUCKETS, dtype=torch.int64, device=device if table is None else table.device)
         if table is not None:
             grown[: len(table)] = table
@@ -115,9 +131,11 @@ class MagnitudeSamples:
 
 
 def sample(values: Tensor) -> Tensor:
-    """A copy of all ``values``, or of at most :data:`~lowprec_check.schema.measures.SAMPLE` evenly spread ones, one-dimensional.
+    """A copy of all ``values``, or of at most :data:`~lowprec_check.schema.measures.SAMPLE` evenly
+    spread ones, one-dimensional.
 
-    The distance between them has no factor in common with the number of values, so that it falls on every channel.
+    The distance between them has no factor in common with the number of values, so that it falls on
+    every channel.
     """
     values = as_real(values.detach() if values.requires_grad else values)
     if not (values.is_contiguous() or is_dense(values)):
@@ -130,7 +148,9 @@ def sample(values: Tensor) -> Tensor:
 
 
 def add_on_accelerator(table: Tensor, pending: list[tuple[int, Tensor]]) -> None:
-    """Count the samples of ``pending`` in their rows of ``table``, int64 of shape (modules, buckets); waits for nothing."""
+    """Count the samples of ``pending`` in their rows of ``table``, int64 of shape (modules,
+    buckets); waits for nothing.
+    """
     values = torch.cat([values for _, values in pending]).float()
     rows, sizes = _rows_and_sizes(pending).to(table.device, non_blocking=True)
     keys = rows.repeat_interleave(sizes, output_size=len(values)) * _BUCKETS + buckets(values)
@@ -158,8 +178,8 @@ def _rows_and_sizes(pending: list[tuple[int, Tensor]]) -> Tensor:
 
 
 def buckets(values: Tensor) -> Tensor:
-    """The bucket of each value of an fp32 tensor, int32: the exponent above :data:`LOWEST`, read from its bits, or that of Inf and
-    NaN, or of zero.
+    """The bucket of each value of an fp32 tensor, int32: the exponent above :data:`LOWEST`, read
+    from its bits, or that of Inf and NaN, or of zero.
     """
     bits = values.view(torch.int32) & _MAGNITUDE
     exponent = bits >> 23

@@ -20,7 +20,9 @@ _FUSED = re.compile(r"scaled_dot_product|rnn|lstm|gru|_trilinear|_native_multi_h
 
 
 class DenseProduct:
-    """``alpha * left @ right + beta * bias``, in batches or not; ``weight``: which operand is a weight, 0 the left one, or ``None``."""
+    """``alpha * left @ right + beta * bias``, in batches or not; ``weight``: which operand is a
+    weight, 0 the left one, or ``None``.
+    """
 
     def __init__(
         self,
@@ -36,15 +38,21 @@ class DenseProduct:
         self._beta, self._alpha = beta, alpha
 
     def channel_dims(self, operand: int) -> tuple[int, ...]:
-        """The dimensions of an operand, 0 or 1, over which the values of one output channel extend: the one that is summed over."""
-        return (-1,) if operand == 0 or self.right.ndim == 1 else (-2,)
+        """The dimensions of an operand, 0 or 1, over which the values of one output channel extend:
+        the one that is summed over.
+        """
+        if operand == 0 or self.right.ndim == 1:
+            return (-1,)
+        return (-2,)
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:
         """The product of other operands, without bias."""
         return left @ right
 
     def blocks(self, left: Tensor, right: Tensor, depth: int) -> Iterator[Tensor]:
-        """Products of columns of ``left`` and rows of ``right``, each of about ``depth`` terms; their sum is that of :meth:`multiply`."""
+        """Products of columns of ``left`` and rows of ``right``, each of about ``depth`` terms;
+        their sum is that of :meth:`multiply`.
+        """
         dim = self.channel_dims(1)[0]
         for start in range(0, left.shape[-1], depth):
             size = min(depth, left.shape[-1] - start)
@@ -52,8 +60,12 @@ class DenseProduct:
 
     def finish(self, product: Tensor) -> Tensor:
         """The result of the op for the ``product``: scaled, with its bias."""
-        scaled = product if self._alpha == 1 else self._alpha * product
-        return scaled if self._bias is None or not self._beta else scaled + self._beta * self._bias
+        scaled = product
+        if self._alpha != 1:
+            scaled = self._alpha * product
+        if self._bias is None or not self._beta:
+            return scaled
+        return scaled + self._beta * self._bias
 
 
 class Geometry(NamedTuple):
@@ -76,7 +88,9 @@ class Convolution:
         self.left, self.right, self._bias, self._geometry = left, right, bias, geometry
 
     def channel_dims(self, operand: int) -> tuple[int, ...]:
-        """All but the dimension of output channels, which is the second of a transposed convolution's weight."""
+        """All but the dimension of output channels, which is the second of a transposed
+        convolution's weight.
+        """
         ndim = (self.left, self.right)[operand].ndim
         channel = 1 if operand == 1 and self._geometry.transposed else 0
         return tuple(dim for dim in range(ndim) if dim != channel)
@@ -112,15 +126,18 @@ MatrixProduct = DenseProduct | Convolution
 
 
 def is_fused(call: DispatchedCall) -> bool:
-    """Whether the op computes products inside that :func:`product_of` does not see: attention, recurrent layers."""
+    """Whether the op computes products inside that :func:`product_of` does not see: attention,
+    recurrent layers.
+    """
     return _FUSED.search(call.traits.packet) is not None
 
 
 def product_of(call: DispatchedCall, is_constant: Callable[[Tensor], bool]) -> MatrixProduct | None:
-    """The product in fp32 that ``call`` computes; ``None`` if it is another op, or in another dtype.
+    """The product in fp32 that ``call`` computes; ``None`` if it is another op, or in another
+    dtype.
 
-    ``is_constant``: whether a tensor is a parameter, or made of one by copying. A layer's second operand is its weight even if
-    it is computed, as under spectral normalization.
+    ``is_constant``: whether a tensor is a parameter, or made of one by copying. A layer's second
+    operand is its weight even if it is computed, as under spectral normalization.
     """
     build = _BUILDERS.get(call.traits.packet)
     if build is None:
@@ -139,8 +156,15 @@ def _dense(left: str, right: str, layer: bool, given: Given, is_constant: Callab
     """``layer``: whether its right operand is a weight if neither is seen to be one."""
     operands = given[left], given[right]
     constant = [index for index in (1, 0) if is_constant(operands[index])]
-    weight = constant[0] if constant else 1 if layer else None
-    bias = given["self"] if "self" not in (left, right) else None
+    if constant:
+        weight = constant[0]
+    elif layer:
+        weight = 1
+    else:
+        weight = None
+    bias = None
+    if "self" not in (left, right):
+        bias = given["self"]
     return DenseProduct(*operands, weight, bias, given.get("beta", 1), given.get("alpha", 1))
 
 
@@ -175,7 +199,8 @@ _TF32_DROPPED = 13
 
 
 def product_in_format(product: MatrixProduct, format: WhatIfFormat) -> Tensor | None:
-    """The result of ``product`` as hardware would compute it in ``format``, in fp32; ``None`` if the format does not apply to it.
+    """The result of ``product`` as hardware would compute it in ``format``, in fp32; ``None`` if
+    the format does not apply to it.
 
     Computed in fp32; on CUDA in fp64, which no setting changes to TF32.
     """
@@ -197,11 +222,15 @@ def product_in_format(product: MatrixProduct, format: WhatIfFormat) -> Tensor | 
         assert total is not None  # the operands are not empty
         found = total.to(wide)
     found = product.finish(found).float()
-    return found.to(dtype).float() if format.result is not None else found
+    if format.result is not None:
+        return found.to(dtype).float()
+    return found
 
 
 def rounded(values: Tensor, format: OperandFormat, channel_dims: tuple[int, ...]) -> Tensor:
-    """Values in fp32, rounded as ``format`` does; ``channel_dims`` are those over which an output channel extends."""
+    """Values in fp32, rounded as ``format`` does; ``channel_dims`` are those over which an output
+    channel extends.
+    """
     integer = re.fullmatch(r"int(\d+)", format.dtype)
     if integer is not None:
         largest = 2.0 ** (int(integer[1]) - 1) - 1
@@ -209,7 +238,9 @@ def rounded(values: Tensor, format: OperandFormat, channel_dims: tuple[int, ...]
         largest = torch.finfo(torch.float32 if format.dtype == "tf32" else getattr(torch, format.dtype)).max
     if format.scale == "none":
         return _round(values, format.dtype)
-    dims = channel_dims if format.scale == "channel" else tuple(range(values.ndim))
+    dims = channel_dims
+    if format.scale != "channel":
+        dims = tuple(range(values.ndim))
     scale = values.abs().amax(dims, keepdim=True) / largest
     scale = torch.where((scale > 0) & scale.isfinite(), scale, 1.0)
     return _round((values / scale).clamp(-largest, largest), format.dtype) * scale

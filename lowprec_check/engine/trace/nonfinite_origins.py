@@ -1,7 +1,8 @@
 """From which op each Inf or NaN comes, element by element, and whether it reaches the output.
 
-An op with Inf or NaN in its inputs runs again in fp32, with that of one origin at a time: the others, and with none of them the op
-itself, are told apart by experiment. So an Inf that is masked, clamped or divided away ends there.
+An op with Inf or NaN in its inputs runs again in fp32, with that of one origin at a time: the
+others, and with none of them the op itself, are told apart by experiment. So an Inf that is masked,
+clamped or divided away ends there.
 """
 
 from __future__ import annotations
@@ -42,27 +43,46 @@ class NonfiniteOrigins:
         self._write(low, nonfinite_unlike(low.detach(), reference).int() * self._bit_of(row))
 
     def before(self, call: DispatchedCall) -> None:
-        """Before ``call`` runs: keep what it reads with Inf or NaN, and then also what it writes to."""
+        """Before ``call`` runs: keep what it reads with Inf or NaN, and then also what it writes
+        to.
+        """
         if not any(self._origins(tensor) is not None for tensor in call.inputs):
             return
-        written = {id(tensor) for tensor in call.written()} if call.traits.mutable else set()
+        if call.traits.mutable:
+            written = {id(tensor) for tensor in call.written()}
+        else:
+            written = set()
         for tensor in filter(is_float, call.inputs):
             origins, reference = self._origins(tensor), self._twins.reference_of(tensor)
             if origins is None and id(tensor) not in written:
                 continue
-            origins = torch.zeros(tensor.shape, dtype=torch.int32, device=tensor.device) if origins is None else origins
+            if origins is None:
+                origins = torch.zeros(tensor.shape, dtype=torch.int32, device=tensor.device)
             held = Held(tensor.detach(), reference, origins)
-            call.held[id(tensor)] = Held(*(each.clone() for each in held)) if id(tensor) in written else held
+            if id(tensor) in written:
+                call.held[id(tensor)] = Held(*(each.clone() for each in held))
+            else:
+                call.held[id(tensor)] = held
 
     def after(self, call: DispatchedCall, outputs: list[Tensor], row: OpCall) -> None:
-        """After ``call``: find out where the Inf and NaN in ``outputs`` come from; ``row`` counts what the op itself adds."""
+        """After ``call``: find out where the Inf and NaN in ``outputs`` come from; ``row`` counts
+        what the op itself adds.
+        """
         wrong = {index: found for index, out in enumerate(outputs) if (found := self._wrong(call, out)) is not None}
         if not wrong:
             return
-        own = dict(wrong) if not call.held else self._own(call, outputs, wrong)
+        if not call.held:
+            own = dict(wrong)
+        else:
+            own = self._own(call, outputs, wrong)
         for index, where in wrong.items():
-            origins = self._passed_on(call, outputs, index, where, own[index]) if call.held else None
-            mine = own[index].int() * self._bit_of(row) if bool(own[index].any()) else torch.zeros_like(where).int()
+            origins = None
+            if call.held:
+                origins = self._passed_on(call, outputs, index, where, own[index])
+            if bool(own[index].any()):
+                mine = own[index].int() * self._bit_of(row)
+            else:
+                mine = torch.zeros_like(where).int()
             self._write(outputs[index], mine if origins is None else mine | origins)
             if call.held and index == min(wrong):
                 nan = outputs[index].isnan() & own[index]
@@ -71,7 +91,9 @@ class NonfiniteOrigins:
                 row.compared_values += where.numel() if row.gives_nonfinite else 0
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
-        """At the end: note in the rows which of them gave the Inf and NaN in ``outputs``, those of the model."""
+        """At the end: note in the rows which of them gave the Inf and NaN in ``outputs``, those of
+        the model.
+        """
         reached = 0
         for tensor in filter(is_float, outputs):
             origins = self._origins(tensor)
@@ -88,8 +110,12 @@ class NonfiniteOrigins:
         return bit
 
     def _origins(self, tensor: Tensor) -> Tensor | None:
-        """The origins of each element; ``None`` if it has no Inf or NaN that the reference does not have."""
-        twin = self._twins.find(tensor) if tensor.layout == torch.strided else None
+        """The origins of each element; ``None`` if it has no Inf or NaN that the reference does not
+        have.
+        """
+        twin = None
+        if tensor.layout == torch.strided:
+            twin = self._twins.find(tensor)
         if twin is None or twin.origins is None:
             return None
         whole, size = twin.origins
@@ -107,8 +133,12 @@ class NonfiniteOrigins:
         twin.origins[0].as_strided(out.shape, out.stride(), out.storage_offset()).copy_(origins)
 
     def _wrong(self, call: DispatchedCall, out: Tensor) -> Tensor | None:
-        """Where ``out`` has Inf or NaN that the reference does not have; ``None`` if nowhere, and no earlier ones are to be forgotten."""
-        twin = self._twins.find(out) if is_float(out) and out.layout == torch.strided else None
+        """Where ``out`` has Inf or NaN that the reference does not have; ``None`` if nowhere, and
+        no earlier ones are to be forgotten.
+        """
+        twin = None
+        if is_float(out) and out.layout == torch.strided:
+            twin = self._twins.find(out)
         if twin is None:
             return None
         compared = twin.compared.get(region_of(out))
@@ -120,7 +150,9 @@ class NonfiniteOrigins:
     # -- experiments
 
     def _own(self, call: DispatchedCall, outputs: list[Tensor], wrong: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Where the op gives the same Inf or NaN whatever finite values are put in place of those in its inputs."""
+        """Where the op gives the same Inf or NaN whatever finite values are put in place of those
+        in its inputs.
+        """
         trials = [
             self._trial(call, outputs, functools.partial(self._kept, call, 0, fill)) for fill in (_clamped, _ones)
         ]
@@ -132,12 +164,16 @@ class NonfiniteOrigins:
                 for its in trials
                 if index in its
             ]
-            found[index] = where & same[0] & same[1] if len(same) == len(trials) else torch.zeros_like(where)
+            if len(same) == len(trials):
+                found[index] = where & same[0] & same[1]
+            else:
+                found[index] = torch.zeros_like(where)
         return found
 
     def _passed_on(self, call: DispatchedCall, outputs: list[Tensor], index: int, where: Tensor, own: Tensor) -> Tensor:
-        """The origins of the Inf and NaN in the elements ``where``: those that cause them alone, else all. In the op's ``own`` elements, those
-        that cause them even if the result is not rounded.
+        """The origins of the Inf and NaN in the elements ``where``: those that cause them alone,
+        else all. In the op's ``own`` elements, those that cause them even if the result is not
+        rounded.
         """
         held = list(call.held.values())
         union = _union(*(its.origins for its in held))
@@ -151,11 +187,16 @@ class NonfiniteOrigins:
                 rounded = self._wrong_in(wide.to(out.dtype), out)
                 found |= (torch.where(own, self._wrong_in(wide, out), rounded) & where).int() * bit
         same = [its.origins for its in held if its.origins.shape == where.shape and bool(its.origins.any())]
-        rest = torch.full_like(found, union) if len(same) != 1 else torch.where(same[0] != 0, same[0], union)
+        if len(same) != 1:
+            rest = torch.full_like(found, union)
+        else:
+            rest = torch.where(same[0] != 0, same[0], union)
         return torch.where(where & ~own & (found == 0), rest, found)
 
     def _kept(self, call: DispatchedCall, keep: int, fill: Fill, tensor: Tensor) -> Tensor:
-        """An input, widened, with ``fill`` in place of Inf and NaN but those with an origin in ``keep``."""
+        """An input, widened, with ``fill`` in place of Inf and NaN but those with an origin in
+        ``keep``.
+        """
         held = call.held.get(id(tensor))
         if held is None:
             return widen(tensor, self._twins.wide)
@@ -166,8 +207,8 @@ class NonfiniteOrigins:
     def _trial(
         self, call: DispatchedCall, outputs: list[Tensor], argument: Callable[[Tensor], Tensor], *, rounded: bool = True
     ) -> dict[int, Tensor]:
-        """What replaces each of ``outputs``, by number, if the op runs on ``argument`` of its inputs; empty if it fails on them. In fp32 unless
-        it is ``rounded`` to their dtype.
+        """What replaces each of ``outputs``, by number, if the op runs on ``argument`` of its
+        inputs; empty if it fails on them. In fp32 unless it is ``rounded`` to their dtype.
         """
         writes = bool(call.before) or (call.traits.mutable and any(id(t) not in call.held for t in call.written()))
         if writes or call.draws:  # to what has changed since, or it draws other numbers
@@ -176,7 +217,9 @@ class NonfiniteOrigins:
         def given(value: Any) -> Any:
             if isinstance(value, torch.dtype):
                 return widened_dtype(value, self._twins.wide)
-            return argument(value) if is_float(value) else value
+            if is_float(value):
+                return argument(value)
+            return value
 
         with contextlib.suppress(Exception):
             results = run_wide(call, *map_args(call.args, call.kwargs, given))
@@ -209,4 +252,6 @@ def _clamped(reference: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _ones(reference: Tensor, _: torch.dtype) -> Tensor:
     """1 with the sign of the reference."""
-    return torch.ones_like(reference) if reference.is_complex() else torch.ones_like(reference).copysign(reference)
+    if reference.is_complex():
+        return torch.ones_like(reference)
+    return torch.ones_like(reference).copysign(reference)

@@ -1,6 +1,8 @@
-"""The errors of an op call: what it adds itself (the local error), and how far its outputs are from the lockstep reference.
+"""The errors of an op call: what it adds itself (the local error), and how far its outputs are from
+the lockstep reference.
 
-For the local error, the op runs again on its own low-precision inputs, widened; the difference is what this op adds.
+For the local error, the op runs again on its own low-precision inputs, widened; the difference is
+what this op adds.
 """
 
 from __future__ import annotations
@@ -24,7 +26,9 @@ from lowprec_check.engine.trace.twins import Region, Twin, Twins, region_of
 from lowprec_check.schema.op_calls import OpCall
 
 ROUNDING = 1e-5
-"""A sum that is this part of the norm of what it adds is what rounding leaves of zero in fp32: a few roundoffs of 6e-8 for each element."""
+"""A sum that is this part of the norm of what it adds is what rounding leaves of zero in fp32: a
+few roundoffs of 6e-8 for each element.
+"""
 
 _SUMS = frozenset(
     f"aten::{name}_backward" for name in ("convolution", "native_batch_norm", "native_layer_norm", "native_group_norm")
@@ -35,11 +39,13 @@ _SUMS = frozenset(
 class OpErrors:
     """Fills in rows: local and accumulated error, range, flips, repeated casts.
 
-    ``local`` enables local errors, ``count_flushed`` the share of values that underflow to zero. ``flipped`` is called with an op
-    whose integer or boolean output differs from the reference's, its outputs, and this output.
+    ``local`` enables local errors, ``count_flushed`` the share of values that underflow to zero.
+    ``flipped`` is called with an op whose integer or boolean output differs from the reference's,
+    its outputs, and this output.
 
-    Comparisons are stored for the part of a storage that was compared. If an op reads another part, such as one chunk of a fused
-    projection, or a tensor after one slice was overwritten, that part is compared when the op reads it.
+    Comparisons are stored for the part of a storage that was compared. If an op reads another part,
+    such as one chunk of a fused projection, or a tensor after one slice was overwritten, that part
+    is compared when the op reads it.
     """
 
     def __init__(
@@ -53,10 +59,13 @@ class OpErrors:
         self._lockstep, self._twins, self._figures = lockstep, lockstep.twins, lockstep.figures
         self._flipped, self._local, self._count_flushed = flipped, local, count_flushed
         self._unused: dict[int, tuple[OpCall, Callable[[], TensorComparison]]] = {}
-        """By ``id`` of the row: calls with several outputs, none of them used yet, with the comparison of the first."""
+        """By ``id`` of the row: calls with several outputs, none of them used yet, with the
+        comparison of the first.
+        """
 
     def of_input(self, tensor: Tensor) -> Pending[TensorComparison] | None:
-        """How far a tensor is from the reference that an op reads, or the model returns; ``None`` if it equals the reference.
+        """How far a tensor is from the reference that an op reads, or the model returns; ``None``
+        if it equals the reference.
 
         A row gets the errors of the outputs that are used.
         """
@@ -82,7 +91,9 @@ class OpErrors:
         return [compared for compared in map(self.of_input, call.inputs) if compared is not None]
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
-        """At the end: ``outputs`` of the model count as used; the row of a call whose outputs nothing used gets the errors of the first."""
+        """At the end: ``outputs`` of the model count as used; the row of a call whose outputs
+        nothing used gets the errors of the first.
+        """
         for tensor in outputs:
             self.of_input(tensor)
         for row, compared in self._unused.values():
@@ -92,10 +103,12 @@ class OpErrors:
     def measure(
         self, call: DispatchedCall, outputs: list[Tensor], widened: tuple[Args, Kwargs] | None, row: OpCall
     ) -> float | None:
-        """Advance the reference by ``call`` and fill in ``row``; ``widened`` are the call's widened arguments.
+        """Advance the reference by ``call`` and fill in ``row``; ``widened`` are the call's widened
+        arguments.
 
-        Returns the seconds that the op alone took in fp32, ``None`` if it failed on the reference's tensors. They are those of its
-        own inputs, widened, if it ran on these: results of the reference stay on the tape, so they always take new memory.
+        Returns the seconds that the op alone took in fp32, ``None`` if it failed on the reference's
+        tensors. They are those of its own inputs, widened, if it ran on these: results of the
+        reference stay on the tape, so they always take new memory.
         """
         references = self._lockstep.advance(call, outputs)
         if references is None:
@@ -103,7 +116,10 @@ class OpErrors:
         seconds, call.wide_seconds = call.wide_seconds, None
         self._figures.then(functools.partial(_add_inputs, row, call.input_errors))
         wide = self._twins.wide
-        call.widened_outputs = _widened_outputs(call, widened, outputs, wide) if self._local else None
+        if self._local:
+            call.widened_outputs = _widened_outputs(call, widened, outputs, wide)
+        else:
+            call.widened_outputs = None
         if call.traits.moves:
             row.local_error = 0.0
         several = len(outputs) > 1 and sum(map(is_float, outputs)) > 1
@@ -131,11 +147,14 @@ class OpErrors:
     def _compare(
         self, call: DispatchedCall, out: Tensor, reference: Tensor, index: int
     ) -> Callable[[], TensorComparison]:
-        """Compare the output at ``index``, and store that for the ops that read it. Returns what gives the comparison."""
+        """Compare the output at ``index``, and store that for the ops that read it. Returns what
+        gives the comparison.
+        """
         against, own = [reference], call.widened_outputs
         if own is not None and index < len(own) and own[index].shape == out.shape:
             against.append(own[index])
-        # Only the first output: others, such as the mean that a norm saves, may be near zero without underflow.
+        # Only the first output: others, such as the mean that a norm saves, may be near zero
+        # without underflow.
         pending = self._figures.compare(out, against, count_flushed=self._count_flushed and index == 0)
         twin = self._twins.find_or_add(out)
         twin.compared, twin.unused = {region_of(out): pending}, None
@@ -143,7 +162,9 @@ class OpErrors:
         return functools.partial(_introduced, pending, call.input_errors)
 
     def _is_rounding_alone(self, call: DispatchedCall, reference: Tensor) -> bool:
-        """Whether an output is a sum of gradients that is zero but for rounding, as for a bias before a batch norm."""
+        """Whether an output is a sum of gradients that is zero but for rounding, as for a bias
+        before a batch norm.
+        """
         packet = call.traits.packet
         if call.phase != "backward" or not (packet == "aten::sum" or (packet in _SUMS and reference.ndim == 1)):
             return False
@@ -189,7 +210,9 @@ def _add_inputs(row: OpCall, inputs: Sequence[Pending[TensorComparison]]) -> Non
 
 
 def _introduced(pending: Pending[TensorComparison], inputs: Sequence[Pending[TensorComparison]]) -> TensorComparison:
-    """The comparison of an output; NaN, Inf and underflow do not count if an input has a new NaN or Inf."""
+    """The comparison of an output; NaN, Inf and underflow do not count if an input has a new NaN or
+    Inf.
+    """
     if any(each.value.introduced_inf or each.value.introduced_nan for each in inputs):
         return pending.value._replace(introduced_inf=0, introduced_nan=0, flushed=None, subnormal=None)
     return pending.value
@@ -212,7 +235,9 @@ def _add_comparison(row: OpCall, compared: TensorComparison) -> None:
 
 
 def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> Pending[TensorComparison] | None:
-    """The comparison of a region with the same elements in another order: of the same size and start, without repeats or gaps."""
+    """The comparison of a region with the same elements in another order: of the same size and
+    start, without repeats or gaps.
+    """
     for (shape, stride, offset), compared in twin.compared.items():
         same = offset == region[2] and _span(shape, stride) == _span(region[0], region[1]) == tensor.numel()
         if same and math.prod(shape) == tensor.numel():
@@ -222,7 +247,9 @@ def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> Pending[Ten
 
 def _span(shape: tuple[int, ...], stride: tuple[int, ...]) -> int:
     """Elements between the first and the last one of a region, both included."""
-    return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True)) if math.prod(shape) else 0
+    if math.prod(shape):
+        return 1 + sum((size - 1) * step for size, step in zip(shape, stride, strict=True))
+    return 0
 
 
 def _without_repeats(tensor: Tensor) -> Tensor:
@@ -237,14 +264,18 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 
 
 def has_local_error(call: DispatchedCall) -> bool:
-    """Whether the op can add an error: not if it moves, casts or draws values, or if nothing that it computes with is narrow."""
+    """Whether the op can add an error: not if it moves, casts or draws values, or if nothing that
+    it computes with is narrow.
+    """
     if not call.traits.computes or not (call.narrows_inside or any(map(is_narrow, call.inputs))):
         return False
     return not call.draws
 
 
 def widened_arguments(call: DispatchedCall, twins: Twins) -> tuple[Args, Kwargs]:
-    """The arguments of ``call`` in their widened dtypes, made before it runs; arguments that it writes to are copied."""
+    """The arguments of ``call`` in their widened dtypes, made before it runs; arguments that it
+    writes to are copied.
+    """
     written = {id(tensor) for tensor in call.written()} if call.traits.mutable else ()
 
     def widened(value: Any) -> Any:
@@ -261,7 +292,9 @@ def widened_arguments(call: DispatchedCall, twins: Twins) -> tuple[Args, Kwargs]
 def _widened_outputs(
     call: DispatchedCall, arguments: tuple[Args, Kwargs] | None, outputs: list[Tensor], wide: torch.dtype
 ) -> list[Tensor] | None:
-    """The outputs of the op on ``arguments``; for a cast, the values before it. ``None`` if the op fails."""
+    """The outputs of the op on ``arguments``; for a cast, the values before it. ``None`` if the op
+    fails.
+    """
     if call.traits.casts:
         source, out = call.inputs[0], outputs[0]
         if not is_float(source) or not is_float(out):
@@ -283,10 +316,12 @@ def _widened_outputs(
 def added_errors(
     call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None, *, waits: bool = True
 ) -> list[AddedErrors]:
-    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the outputs without either.
+    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the
+    outputs without either.
 
-    Rounding is that of the results on the rounded parameters, unless these need almost no rounding: a bias that is rounded
-    already. Then it is that of ``exact``, which is as large as the error. ``waits``: whether this may wait for an accelerator.
+    Rounding is that of the results on the rounded parameters, unless these need almost no rounding:
+    a bias that is rounded already. Then it is that of ``exact``, which is as large as the error.
+    ``waits``: whether this may wait for an accelerator.
     """
     errors: list[AddedErrors] = []
     for index, out in enumerate(outputs):
@@ -316,7 +351,8 @@ def added_errors(
 
 
 def _added_in_chunks(out: Tensor, own: Tensor, exact: Tensor) -> AddedErrors | None:
-    """The same on a CPU, in chunks that stay in cache: a tensor is read once, and written in 16 bits without NaN and Inf.
+    """The same on a CPU, in chunks that stay in cache: a tensor is read once, and written in 16
+    bits without NaN and Inf.
 
     ``None`` if the tensors are not on a CPU, dense, in fp32 and of one layout.
     """
@@ -340,8 +376,8 @@ def _added_in_chunks(out: Tensor, own: Tensor, exact: Tensor) -> AddedErrors | N
 
 
 def _fill(out: Tensor, own: Tensor, exact: Tensor, results: list[Tensor]) -> tuple[float, float, list[bool]]:
-    """Write the two errors, with the rounding of ``own``. The squared norms of its rounding and of that of ``exact``, and
-    whether each result is zero.
+    """Write the two errors, with the rounding of ``own``. The squared norms of its rounding and of
+    that of ``exact``, and whether each result is zero.
     """
     mine = its = 0.0
     zeros = [True, True]

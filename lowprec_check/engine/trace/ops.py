@@ -1,4 +1,6 @@
-"""What an op does, read once per overload from its schema and tags; and the tensors and dtypes among its arguments and results."""
+"""What an op does, read once per overload from its schema and tags; and the tensors and dtypes
+among its arguments and results.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,9 @@ class OpTraits(NamedTuple):
     skipped: bool
     """Allocates without writing, or reads metadata: nothing to compare."""
     view: bool
-    """Returns an alias and writes nothing; or changes how a tensor shows its storage (``transpose_``)."""
+    """Returns an alias and writes nothing; or changes how a tensor shows its storage
+    (``transpose_``).
+    """
     mutable: bool
     written: tuple[int | str, ...]
     """Positions and names of the arguments that the op writes to."""
@@ -56,9 +60,13 @@ class OpTraits(NamedTuple):
     computes: bool
     """Can add an error unless it draws random numbers: does not only move or cast values."""
     number_slots: tuple[tuple[int, str], ...]
-    """Positions and names of the arguments that may hold a number that it takes in the dtype of its tensors."""
+    """Positions and names of the arguments that may hold a number that it takes in the dtype of its
+    tensors.
+    """
     workspaces: tuple[int, ...]
-    """Positions of what the forward op left for its derivative. With inputs in fp32, oneDNN's LSTM reads and writes past its end."""
+    """Positions of what the forward op left for its derivative. With inputs in fp32, oneDNN's LSTM
+    reads and writes past its end.
+    """
 
 
 _WORKSPACES = ("workspace", "reserve", "reserveSpace")
@@ -140,7 +148,9 @@ _RESIZES = _aten("resize_", "resize_as_", "set_", "rename_")
 _FUSED = _aten("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
 _SELECTIONS = _aten("topk", "sort", "max", "min", "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin")
-"""Ops that return (values, indices): the reference's values are gathered along ``dim`` by the indices chosen here."""
+"""Ops that return (values, indices): the reference's values are gathered along ``dim`` by the
+indices chosen here.
+"""
 
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 COMPARISONS = _aten(*_COMPARISONS, *(f"{name}_" for name in _COMPARISONS))
@@ -165,8 +175,9 @@ _NUMBERS_IN_LOW: dict[str, tuple[str, ...]] = {
 }
 """By op, in place or not: the arguments that it takes in the dtype of its tensors.
 
-Observed on a CPU and on CUDA. Products and quotients are left out: their kernels take the number in fp32, and ``6e4 * 1e-8`` is
-not 0 in fp16. So are a sum with ``alpha``, and the ``eps`` of normalizations and fused optimizers, which compute in fp32.
+Observed on a CPU and on CUDA. Products and quotients are left out: their kernels take the number in
+fp32, and ``6e4 * 1e-8`` is not 0 in fp16. So are a sum with ``alpha``, and the ``eps`` of
+normalizations and fused optimizers, which compute in fp32.
 """
 
 
@@ -184,7 +195,9 @@ def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
         return value
     if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
         mapped = [map_values(item, function) for item in value]
-        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
+        if hasattr(value, "_fields"):
+            return type(value)(*mapped)
+        return type(value)(mapped)
     if isinstance(value, dict):
         return {key: map_values(item, function) for key, item in value.items()}
     return value
@@ -208,7 +221,9 @@ def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
 def outputs_of(out: Any) -> list[Tensor]:
     """The strided tensors that an op returned, in order."""
     if isinstance(out, Tensor):
-        return [out] if out.layout == torch.strided else []
+        if out.layout == torch.strided:
+            return [out]
+        return []
     if isinstance(out, (list, tuple)):
         return [tensor for item in out for tensor in outputs_of(item)]
     return []
@@ -241,7 +256,9 @@ def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
 
 @functools.cache
 def _short_names() -> dict[torch.dtype, str]:
-    """``f16`` for ``torch.float16``: the marks of all float formats, the first format of each dtype; and of fp64."""
+    """``f16`` for ``torch.float16``: the marks of all float formats, the first format of each
+    dtype; and of fp64.
+    """
     names = {torch.float64: "f64"}
     for known in formats():
         names.setdefault(torch_dtype(known), known.mark)
@@ -250,7 +267,9 @@ def _short_names() -> dict[torch.dtype, str]:
 
 def shape_text(outputs: list[Tensor]) -> str:
     """The shape of the first tensor, ``4×64×56×56``; empty if there is none."""
-    return _shape_text(outputs[0].shape) if outputs else ""
+    if outputs:
+        return _shape_text(outputs[0].shape)
+    return ""
 
 
 @functools.lru_cache(TEXTS)

@@ -1,4 +1,6 @@
-"""The error budget of an output: follows the error of each op to the output, and adds it up by place."""
+"""The error budget of an output: follows the error of each op to the output, and adds it up by
+place.
+"""
 
 from __future__ import annotations
 
@@ -29,13 +31,17 @@ LEAST_SHARE = 1e-4
 """Smaller shares are not listed."""
 
 _CANCELLING = 3.0
-"""If the sizes of the shares add up to this many times their sum, errors cancel each other, and shares are those of energy."""
+"""If the sizes of the shares add up to this many times their sum, errors cancel each other, and
+shares are those of energy.
+"""
 
 _LEAST_ROUNDING = 0.1
 """If rounding has a smaller share, chance is of no account: other errors are the same in every run."""
 
 Source = tuple[str, str, str | None, bool]
-"""What a share is added up by: module, op, source line, and whether it is rounding where results leave the module of the op."""
+"""What a share is added up by: module, op, source line, and whether it is rounding where results
+leave the module of the op.
+"""
 
 
 def error_budget(
@@ -47,10 +53,12 @@ def error_budget(
     autocast: bool,
     seed: int,
 ) -> ErrorBudget:
-    """The budget of ``outputs``, the tensors in the output of a recorded run; sets the shares of its rows.
+    """The budget of ``outputs``, the tensors in the output of a recorded run; sets the shares of
+    its rows.
 
-    ``fp32`` are the outputs of the plain fp32 run; ``None`` if they cannot be compared, because they draw other random numbers:
-    then the reference's are used. ``modules`` are those that were called. ``autocast``: whether the run is under autocast, which casts at few ops only.
+    ``fp32`` are the outputs of the plain fp32 run; ``None`` if they cannot be compared, because
+    they draw other random numbers: then the reference's are used. ``modules`` are those that were
+    called. ``autocast``: whether the run is under autocast, which casts at few ops only.
     """
     tape = lockstep.full_tape
     if tape is None:
@@ -80,7 +88,9 @@ def error_budget(
     if leaf.lost is not None and _relative_error(leaf) > 0:
         return ErrorBudget(reason=leaf.lost, output_rms=norm_of(leaf.fp32) / math.sqrt(leaf.low.numel()))
     budget = _Budget(tape, leaf, frozenset(modules), autocast, seed).compute()
-    next_error = _relative_error(others[0]) if others else 0.0
+    next_error = 0.0
+    if others:
+        next_error = _relative_error(others[0])
     return msgspec.structs.replace(budget, next_error=next_error if math.isfinite(next_error) else None)
 
 
@@ -95,14 +105,20 @@ class _Leaf(NamedTuple):
 
 
 def _telling(leaf: _Leaf) -> tuple[bool, float]:
-    """A key to sort by: by the error, those last that are all zeros in fp32, whose error is infinite and tells little."""
+    """A key to sort by: by the error, those last that are all zeros in fp32, whose error is
+    infinite and tells little.
+    """
     error = _relative_error(leaf)
     return error != math.inf, error
 
 
 def _relative_error(leaf: _Leaf) -> float:
     size, error = norm_of(leaf.fp32), norm_of(_difference(leaf.low, leaf.fp32))
-    return error / size if size else math.inf if error else 0.0
+    if size:
+        return error / size
+    if error:
+        return math.inf
+    return 0.0
 
 
 def _difference(some: Tensor, other: Tensor) -> Tensor:
@@ -111,7 +127,8 @@ def _difference(some: Tensor, other: Tensor) -> Tensor:
 
 
 def _real(tensor: Tensor) -> Tensor:
-    tensor = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.double()
 
 
@@ -169,16 +186,21 @@ class _Budget:
     def _spread(self, ops: Sequence[TapedOp], rounding: float) -> float:
         """:attr:`ErrorBudget.spread`, given the share of all rounding.
 
-        The square of a sum of independent errors varies as that of as many equal ones as its size, squared, holds variances along itself.
+        The square of a sum of independent errors varies as that of as many equal ones as its size,
+        squared, holds variances along itself.
         """
         along = [op.energies[0][:1] for op in ops if op.energies is not None]
-        variance = float(squares(torch.cat(along)).sum()) if along else 0.0
+        variance = 0.0
+        if along:
+            variance = float(squares(torch.cat(along)).sum())
         if variance <= 0.0 or rounding < _LEAST_ROUNDING:
             return 0.0
         return min(1.0, math.sqrt(2.0 * variance / rounding) / self.error_norm)
 
     def _directions(self) -> Tensor:
-        """Directions of the output: that of its error, of length 1; then random ones, orthogonal to it, for its other changes."""
+        """Directions of the output: that of its error, of length 1; then random ones, orthogonal to
+        it, for its other changes.
+        """
         first = (self.error / self.error_norm).reshape(-1)
         generator = torch.Generator(first.device).manual_seed(self.seed)
         found = [first]
@@ -186,13 +208,15 @@ class _Budget:
             random = torch.randn(len(first), generator=generator, dtype=first.dtype, device=first.device)
             found.append(random - (random @ first) * first)
         directions = torch.stack(found).float().reshape(len(found), *self.error.shape)
-        return torch.view_as_complex(directions) if self.leaf.low.is_complex() else directions
+        if self.leaf.low.is_complex():
+            return torch.view_as_complex(directions)
+        return directions
 
     def _shares(self, along: Tensor, explained: float) -> list[float]:
         """The share of each row of ``along``: what its error changes along the error of the output.
 
-        Where errors cancel each other, as in an output of few numbers, that is a matter of chance: there the expected squares of
-        the changes are used.
+        Where errors cancel each other, as in an output of few numbers, that is a matter of chance:
+        there the expected squares of the changes are used.
         """
         signed = along[:, 0] / self.error_norm
         if not len(signed) or float(signed.abs().sum()) <= _CANCELLING * abs(explained):
@@ -216,17 +240,25 @@ class _Places:
         self._kept[module] = kept
         gone = [share * self._part(module, index, kind) for (index, kind), share in self._of(kept)]
         gone_along = math.fsum(gone)
-        # outside this range it is not independent of the other errors: at best, what goes has no other component
-        self._gone[module] = gone_along if 0.0 <= gone_along <= 1.0 else gone_along * (2.0 - gone_along)
+        # outside this range it is not independent of the other errors: at best, what goes has no
+        # other component
+        if 0.0 <= gone_along <= 1.0:
+            self._gone[module] = gone_along
+        else:
+            self._gone[module] = gone_along * (2.0 - gone_along)
 
     def modules(self) -> list[ModuleShare]:
-        """The share that goes with each module in fp32, the largest first; those too small to matter are left out."""
+        """The share that goes with each module in fp32, the largest first; those too small to
+        matter are left out.
+        """
         ordered = sorted(self._gone, key=lambda path: -self._gone[path])
         found = (ModuleShare(module=path, share=self._gone[path]) for path in ordered)
         return [each for each in found if abs(each.share) >= LEAST_SHARE][:MOST_SHARES]
 
     def entries(self) -> Iterator[tuple[Source, float]]:
-        """All shares by place. If one goes with any of several modules, it counts for the one with which most goes."""
+        """All shares by place. If one goes with any of several modules, it counts for the one with
+        which most goes.
+        """
         first: dict[int, str] = {}
         innermost = sorted(self._kept, key=lambda path: (-self._gone[path], -path.count(".")))
         for path in innermost:
@@ -236,12 +268,16 @@ class _Places:
         for (index, kind), share in self._shares.items():
             row = self._rows[index]
             row.share = (row.share or 0.0) + share
-            own = 1.0 if not row.module else self._part(row.module, index, kind)
+            own = 1.0
+            if row.module:
+                own = self._part(row.module, index, kind)
             if kind and own < 1.0:
                 row.leaving = (row.leaving or 0.0) + share * (1.0 - own)
             done = 0.0
             for path in self._upwards(first.get(index, "")):
-                part = 1.0 if not path else self._part(path, index, kind)
+                part = 1.0
+                if path:
+                    part = self._part(path, index, kind)
                 if part != done:
                     yield (path, row.op, row.source, bool(kind) and path != first.get(index, "")), share * (part - done)
                 done = part
@@ -257,7 +293,9 @@ class _Places:
         kept = self._kept.get(module)
         if kept is None or index not in kept.ops:
             return 0.0
-        return 1.0 - kept.rounded.get(index, 0.0) if kind else 1.0
+        if kind:
+            return 1.0 - kept.rounded.get(index, 0.0)
+        return 1.0
 
     def _upwards(self, path: str) -> Iterator[str]:
         """``path`` and the modules above it that can be kept, then the model itself."""
@@ -294,13 +332,17 @@ class Returned(NamedTuple):
     tensor: Tensor
     """On the storage that the ops of the model wrote, if ``lost`` is ``None``."""
     compared: Tensor
-    """As it is compared with that of fp32: one of ``output_tensors``. The same object, unless its dtype is converted."""
+    """As it is compared with that of fp32: one of ``output_tensors``. The same object, unless its
+    dtype is converted.
+    """
     lost: str | None = None
     """Why no error can be followed to it, in words."""
 
 
 def returned(parts: Iterable[OutputPart], twins: Twins) -> list[Returned]:
-    """The tensors of an output, in the order of ``output_tensors``; of a NumPy array, the tensor that it shares memory with."""
+    """The tensors of an output, in the order of ``output_tensors``; of a NumPy array, the tensor
+    that it shares memory with.
+    """
     found = []
     for leaf, tensor, is_own in ((part.leaf, part.tensor, part.is_own) for part in parts):
         if leaf.is_nested or leaf.layout != torch.strided:

@@ -1,8 +1,9 @@
-"""Figures that an accelerator still computes: they are read in batches, and what depends on them is done then, in order.
+"""Figures that an accelerator still computes: they are read in batches, and what depends on them is
+done then, in order.
 
-Waiting for each figure would leave the accelerator idle while the host prepares the next op, and the host idle while it computes.
-Special cases (NaN, Inf) need the compared tensors again, so these are held until their batch is read: at most :data:`HELD` bytes, or a part of the
-free memory.
+Waiting for each figure would leave the accelerator idle while the host prepares the next op, and
+the host idle while it computes. Special cases (NaN, Inf) need the compared tensors again, so these
+are held until their batch is read: at most :data:`HELD` bytes, or a part of the free memory.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from torch import Tensor
 from lowprec_check.engine.core.tensor_comparison import Figure, Norm, TensorComparison, UnreadComparison, compare_tensor
 
 HELD, PART_HELD = 256 << 20, 1 / 16
-"""Bytes of tensors that unread comparisons hold before the oldest batch is waited for; or this part of the free memory, if that is more."""
+"""Bytes of tensors that unread comparisons hold before the oldest batch is waited for; or this part
+of the free memory, if that is more.
+"""
 
 BATCH = 96
 """Actions in a batch: about three for each op."""
@@ -51,7 +54,9 @@ class Pending(Generic[T]):
 
 
 class PendingFigures:
-    """The figures of one run, in order. Unless ``deferred``, all are computed at once, and all actions done at once."""
+    """The figures of one run, in order. Unless ``deferred``, all are computed at once, and all
+    actions done at once.
+    """
 
     def __init__(self, *, deferred: bool = False, everywhere: bool = False, free_memory: int = 0) -> None:
         self.deferred = deferred
@@ -98,7 +103,9 @@ class PendingFigures:
                     held.copy(written)
 
     def settle(self) -> None:
-        """Read all figures, and do all actions. Raises the first exception of an action, after all of them."""
+        """Read all figures, and do all actions. Raises the first exception of an action, after all
+        of them.
+        """
         self._read(wait=True)
 
     def _defers(self, tensor: Tensor) -> bool:
@@ -115,7 +122,9 @@ class PendingFigures:
             self._read(wait=False)
 
     def _read(self, *, wait: bool) -> None:
-        """Close the open batch, and read all batches; unless ``wait``, those that have arrived, and what holds too much memory."""
+        """Close the open batch, and read all batches; unless ``wait``, those that have arrived, and
+        what holds too much memory.
+        """
         if len(self._open):
             self._open.close()
             self._closed.append(self._open)
@@ -152,7 +161,9 @@ Column = tuple[torch.device, torch.dtype, float | None]
 
 
 class _Batch:
-    """Figures that are copied to the host together. Its norms are computed when it is closed, by one op for all of a column."""
+    """Figures that are copied to the host together. Its norms are computed when it is closed, by
+    one op for all of a column.
+    """
 
     def __init__(self) -> None:
         self.nbytes = 0
@@ -242,7 +253,9 @@ def _stream(device: torch.device) -> Any:
     if device.type == "cpu":
         return None
     current = getattr(torch.get_device_module(device), "current_stream", None)
-    return None if current is None else (device, current(device))
+    if current is None:
+        return None
+    return (device, current(device))
 
 
 def _storage(tensor: Tensor) -> int:

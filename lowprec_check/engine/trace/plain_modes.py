@@ -1,4 +1,6 @@
-"""Dispatch modes for plain runs, which no recorder explains: kernels withheld on request, the first NaN, the same random numbers."""
+"""Dispatch modes for plain runs, which no recorder explains: kernels withheld on request, the first
+NaN, the same random numbers.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,9 @@ def parse_withheld(specs: Iterable[str]) -> list[WithheldKernel]:
     found = []
     for spec in specs:
         match = _SPEC.fullmatch(spec)
-        format_ = _FORMATS.get(match["dtype"]) if match else None
+        format_ = None
+        if match:
+            format_ = _FORMATS.get(match["dtype"])
         if match is None or format_ is None:
             raise UsageError(
                 f"{spec!r} names no kernel to run without.",
@@ -67,7 +71,9 @@ def parse_withheld(specs: Iterable[str]) -> list[WithheldKernel]:
 def withholding(specs: Iterable[str]) -> contextlib.AbstractContextManager[Any]:
     """A context in which the kernels of ``specs`` are missing; does nothing for none."""
     withheld = parse_withheld(specs)
-    return _Withholding(withheld) if withheld else contextlib.nullcontext()
+    if withheld:
+        return _Withholding(withheld)
+    return contextlib.nullcontext()
 
 
 class _Withholding(DispatchMode):
@@ -89,7 +95,9 @@ class _Withholding(DispatchMode):
 
 
 def first_nonfinite(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> CallSite | None:
-    """The first op with finite inputs and a non-finite output; ``None`` if the NaN or Inf comes from a weight or an input."""
+    """The first op with finite inputs and a non-finite output; ``None`` if the NaN or Inf comes
+    from a weight or an input.
+    """
     seed_everything(seed)
     inputs, named = ready.inputs(args, kwargs)
     with ModuleStack(ready.model) as stack, _FirstNonfinite(stack) as mode, ready.context():
@@ -156,7 +164,9 @@ class RecordDraws(DispatchMode):
 
 
 class ReplayDraws(DispatchMode):
-    """Gives the random calls of an fp32 run the random numbers of a recorded run; raises :class:`DrawsDiffer`."""
+    """Gives the random calls of an fp32 run the random numbers of a recorded run; raises
+    :class:`DrawsDiffer`.
+    """
 
     def __init__(self, recorded: Sequence[Draw]) -> None:
         super().__init__()
@@ -173,7 +183,9 @@ class ReplayDraws(DispatchMode):
         state = state_before(call)
         if state is None:
             return call.run()
-        draw = self._left[0] if self._left else None
+        draw = None
+        if self._left:
+            draw = self._left[0]
         given = self._with_inputs_of(call, draw)
         if draw is not None:
             state.state = draw.state.state
@@ -192,7 +204,9 @@ class ReplayDraws(DispatchMode):
         return out
 
     def _with_inputs_of(self, call: DispatchedCall, draw: Draw | None) -> tuple[Args, Kwargs] | None:
-        """The arguments of ``call`` with the floating inputs of ``draw``; ``None`` if they do not fit."""
+        """The arguments of ``call`` with the floating inputs of ``draw``; ``None`` if they do not
+        fit.
+        """
         mine = [tensor for tensor in call.inputs if is_float(tensor)]
         if draw is None or [t.shape for t in mine] != [t.shape for t in draw.inputs]:
             return None
@@ -201,6 +215,8 @@ class ReplayDraws(DispatchMode):
         def replaced(value: Any) -> Any:
             if not isinstance(value, Tensor):
                 return value
-            return by_id[id(value)].to(value.dtype, copy=True) if id(value) in by_id else value.clone()
+            if id(value) in by_id:
+                return by_id[id(value)].to(value.dtype, copy=True)
+            return value.clone()
 
         return map_args(call.args, call.kwargs, replaced)

@@ -1,4 +1,6 @@
-"""What the values of one op that a format cannot hold do to the output: the fp32 model runs with nothing but these changed."""
+"""What the values of one op that a format cannot hold do to the output: the fp32 model runs with
+nothing but these changed.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,9 @@ class OutOfRange(NamedTuple):
 
 
 def places_to_try(calls: OpCalls, mark: str) -> list[OutOfRange]:
-    """The places of a forward pass at which values leave the range of the format ``mark``, ``f16``, the worst first."""
+    """The places of a forward pass at which values leave the range of the format ``mark``, ``f16``,
+    the worst first.
+    """
     found: dict[tuple[str, Place], OutOfRange] = {}
     for row in calls.rows():
         if not row.is_forward or row.outcome == "rescued" or row.dtypes.rpartition("→")[2] != mark:
@@ -72,10 +76,11 @@ def try_places(
     seed: int,
     seconds: float,
 ) -> list[RangeTrial]:
-    """A trial of each of ``places``, as long as ``seconds`` last: ``ready``, the fp32 model, runs with Inf and zeros where ``dtype`` has them.
+    """A trial of each of ``places``, as long as ``seconds`` last: ``ready``, the fp32 model, runs
+    with Inf and zeros where ``dtype`` has them.
 
-    ``fp32`` are the tensors in its output. A place at which nothing leaves the range in fp32 is left out; those of ops that fp32 does
-    not call, such as casts of autocast, are not tried.
+    ``fp32`` are the tensors in its output. A place at which nothing leaves the range in fp32 is
+    left out; those of ops that fp32 does not call, such as casts of autocast, are not tried.
     """
     found: list[RangeTrial] = []
     called: set[tuple[str, str]] = set()
@@ -144,7 +149,9 @@ def _changed_weight(ready: Prepared, path: str, mode: _Changing) -> Iterator[Non
 
 
 class _Changing(DispatchMode):
-    """Runs ops as given; at the place of ``its``, results get the Inf or the zeros that ``dtype`` has for them."""
+    """Runs ops as given; at the place of ``its``, results get the Inf or the zeros that ``dtype``
+    has for them.
+    """
 
     def __init__(self, stack: ModuleStack, its: OutOfRange, dtype: torch.dtype) -> None:
         super().__init__()
@@ -177,6 +184,9 @@ class _Changing(DispatchMode):
         if not is_float(tensor) or tensor.is_complex():
             return tensor
         rounded = tensor.to(self._dtype).to(tensor.dtype)
-        wrong = rounded.isinf() & tensor.isfinite() if self._gets_inf else (rounded == 0) & (tensor != 0)
+        if self._gets_inf:
+            wrong = rounded.isinf() & tensor.isfinite()
+        else:
+            wrong = (rounded == 0) & (tensor != 0)
         self.values += int(wrong.sum())
         return torch.where(wrong, rounded, tensor)

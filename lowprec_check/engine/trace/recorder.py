@@ -1,7 +1,8 @@
-"""The dispatch mode that records one run of a model as rows of op calls and gaps. Rules judge them later.
+"""The dispatch mode that records one run of a model as rows of op calls and gaps. Rules judge them
+later.
 
-Per op call, in this order: widen its inputs for the local error, run it (:mod:`execution`), run the same op on the reference's
-tensors (:mod:`lockstep`) and compare the results (:mod:`op_errors`).
+Per op call, in this order: widen its inputs for the local error, run it (:mod:`execution`), run the
+same op on the reference's tensors (:mod:`lockstep`) and compare the results (:mod:`op_errors`).
 """
 
 from __future__ import annotations
@@ -40,8 +41,8 @@ T = TypeVar("T")
 class Recorder(DispatchMode):
     """Records what a model dispatches.
 
-    ``low`` is the dtype of the run. The caller seeds ``lockstep``. ``timed`` enables op times; they are meaningless on
-    an accelerator, where a call returns before its work is done.
+    ``low`` is the dtype of the run. The caller seeds ``lockstep``. ``timed`` enables op times; they
+    are meaningless on an accelerator, where a call returns before its work is done.
     """
 
     def __init__(
@@ -65,7 +66,9 @@ class Recorder(DispatchMode):
         self.faults: dict[str, None] = {}
         """Failures of the instruments themselves: messages, in order, each once."""
         self.drew = False
-        """Whether an op has drawn random numbers: any op, if no errors are computed, else one that low-precision values reach."""
+        """Whether an op has drawn random numbers: any op, if no errors are computed, else one that
+        low-precision values reach.
+        """
         self.flow = DataFlow()
         self.magnitudes = MagnitudeSamples()
         self.origins = None if lockstep.figures.deferred or errors == "none" else lockstep.origins
@@ -102,7 +105,9 @@ class Recorder(DispatchMode):
 
     @observing()
     def finish(self, outputs: list[Tensor], compared: list[Tensor], *, complete: bool) -> None:
-        """After the run, ``complete`` unless it raised: ``outputs`` of the model count as used; ``compared`` are those that are judged."""
+        """After the run, ``complete`` unless it raised: ``outputs`` of the model count as used;
+        ``compared`` are those that are judged.
+        """
         self._op_errors.finish(outputs)
         self._settle()
         if self.origins is not None and complete:
@@ -116,7 +121,9 @@ class Recorder(DispatchMode):
             self._note_fault("the op calls", error)
 
     def _run_view(self, call: DispatchedCall) -> Any:
-        """Run a view. It shares the twin of the tensor it views, so only a view that fails is recorded."""
+        """Run a view. It shares the twin of the tensor it views, so only a view that fails is
+        recorded.
+        """
         self.places.note(sys._getframe(2))
         try:
             out = call.run()
@@ -125,10 +132,14 @@ class Recorder(DispatchMode):
             out = self.execution.rescue(call, error)
             self._guarded(call, self._record, call, out, None, None)
             return out
-        return self.execution.pending.resolve(call, out) if self.execution.pending.any else out
+        if self.execution.pending.any:
+            return self.execution.pending.resolve(call, out)
+        return out
 
     def _begin(self, call: DispatchedCall, frame: FrameType) -> None:
-        """Find out where ``call`` is and whether low-precision values reach it, and note the storages that it reads."""
+        """Find out where ``call`` is and whether low-precision values reach it, and note the
+        storages that it reads.
+        """
         call.module, call.lines = self.places.of(frame)
         call.instruction = instruction_of(frame)
         call.phase = self.places.phase
@@ -142,7 +153,9 @@ class Recorder(DispatchMode):
         call.involved = involved
 
     def _guarded(self, call: DispatchedCall, observe: Callable[..., T], *args: Any) -> T | None:
-        """Return ``observe(*args)``; an exception of the instruments is recorded and does not reach the model."""
+        """Return ``observe(*args)``; an exception of the instruments is recorded and does not reach
+        the model.
+        """
         try:
             with observing():
                 result: T = observe(*args)
@@ -159,7 +172,9 @@ class Recorder(DispatchMode):
         self.faults[words] = None
 
     def _prepare(self, call: DispatchedCall, may_draw: bool) -> tuple[Args, Kwargs] | None:
-        """Before the op runs: make twins for what it writes to, and widen its arguments for the reruns."""
+        """Before the op runs: make twins for what it writes to, and widen its arguments for the
+        reruns.
+        """
         with torch._C._DisableAutocast():
             call.input_errors = self._op_errors.of_inputs(call)
             if self.origins is not None:
@@ -205,7 +220,9 @@ class Recorder(DispatchMode):
         state: GeneratorState | None,
         row: OpCall,
     ) -> None:
-        """Advance the reference, compare the outputs with it, and record on the tape what the op adds."""
+        """Advance the reference, compare the outputs with it, and record on the tape what the op
+        adds.
+        """
         exact: Sequence[Tensor | None] | None
         if state is not None and widened is not None and has_drawn(call, state):
             self.drew = True
@@ -223,7 +240,9 @@ class Recorder(DispatchMode):
         if tape is not None:
             # The error of a constant counts where it is used.
             waits = not self.lockstep.figures.deferred
-            errors = [] if self.lockstep.gives_constant(call) else added_errors(call, outputs, exact, waits=waits)
+            errors = []
+            if not self.lockstep.gives_constant(call):
+                errors = added_errors(call, outputs, exact, waits=waits)
             tape.add(call, row, outputs, errors)
         if self.origins is not None:
             self.origins.after(call, outputs, row)
@@ -255,10 +274,11 @@ _LIKE = frozenset(
 
 
 class DataFlow:
-    """The op call that last wrote each live storage: the connections between modules, residual ones included.
+    """The op call that last wrote each live storage: the connections between modules, residual ones
+    included.
 
-    As twins, the writer of a value belongs to its *storage*: views need no handling, and an op that writes in place reads what it
-    changes, so that a chain of writes stays connected.
+    As twins, the writer of a value belongs to its *storage*: views need no handling, and an op that
+    writes in place reads what it changes, so that a chain of writes stays connected.
     """
 
     def __init__(self) -> None:
@@ -270,7 +290,8 @@ class DataFlow:
         self._inputs.update(map(storage_key, tensors))
 
     def reads(self, call: DispatchedCall, position: int) -> tuple[int, ...]:
-        """For each floating input of the call at ``position``, how many calls before it the last writer is.
+        """For each floating input of the call at ``position``, how many calls before it the last
+        writer is.
 
         :data:`FROM_INPUT` for an input of the model, of any dtype, that no call has written to. Parameters, and what was made
         without reading anything, are left out; each number occurs once.
@@ -296,13 +317,17 @@ class DataFlow:
             writers[key] = (position, self._removed_with(storage, key) if known is None else known[1])
 
     def _removed_with(self, storage: Any, key: int) -> weakref.ref[Any]:
-        """What removes the writer of ``storage`` when it is freed: its key may be given to another one."""
+        """What removes the writer of ``storage`` when it is freed: its key may be given to another
+        one.
+        """
         writers = self._writers
         return weakref.ref(storage, lambda _: writers.pop(key, None))
 
 
 def _read_by(call: DispatchedCall) -> Iterable[Tensor]:
-    """The inputs whose values are read: not those that the call only overwrites, with ``out=`` or as a whole."""
+    """The inputs whose values are read: not those that the call only overwrites, with ``out=`` or
+    as a whole.
+    """
     if call.traits.packet in _LIKE:
         return ()
     if not call.traits.mutable:
@@ -311,5 +336,7 @@ def _read_by(call: DispatchedCall) -> Iterable[Tensor]:
     read = [tensor for tensor in tensors_in(call.args, named) if tensor.layout == torch.strided]
     if call.traits.packet in _OVERWRITES and read:
         values = read[0].numel() * read[0].element_size()
-        return read[1:] if values == read[0].untyped_storage().nbytes() else read
+        if values == read[0].untyped_storage().nbytes():
+            return read[1:]
+        return read
     return read

@@ -1,4 +1,6 @@
-"""The start of the lockstep reference: the fp32 values of weights, buffers and inputs become the twins of their casts."""
+"""The start of the lockstep reference: the fp32 values of weights, buffers and inputs become the
+twins of their casts.
+"""
 
 from __future__ import annotations
 
@@ -26,9 +28,11 @@ _NOTABLE_FLUSHED = 0.01
 
 @observing()
 def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], rows: list[OpCall]) -> None:
-    """Set the twins of parameters and buffers from ``fp32``, by name; of streamed weights, when they are read.
+    """Set the twins of parameters and buffers from ``fp32``, by name; of streamed weights, when
+    they are read.
 
-    Adds a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the run shows.
+    Adds a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the
+    run shows.
     """
 
     def seed(
@@ -63,7 +67,9 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
 
         def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
             dtype = widened_dtype(saved.dtype, lockstep.wide)
-            wide = converted(saved, low.device, dtype) if dtype != low.dtype else None
+            wide = None
+            if dtype != low.dtype:
+                wide = converted(saved, low.device, dtype)
             is_exact = _holds(low.dtype, saved.dtype)
             seed(name, low, wide, [] if name in seen else rows, is_exact=is_exact)  # one row, however often it is read
             seen.add(name)
@@ -76,14 +82,20 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
 
 
 def _holds(low: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether a cast to ``low`` changes no value of ``saved``. torch does not promote floats of 8 bits; fp16 lacks most powers of 2 in e8m0."""
-    return "e8m0" not in str(saved) if saved.itemsize == 1 else torch.promote_types(saved, low) == low
+    """Whether a cast to ``low`` changes no value of ``saved``. torch does not promote floats of 8
+    bits; fp16 lacks most powers of 2 in e8m0.
+    """
+    if saved.itemsize == 1:
+        return "e8m0" not in str(saved)
+    return torch.promote_types(saved, low) == low
 
 
 def _add_cast(
     rows: list[OpCall], lockstep: Lockstep, row: OpCall, wide: Tensor, low: Tensor, pending: Pending[TensorComparison]
 ) -> None:
-    """Add the row of the cast of a weight or an input, unless it loses nothing notable to overflow or underflow."""
+    """Add the row of the cast of a weight or an input, unless it loses nothing notable to overflow
+    or underflow.
+    """
     compared = pending.value
     lost = bool(compared.introduced_inf or compared.introduced_nan)
     if not lost and (compared.flushed or 0.0) <= _NOTABLE_FLUSHED:
@@ -126,6 +138,9 @@ def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.devi
             lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, row, exact, low, compared))
         lockstep.figures.settle()
         if lockstep.tape is not None:
-            found = rows[-1] if rows and rows[-1].op == row.op else OpCall("cast input")
+            if rows and rows[-1].op == row.op:
+                found = rows[-1]
+            else:
+                found = OpCall("cast input")
             lockstep.tape.add_source(found, low, (None, low.to(exact.dtype) - exact))
     return rows

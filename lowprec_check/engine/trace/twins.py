@@ -1,8 +1,10 @@
-"""Twins: a twin holds the values that a storage of the low-precision run has in the fp32 (or fp64) reference.
+"""Twins: a twin holds the values that a storage of the low-precision run has in the fp32 (or fp64)
+reference.
 
-A twin belongs to a *storage*, not to a tensor. A view of the low-precision storage corresponds to the same view of the twin, so
-views, in-place ops and ``out=`` need no special handling. A storage without a twin is its own reference: no low-precision value
-reached it. A twin is freed with its storage.
+A twin belongs to a *storage*, not to a tensor. A view of the low-precision storage corresponds to
+the same view of the twin, so views, in-place ops and ``out=`` need no special handling. A storage
+without a twin is its own reference: no low-precision value reached it. A twin is freed with its
+storage.
 """
 
 from __future__ import annotations
@@ -44,25 +46,37 @@ class Twin:
 
     def __init__(self, tensor: Tensor | None, *, shared: bool = False) -> None:
         self.tensor = tensor
-        """The reference values, in the layout of the storage; ``None``: the storage is its own reference."""
+        """The reference values, in the layout of the storage; ``None``: the storage is its own
+        reference.
+        """
         self.shared = shared
         """Whether the values belong to the caller; they are copied before the first write."""
         self.compared: dict[Region, Pending[TensorComparison]] = {}
-        """Parts of the storage, compared with these values since the last write; empty if they equal these."""
+        """Parts of the storage, compared with these values since the last write; empty if they
+        equal these.
+        """
         self.unused: tuple[OpCall, Callable[[], TensorComparison]] | None = None
-        """The row of the call that wrote these values, and what gives their comparison, as long as no op has used them."""
+        """The row of the call that wrote these values, and what gives their comparison, as long as
+        no op has used them.
+        """
         self.pending_complex = False
-        """Whether this complex64 result of a rescue is pending: real values computed from it are cast to the low dtype."""
+        """Whether this complex64 result of a rescue is pending: real values computed from it are
+        cast to the low dtype.
+        """
         self.cast_from: tuple[Region, torch.dtype] | None = None
         """The part that a cast gave, and the dtype that it was cast from."""
         self.cast_to: tuple[Region, torch.dtype] | None = None
         """The part that was cast last, since the last write, and the dtype that it was cast to."""
         self.constant = False
-        """Whether the values are those of a parameter, or a cast or copy of one, which no op of the run has changed."""
+        """Whether the values are those of a parameter, or a cast or copy of one, which no op of the
+        run has changed.
+        """
         self.is_exact = False
         """Whether these are the values of the storage, widened, as long as they are ``shared``."""
         self.origins: tuple[Tensor, int] | None = None
-        """See :mod:`nonfinite_origins`: an integer for each element, and the bytes of an element; ``None`` if none has an origin."""
+        """See :mod:`nonfinite_origins`: an integer for each element, and the bytes of an element;
+        ``None`` if none has an origin.
+        """
         self.serial: int | None = None
         """Identifies the storage on the error tape; ``None`` if it is not on it."""
         self.finalizer: weakref.ref[Any] | None = None
@@ -78,9 +92,11 @@ class Twins:
         """By :func:`storage_key`."""
 
     def seed(self, low: Tensor, reference: Tensor) -> None:
-        """Make ``reference`` (any wider dtype, owned by the caller, never written to) the twin of ``low``, in its widened dtype.
+        """Make ``reference`` (any wider dtype, owned by the caller, never written to) the twin of
+        ``low``, in its widened dtype.
 
-        So fp64 weights and fp32 inputs of a model that is cast to 16 bits meet in one dtype, as they do in the run.
+        So fp64 weights and fp32 inputs of a model that is cast to 16 bits meet in one dtype, as
+        they do in the run.
         """
         if (
             is_float(low)
@@ -94,12 +110,16 @@ class Twins:
         return self.by_storage.get(tensor.untyped_storage()._cdata)
 
     def on_storage(self, tensor: Tensor) -> Tensor | None:
-        """``tensor``, made from a NumPy array, as a view of the storage with a twin that owns its memory; ``None`` if none does."""
+        """``tensor``, made from a NumPy array, as a view of the storage with a twin that owns its
+        memory; ``None`` if none does.
+        """
         if self.find(tensor) is not None:
             return tensor
         start, size = tensor.data_ptr(), tensor.element_size()
         for twin in list(self.by_storage.values()):
-            storage = twin.finalizer() if twin.finalizer is not None else None
+            storage = None
+            if twin.finalizer is not None:
+                storage = twin.finalizer()
             if storage is None or storage.device.type != "cpu":
                 continue
             offset, base = start - storage.data_ptr(), twin.tensor
@@ -109,16 +129,23 @@ class Twins:
         return None
 
     def reference_of(self, tensor: Tensor) -> Tensor:
-        """The reference values for ``tensor``: same shape, widened dtype. A tensor that is not floating is returned as is."""
+        """The reference values for ``tensor``: same shape, widened dtype. A tensor that is not
+        floating is returned as is.
+        """
         if not is_float(tensor):
             return tensor
-        twin = self.find(tensor) if tensor.layout == torch.strided else None
+        twin = None
+        if tensor.layout == torch.strided:
+            twin = self.find(tensor)
         base = twin.tensor if twin is not None else None
         if base is None:
             return widen(tensor, self.wide)
         if base.is_complex() != tensor.is_complex():  # the whole storage, as pairs or as complex values
             flat = base.as_strided((_values_in(base),), (1,), 0)
-            base = torch.view_as_real(flat).view(-1) if base.is_complex() else torch.view_as_complex(flat.view(-1, 2))
+            if base.is_complex():
+                base = torch.view_as_real(flat).view(-1)
+            else:
+                base = torch.view_as_complex(flat.view(-1, 2))
         if (
             base.shape == tensor.shape
             and base.stride() == tensor.stride()
@@ -129,10 +156,16 @@ class Twins:
         return _lazily_like(tensor, base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
 
     def widened(self, tensor: Tensor) -> Tensor:
-        """The values of ``tensor`` itself in its widened dtype: those of its twin, if that has them."""
-        twin = self.find(tensor) if tensor.layout == torch.strided else None
+        """The values of ``tensor`` itself in its widened dtype: those of its twin, if that has
+        them.
+        """
+        twin = None
+        if tensor.layout == torch.strided:
+            twin = self.find(tensor)
         is_there = twin is not None and twin.is_exact and twin.shared
-        return self.reference_of(tensor) if is_there else widen(tensor, self.wide)
+        if is_there:
+            return self.reference_of(tensor)
+        return widen(tensor, self.wide)
 
     def set_reference(self, out: Tensor, reference: Tensor, *, shared: bool = False) -> Twin:
         """Make ``reference`` (shape of ``out``) the twin of the storage of ``out``."""
@@ -150,7 +183,9 @@ class Twins:
         return self.find(tensor) or self._add(tensor, Twin(None))
 
     def prepare_write(self, tensor: Tensor) -> None:
-        """Before an op writes to ``tensor``: give its storage a separate twin with the current reference values."""
+        """Before an op writes to ``tensor``: give its storage a separate twin with the current
+        reference values.
+        """
         twin = self.find(tensor)
         if twin is None or twin.tensor is None:
             self._add(tensor, Twin(self._whole(tensor)))
@@ -158,7 +193,9 @@ class Twins:
             twin.tensor, twin.shared = _clone_storage(twin.tensor), False
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
-        """Make ``values`` the reference of ``tensor``, which an op has written to; earlier reference values stay as they are."""
+        """Make ``values`` the reference of ``tensor``, which an op has written to; earlier
+        reference values stay as they are.
+        """
         twin = self.find(tensor)
         if twin is None:
             self.set_reference(tensor, values)
@@ -171,12 +208,17 @@ class Twins:
         ):
             twin.tensor = values
         else:
-            twin.tensor = self._whole(tensor) if twin.tensor is None else _clone_storage(twin.tensor)
+            if twin.tensor is None:
+                twin.tensor = self._whole(tensor)
+            else:
+                twin.tensor = _clone_storage(twin.tensor)
             self.reference_of(tensor).copy_(values)
         twin.shared = twin.constant = False
 
     def forget(self, tensor: Tensor) -> None:
-        """Drop the twin of the storage of ``tensor``, whose reference restarts from the low-precision values."""
+        """Drop the twin of the storage of ``tensor``, whose reference restarts from the
+        low-precision values.
+        """
         self.by_storage.pop(tensor.untyped_storage()._cdata, None)
 
     def restart(self, tensor: Tensor) -> None:
@@ -203,9 +245,14 @@ class Twins:
 
 
 def _lazily_like(tensor: Tensor, values: Tensor) -> Tensor:
-    """``values``, conjugated and negated if ``tensor`` is so lazily; of ``tensor`` itself: what its storage holds."""
-    values = values.conj() if tensor.is_conj() else values
-    return torch._neg_view(values) if tensor.is_neg() else values
+    """``values``, conjugated and negated if ``tensor`` is so lazily; of ``tensor`` itself: what its
+    storage holds.
+    """
+    if tensor.is_conj():
+        values = values.conj()
+    if tensor.is_neg():
+        return torch._neg_view(values)
+    return values
 
 
 def _values_in(tensor: Tensor) -> int:

@@ -1,4 +1,6 @@
-"""Predicts the output error of formats that are not run: computes each product in them, and follows its error to the output."""
+"""Predicts the output error of formats that are not run: computes each product in them, and follows
+its error to the output.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +37,9 @@ from lowprec_check.schema.what_if import WHAT_IF_FORMATS, WhatIf, WhatIfFormat
 T = TypeVar("T")
 
 PROBES = 32
-"""Random directions of the output. The mean square of n of them has a relative variance of 2/n, whatever the output:
-12 % of the predicted error for 32, and 35 % for 4."""
+"""Random directions of the output. The mean square of n of them has a relative variance of 2/n,
+whatever the output: 12 % of the predicted error for 32, and 35 % for 4.
+"""
 
 LEAST_PROBES = 16
 """The same for each of several tensors in the output."""
@@ -67,7 +70,9 @@ def predict(
     breadcrumb: Breadcrumb | None = None,
     probes: int = PROBES,
 ) -> list[WhatIf]:
-    """An entry for each of the formats ``names``; ``ready`` is the fp32 model, which runs once, unchanged."""
+    """An entry for each of the formats ``names``; ``ready`` is the fp32 model, which runs once,
+    unchanged.
+    """
     figures = PendingFigures(deferred=ready.device.type != "cpu")
     lockstep = Lockstep(tape_limit=MemoryLimit.half_of(free_memory(ready.device)), figures=figures)
     seed_state(lockstep, ready.model, {}, [])
@@ -101,9 +106,11 @@ def _unfused_attention() -> Iterator[None]:
 
 
 class _WhatIfMode(DispatchMode):
-    """Runs ops as given, and records each on the tape with what its result would change by in each format.
+    """Runs ops as given, and records each on the tape with what its result would change by in each
+    format.
 
-    The reference is the run itself. Ops that no product leads to are left out: no derivative with respect to them is needed.
+    The reference is the run itself. Ops that no product leads to are left out: no derivative with
+    respect to them is needed.
     """
 
     def __init__(
@@ -149,9 +156,13 @@ class _WhatIfMode(DispatchMode):
             return None
 
     def _prepare(self, call: DispatchedCall) -> _Before | None:
-        """Compute the op in each format, and make reference values for what it writes to; ``None`` if the tape does not need it."""
+        """Compute the op in each format, and make reference values for what it writes to; ``None``
+        if the tape does not need it.
+        """
         product = product_of(call, self.lockstep.is_constant)
-        results = [] if product is None else [product_in_format(product, each) for each in self.formats]
+        results = []
+        if product is not None:
+            results = [product_in_format(product, each) for each in self.formats]
         for index, result in enumerate(results):
             self.counts[index] += result is not None
         if product is None and is_fused(call):
@@ -212,7 +223,8 @@ class _Prediction:
         for index, leaf in enumerate(self._leaves):
             shape = (self._probes, *leaf.shape, *([2] if leaf.is_complex() else []))
             mine = torch.randn(shape, generator=generator).to(leaf.device)
-            mine = torch.view_as_complex(mine) if leaf.is_complex() else mine
+            if leaf.is_complex():
+                mine = torch.view_as_complex(mine)
             directions = mine.new_zeros(self._probes * len(self._leaves), *leaf.shape)
             directions[self._columns(index)] = mine
             seeds.append((leaf, directions))
@@ -230,7 +242,10 @@ class _Prediction:
             return WhatIf(format=name, note=note)
         found = [(change.row, change.by[index]) for change in changes if len(change.by) > index]
         rows = [(row, by.double().cpu()) for row, by in found if by is not None]
-        along = torch.stack([by for _, by in rows]) if rows else torch.zeros(0, self._probes * len(self._leaves))
+        if rows:
+            along = torch.stack([by for _, by in rows])
+        else:
+            along = torch.zeros(0, self._probes * len(self._leaves))
         sizes = [
             math.sqrt(float(along[:, self._columns(leaf)].sum(0).square().mean())) / norm_of(out)
             for leaf, out in enumerate(self._leaves)

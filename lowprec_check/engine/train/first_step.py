@@ -1,4 +1,6 @@
-"""The gradients of the first step, compared with those of fp32, and the loss scale that they suggest."""
+"""The gradients of the first step, compared with those of fp32, and the loss scale that they
+suggest.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ MARGIN = 2.0
 
 
 class FirstGradients(Watcher):
-    """Copies the gradients of the first step that is not skipped, without the loss scale, in fp32 on the CPU, by the name of the parameter."""
+    """Copies the gradients of the first step that is not skipped, without the loss scale, in fp32
+    on the CPU, by the name of the parameter.
+    """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
@@ -45,7 +49,9 @@ class FirstGradients(Watcher):
         self.found: dict[str, Tensor] = {}
 
     def gradients(self, step: TrainingStep) -> None:
-        """Copy the gradients of an optimizer; where a ``GradScaler`` skips the step, they are replaced."""
+        """Copy the gradients of an optimizer; where a ``GradScaler`` skips the step, they are
+        replaced.
+        """
         if not self._is_skipped:
             return
         scale, updated = step.scale, step.updated
@@ -102,9 +108,11 @@ class GradientComparison(NamedTuple):
 
 
 def compare_gradients(mine: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> GradientComparison:
-    """Compare the gradients ``mine`` with those of fp32, by name. A parameter that got none here has a gradient of zero.
+    """Compare the gradients ``mine`` with those of fp32, by name. A parameter that got none here
+    has a gradient of zero.
 
-    One that is rounding alone in fp32, such as that of a bias before a batch norm, is left out: in exact arithmetic it is zero.
+    One that is rounding alone in fp32, such as that of a bias before a batch norm, is left out: in
+    exact arithmetic it is zero.
     """
     sizes = _sizes_by_module(reference)
     rows, squares, norm, flushed, elements = list[ParameterGradient](), list[float](), 0.0, 0, 0
@@ -160,7 +168,8 @@ class Largest(NamedTuple):
 
 
 class LargestGradient(DispatchMode):
-    """Finds the largest gradient in ``dtype`` that a node of the autograd graph of a loss gets; active while the graph is made.
+    """Finds the largest gradient in ``dtype`` that a node of the autograd graph of a loss gets;
+    active while the graph is made.
 
     Gradients that reach a loss in fp32 do not overflow, so they do not count.
     """
@@ -176,7 +185,9 @@ class LargestGradient(DispatchMode):
         return run_op(func, args, kwargs, keys)
 
     def backward(self, loss: Tensor, scale: float) -> None:
-        """Compute the gradients of ``loss`` · ``scale``, and find the largest, divided by the scale."""
+        """Compute the gradients of ``loss`` · ``scale``, and find the largest, divided by the
+        scale.
+        """
 
         def look(node: Any, gradients: tuple[Tensor | None, ...]) -> None:
             for gradient in gradients:
@@ -198,7 +209,9 @@ class LargestGradient(DispatchMode):
 
 
 def suggested_scale(largest: float, maximum: float) -> float:
-    """The largest power of two with which gradients up to :data:`MARGIN` · ``largest`` stay below ``maximum``, that of the dtype."""
+    """The largest power of two with which gradients up to :data:`MARGIN` · ``largest`` stay below
+    ``maximum``, that of the dtype.
+    """
     if not largest or not math.isfinite(largest):
         return DEFAULT_SCALE
     return min(MOST, 2.0 ** math.floor(math.log2(maximum / (MARGIN * largest))))

@@ -1,4 +1,6 @@
-"""What rounding does to updates: which are lost, by the same step on wider copies; and an ``eps`` that becomes zero."""
+"""What rounding does to updates: which are lost, by the same step on wider copies; and an ``eps``
+that becomes zero.
+"""
 
 from __future__ import annotations
 
@@ -31,10 +33,11 @@ class _Count(NamedTuple):
 
 
 class LostUpdateCounter(Watcher):
-    """Repeats each update on copies in ``wide``, fp32 or fp64, and counts what they change and the run does not.
+    """Repeats each update on copies in ``wide``, fp32 or fp64, and counts what they change and the
+    run does not.
 
-    The copies start each step from the values of the run, with its gradients and the state of its optimizer, so that each step
-    is judged alone. ``make`` makes the optimizer.
+    The copies start each step from the values of the run, with its gradients and the state of its
+    optimizer, so that each step is judged alone. ``make`` makes the optimizer.
     """
 
     def __init__(
@@ -73,10 +76,15 @@ class LostUpdateCounter(Watcher):
         self._updated = {name: p for name, p in self._parameters.items() if id(p) in updated}
         for name, p in self._updated.items():
             self._before[name], self._state_before[name] = p.detach().clone(), copy.deepcopy(optimizer.state.get(p, {}))
-            self._copies[name].grad = None if p.grad is None else self._copy(p.grad)
+            if p.grad is None:
+                self._copies[name].grad = None
+            else:
+                self._copies[name].grad = self._copy(p.grad)
 
     def update(self, step: TrainingStep) -> None:
-        """Make the same step on the copies, and count; a step after which a weight is NaN or Inf neither keeps nor loses updates."""
+        """Make the same step on the copies, and count; a step after which a weight is NaN or Inf
+        neither keeps nor loses updates.
+        """
         self._is_finite = all(bool(parameter.detach().isfinite().all()) for parameter in self._parameters.values())
         if not self._is_finite:
             return
@@ -97,7 +105,8 @@ class LostUpdateCounter(Watcher):
             exact = dict(_tensors(self._optimizer.state.get(self._copies[name], {})))
             for key, value in _tensors(step.updates.optimizer.state.get(parameter, {})):
                 known = self._state_before[name].get(key)
-                known = known if isinstance(known, Tensor) else torch.zeros_like(value)
+                if not isinstance(known, Tensor):
+                    known = torch.zeros_like(value)
                 if value.shape == before.shape and key in exact:
                     self._count((f"{name} · {key}", "optimizer state"), known, value, exact[key])
 
@@ -111,7 +120,9 @@ class LostUpdateCounter(Watcher):
                 self._count((name, "average"), *tensors)
 
     def _count(self, name: Name, before: Tensor, after: Tensor, exact: Tensor) -> None:
-        """Count the elements of a tensor that should change, and those of them that do not; not what became NaN or Inf."""
+        """Count the elements of a tensor that should change, and those of them that do not; not
+        what became NaN or Inf.
+        """
         if after.dtype != exact.dtype:
             known = self._counts[name]
             wanted = (exact != before.to(exact.dtype)) & exact.isfinite() & after.isfinite()
@@ -124,10 +135,14 @@ class LostUpdateCounter(Watcher):
 
     def _wider(self, module: nn.Module) -> Any:
         module = copy.deepcopy(module)
-        return module.double() if self._wide == torch.float64 else module.float()
+        if self._wide == torch.float64:
+            return module.double()
+        return module.float()
 
     def _count_decay(self, number: int, optimizer: Any) -> None:
-        """Count what weight decay alone changes in a step of ``optimizer``, which has the settings of this step."""
+        """Count what weight decay alone changes in a step of ``optimizer``, which has the settings
+        of this step.
+        """
         settings = settings_of(optimizer)
         if not any(group.get("weight_decay", True) for group in settings):
             return
@@ -139,7 +154,9 @@ class LostUpdateCounter(Watcher):
             self._decay[name] = _Count(elements, known.wanted + wanted, known.lost + lost)
 
     def _decay_of(self, number: int, settings: Settings) -> dict[str, _Count]:
-        """The same of one step, by name: of an optimizer with these ``settings`` and no state, with gradients of zero."""
+        """The same of one step, by name: of an optimizer with these ``settings`` and no state, with
+        gradients of zero.
+        """
         low = {name: nn.Parameter(self._before[name].clone()) for name in self._updated}
         wide = {name: nn.Parameter(self._copy(p)) for name, p in low.items()}
         for copies in (low, wide):
@@ -184,11 +201,15 @@ class LostUpdateCounter(Watcher):
         """Share of the updates of all weights that are lost; ``None`` if none was counted."""
         counts = [count for (_, values), count in self._counts.items() if values == "weight"]
         wanted = sum(count.wanted for count in counts)
-        return sum(count.lost for count in counts) / wanted if wanted else None
+        if wanted:
+            return sum(count.lost for count in counts) / wanted
+        return None
 
 
 class Stalls(Watcher):
-    """Finds weights of a sample that a step leaves as they are though their gradient is not zero: few, if no update is lost."""
+    """Finds weights of a sample that a step leaves as they are though their gradient is not zero:
+    few, if no update is lost.
+    """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters, self._samples = parameters, Samples.of(parameters)
@@ -201,7 +222,10 @@ class Stalls(Watcher):
         gradients = {name: torch.zeros(()).expand(p.shape) for name, p in self._parameters.items()}
         for name, p in self._parameters.items():
             if id(p) in updated and p.grad is not None:
-                gradients[name] = p.grad if p.grad.layout == torch.strided else p.grad.to_dense()
+                if p.grad.layout == torch.strided:
+                    gradients[name] = p.grad
+                else:
+                    gradients[name] = p.grad.to_dense()
         self._moving, self._before = self._samples.take(gradients) != 0, self._samples.take(self._parameters)
 
     def update(self, step: TrainingStep) -> None:
@@ -213,11 +237,15 @@ class Stalls(Watcher):
     @property
     def share(self) -> float:
         """Share (0 to 1) of them, over all steps."""
-        return self._stalled / self._all if self._all else 0.0
+        if self._all:
+            return self._stalled / self._all
+        return 0.0
 
 
 def lost_buffer_updates(run: Trajectory, base: Trajectory, samples: Samples, narrow: set[str]) -> list[LostUpdates]:
-    """Of each buffer in ``narrow``, by name: the share of its elements that stay the same in steps in which those of fp32 change."""
+    """Of each buffer in ``narrow``, by name: the share of its elements that stay the same in steps
+    in which those of fp32 change.
+    """
     found = []
     for name, part in samples.slices.items():
         if name not in narrow:
@@ -260,7 +288,9 @@ _IMPLEMENTATIONS: Mapping[str, dict[str, Any]] = {
 
 
 def check_epsilon(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> list[EpsilonCheck]:
-    """One step with zero gradients on copies of ``parameters``, by each implementation that the optimizer has; empty without ``eps``."""
+    """One step with zero gradients on copies of ``parameters``, by each implementation that the
+    optimizer has; empty without ``eps``.
+    """
     if "eps" not in make([nn.Parameter(p.detach().clone()) for p in parameters]).defaults:
         return []
     found = []

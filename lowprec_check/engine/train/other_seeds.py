@@ -1,4 +1,6 @@
-"""Other seeds of a training: other initial weights where the file can make them, other batches, other random draws."""
+"""Other seeds of a training: other initial weights where the file can make them, other batches,
+other random draws.
+"""
 
 from __future__ import annotations
 
@@ -25,21 +27,25 @@ SEEDS = 4
 """fp32 runs from other seeds."""
 
 NOISE = 0.01
-"""Relative noise on each initial weight, where nothing else differs between two runs of the training."""
+"""Relative noise on each initial weight, where nothing else differs between two runs of the
+training.
+"""
 
 STRIDE = 7919
 """What each further seed adds to those that the user's file sets."""
 
 _FRESH_STD, _FRESH_MAX, _LEAST = 1.25, 1.5, 64
-"""Weights with at least so many elements are as a module initializes them if their standard deviation and maximum differ by no
-more than these factors from new ones."""
+"""Weights with at least so many elements are as a module initializes them if their standard
+deviation and maximum differ by no more than these factors from new ones.
+"""
 
 
 class OtherSeeds:
-    """Makes the start of runs from other seeds: the initial weights of ``model`` in place, and batches in place of ``batches``.
+    """Makes the start of runs from other seeds: the initial weights of ``model`` in place, and
+    batches in place of ``batches``.
 
-    ``draws``: whether steps draw random numbers, which another seed changes too. ``keep_alive`` is called before user code that may
-    take long.
+    ``draws``: whether steps draw random numbers, which another seed changes too. ``keep_alive`` is
+    called before user code that may take long.
     """
 
     def __init__(
@@ -56,11 +62,16 @@ class OtherSeeds:
         self._keep_alive = keep_alive
         self._ended, self._last = target.make_batch is None, list[Target]()
         """Whether there are no further batches, and the last ones."""
-        self.varied = ["random draws"] if draws else []
+        if draws:
+            self.varied = ["random draws"]
+        else:
+            self.varied = []
         """What differs between the runs, in words."""
 
     def start(self, number: int) -> list[Target]:
-        """Give the model the initial weights of run ``number``, counted from 1, and return its batches."""
+        """Give the model the initial weights of run ``number``, counted from 1, and return its
+        batches.
+        """
         generator = torch.Generator().manual_seed(self._seed + number)
         if self._new_weights(number):
             self._add("initial weights", 0)
@@ -79,10 +90,14 @@ class OtherSeeds:
     def _new_weights(self, number: int) -> bool:
         """Whether initial weights, or buffers, are others now."""
         made = self._made_again(number)
-        return _reset(self._model, self._seed + number) if made is None else _copy(made, self._model)
+        if made is None:
+            return _reset(self._model, self._seed + number)
+        return _copy(made, self._model)
 
     def _made_again(self, number: int) -> nn.Module | None:
-        """The model that the user's file makes if all its seeds are others; ``None`` if it cannot be loaded again."""
+        """The model that the user's file makes if all its seeds are others; ``None`` if it cannot
+        be loaded again.
+        """
         if self._target.remake is None:
             return None
         self._keep_alive()
@@ -111,7 +126,9 @@ class OtherSeeds:
     # -- batches
 
     def _new_batches(self, number: int, generator: torch.Generator) -> list[Target]:
-        """The next batches; the same in another order, if there are no more; the rows of the only one, drawn with replacement."""
+        """The next batches; the same in another order, if there are no more; the rows of the only
+        one, drawn with replacement.
+        """
         count = len(self._batches)
         further = list(itertools.islice(self._further(number * count), count))
         place = self.varied[:1].count("initial weights")
@@ -146,7 +163,9 @@ def _other_seeds(number: int) -> Iterator[None]:
 
     def shifted(function: Callable[..., Any]) -> Callable[..., Any]:
         def call(seed: Any = None, *args: Any, **kwargs: Any) -> Any:
-            known = (int(seed) + STRIDE * number) % 2**32 if isinstance(seed, (int, Tensor)) else seed
+            known = seed
+            if isinstance(seed, (int, Tensor)):
+                known = (int(seed) + STRIDE * number) % 2**32
             return function(known, *args, **kwargs)
 
         return call
@@ -165,7 +184,9 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _copy(made: nn.Module, model: nn.Module) -> bool:
-    """Copy the parameters and buffers of ``made``, if ``model`` has the same; whether any value was another one."""
+    """Copy the parameters and buffers of ``made``, if ``model`` has the same; whether any value was
+    another one.
+    """
     new, known = _state(made), _state(model)
     shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (new, known)]
     if shapes[0] != shapes[1]:
@@ -180,7 +201,9 @@ def _copy(made: nn.Module, model: nn.Module) -> bool:
 
 
 def _reset(model: nn.Module, seed: int) -> bool:
-    """Initialize all parameters again, if every module can do so, and if they are as a module initializes them: not trained."""
+    """Initialize all parameters again, if every module can do so, and if they are as a module
+    initializes them: not trained.
+    """
     owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
     functions = [getattr(one, "reset_parameters", getattr(one, "_reset_parameters", None)) for one in owners]
     if not owners or not all(map(callable, functions)):
@@ -211,7 +234,9 @@ def _alike(known: Tensor, new: Tensor) -> bool:
 
 
 def _with_other_rows(target: Target, generator: torch.Generator) -> Target | None:
-    """The batch with its rows drawn with replacement, targets with their inputs; ``None`` if it has no rows, or the loss knows them."""
+    """The batch with its rows drawn with replacement, targets with their inputs; ``None`` if it has
+    no rows, or the loss knows them.
+    """
     if target.loss is not None and required_arguments(target.loss) <= 1:
         return None  # labels in the file belong to the rows as they are
     given = (target.args, target.kwargs, target.targets)

@@ -1,4 +1,6 @@
-"""Judges a run of training against fp32 runs from other seeds: their spread, not zero, is what a difference must exceed."""
+"""Judges a run of training against fp32 runs from other seeds: their spread, not zero, is what a
+difference must exceed.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,9 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float], margin: float) -> Interval:
-        """A 99.5 % prediction interval for one more value like ``values``, by Student's t, widened by ``margin``."""
+        """A 99.5 % prediction interval for one more value like ``values``, by Student's t, widened
+        by ``margin``.
+        """
         count = len(values)
         if count < 2:
             return cls(-math.inf, math.inf)
@@ -43,7 +47,8 @@ class Interval(NamedTuple):
 
 
 class Spread:
-    """The limits that fp32, ``base``, and runs from other seeds, ``others``, set for a run in low precision.
+    """The limits that fp32, ``base``, and runs from other seeds, ``others``, set for a run in low
+    precision.
 
     ``tolerance`` is that of the precision: a smaller relative distance passes in any case.
     """
@@ -55,19 +60,26 @@ class Spread:
             min([loss - run[0] for run, loss in found], [loss - base.losses[0] for _, loss in found], key=_deviation)
             for found in (list(zip(runs, losses, strict=True)) for losses in zip(*runs, strict=False))
         ]
-        """By step, the change of the loss in each fp32 run: since its own first loss, or since that of ``base``, whichever differs less
-        among them. Other initial weights may start from other losses and end at the same one, or the other way round."""
+        """By step, the change of the loss in each fp32 run: since its own first loss, or since that
+        of ``base``, whichever differs less among them. Other initial weights may start from other
+        losses and end at the same one, or the other way round.
+        """
 
     def distances(self, run: Trajectory) -> list[float]:
-        """After each step: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw is how far the weights have moved since the first step."""
+        """After each step: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw is how far the weights have moved since
+        the first step.
+        """
         return [self._distance(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
     def progress(self, run: Trajectory) -> list[float]:
-        """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of fp32, relative to fp32."""
+        """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of
+        fp32, relative to fp32.
+        """
         return [self._progress(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
     def moved(self, run: Trajectory) -> list[float]:
-        """After each step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative to fp32.
+        """After each step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative
+        to fp32.
 
         It is that of one parameter, if that moves notably in fp32 and hardly here.
         """
@@ -85,7 +97,9 @@ class Spread:
         return [min(values) for values in self._known], [max(values) for values in self._known]
 
     def loss_limits(self) -> tuple[list[float], list[float]]:
-        """The limits of the change of the loss, for a run whose forward pass computes the loss of fp32; empty without other seeds."""
+        """The limits of the change of the loss, for a run whose forward pass computes the loss of
+        fp32; empty without other seeds.
+        """
         if not self._others:
             return [], []
         found = [Interval.of(known, 0.0) for known in self._known]
@@ -94,7 +108,8 @@ class Spread:
     def divergence(self, run: Trajectory, roundoff: float, *, noisy: bool) -> Divergence | None:
         """Where ``run`` leaves the limits for good; ``None`` if it is within them at the end.
 
-        The distance of the weights is not judged if their rounding is ``noisy``: they are right on average only.
+        The distance of the weights is not judged if their rounding is ``noisy``: they are right on
+        average only.
         """
         forward = abs(run.losses[0] - self._base.losses[0])
 
@@ -102,13 +117,16 @@ class Spread:
             return Interval.of(self._known[step], 2 * (forward + roundoff * abs(self._base.losses[step])))
 
         def of_moved(step: int) -> Interval:
-            """Weights may move less, or further, than those of any fp32 run, within the tolerance, but not stand still; noise only makes them
-            move further.
+            """Weights may move less, or further, than those of any fp32 run, within the tolerance,
+            but not stand still; noise only makes them move further.
             """
             known = [self._moved(other, step) for other in (self._base, *self._others)]
             low, high = Interval.of(known, self._tolerance)
             low = max(low, STILL * min(known))
-            high = math.inf if noisy else max(high, 1.0 + self._tolerance)
+            if noisy:
+                high = math.inf
+            else:
+                high = max(high, 1.0 + self._tolerance)
             return Interval(min(low, 1.0 - self._tolerance), high)
 
         allowed = self.distance_limits()
@@ -132,7 +150,9 @@ class Spread:
         first: int,
         limits: Callable[[int], Interval],
     ) -> Divergence | None:
-        """Where ``values``, the first of them of step ``first``, leave their limits for good; ``None`` if the last is inside."""
+        """Where ``values``, the first of them of step ``first``, leave their limits for good;
+        ``None`` if the last is inside.
+        """
         crossed = None
         for step, value in reversed(list(enumerate(values, first))):
             low, high = limits(step)
@@ -142,7 +162,9 @@ class Spread:
         if crossed is None:
             return None
         step = min(max(crossed.step, 1), run.steps)
-        still = self._least_moved(run, step)[0] if what == "progress" else None
+        still = None
+        if what == "progress":
+            still = self._least_moved(run, step)[0]
         parameter = still or self._furthest(run, step)
         return structs.replace(crossed, parameter=parameter, stands_still=still is not None)
 
@@ -155,12 +177,14 @@ class Spread:
         return _ratio(product, float((reference.square() * self._samples.weights).sum()), both_zero=1.0)
 
     def _moved(self, run: Trajectory, step: int) -> float:
-        """How far all weights moved, relative to fp32; or one parameter that moves notably in fp32, if that stands still here."""
+        """How far all weights moved, relative to fp32; or one parameter that moves notably in fp32,
+        if that stands still here.
+        """
         return self._least_moved(run, step)[1]
 
     def _least_moved(self, run: Trajectory, step: int) -> tuple[str | None, float]:
-        """The parameter that moves least of those that move notably in fp32, and how far, relative to fp32, if it hardly moves while others do; else
-        ``None``, and how far all weights moved.
+        """The parameter that moves least of those that move notably in fp32, and how far, relative
+        to fp32, if it hardly moves while others do; else ``None``, and how far all weights moved.
         """
         mine, fp32 = (self._squares(_moved(each, step)) for each in (run, self._base))
         total = _ratio(float(mine.sum()) ** 0.5, float(fp32.sum()) ** 0.5, both_zero=1.0)
@@ -180,7 +204,9 @@ class Spread:
         return sums[ends].diff()
 
     def _furthest(self, run: Trajectory, step: int) -> str | None:
-        """The parameter that adds most to the distance to fp32; ``None`` if none adds :data:`NOTABLE` of the squared distance."""
+        """The parameter that adds most to the distance to fp32; ``None`` if none adds
+        :data:`NOTABLE` of the squared distance.
+        """
         parts = {name: self._apart(run, step, part) for name, part in self._samples.slices.items()}
         name = max(parts, key=lambda each: parts[each], default=None)
         return name if name is not None and parts[name] ** 2 > NOTABLE * self._apart(run, step) ** 2 else None
@@ -197,7 +223,9 @@ def _moved(run: Trajectory, step: int) -> Tensor:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    return statistics.stdev(values) if len(values) > 1 else 0.0
+    if len(values) > 1:
+        return statistics.stdev(values)
+    return 0.0
 
 
 def _ratio(value: float, reference: float, *, both_zero: float = 0.0) -> float:

@@ -1,4 +1,6 @@
-"""Steps of training: one is called like the model; a loop makes several, and keeps the loss and samples of the weights after each."""
+"""Steps of training: one is called like the model; a loop makes several, and keeps the loss and
+samples of the weights after each.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +52,8 @@ class StepResult(NamedTuple):
 
 
 class TrainingStep:
-    """A step that updates the model of ``ready`` in the given ``way``; it enters autocast itself, for the forward pass only.
+    """A step that updates the model of ``ready`` in the given ``way``; it enters autocast itself,
+    for the forward pass only.
 
     ``call`` is called in place of the model, by default what its user compiled, or the model.
     """
@@ -77,8 +80,10 @@ class TrainingStep:
         self.number = 0
         """Of this optimizer, of several."""
         self._done = set[tuple[int, int]]()
-        """Of several optimizers, the steps, by phase and number, that were made before a ``GradScaler`` skipped one: when the step is
-        repeated, they and those after them are each made once, as without it."""
+        """Of several optimizers, the steps, by phase and number, that were made before a
+        ``GradScaler`` skipped one: when the step is repeated, they and those after them are each
+        made once, as without it.
+        """
         self.targets: tuple[Any, ...] = target.targets
         """What the loss gets of the batch besides the output."""
         self._ready = ready
@@ -88,7 +93,10 @@ class TrainingStep:
     def restart(self) -> None:
         """Forget the state of the optimizer, of the loss scale and of the average."""
         scale, device = self.way.scale, self._ready.device.type
-        self.scaler = None if scale is None else torch.amp.GradScaler(device, init_scale=scale)
+        if scale is None:
+            self.scaler = None
+        else:
+            self.scaler = torch.amp.GradScaler(device, init_scale=scale)
         optimizer: Any = self.target.optimizer
         models, makes = [self.model], [optimizer]
         if isinstance(optimizer, OptimizersLike):
@@ -102,8 +110,14 @@ class TrainingStep:
             for model, make in zip(models, makes, strict=True)
         ]
         """What updates the weights, by optimizer."""
-        self.updates = self.parts[0] if len(self.parts) == 1 else _Together(self.parts)
-        self.average = None if self.target.average is None else self.target.average(self.model)
+        if len(self.parts) == 1:
+            self.updates = self.parts[0]
+        else:
+            self.updates = _Together(self.parts)
+        if self.target.average is None:
+            self.average = None
+        else:
+            self.average = self.target.average(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         """Do one step on a batch, prepared by ``ready.inputs``."""
@@ -129,7 +143,8 @@ class TrainingStep:
             losses.append(loss.detach())
         if self.scaler is not None:
             self.scaler.update()
-        self._done = self._done if is_skipped else set()
+        if not is_skipped:
+            self._done = set()
         if self.average is not None:
             self.average.update_parameters(self.model)
         parameters = self.updates.parameters
@@ -143,12 +158,18 @@ class TrainingStep:
 
     def _plan(self, args: tuple[Any, ...]) -> Sequence[StepPhase]:
         """The phases of a step, which starts."""
-        return self.model.start(args) if isinstance(self.model, ScriptStep) else USUAL
+        if isinstance(self.model, ScriptStep):
+            return self.model.start(args)
+        return USUAL
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
-        """The output and the loss, in the precision; of several phases, the outputs and the sum of the losses, without steps between."""
+        """The output and the loss, in the precision; of several phases, the outputs and the sum of
+        the losses, without steps between.
+        """
         found = [self._forward(args, kwargs) for _ in self._plan(args)]
-        return found[0] if len(found) == 1 else ([output for output, _ in found], _total([loss for _, loss in found]))
+        if len(found) == 1:
+            return found[0]
+        return ([output for output, _ in found], _total([loss for _, loss in found]))
 
     @property
     def updated(self) -> dict[int, nn.Parameter]:
@@ -156,12 +177,16 @@ class TrainingStep:
         return {id(parameter): parameter for parameter in self.parts[self.number].parameters}
 
     def _is_finite(self) -> bool:
-        """Whether the gradients of an optimizer that made its step are finite: a ``GradScaler`` skips it otherwise."""
+        """Whether the gradients of an optimizer that made its step are finite: a ``GradScaler``
+        skips it otherwise.
+        """
         found = [parameter.grad for parameter in self.updated.values()]
         return all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None)
 
     def weights(self) -> dict[int, Tensor]:
-        """The weights that are trained, or what is kept of them in more bits, by the id of the parameter."""
+        """The weights that are trained, or what is kept of them in more bits, by the id of the
+        parameter.
+        """
         pairs = [zip(part.parameters, self.way.weights(part), strict=True) for part in self.parts]
         return {id(parameter): weight for found in pairs for parameter, weight in found}
 
@@ -176,7 +201,9 @@ class TrainingStep:
         return output, loss
 
     def context(self, *, around: bool) -> contextlib.AbstractContextManager[Any]:
-        """The context of the precision, if it is entered there: once ``around`` all steps, or in each for the forward pass."""
+        """The context of the precision, if it is entered there: once ``around`` all steps, or in
+        each for the forward pass.
+        """
         if around != self.way.one_context:
             return contextlib.nullcontext()
         return self._ready.application.context(self._ready.device.type)
@@ -184,12 +211,16 @@ class TrainingStep:
     @property
     def scale(self) -> float | None:
         """The loss scale of a ``GradScaler``; ``None`` without one."""
-        return None if self.scaler is None else float(self.scaler.get_scale())
+        if self.scaler is None:
+            return None
+        return float(self.scaler.get_scale())
 
 
 def _total(losses: Sequence[Tensor]) -> Tensor:
     """The only loss, or the sum of several in fp32."""
-    return losses[0] if len(losses) == 1 else sum_of([loss.float() for loss in losses])
+    if len(losses) == 1:
+        return losses[0]
+    return sum_of([loss.float() for loss in losses])
 
 
 class _Together:
@@ -206,7 +237,9 @@ def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
 
 
 def kept_by(parts: Sequence[Updates]) -> list[Tensor]:
-    """The weights that ``parts`` update, their copies, and the state of the optimizers: what stays from step to step."""
+    """The weights that ``parts`` update, their copies, and the state of the optimizers: what stays
+    from step to step.
+    """
     lists = [found for part in parts for found in vars(part).values() if isinstance(found, list)]
     lists += [list(state.values()) for part in parts for state in part.optimizer.state.values()]
     return list(stored(tensor for found in lists for tensor in found if isinstance(tensor, Tensor)))
@@ -219,7 +252,9 @@ def state_bytes(parts: Sequence[Updates]) -> int:
 
 
 def batches_of(target: Target, count: int) -> list[Target]:
-    """``target`` with the inputs of each of the first ``count`` batches; fewer if there are fewer, one if its inputs are fixed."""
+    """``target`` with the inputs of each of the first ``count`` batches; fewer if there are fewer,
+    one if its inputs are fixed.
+    """
     found = [target]
     while len(found) < count:
         number = len(found)
@@ -265,7 +300,8 @@ class StepFailedError(Exception):
 class Loop:
     """Trains the model of ``ready`` by ``step`` on ``batches`` in turn.
 
-    ``on_step`` is called before each step with its number, counted from 1; ``on_first`` with what the first one computed.
+    ``on_step`` is called before each step with its number, counted from 1; ``on_first`` with what
+    the first one computed.
     """
 
     def __init__(
@@ -294,10 +330,12 @@ class Loop:
         self.samples, self.buffer_samples = Samples.of(self.parameters), Samples.of(self.buffers)
 
     def run(self, steps: int, *, may_continue: Callable[[float], bool] = lambda _seconds: True) -> Trajectory:
-        """Do ``steps`` updates, fewer if ``may_continue``, which gets the seconds so far, says no; then compute the loss of the first batch once more.
+        """Do ``steps`` updates, fewer if ``may_continue``, which gets the seconds so far, says no;
+        then compute the loss of the first batch once more.
 
-        After fewer steps it is the loss of the next batch, which runs that make more have at this place.
-        It ends early after a loss that is not finite, and if a ``GradScaler`` skips every step. Raises :class:`StepFailedError`.
+        After fewer steps it is the loss of the next batch, which runs that make more have at this
+        place. It ends early after a loss that is not finite, and if a ``GradScaler`` skips every
+        step. Raises :class:`StepFailedError`.
         """
         found = self.trajectory
         self._keep()
@@ -329,7 +367,9 @@ class Loop:
         if self._watchers:
             step.on_gradients = lambda: watch(lambda watcher: watcher.gradients(step))
             step.on_update = lambda: watch(lambda watcher: watcher.update(step))
-        states = None if number else devices.generator_states()
+        states = None
+        if not number:
+            states = devices.generator_states()
         with _failures():
             result, seconds = devices.timed(self._ready.device, lambda: call_model(step, inputs, named))
         self.draws = self.draws or (states is not None and devices.generator_states() != states)

@@ -11,11 +11,15 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import as_real
 
 SAMPLED, TOGETHER = 1024, 2**17
-"""Elements of each tensor that are kept of every step, chosen at random; more, if those of all tensors are no more than ``TOGETHER``."""
+"""Elements of each tensor that are kept of every step, chosen at random; more, if those of all
+tensors are no more than ``TOGETHER``.
+"""
 
 
 class Samples:
-    """Random elements of named tensors, the same ones in every run; ``sizes`` are the numbers of elements by name."""
+    """Random elements of named tensors, the same ones in every run; ``sizes`` are the numbers of
+    elements by name.
+    """
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         generator = torch.Generator().manual_seed(0)
@@ -27,7 +31,10 @@ class Samples:
         weights, end = [torch.zeros(0)], 0
         for name, size in self.sizes.items():
             count = min(size, most)
-            self._picked[name] = torch.randint(size, (most,), generator=generator) if size > most else None
+            if size > most:
+                self._picked[name] = torch.randint(size, (most,), generator=generator)
+            else:
+                self._picked[name] = None
             self.slices[name] = slice(end, end + count)
             end += count
             weights.append(torch.full((count,), size / max(count, 1)))

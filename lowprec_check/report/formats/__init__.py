@@ -1,4 +1,6 @@
-"""The report formats: documents, the result itself, and findings as lines; a module of this package for each that needs more."""
+"""The report formats: documents, the result itself, and findings as lines; a module of this package
+for each that needs more.
+"""
 
 from __future__ import annotations
 
@@ -88,7 +90,9 @@ class JsonFormat(ReportFormat):
 
 
 class GitHubFormat(ReportFormat):
-    """Workflow commands, which GitHub Actions shows at the line: ``::error file=net.py,line=23,title=LP101 missing-kernel::half: …``."""
+    """Workflow commands, which GitHub Actions shows at the line: ``::error
+    file=net.py,line=23,title=LP101 missing-kernel::half: …``.
+    """
 
     name = "github"
     for_terminals = True
@@ -110,7 +114,9 @@ class GitHubFormat(ReportFormat):
 
 
 class ConciseFormat(ReportFormat):
-    """A line per finding as linters print it, for problem matchers and editors: ``net.py:23: LP101 error half: …``."""
+    """A line per finding as linters print it, for problem matchers and editors: ``net.py:23: LP101
+    error half: …``.
+    """
 
     name = "concise"
     for_terminals = True
@@ -130,7 +136,9 @@ def _lines(result: ScanResult, line: Callable[[Place, Message], str]) -> str:
     messages = [(place, message) for place in places(result) for message in place.group.messages]
     messages.sort(key=lambda its: SEVERITIES.index(its[1].severity))
     said = told(result)
-    prediction = f" {said['prediction']}." if "prediction" in said else ""
+    prediction = ""
+    if "prediction" in said:
+        prediction = f" {said['prediction']}."
     verdict = visible(f"{tally(result.diagnostics)}. {said['verdict']}.{prediction}", 1000)
     return "\n".join([*(line(place, message) for place, message in messages), verdict]) + "\n"
 

@@ -23,10 +23,11 @@ VERDICT = "verdict"
 
 
 class JUnitFormat(ReportFormat):
-    """One suite, the target. It has a failure or an error if and only if the exit code of the scan is 1.
+    """One suite, the target. It has a failure or an error if and only if the exit code of the scan
+    is 1.
 
-    A run that fails while the scan does not, since another precision passes or its findings are accepted, is skipped with the reason,
-    as tests with a known failure are.
+    A run that fails while the scan does not, since another precision passes or its findings are
+    accepted, is skipped with the reason, as tests with a known failure are.
     """
 
     name = "junit"
@@ -72,7 +73,9 @@ def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
 
 
 def _add_outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, status: str) -> None:
-    """What the case of a run contains: it fails if the scan fails for its findings, or with every other run."""
+    """What the case of a run contains: it fails if the scan fails for its findings, or with every
+    other run.
+    """
     found = [d for d in result.diagnostics if d.is_about(run) and not d.accepted]
     counting = [d for d in why.findings if d.is_about(run)]
     failed = status and shown_status(run, result) not in ("skipped", "unjudged")
@@ -84,14 +87,18 @@ def _add_outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, 
         SubElement(case, kind, message=text, type=what).text = _lines(found, result) or text
         return
     if status:
-        note = f"; the scan does not fail for it (--fail-on {why.fail_on})" if failed else ""
+        note = ""
+        if failed:
+            note = f"; the scan does not fail for it (--fail-on {why.fail_on})"
         SubElement(case, "skipped", message=f"{status}{note}", type=shown_status(run, result))
     if found:
         SubElement(case, "system-out").text = _lines(found, result)
 
 
 def _add_verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: str) -> None:
-    """The case of the whole scan: it fails if no precision passes, or for findings that are about no run; it is an error if the scan ended early."""
+    """The case of the whole scan: it fails if no precision passes, or for findings that are about
+    no run; it is an error if the scan ended early.
+    """
 
     def is_of_scan(diagnostic: Diagnostic) -> bool:
         return not any(diagnostic.is_about(run) for run in result.runs)
@@ -101,7 +108,10 @@ def _add_verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: s
     if why.ended_early:
         SubElement(case, "error", message="the scan ended early", type="incomplete")
     if why.no_pass or counting:
-        text = visible(verdict) if why.no_pass else f"{counted(len(counting), 'finding')} about the whole scan"
+        if why.no_pass:
+            text = visible(verdict)
+        else:
+            text = f"{counted(len(counting), 'finding')} about the whole scan"
         failed = SubElement(case, "failure", message=text, type="no-pass" if why.no_pass else "findings")
         failed.text = _lines(found, result) or text
     elif found:
@@ -109,15 +119,21 @@ def _add_verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: s
 
 
 def _lines(found: Sequence[Diagnostic], result: ScanResult) -> str:
-    """``net.py:7: error LP101 missing-kernel: half: aten.inverse: message → what to do``, a line for each place and message."""
+    """``net.py:7: error LP101 missing-kernel: half: aten.inverse: message → what to do``, a line
+    for each place and message.
+    """
     lines = []
     for place in places(result, found):
         group = place.group
-        basis = visible(f" (predicted from: {'; '.join(group.rests_on)})", 400) if group.rests_on else ""
+        basis = ""
+        if group.rests_on:
+            basis = visible(f" (predicted from: {'; '.join(group.rests_on)})", 400)
         for message in group.messages:
             head = visible(f"{place.line}: {message.severity} {group.code} {group.name}")
             lines.append(f"{head}: {place.sentence(message)}{basis}")
-    more = [f"and {len(lines) - MOST_LINES:,} more"] if len(lines) > MOST_LINES else []
+    more = []
+    if len(lines) > MOST_LINES:
+        more = [f"and {len(lines) - MOST_LINES:,} more"]
     return without_folders("\n".join([*lines[:MOST_LINES], *more]))
 
 

@@ -41,7 +41,8 @@ _BY_NAME = (
 
 
 class SarifFormat(ReportFormat):
-    """SARIF 2.1.0: one run, with one result per finding and place, even if several precisions and modules show it.
+    """SARIF 2.1.0: one run, with one result per finding and place, even if several precisions and
+    modules show it.
 
     Findings that the baseline accepts are left out: code scanning ignores `suppressions`.
     """
@@ -98,7 +99,10 @@ def _home_page() -> str | None:
 def _rule(code: str, merged: Sequence[Place]) -> dict[str, Any]:
     rule = rules().get(code)
     example = next(place.group for place in merged if place.group.code == code)
-    summary_text = rule.summary if rule else visible(example.name) or "Finding"
+    if rule:
+        summary_text = rule.summary
+    else:
+        summary_text = visible(example.name) or "Finding"
     manual = rule.manual if rule else summary_text
     most, description = LONGEST_DESCRIPTION, manual
     if len(manual) > most:  # its first paragraphs
@@ -149,7 +153,10 @@ def _fixes(place: Place, result: ScanResult) -> list[dict[str, Any]]:
         inside = change.line <= place.line.number <= change.end_line
         if change.file != place.line.file or not inside or place.group.code not in change.codes:
             continue
-        end = change.end_line + 1 if change.before else change.line
+        if change.before:
+            end = change.end_line + 1
+        else:
+            end = change.line
         region = {"startLine": change.line, "startColumn": 1, "endLine": end, "endColumn": 1}
         replacement = {"deletedRegion": region, "insertedContent": {"text": change.after}}
         artifact = _location(place.line, (), result, OWN)["physicalLocation"]["artifactLocation"]
@@ -163,7 +170,10 @@ def _location(line: FileLine, found: Sequence[Diagnostic], result: ScanResult, b
     if re.match(r"[A-Za-z]:/", path):
         path = f"/{path}"
     uri = quote(encodable(path), safe="/") or "model"
-    artifact = {"uri": f"file://{uri}"} if path.startswith("/") else {"uri": uri, "uriBaseId": base}
+    if path.startswith("/"):
+        artifact = {"uri": f"file://{uri}"}
+    else:
+        artifact = {"uri": uri, "uriBaseId": base}
     names = (visible(d.module) or visible(result.model.name) or "model" for d in found if d.module is not None)
     logical = [{"fullyQualifiedName": name, "kind": "module"} for name in dict.fromkeys(names)]
     return {
@@ -177,10 +187,12 @@ _DTYPES = re.compile(r"\b(?:torch\.)?(?:b?float\d+\w*|half|c?double|Complex\w+|B
 
 
 def fingerprints(merged: Sequence[Place]) -> Iterator[str]:
-    """16 hex digits for each place, all different, that lines moving up or down and other figures do not change.
+    """16 hex digits for each place, all different, that lines moving up or down and other figures
+    do not change.
 
-    They are of the code, the file, and the op, or else the message; then of the position among those that are the same in all of these, counted by
-    line. A place that several runs show keeps its fingerprint when one of them is fixed.
+    They are of the code, the file, and the op, or else the message; then of the position among
+    those that are the same in all of these, counted by line. A place that several runs show keeps
+    its fingerprint when one of them is fixed.
     """
     alike: dict[str, list[int]] = {}
     keys = []

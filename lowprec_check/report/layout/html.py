@@ -1,4 +1,6 @@
-"""Blocks as one HTML page, which opens offline: with mouse, keyboard and screen reader, on paper, on a phone, without scripts."""
+"""Blocks as one HTML page, which opens offline: with mouse, keyboard and screen reader, on paper,
+on a phone, without scripts.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ def html(document: Document) -> str:
 
 
 def fragment(document: Document) -> str:
-    """What every format shows, without scripts and styles: a part of another page, such as a notebook."""
+    """What every format shows, without scripts and styles: a part of another page, such as a
+    notebook.
+    """
     return str(Markup("<div>{}</div>").format(_Page().blocks(document.shown("first"))))
 
 
@@ -86,7 +90,9 @@ class _Page:
         self.has_title = False
 
     def sections(self, blocks: Iterable[Block]) -> Markup:
-        """Blocks in sections, each of which begins with a heading; those from the verdict up to what is no text in a box."""
+        """Blocks in sections, each of which begins with a heading; those from the verdict up to
+        what is no text in a box.
+        """
         sections: list[list[Block]] = [[]]
         for block in blocks:
             if isinstance(block, Heading) and block.level <= 2 and sections[-1]:
@@ -115,9 +121,13 @@ class _Page:
 
     def _block(self, block: Block) -> Markup:
         if isinstance(block, Heading | Say):
-            return self._heading(block) if isinstance(block, Heading) else self._say(block)
+            if isinstance(block, Heading):
+                return self._heading(block)
+            return self._say(block)
         if isinstance(block, Table):
-            return self._table(block) if block.rows else Markup()
+            if block.rows:
+                return self._table(block)
+            return Markup()
         if isinstance(block, CodeBlock):
             return _CODE.format("\n".join(visible_lines(block.text)))
         if isinstance(block, Pairs):
@@ -128,7 +138,9 @@ class _Page:
             return _FOLD.format(state, _tone(block.tone), title, self.blocks(block.blocks))
         assert isinstance(block, Chart)
         drawn = block.draw()
-        return _FIGURE.format(Markup(drawn), visible(block.name, 1000)) if drawn else Markup()
+        if drawn:
+            return _FIGURE.format(Markup(drawn), visible(block.name, 1000))
+        return Markup()
 
     def _heading(self, block: Heading) -> Markup:
         if block.level > 2:
@@ -222,7 +234,9 @@ def _is_searchable(block: Table) -> bool:
 
 def _tone(tone: str, name: str = "") -> Markup:
     names = " ".join(filter(None, (name, tone if tone != "none" else "")))
-    return Markup(' class="{}"').format(names) if names else Markup()
+    if names:
+        return Markup(' class="{}"').format(names)
+    return Markup()
 
 
 def _text(text: str) -> Markup:
@@ -233,21 +247,35 @@ def _text(text: str) -> Markup:
 def _cell(row: Row, index: int, block: Table, cards: bool) -> Markup:
     """One cell; in a table that becomes ``cards`` on a phone, with the name of its column."""
     column, value = block.columns[index], row.cells[index]
-    attributes = Markup(' scope="row"') if index < block.headings else Markup()
+    if index < block.headings:
+        attributes = Markup(' scope="row"')
+    else:
+        attributes = Markup()
     if cards and index:
         attributes += Markup(' data-h="{}"').format(visible(column.name))
     value = None if value == "" and column.type != "module" else value
-    text = "" if value is None and column.type in WIDE else cell_text(value, column.type)
+    if value is None and column.type in WIDE:
+        text = ""
+    else:
+        text = cell_text(value, column.type)
     shown = _Shown(text, "none")
     if value is not None:
         show = _CELLS.get(column.type)
-        shown = show(value, text, row) if show is not None else _Shown(text)
+        if show is not None:
+            shown = show(value, text, row)
+        else:
+            shown = _Shown(text)
     content = shown.content
     if index == 0 and row.tag:
         content = Markup('{} <span class="tag">{}</span>').format(content, visible(row.tag))
     if _is_searchable(block) and column.type in _ORDERED:
         attributes += Markup(' data-v="{:.6g}"').format(_order(value, column.type))
-    align = "n" if column.type in FIGURES else "wide" if column.type in WIDE else ""
+    if column.type in FIGURES:
+        align = "n"
+    elif column.type in WIDE:
+        align = "wide"
+    else:
+        align = ""
     if classes := " ".join(filter(None, (align, shown.classes))):
         attributes += Markup(' class="{}"').format(classes)
     tag = "th" if index < block.headings else "td"
@@ -268,7 +296,11 @@ def _error(value: ErrorOf | float, text: str, _: Row) -> _Shown:
         return _Shown(text)
 
     def place(error: float | None) -> int:
-        return 100 if error is None else _percent((math.log10(error) + 6) / 6) if error > 0 else 0
+        if error is None:
+            return 100
+        if error > 0:
+            return _percent((math.log10(error) + 6) / 6)
+        return 0
 
     bad = value.error is None or value.error > value.tolerance
     more = Markup(' style="--w:{}%;--t:{}%" title="tolerance {}"')
@@ -281,13 +313,17 @@ def _link(value: Link, text: str, _: Row) -> _Shown:
 
 
 def _name(value: str, text: str, _: Row) -> _Shown:
-    full = Markup(' title="{}"').format(visible(value)) if not text.startswith(value) and len(value) < _LONGEST else ""
+    full = ""
+    if not text.startswith(value) and len(value) < _LONGEST:
+        full = Markup(' title="{}"').format(visible(value))
     return _Shown(Markup("<code{}>{}</code>").format(full, text))
 
 
 def _module(path: str, text: str, row: Row) -> _Shown:
     """A module, which a click chooses; in a tree, without the modules around it."""
-    shown = visible(path.rpartition(".")[2]) if row.depth and row.module == path else text
+    shown = text
+    if row.depth and row.module == path:
+        shown = visible(path.rpartition(".")[2])
     return _Shown(_MODULE.format(quote(visible(path)), shown))
 
 
@@ -332,7 +368,9 @@ def _order(value: Any, kind: str) -> float:
     if isinstance(value, ErrorOf):
         return math.inf if value.error is None else value.error
     number = value.ratio if isinstance(value, SpeedOf) else value
-    return math.nan if number is None else float(number)
+    if number is None:
+        return math.nan
+    return float(number)
 
 
 def _percent(part: float) -> int:

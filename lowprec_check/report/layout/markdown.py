@@ -1,4 +1,6 @@
-"""Blocks as Markdown for a pull request comment: limited in length, without folders of this machine, foreign text shown literally."""
+"""Blocks as Markdown for a pull request comment: limited in length, without folders of this
+machine, foreign text shown literally.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +40,9 @@ _CODE = ("op", "module", "source", "code")
 
 
 def markdown(document: Document, longest: int = LONGEST, detail: Detail = "more") -> str:
-    """The document in at most ``longest`` characters, unless it is wanted whole; tables say how many rows did not fit."""
+    """The document in at most ``longest`` characters, unless it is wanted whole; tables say how
+    many rows did not fit.
+    """
     blocks = list(document.shown(detail, "verdict first"))
     longest = sys.maxsize if document.whole else longest
     most = max(map(_longest_table, blocks), default=0)
@@ -55,7 +59,9 @@ def markdown(document: Document, longest: int = LONGEST, detail: Detail = "more"
 def _longest_table(block: Block) -> int:
     if isinstance(block, Table):
         return len(block.rows)
-    return max(map(_longest_table, block.blocks), default=0) if isinstance(block, Fold) else 0
+    if isinstance(block, Fold):
+        return max(map(_longest_table, block.blocks), default=0)
+    return 0
 
 
 def _laid_out(blocks: Iterable[Block], most: int) -> str:
@@ -102,7 +108,9 @@ def _sentence(block: Say) -> str:
 def _table(block: Table, most: int) -> str:
     kept = [_cells(block, row) for row in block.rows[:most]]
     align = ["right" if column.type in FIGURES else "left" for column in block.columns]
-    parts = [_pipe_table(kept, [escape(visible(column.name)) for column in block.columns], align)] if kept else []
+    parts = []
+    if kept:
+        parts = [_pipe_table(kept, [escape(visible(column.name)) for column in block.columns], align)]
     total = len(block.rows) + block.left_out
     if total > len(kept):
         left_out = total - len(kept)
@@ -120,8 +128,10 @@ def _cells(block: Table, row: Row) -> list[str]:
             shown = _SEVERITIES.get(shown, shown)
         elif isinstance(value, Link):
             shown = f"[{escape(shown)}]({value.target})"
+        elif column.type in _CODE and value not in (None, ""):
+            shown = code(shown)
         else:
-            shown = code(shown) if column.type in _CODE and value not in (None, "") else escape(shown)
+            shown = escape(shown)
         cells.append(shown)
     cells[0] = "&nbsp;&nbsp;" * row.depth + cells[0] + (f" **{escape(visible(row.tag))}**" if row.tag else "")
     return cells

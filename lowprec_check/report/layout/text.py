@@ -1,4 +1,6 @@
-"""Blocks as text for a terminal, from 40 columns up: nothing is cut or left out on a narrow one, where it takes more lines."""
+"""Blocks as text for a terminal, from 40 columns up: nothing is cut or left out on a narrow one,
+where it takes more lines.
+"""
 
 from __future__ import annotations
 
@@ -99,10 +101,15 @@ def _print_sentence(console: Console, block: Say, indent: int) -> None:
 
 
 def _print_table(console: Console, block: Table, detail: Detail, indent: int) -> None:
-    rows = block.rows[: block.most] if block.most and detail == "first" else block.rows
+    if block.most and detail == "first":
+        rows = block.rows[: block.most]
+    else:
+        rows = block.rows
     left_out = len(block.rows) - len(rows) + block.left_out
     rows_are = "row is" if left_out == 1 else "rows are"
-    more = [f"{left_out:,} more {rows_are} not shown; a JSON report has all"] if left_out else []
+    more = []
+    if left_out:
+        more = [f"{left_out:,} more {rows_are} not shown; a JSON report has all"]
     if len(block.columns) == 1:  # a list
         for line in [*(cell_text(row.cells[0], block.columns[0].type) for row in rows), *more]:
             console.print(Padding(Text(line), (0, 0, 0, indent + 2)))
@@ -149,7 +156,8 @@ def print_table(
     heading: int = 1,
     least: int = LEAST_TEXT,
 ) -> None:
-    """Print a table: as one if it fits; else the sentence of a row below its figures; else each row as a block.
+    """Print a table: as one if it fits; else the sentence of a row below its figures; else each row
+    as a block.
 
     Args:
         console: sets the width.
@@ -191,7 +199,9 @@ def print_table(
 
 
 def _print_as_block(console: Console, names: Sequence[str], row: Sequence[Text], figures: int, heading: int) -> None:
-    """A row as its heading, its other figures with their names, as many in a line as fit, and its sentences."""
+    """A row as its heading, its other figures with their names, as many in a line as fit, and its
+    sentences.
+    """
     name, *rest = Text("  ").join(row[:heading]).wrap(console, console.width)
     console.print(name)
     _print_below(console, rest)

@@ -1,4 +1,6 @@
-"""The optimizers of Intel's extension: ``ipex.optimize`` with an optimizer, in place; the scan restores the model."""
+"""The optimizers of Intel's extension: ``ipex.optimize`` with an optimizer, in place; the scan
+restores the model.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,9 @@ _EXTENSION = "intel_extension_for_pytorch"
 class ExtensionUpdates(OptimizerUpdates):
     """Updates the weights of ``model``, in fp32, as ``ipex.optimize`` with ``options`` does.
 
-    The model is changed in place: its weights are in bf16, except those of modules that the extension keeps in fp32, and unless
-    the options leave the weights in fp32. Raises what the extension raises for a model that it does not support.
+    The model is changed in place: its weights are in bf16, except those of modules that the
+    extension keeps in fp32, and unless the options leave the weights in fp32. Raises what the
+    extension raises for a model that it does not support.
     """
 
     def __init__(self, model: Any, make: Callable[..., Any], options: dict[str, Any]) -> None:
@@ -72,7 +75,9 @@ class ExtensionWay(WayToTrain):
         kind = type(optimizer)
         fused = kind in (torch.optim.SGD, torch.optim.Adagrad, torch.optim.Adam)
         has_kernel = fused or kind.__module__.partition(".")[0] == _EXTENSION
-        return f"the extension has no fused step for {kind.__name__}" if self.needs_kernel and not has_kernel else ""
+        if self.needs_kernel and not has_kernel:
+            return f"the extension has no fused step for {kind.__name__}"
+        return ""
 
     def updates(self, model: Any, make: Callable[..., Any], scaler: Any = None) -> Updates:
         """By the optimizer that the extension makes."""

@@ -39,7 +39,10 @@ def kahan_summation() -> Any:
         def step(self):
             for parameter, copy in zip(self.parameters, self.copies):
                 copy.data = parameter.to(copy.dtype, copy=True)
-                copy.grad = None if parameter.grad is None else parameter.grad.to(copy.dtype)
+                if parameter.grad is None:
+                    copy.grad = None
+                else:
+                    copy.grad = parameter.grad.to(copy.dtype)
             self.optimizer.step()
             for parameter, lost, copy in zip(self.parameters, self.lost, self.copies):
                 wanted = copy.detach() + lost  # where the parameter should be

@@ -34,7 +34,10 @@ def master_weights() -> Any:
         @torch.no_grad()
         def step(self):
             for parameter, master in zip(self.parameters, self.masters):
-                master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+                if parameter.grad is None:
+                    master.grad = None
+                else:
+                    master.grad = parameter.grad.to(master.dtype)
             if self.scaler is None:
                 self.optimizer.step()
             else:

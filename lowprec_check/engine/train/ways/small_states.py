@@ -1,4 +1,6 @@
-"""States of optimizers in 16 and 8 bits: that of Adam, twice as large as its fp32 weights, is then as large, or half as large."""
+"""States of optimizers in 16 and 8 bits: that of Adam, twice as large as its fp32 weights, is then
+as large, or half as large.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +17,17 @@ def sixteen_bit_states() -> Any:
     import torch
 
     class SixteenBitStates:
-        """Keeps the state of the optimizer in bf16 between steps, rounded up or down at random: small changes are right on average."""
+        """Keeps the state of the optimizer in bf16 between steps, rounded up or down at random:
+        small changes are right on average.
+        """
 
         def __init__(self, parameters, make_optimizer, scaler=None, seed=0):
             self.parameters = [p for p in parameters if p.requires_grad]
             self.optimizer = make_optimizer(self.parameters)
             self.scaler = scaler
-            device = self.parameters[0].device if self.parameters else "cpu"
+            device = "cpu"
+            if self.parameters:
+                device = self.parameters[0].device
             self.generator = torch.Generator(device).manual_seed(seed)  # the model's random numbers stay as they are
 
         def zero_grad(self):
@@ -60,7 +66,9 @@ def eight_bit_states() -> Any:
     import torchao.optim
 
     class EightBitStates:
-        """Adam or AdamW of torchao with the settings of one of torch: its state has 8 bits; updates of bf16 weights are rounded at random."""
+        """Adam or AdamW of torchao with the settings of one of torch: its state has 8 bits; updates
+        of bf16 weights are rounded at random.
+        """
 
         def __init__(self, parameters, make_optimizer, scaler=None):
             self.parameters = [p for p in parameters if p.requires_grad]
@@ -92,18 +100,18 @@ class SixteenBitWay(WayToTrain):
     def why_not(self, optimizer: Any) -> str:
         """Plain SGD remembers nothing."""
         name, groups = type(optimizer).__name__, optimizer.param_groups
-        return (
-            f"{name} without momentum keeps no state"
-            if name == "SGD" and not any(g["momentum"] for g in groups)
-            else ""
-        )
+        if name == "SGD" and not any(g["momentum"] for g in groups):
+            return f"{name} without momentum keeps no state"
+        return ""
 
 
 class EightBitWay(WayToTrain):
     """Keeps what Adam or AdamW remembers in 8 bits, by torchao."""
 
     def why_not(self, optimizer: Any) -> str:
-        """Only Adam and AdamW are in torchao; the state of a tensor of fewer than 4096 elements, or not of a multiple of 256, stays as it is."""
+        """Only Adam and AdamW are in torchao; the state of a tensor of fewer than 4096 elements, or
+        not of a multiple of 256, stays as it is.
+        """
         import torch
 
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):

@@ -14,7 +14,9 @@ def split_weights() -> Any:
     import torch
 
     class SplitWeights:
-        """Keeps fp32 weights as bf16 parameters, their upper 16 bits (rounded), and int16 tensors, what is missing to fp32."""
+        """Keeps fp32 weights as bf16 parameters, their upper 16 bits (rounded), and int16 tensors,
+        what is missing to fp32.
+        """
 
         def __init__(self, parameters, make_optimizer):
             self.parameters = [p for p in parameters if p.requires_grad]
@@ -42,7 +44,10 @@ def split_weights() -> Any:
                     master.data = ((parameter.view(torch.int16).int() << 16) + rest).view(torch.float32)
                 else:
                     master.data = parameter.to(master.dtype)
-                master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
+                if parameter.grad is None:
+                    master.grad = None
+                else:
+                    master.grad = parameter.grad.to(master.dtype)
             self.optimizer.step()
             for parameter, rest, master in zip(self.parameters, self.rests, self.masters):
                 if parameter.dtype == torch.bfloat16:

@@ -14,14 +14,18 @@ def stochastic_rounding() -> Any:
     import torch
 
     class StochasticRounding:
-        """Rounds updated bf16 parameters up or down at random, so that small updates are right on average."""
+        """Rounds updated bf16 parameters up or down at random, so that small updates are right on
+        average.
+        """
 
         def __init__(self, parameters, make_optimizer, seed=0):
             self.parameters = [p for p in parameters if p.requires_grad]
             wide = [torch.promote_types(p.dtype, torch.float32) for p in self.parameters]  # complex stays complex
             self.copies = [torch.nn.Parameter(p.detach().to(w, copy=True)) for p, w in zip(self.parameters, wide)]
             self.optimizer = make_optimizer(self.copies)
-            device = self.parameters[0].device if self.parameters else "cpu"
+            device = "cpu"
+            if self.parameters:
+                device = self.parameters[0].device
             self.generator = torch.Generator(device).manual_seed(seed)  # the model's random numbers stay as they are
             self._free()
 
@@ -40,7 +44,10 @@ def stochastic_rounding() -> Any:
         def step(self):
             for parameter, copy in zip(self.parameters, self.copies):
                 copy.data = parameter.to(copy.dtype, copy=True)
-                copy.grad = None if parameter.grad is None else parameter.grad.to(copy.dtype)
+                if parameter.grad is None:
+                    copy.grad = None
+                else:
+                    copy.grad = parameter.grad.to(copy.dtype)
             self.optimizer.step()
             for parameter, copy in zip(self.parameters, self.copies):
                 if parameter.dtype == torch.bfloat16:

@@ -1,4 +1,6 @@
-"""The ways in which the optimizer updates the weights of the model as they are, and those with a ``GradScaler`` beside it."""
+"""The ways in which the optimizer updates the weights of the model as they are, and those with a
+``GradScaler`` beside it.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ class OptimizerUpdates:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self) -> None:
-        """Let the optimizer update the parameters, unless the scaler finds a gradient that is not finite."""
+        """Let the optimizer update the parameters, unless the scaler finds a gradient that is not
+        finite.
+        """
         if self.scaler is None:
             self.optimizer.step()
         else:
