@@ -59,9 +59,7 @@ _MODULES = {
     }.items()
     for name in names
 }
-"""The module of every public name. Each is imported on first use: ``import lowprec_check`` imports
-nothing else.
-"""
+"""The module of every public name, imported on first use: the package itself imports nothing."""
 
 __all__ = [
     "Application",

@@ -6,7 +6,7 @@ import signal
 
 
 def main() -> None:
-    """:func:`lowprec_check.cli.main.main`. Ctrl+C while that is imported ends the process without a traceback."""
+    """Run the command; Ctrl+C during its imports ends the process without a traceback."""
     hears = signal.getsignal(signal.SIGINT) is signal.default_int_handler
     if hears:
         signal.signal(signal.SIGINT, signal.SIG_DFL)

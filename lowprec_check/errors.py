@@ -1,6 +1,4 @@
-"""Errors the user can fix, a lost process, the exception for a signal to end, the text of foreign
-exceptions.
-"""
+"""Errors the user can fix, lost processes, signals to end, the text of foreign exceptions."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ import traceback
 from typing import Any
 
 LONGEST_MESSAGE = 2_000
-"""Characters of a message that are kept: one from C++ may hold a stack trace, one from a model
-anything.
-"""
+"""Characters of a message that are kept: one from C++ may hold a stack trace."""
 
 LONGEST_TRACEBACK = 20_000
 
@@ -74,9 +70,7 @@ def usage_error_of(error: BaseException) -> UsageError | None:
 
 
 class ProcessLostError(Exception):
-    """A process that this program needs has ended, killed from outside or by code that it ran; exit
-    code 3.
-    """
+    """A process that this program needs was killed, from outside or by its code; exit code 3."""
 
 
 class WorkerError(Exception):
@@ -84,9 +78,7 @@ class WorkerError(Exception):
 
 
 class Terminated(BaseException):
-    """Raised in the main thread when a signal asks the program to end, so that it ends its workers
-    first.
-    """
+    """Raised in the main thread by a signal to end, so that the program ends its workers first."""
 
     def __init__(self, number: int) -> None:
         super().__init__(number)
@@ -99,7 +91,7 @@ class Terminated(BaseException):
 
 
 def encodable(text: str) -> str:
-    r"""``text`` with each lone surrogate as six characters, ``\udc80``, so that it is valid Unicode.
+    r"""``text`` with each lone surrogate as six characters, ``\udc80``: valid Unicode.
 
     A file name that is not UTF-8 has such surrogates (:pep:`383`); no file and no message can hold
     them.
@@ -138,9 +130,7 @@ def first_line(message: str) -> str:
 
 _QUOTED = re.compile(r"\w*(?:Error|Exception): (.+)")
 _FRAME = re.compile(r"(?:.*[/\\])?([^/\\(]+)\((\d+)\): |File \"(?:[^\"]*[/\\])?([^\"/\\]+)\", line (\d+)")
-"""``/home/me/net.py(10): forward`` of traced code, ``File "net.py", line 10`` of code that was
-scripted.
-"""
+"""``/home/me/net.py(10): forward`` of traced code, ``File "net.py", line 10`` of scripted code."""
 _OF_NODE = re.compile(r"\[ONNXRuntimeError\].* while running (\w+) node\. Name:.* Status Message: (.+)")
 
 
@@ -156,9 +146,7 @@ def text_of(value: Any) -> str:
 
 
 def _both_ends(text: str) -> str:
-    """``text``, or the beginning and the end of a longer one; of a subclass of str, no method of
-    its own is called.
-    """
+    """Both ends of a long ``text``, or all of it, without calling methods of a subclass of str."""
     half, part = LONGEST_MESSAGE // 2, str.__getitem__
     if str.__len__(text) <= LONGEST_MESSAGE:
         return part(text, slice(None))

@@ -1,6 +1,4 @@
-"""Worker processes: starting them, receiving their messages, enforcing limits, describing how they
-ended.
-"""
+"""Worker processes: start them, receive their messages, enforce limits, describe their ends."""
 
 from typing import Literal
 

@@ -1,6 +1,4 @@
-"""Small files that processes share: a breadcrumb records which op a worker runs and survives its
-death; others have no name.
-"""
+"""Files that processes share: a breadcrumb, which survives its worker, and files without a name."""
 
 from __future__ import annotations
 
@@ -17,7 +15,7 @@ from lowprec_check.errors import UsageError
 from lowprec_check.process import system
 from lowprec_check.process.interpreter import open_descriptors
 
-# -- Files without a name that processes share by their descriptor; they vanish with the last process
+# -- Files without a name, shared by their descriptor: they vanish with the last process
 
 
 def shared_file() -> int:
@@ -45,9 +43,7 @@ def clear_shared(descriptor: int) -> None:
 
 
 class _Shared(io.RawIOBase):
-    """Reads a shared file at a position of its own: that of a descriptor is shared by all processes
-    that have it.
-    """
+    """Reads a shared file at a position of its own: processes share that of the descriptor."""
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor, self._position = descriptor, 0
@@ -78,10 +74,11 @@ def read_shared(descriptor: int) -> bytes:
     return open_shared(descriptor).read()
 
 
-# -- A breadcrumb: a small file that records which op a worker is running, and since when. It survives a crash
+# -- A breadcrumb: the op that a worker is running, and since when. It survives a crash
 #
-# The file, which may have no name, is mapped into both processes. The worker writes it before and after every op; its supervisor reads it to show
-# progress, to detect an op that takes too long, and to name the op in which the process died.
+# The file, which may have no name, is mapped into both processes. The worker writes it before and
+# after every op; its supervisor reads it to show progress, to detect an op that takes too long, and
+# to name the op in which the process died.
 
 _SIZE = 1024
 _HEAD = struct.Struct("<BdIH")  # state, started, ops so far, length of the text

@@ -1,6 +1,4 @@
-"""Workers that run a command: one exchanges lines with its supervisor, the other is read after it
-has ended; a queue of tasks.
-"""
+"""Workers that run a command: fed line by line from a queue of tasks, or read after their end."""
 
 from __future__ import annotations
 
@@ -25,9 +23,7 @@ _CHUNK = 1 << 16
 
 
 class LineWorker(Worker[Message]):
-    """A command that reads tasks from its standard input and writes messages to its standard
-    output, one per line.
-    """
+    """A command that reads tasks from standard input and writes messages to standard output."""
 
     def __init__(
         self,
@@ -61,15 +57,11 @@ class LineWorker(Worker[Message]):
             self._tasks.flush()
 
     def waitables(self) -> list[int | Connection]:
-        """Return standard output, while it is open, and a descriptor that becomes ready when the
-        process ends.
-        """
+        """Return standard output while it is open, and a descriptor that is ready at the end."""
         return [*([] if self._at_end else [self._messages.fileno()]), *super().waitables()]
 
     def receive(self) -> list[Message]:
-        """Return the messages in one chunk of the output; an incomplete line is kept until its rest
-        arrives.
-        """
+        """Return the messages in one chunk of the output; keep an incomplete line for later."""
         if self._at_end or not system.wait_for([self._messages.fileno()], 0):
             return []
         chunk = os.read(self._messages.fileno(), _CHUNK)
@@ -149,9 +141,7 @@ class TaskQueue(Generic[Task, Message]):
         self.workers.append(worker)
 
     def fill(self, workers: int) -> None:
-        """Give tasks to idle workers, and start others until there are ``workers``; those that died
-        while they were idle are dropped.
-        """
+        """Drop workers that died idle, give tasks to the others, and start up to ``workers``."""
         for worker in [worker for worker in self.workers if worker.exit_code is not None]:
             self.workers.remove(worker)
             self._idle.discard(worker)
@@ -201,8 +191,6 @@ class CommandWorker(Worker[NoReturn]):
     def __init__(
         self, command: Sequence[str], *, environment: Mapping[str, str], output: IO[bytes], errors: IO[bytes]
     ) -> None:
-        """``output`` and ``errors`` must be files: nobody reads them while the command runs, and a
-        full pipe would block it.
-        """
+        """``output`` and ``errors`` must be files: a full pipe, which nobody reads, would block."""
         super().__init__()
         self._group = start_command(command, environment=environment, output=output, errors=errors)

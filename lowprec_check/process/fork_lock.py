@@ -1,6 +1,4 @@
-"""A lock that a fork makes anew: the thread that held it at that moment is not copied, and would
-never release it.
-"""
+"""A lock that a fork makes anew, since the thread that held it is not copied."""
 
 from __future__ import annotations
 

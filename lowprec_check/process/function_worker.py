@@ -1,6 +1,4 @@
-"""A worker that runs a Python function: in a fork of this process, or in a fresh interpreter; one
-may wait for its next task.
-"""
+"""A worker that runs a Python function, in a fork of this process or in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -37,9 +35,7 @@ from lowprec_check.process.supervisor import BATCH, FOREIGN_BYTES, Decode, Messa
 
 
 class Activity:
-    """How long a process and its descendants have been waiting for something, without using the
-    processor.
-    """
+    """How long a process and its descendants have waited without using the processor."""
 
     SECONDS = 0.5
     """Between two measurements."""
@@ -52,9 +48,7 @@ class Activity:
         self._worked: float | None = None
 
     def idle_seconds(self, now: float) -> float:
-        """Seconds until ``now``, a value of ``time.monotonic()``, since the process was last seen
-        to work.
-        """
+        """Seconds from when the process was last seen to work to ``now`` (``time.monotonic()``)."""
         if self._worked is None or now - self._measured >= self.SECONDS:
             used = _processor_seconds(self._pid)
             if self._worked is None or used is None or abs(used - self._used) > self.LEAST:
@@ -64,9 +58,7 @@ class Activity:
 
 
 def _processor_seconds(pid: int) -> float | None:
-    """Processor time of the process and its descendants; ``None`` if it has ended, or one is
-    stopped, or waits for a disk or a core.
-    """
+    """Processor time of a process and its descendants; ``None`` if one ended, or may be at work."""
     try:
         process = psutil.Process(pid)
         family = [process, *process.children(recursive=True)]
@@ -94,8 +86,9 @@ def _could_work(process: psutil.Process) -> bool:
 
 # -- A worker that runs a Python function: in a fork of this process, or in a fresh interpreter
 #
-# A fork shares the memory of its parent (copy on write) and starts in milliseconds. A fresh interpreter has no memory of this
-# process, and so none of its locks, threads and devices; the function is pickled.
+# A fork shares the memory of its parent (copy on write) and starts in milliseconds. A fresh
+# interpreter has no memory of this process, and so none of its locks, threads and devices; the
+# function is pickled.
 
 SendBytes = Callable[[bytes], None]
 
@@ -104,9 +97,7 @@ Method = Literal["fork", "spawn"]
 
 _MARK = os.urandom(8)
 _HEAD = struct.Struct("!8sQ")
-"""What is in front of each message of a worker: the mark, which foreign bytes do not have, and the
-length.
-"""
+"""In front of each message: the mark, which foreign bytes do not have, and the length."""
 
 
 class Channel:
@@ -132,7 +123,7 @@ class Channel:
 
 
 Task = Callable[[Channel], None]
-"""The function to run. It must catch its own exceptions, and be picklable for a fresh interpreter."""
+"""The function to run: it catches its own exceptions, and a fresh interpreter can unpickle it."""
 
 
 class FunctionWorker(Worker[Message]):
@@ -177,9 +168,7 @@ class FunctionWorker(Worker[Message]):
         self._activity = Activity(self._group.pid)
 
     def send(self, message: bytes) -> None:
-        """Send what :meth:`Channel.receive` returns. If the worker is dead, it is lost; the
-        supervisor reports its end.
-        """
+        """Send what :meth:`Channel.receive` returns. It is lost if the worker is dead."""
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):
             self._connection.send_bytes(message)
 
@@ -195,9 +184,7 @@ class FunctionWorker(Worker[Message]):
         self._activity = Activity(self._group.pid)
 
     def waitables(self) -> list[int | Connection]:
-        """Return the pipe, while it is open, and a descriptor that becomes ready when the process
-        ends.
-        """
+        """Return the pipe while it is open, and a descriptor that is ready at the end."""
         pipe = []
         if not self._at_end:
             pipe = [self._connection]
@@ -292,12 +279,12 @@ def in_worker() -> bool:
 
 
 def end_if_forked(error: BaseException) -> None:
-    """After an exception in a process that the model forked: end it, as it would end without a
-    worker around it.
-    """
+    """After an exception in a process that the model forked: end it as it would end without us."""
     if _worker_pid is not None and not in_worker():
         code = error.code if isinstance(error, SystemExit) else 1
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
+        if isinstance(code, int):
+            os._exit(code)
+        os._exit(0 if code is None else 1)
 
 
 class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
@@ -305,9 +292,7 @@ class Loaded(msgspec.Struct, frozen=True, tag="loaded"):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True, tag="ended"):
-    """The last message of a worker: it is done, or was ended by an error. A worker that dies sends
-    none.
-    """
+    """The last message of a worker: it is done or failed. A worker that dies sends none."""
 
     value: bytes = b""
     """What was computed, if it is not sent before."""
@@ -382,9 +367,7 @@ def _use_folder(folder: str) -> None:
 
 
 def _before_use() -> None:
-    """Before a pipe is used: undo what the model did to builtins; end a process that it forked, and
-    that was to end in the call.
-    """
+    """Before a pipe is used: restore builtins; end a process that the model forked."""
     system.restore_builtins()
     if not in_worker():
         os._exit(1)
@@ -400,9 +383,7 @@ def _flush() -> None:
 
 
 class KeptWorker:
-    """Keeps a worker for its next task; a worker of another owner is ended first, so that there is
-    never more than one.
-    """
+    """Keeps at most one worker for its next task: a worker of another owner is ended first."""
 
     def __init__(self) -> None:
         self.started = 0

@@ -24,8 +24,9 @@ except ImportError:  # Windows, where no worker is started
 
 # -- The mark of a worker
 #
-# What a model starts may leave the group and session of its worker (setsid) and lose its parent (a double fork), but it inherits the limits
-# of the worker. So each worker has a number of its own as its limit for the time of real-time processes: a hundred years and more.
+# What a model starts may leave the group and session of its worker (setsid) and lose its parent (a
+# double fork), but it inherits the limits of the worker. So each worker has a number of its own as
+# its limit for the time of real-time processes: a hundred years and more.
 
 _FIRST_MARK = 1 << 52
 """Microseconds."""
@@ -55,9 +56,7 @@ def set_mark(mark: int, pid: int = 0) -> None:
 # -- Ends a worker and all that it has started
 
 _CLEANERS = (os.path.basename(__file__).encode(), b"multiprocessing.resource_tracker", b"torch_shm_manager")
-"""In the command lines of processes that clean up after others, and then end: guardians, and those
-that remove shared memory.
-"""
+"""In the command lines of processes that clean up after others: guardians, and torch's own."""
 _CLEANERS_WAITS, _WAIT_SECONDS = 1000, 0.005
 
 _ROUNDS = 100
@@ -113,9 +112,7 @@ def _runs(pid: int) -> bool:
 
 
 def _remove_shared_memory(killed: set[int]) -> None:
-    """Remove the tensors in shared memory that torch made in these processes: their names start
-    with the process.
-    """
+    """Remove the tensors of these processes in shared memory, which are named after them."""
     for name in _call(_listdir, "/dev/shm") or ():
         kind, _, rest = name.partition("_")
         if kind == "torch" and rest.partition("_")[0].isdigit() and int(rest.partition("_")[0]) in killed:
@@ -131,9 +128,7 @@ def _read(path: str) -> bytes:
 
 
 def _call(function: Callable[..., Any] | None, *arguments: Any) -> Any:
-    """What ``function`` returns; ``None`` if it fails: the process has ended, or is that of another
-    user.
-    """
+    """What ``function`` returns; ``None`` if the process has ended or is another user's."""
     try:
         if function is not None:
             return function(*arguments)
@@ -144,8 +139,9 @@ def _call(function: Callable[..., Any] | None, *arguments: Any) -> Any:
 
 # -- The guardian
 #
-# It reads entries from its standard input, each ended by a null byte: `+` or `-`, and a worker (`pid mark`) or the path of a folder that was
-# announced or withdrawn. `!` says that the program ends by itself.
+# It reads entries from its standard input, each ended by a null byte: `+` or `-`, and a worker
+# (`pid mark`) or the path of a folder that was announced or withdrawn. `!` says that the program
+# ends by itself.
 
 
 def main() -> None:

@@ -1,6 +1,4 @@
-"""Fresh interpreters that run this program, their standard streams, and the current folder, which
-may have been removed.
-"""
+"""Fresh interpreters that run this program, their standard streams, and the current folder."""
 
 from __future__ import annotations
 
@@ -8,7 +6,7 @@ import contextlib
 import os
 import sys
 
-# -- Opens standard streams that are closed, as in some daemons: files opened later would get their numbers
+# -- Opens closed standard streams: files opened later would get their numbers
 
 
 def open_descriptors() -> None:
@@ -21,7 +19,7 @@ def open_descriptors() -> None:
 
 
 def open_standard_streams() -> None:
-    """:func:`open_descriptors`, and ``sys.stdout`` and ``sys.stderr``, which Python leaves out if they are closed."""
+    """:func:`open_descriptors`, and the ``sys.stdout`` and ``sys.stderr`` that Python left out."""
     open_descriptors()
     sys.stdout = sys.stdout or open(1, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
     sys.stderr = sys.stderr or open(2, "w", encoding="utf-8", closefd=False)  # noqa: SIM115
@@ -50,9 +48,7 @@ _START = """import os, sys
 if os.getppid() != {parent}: os._exit(1)
 if sys.path[:1] == [""]: del sys.path[0]
 """
-"""Ends if its parent has died already, and removes the current folder, whose files must not replace
-modules.
-"""
+"""Ends if its parent has died already, and imports nothing from the current folder."""
 
 
 def python_command(code: str, *arguments: str, python: str = sys.executable) -> list[str]:
@@ -64,7 +60,5 @@ def python_command(code: str, *arguments: str, python: str = sys.executable) -> 
 
 
 def module_command(module: str, *arguments: str, python: str = sys.executable) -> list[str]:
-    """The command that runs ``module`` as ``python -m`` does, but cannot import from the current
-    folder.
-    """
+    """The command for ``python -m module`` that cannot import from the current folder."""
     return python_command(f"import runpy; runpy.run_module({module!r}, None, '__main__')", *arguments, python=python)

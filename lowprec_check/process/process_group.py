@@ -1,6 +1,4 @@
-"""Child processes, each the leader of a group: started by a command or a fork, ended with
-everything they started.
-"""
+"""Child processes, each the leader of a group that is ended with all that it started."""
 
 from __future__ import annotations
 
@@ -27,11 +25,12 @@ from lowprec_check.process import guardian_program, system
 from lowprec_check.process.fork_lock import ForkLock
 from lowprec_check.process.guardian_program import end_family, new_mark, set_mark
 
-# -- A guardian: a small process that ends this program's workers if the program ends without doing so
+# -- A guardian: a small process that ends this program's workers if the program does not
 #
-# A program that is killed by SIGKILL cannot end its workers. So each worker runs in a process group of its own, and announces
-# it to the guardian through a pipe. The pipe ends with the last process that holds it, which is this program: then the
-# guardian ends what was announced and not withdrawn (guardian_program).
+# A program that is killed by SIGKILL cannot end its workers. So each worker runs in a process group
+# of its own, and announces it to the guardian through a pipe. The pipe ends with the last process
+# that holds it, which is this program: then the guardian ends what was announced and not withdrawn
+# (guardian_program).
 
 
 class Guardian:
@@ -51,9 +50,7 @@ class Guardian:
             return os.dup(self._pipe())
 
     def withdraw(self, entry: str) -> None:
-        """Tell the guardian that a worker has ended, whose number may be used again by others, or
-        that a folder is removed.
-        """
+        """Tell the guardian that a worker has ended, or that a folder is removed."""
         with self._lock:
             announce(entry, os.dup(self._pipe()), ended=True)
 
@@ -74,9 +71,7 @@ class Guardian:
         return folder
 
     def use_folder(self, folder: str) -> None:
-        """In a worker: make the folders of its own workers inside its own one, which its parent
-        removes.
-        """
+        """In a worker: make the folders of its workers in its own, which its parent removes."""
         self._folder, self._owner = folder, None
 
     def _pipe(self) -> int:
@@ -121,9 +116,7 @@ class Guardian:
 
 
 def announce(entry: str, lifeline: int, *, ended: bool = False) -> None:
-    """Tell the guardian of a worker or a folder (``entry``), and close the descriptor. A guardian
-    that has died learns nothing.
-    """
+    """Tell the guardian, if it lives, of a worker or a folder, and close the descriptor."""
     with contextlib.suppress(OSError):
         os.write(lifeline, os.fsencode(f"{'-' if ended else '+'}{entry}\0"))
     os.close(lifeline)
@@ -220,9 +213,7 @@ def start_command(
 
 
 def _exit_code(pid: int, *, block: bool = False) -> int | None:
-    """The exit code of a child process, which stays a zombie; ``None`` while it runs, unless to
-    ``block`` until it ends.
-    """
+    """The exit code of a child, which stays a zombie; ``None`` if it runs and not ``block``."""
     try:
         ended: Any = system.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT | (0 if block else os.WNOHANG))
     except ChildProcessError:
@@ -243,9 +234,7 @@ model which writes to all descriptors that it finds reaches no other process.
 """
 
 WHOLE_PROCESS = ForkLock()
-"""Held while a process forks, and while a model is run in this process, with hooks and modes that a
-fork must not copy.
-"""
+"""Held during a fork, and while a model runs here with hooks and modes that no fork may copy."""
 
 
 def fork(run: Callable[[], object]) -> ProcessGroup:
@@ -302,7 +291,8 @@ def _fork(run: Callable[[], object], lifeline: int, mark: int) -> int:
                 os.dup2(null, descriptor)
             os.close(null)
             PRIVATE.clear()
-            gc.freeze()  # what was copied stays: collections need not visit it, which takes up to a second and copies its memory
+            # What was copied stays: visiting it takes up to a second and copies its memory.
+            gc.freeze()
             sys.stdin = open(0, encoding="utf-8", closefd=False)  # noqa: SIM115
             util._run_after_forkers()  # type: ignore[attr-defined]
             run()

@@ -17,14 +17,12 @@ from lowprec_check.process.process_group import UNKNOWN_EXIT, ProcessGroup
 
 # -- Describes how a process ended
 #
-# Exit codes are those of :mod:`subprocess` and :mod:`multiprocessing`: for a process killed by a signal, the negated
-# number of the signal.
+# Exit codes are those of :mod:`subprocess` and :mod:`multiprocessing`: for a process killed by a
+# signal, the negated number of the signal.
 
 
 def signal_name(exit_code: int) -> str | None:
-    """Return the name of the signal that killed the process (``SIGSEGV``); ``None`` if it exited by
-    itself.
-    """
+    """The signal that killed the process (``SIGSEGV``); ``None`` if it exited by itself."""
     if exit_code >= 0:
         return None
     try:
@@ -34,9 +32,7 @@ def signal_name(exit_code: int) -> str | None:
 
 
 FOREIGN_BYTES = 1000
-"""Stands for the exit code of a process that was killed because its pipe holds what is no message;
-no process can end with it.
-"""
+"""In place of an exit code: killed because its pipe held no message. No process ends with it."""
 
 
 def describe_exit(exit_code: int, *, brief: bool = False) -> str:
@@ -63,9 +59,7 @@ Decode = Callable[[bytes], Message]
 """Decodes a message; raises ``msgspec.DecodeError`` if the bytes are not a valid message."""
 
 BATCH = 64
-"""Messages read from a worker at once, so that a worker that floods its pipe cannot delay the check
-of deadlines.
-"""
+"""Messages read from a worker at once, so that a flood of them cannot delay the deadlines."""
 
 
 class Worker(Generic[Message]):
@@ -88,9 +82,7 @@ class Worker(Generic[Message]):
         self.deadline = system.monotonic() + seconds
 
     def position(self) -> Position | None:
-        """Return the op that the worker runs or ran last; ``None`` if it has no breadcrumb or has
-        not run an op.
-        """
+        """Return the op that the worker runs or ran last; ``None`` if that is not known."""
         if self.breadcrumb is not None:
             return self.breadcrumb.read()
         return None
@@ -100,21 +92,15 @@ class Worker(Generic[Message]):
         return 0.0
 
     def log_place(self) -> bool:
-        """Have the process log which line it runs, before it is killed; whether it has begun to.
-        That may crash it.
-        """
+        """Have the process log the line that it runs, which may crash it; whether it did."""
         return False
 
     def waitables(self) -> Sequence[int | Connection]:
-        """Return the objects to wait on: they become ready when the worker sends a message or ends.
-        May be empty.
-        """
+        """Return what is ready when the worker sends a message or ends; it may be empty."""
         return self._group.waitables()
 
     def receive(self) -> list[Message]:
-        """Return the messages that have arrived, about :data:`BATCH` at most, without waiting; by
-        default, it sends none.
-        """
+        """Return the messages that have arrived, about :data:`BATCH` at most, without waiting."""
         return []
 
     @property
@@ -123,9 +109,7 @@ class Worker(Generic[Message]):
         return self._group.exit_code
 
     def waited_seconds(self) -> float:
-        """Seconds that its threads have waited for a core, the largest of them; 0 if that is not
-        known.
-        """
+        """The most seconds that one of its threads waited for a core; 0 if not known."""
         return system.longest_wait(self._group.pid) or 0.0
 
     def end(self) -> None:
@@ -161,9 +145,7 @@ class MessageEvent(Generic[AnyWorker, Message]):
 
 @dataclass(frozen=True)
 class StateEvent(Generic[AnyWorker]):
-    """The state of a worker: reported at every check while it is ``running``, and once when it has
-    ended.
-    """
+    """The state of a worker: at every check while it is ``running``, and once at its end."""
 
     worker: AnyWorker
     state: State

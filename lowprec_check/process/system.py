@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 # -- Clocks
 #
-# Functions of our own, since freezegun replaces those of `time` in all modules; their module is a copy, since it may have done so before.
+# Functions of our own, since freezegun replaces those of `time` in all modules; their module is a
+# copy, since it may have done so before.
 
 
 def _own_time() -> Any:
@@ -71,13 +72,12 @@ def sleep(seconds: float) -> None:
 
 # -- Waiting for a core
 #
-# Linux counts the time between when a thread could run and when it ran: other threads use the cores meanwhile.
+# Linux counts the time between when a thread could run and when it ran: other threads use the cores
+# meanwhile.
 
 
 def longest_wait(process: int | str = "self") -> float | None:
-    """Seconds that the threads of a process, by default this one, have waited for a core, the
-    largest of them; ``None`` if the system does not tell.
-    """
+    """The most seconds that a thread of a process (this one) waited for a core, if known."""
     waited = []
     with contextlib.suppress(OSError):
         for thread in os.listdir(f"/proc/{process}/task"):
@@ -106,7 +106,8 @@ _poll: Any = getattr(select, "poll", None)
 def wait_for(waitables: Sequence[int | Connection], seconds: float) -> bool:
     """Wait until a pipe or descriptor is ready, for ``seconds`` at most; whether one is.
 
-    :func:`multiprocessing.connection.wait` asks :mod:`time` how long it has waited, and never ends if that stands still.
+    :func:`multiprocessing.connection.wait` asks :mod:`time` how long it has waited: it never ends
+    if that stands still.
     """
     poll = _poll()
     for waitable in waitables:

@@ -434,7 +434,7 @@ def test_the_guardian_ends_daemons_too_and_removes_the_folder(mark: str, tmp_pat
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "TMPDIR": str(tmp_path)},
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests' / 'process'}", "TMPDIR": str(tmp_path)},
         stdout=subprocess.PIPE,
         text=True,
         check=False,
