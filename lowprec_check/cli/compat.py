@@ -33,9 +33,7 @@ ScanOptions = Annotated[
 ]
 Engine = Annotated[
     str | None,
-    typer.Option(
-        help="Run the scans on a cluster: dask://HOST:PORT or ray://HOST:PORT (extra cluster); dask or ray: locally."
-    ),
+    typer.Option(help="Run the scans on a dask cluster, dask://HOST:PORT (extra cluster); dask alone: locally."),
 ]
 
 

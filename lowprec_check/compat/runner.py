@@ -1,4 +1,4 @@
-"""Scans many models in threads, on ray, or on dask; resumes after an interruption."""
+"""Scans many models in threads or on dask; resumes after an interruption."""
 
 from __future__ import annotations
 
@@ -34,9 +34,7 @@ from lowprec_check.schema.base import make_folder
 from lowprec_check.schema.matrix import Matrix, MatrixRow, load, save
 from lowprec_check.schema.scan_result import ResultError, ScanResult
 
-# -- Runs the scans of many models: in threads, on ray, or on dask
-
-# -- Calls in parallel: in local threads, on ray or on dask; a call that fails costs only its own result
+# -- Calls in parallel: in local threads or on dask; a call that fails costs only its own result
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -73,17 +71,15 @@ def map_unordered(
     if not items:
         return
     kind, _, address = (engine or "").partition("://")
-    if kind not in ("", "dask", "ray"):
+    if kind not in ("", "dask"):
         raise UsageError(
             f"Unknown engine {engine!r}.",
-            "Choose dask://HOST:PORT, dask, ray://HOST:PORT or ray; omit --engine to run on this machine.",
+            "Choose dask://HOST:PORT or dask; omit --engine to run on this machine.",
         )
     guarded = functools.partial(_guarded, call, on_error)
     try:
         if kind == "dask":
             yield from _map_on_dask(guarded, items, jobs, address, on_error, stop)
-        elif kind == "ray":
-            yield from _map_on_ray(guarded, items, jobs, address, on_error)
         else:
             with joblib.parallel_config(backend="threading"):  # each scan is a process, so threads suffice
                 work = joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")
@@ -193,43 +189,6 @@ def _dask_client(address: str, jobs: int, stop: Callable[[], None]) -> Iterator[
             ) from None
         stack.callback(stop)
         yield client
-
-
-def _map_on_ray(
-    call: Callable[[Item], Result],
-    items: list[Item],
-    jobs: int,
-    address: str,
-    on_error: Callable[[Item, Exception], Result],
-) -> Iterator[Result]:
-    """Yield the results of a few items at a time, since ray returns them only together."""
-    try:
-        import ray
-        from ray.util.joblib import register_ray
-    except ModuleNotFoundError:
-        raise UsageError("--engine ray needs ray, which is not installed.", "pip install ray") from None
-    try:
-        ray.init(
-            address=f"ray://{address}" if address else None, num_cpus=None if address else jobs, log_to_driver=False
-        )
-    except ConnectionError as error:
-        raise UsageError(
-            f"Cannot connect to a ray cluster at {address}: {error}.", "Start one: ray start --head"
-        ) from None
-    register_ray()
-    try:
-        with joblib.parallel_config(backend="ray"):
-            backend, _ = joblib.parallel.get_active_backend()
-            size = backend.effective_n_jobs(-1)
-            work = joblib.Parallel(n_jobs=-1, batch_size=1)
-            for start in range(0, len(items), size):
-                batch = items[start : start + size]
-                try:
-                    yield from work(joblib.delayed(call)(item) for item in batch)
-                except Exception as error:  # a worker died: which item killed it is unknown
-                    yield from (on_error(item, error) for item in batch)
-    finally:
-        ray.shutdown()
 
 
 # -- Scans many models, each in its own process; resumes after an interruption

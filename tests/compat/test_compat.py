@@ -260,7 +260,9 @@ def test_a_cluster_of_two_workers(sound: str, gap: str, write: Write, tmp_path: 
     assert [cell.status for row in found.rows for cell in row.cells] == ["ok", "error"]
 
 
-@pytest.mark.parametrize("engine", ["slurm://x", "local", pytest.param("dask://127.0.0.1:1", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "engine", ["slurm://x", "ray", "local", pytest.param("dask://127.0.0.1:1", marks=pytest.mark.slow)]
+)
 def test_unknown_or_unreachable_engines_are_errors(engine: str, tmp_path: Path) -> None:
     pytest.importorskip("distributed")
     with pytest.raises(UsageError):
