@@ -7,13 +7,13 @@ import collections
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import re
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
-
-import joblib
 
 from lowprec_check.catalog.versions import installed_version
 from lowprec_check.compat.report_folder import is_done, scan_path
@@ -44,6 +44,9 @@ _RESUME = "Start the cluster again and run the same command to resume."
 _POLL_SECONDS = 10
 _WORKER_SECONDS = 60
 """How long to wait for a first worker, or for a new one after the last has died."""
+
+_STOP_SECONDS = 0.1
+"""How long to wait for calls to end before they are ended again."""
 
 _RESULT_SECONDS = 30
 """How long the transfer of a result may take; it never ends if the result was lost with its worker."""
@@ -80,10 +83,10 @@ def map_unordered(
     try:
         if kind == "dask":
             yield from _map_on_dask(guarded, items, jobs, address, on_error, stop)
+        elif jobs == 1:  # in the main thread, where an interruption ends the scan at once
+            yield from map(guarded, items)
         else:
-            with joblib.parallel_config(backend="threading"):  # each scan is a process, so threads suffice
-                work = joblib.Parallel(n_jobs=jobs, batch_size=1, return_as="generator_unordered")
-                yield from work(joblib.delayed(guarded)(item) for item in items)
+            yield from _map_in_threads(guarded, items, jobs, stop)
     finally:
         stop()
 
@@ -93,6 +96,29 @@ def _guarded(call: Callable[[Item], Result], on_error: Callable[[Item, Exception
         return call(item)
     except Exception as error:
         return on_error(item, error)
+
+
+def _map_in_threads(
+    call: Callable[[Item], Result], items: list[Item], jobs: int, stop: Callable[[], None]
+) -> Iterator[Result]:
+    """Yield the results of ``call``, which does not raise. Each scan is a process, so threads suffice."""
+    waiting, running = iter(items), set[Future[Result]]()
+    with ThreadPoolExecutor(jobs) as pool:
+        try:
+            while True:
+                # As many again as run at once: a thread has work while the caller handles a result.
+                for item in itertools.islice(waiting, 2 * jobs - len(running)):
+                    running.add(pool.submit(call, item))
+                if not running:
+                    return
+                done, running = wait(running, return_when=FIRST_COMPLETED)
+                while done:  # a result is not held longer than its caller needs it
+                    yield done.pop().result()
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            while not all(future.done() for future in running):
+                stop()  # more than once: a thread may have started a scan since
+                wait(running, timeout=_STOP_SECONDS)
 
 
 def _map_on_dask(
@@ -130,8 +156,9 @@ def _completed(
     """Yield each item with its future, in order of completion; two calls per thread are submitted,
     or one at a time.
     """
-    from distributed import CancelledError, wait
+    from distributed import CancelledError
     from distributed import TimeoutError as DaskTimeoutError
+    from distributed import wait as wait_on_dask
 
     waiting, running = collections.deque(items), dict[Any, Item]()
     try:
@@ -143,7 +170,7 @@ def _completed(
                 item = waiting.popleft()
                 running[client.submit(call, item, pure=False, retries=0)] = item
             try:
-                done = wait([*running], timeout=_POLL_SECONDS, return_when="FIRST_COMPLETED").done
+                done = wait_on_dask([*running], timeout=_POLL_SECONDS, return_when="FIRST_COMPLETED").done
             except CancelledError:
                 raise UsageError("Lost the connection to the dask scheduler.", _RESUME) from None
             except DaskTimeoutError:

@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -551,6 +552,26 @@ def test_names_of_files_in_a_matrix_do_not_leave_the_folder(
 def test_a_call_that_raises_does_not_lose_the_others() -> None:
     found = map_unordered(eval, ["'a'", "1/0", "'b'"], 2, None, on_error=lambda i, e: type(e).__name__, stop=int)
     assert sorted(found) == ["ZeroDivisionError", "a", "b"]
+
+
+def test_calls_in_threads_end_with_the_iteration() -> None:
+    ended, started, stops = threading.Event(), list[int](), list[bool]()
+
+    def call(item: int) -> int:
+        started.append(item)
+        assert item == 0 or ended.wait(60)
+        return item
+
+    def stop() -> None:
+        stops.append(bool(stops))
+        if stops[-1]:  # the first time came before the call could be ended
+            ended.set()
+
+    results = map_unordered(call, [*range(9)], 2, None, on_error=lambda i, e: -1, stop=stop)
+    assert next(results) == 0
+    results.close()
+    assert ended.is_set()
+    assert sorted(started) in ([0, 1], [0, 1, 2])
 
 
 @pytest.mark.slow

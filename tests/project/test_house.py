@@ -46,7 +46,7 @@ IMPORT_EACH = """
 import importlib, sys
 for name in sys.argv[1:]:
     importlib.import_module(name)
-    heavy = sys.modules.keys() & {"torch", "torchvision"}  # joblib imports numpy, where that is installed
+    heavy = sys.modules.keys() & {"torch", "torchvision", "numpy"}
     assert not heavy, f"{name} imports {', '.join(heavy)}"
 """
 
