@@ -354,8 +354,6 @@ class Statement(Struct, frozen=True, kw_only=True):
     """What it means to its reader."""
     evidence: Evidence = "measured"
     """What it rests on."""
-    disproof: str = ""
-    """What would disprove it."""
 
     def text_of(self, run: str) -> str:
         """The sentence with the figures of one of its ``runs`` alone, by its label."""

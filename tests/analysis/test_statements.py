@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 import string
@@ -209,6 +210,14 @@ def test_statements_are_saved_and_said_again() -> None:
     saved = msgspec.structs.replace(RESULT, statements=statements(RESULT))
     again = ScanResult.from_json(saved.to_json())
     assert again.statements == statements(again) == saved.statements
+
+
+def test_statements_of_an_older_version_are_read() -> None:
+    saved = msgspec.structs.replace(RESULT, statements=statements(RESULT))
+    older = json.loads(saved.to_json())
+    for statement in older["statements"]:
+        statement["disproof"] = "running the model so"
+    assert ScanResult.from_json(json.dumps(older)).statements == saved.statements != []
 
 
 def test_every_kind_says_what_it_is() -> None:

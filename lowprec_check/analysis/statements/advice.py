@@ -46,7 +46,7 @@ def verdict(result: ScanResult) -> str:
     return said(result, "verdict")
 
 
-@per_scan("verdict", "advice", disproof="following it: the plain run named, on this machine")
+@per_scan("verdict", "advice")
 def _verdict(result: ScanResult) -> Iterator[Made]:
     """What to do, in a few words."""
     best, run = result.recommendation, recommended_run(result)
@@ -132,7 +132,7 @@ def _searched(result: ScanResult) -> bool:
     return result.complete and bool(plan_starts(result.runs, wanted=result.options.get("plan", False)))
 
 
-@per_run("way-out", "advice", disproof="the same plain run with these modules in fp32")
+@per_run("way-out", "advice")
 def way_out(run: Run, result: ScanResult) -> Made:
     """Modules with which in fp32 a run passes, where nothing passes as it is."""
     found = run.ablation
@@ -145,7 +145,7 @@ def way_out(run: Run, result: ScanResult) -> Made:
     return Said(say(words, kept=found.keep_fp32, after=found.rel_l2), "warn")
 
 
-@per_run("no-plan", "advice", disproof="lowprec-check plan, which searches longer")
+@per_run("no-plan", "advice")
 def _no_plan(run: Run, result: ScanResult) -> Made:
     """What the search for modules to keep in fp32 found from a run, where it found none."""
     found = failed_search(run, result.attempts)
@@ -156,7 +156,7 @@ def _no_plan(run: Run, result: ScanResult) -> Made:
     return say(words, outcome=found.outcome, trials=found.trials)
 
 
-@per_scan("patch", "advice", evidence="derived", disproof="lowprec-check fix, which tries a patch")
+@per_scan("patch", "advice", evidence="derived")
 def _patch(result: ScanResult) -> Iterator[Made]:
     """Where the user's own code fails, after a search for a plan: a patch of these lines may be
     smaller. None was tried.
@@ -192,7 +192,7 @@ def in_fp32(kept: list[str], modules: int, plan: Plan | None) -> str:
 # -- what the verdict rests on
 
 
-@per_run("passes", "advice", disproof="the plain run again, or on other inputs")
+@per_run("passes", "advice")
 def judged(run: Run, result: ScanResult) -> Made:
     """How near the recommended run is to its limit, and on how many inputs that rests."""
     if run is not recommended_run(result) or result.training is not None:
@@ -223,7 +223,7 @@ def judged(run: Run, result: ScanResult) -> Made:
     return Said(chained(judged, further, differing_integers(run)), "warn" if is_near else "none")
 
 
-@per_run("gain", "advice", disproof="another scan on a quiet machine")
+@per_run("gain", "advice")
 def gain(run: Run, result: ScanResult) -> Made:
     """How fast the recommended run is and how much memory it takes, against fp32."""
     best = result.recommendation
@@ -246,7 +246,7 @@ def setup(run: Run, result: ScanResult) -> Made:
     return say("setting it up took {seconds:seconds}", seconds=run.setup_seconds)
 
 
-@per_run("kept", "advice", disproof="the plain run with fewer modules in fp32")
+@per_run("kept", "advice")
 def kept(run: Run, result: ScanResult) -> Made:
     """The modules that the recommendation keeps in fp32."""
     if run is not recommended_run(result) or not run.keep_fp32:
@@ -309,7 +309,7 @@ def _memory(run: Run, result: ScanResult) -> Sentence | None:
 # -- the others
 
 
-@per_run("not-chosen", "advice", disproof="running the model so")
+@per_run("not-chosen", "advice")
 def not_chosen(run: Run, result: ScanResult) -> Made:
     """Why a run that was not recommended fails."""
     best = recommended_run(result)
@@ -335,7 +335,7 @@ def not_chosen(run: Run, result: ScanResult) -> Made:
     return Said(reason, "bad")
 
 
-@per_run("also-faster", "advice", disproof="another scan on a quiet machine")
+@per_run("also-faster", "advice")
 def also_faster(run: Run, result: ScanResult) -> Made:
     """A run that passes, and is faster than fp32 and than the recommended one by more than noise."""
     best, found = recommended_run(result), speed(run, result.runs)
@@ -348,7 +348,7 @@ def also_faster(run: Run, result: ScanResult) -> Made:
     return _passes_too(say("passes too, {ratio:times} as fast as fp32", ratio=found.ratio), run, best, result)
 
 
-@per_run("also-smaller", "advice", disproof="measuring the peak again")
+@per_run("also-smaller", "advice")
 def also_smaller(run: Run, result: ScanResult) -> Made:
     """A run that passes and takes less memory than fp32, where the recommended one gains nothing
     over fp32.

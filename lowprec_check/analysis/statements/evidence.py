@@ -54,7 +54,7 @@ def is_told(run: Run, result: ScanResult) -> bool:
     return not is_odd and run.budget is not None and fails_by_error(run) and run.status != "timeout"
 
 
-@per_run("shares", "error", evidence="derived", disproof="an ablation: the same run with the module in fp32")
+@per_run("shares", "error", evidence="derived")
 def shares(run: Run, result: ScanResult) -> Made:
     """The modules with the largest shares of the squared error of the output, by following the
     error of each op to the output.
@@ -155,7 +155,7 @@ def unknown_cause(run: Run, result: ScanResult) -> Made:
     return chained(told, decisions, between="; ")
 
 
-@per_run("ablation", "error", disproof="the same plain run again")
+@per_run("ablation", "error")
 def ablation(run: Run, result: ScanResult) -> Made:
     """What keeping the modules with the largest shares in fp32 changed, in a plain run."""
     found = run.ablation
@@ -178,7 +178,7 @@ def ablation(run: Run, result: ScanResult) -> Made:
     return say("with {kept:modules} in fp32 the run ends as {status:text}", kept=kept, status=found.status)
 
 
-@per_run("plan-passes", "error", disproof="the plan's plain run again")
+@per_run("plan-passes", "error")
 def plan_passes(run: Run, result: ScanResult) -> Made:
     """The modules that a plan keeps in fp32, with which this run passes."""
     plans = (plan for plan in result.runs if is_plan_of(plan, run) and passes_all(plan, result.runs) and plan.keep_fp32)
@@ -192,7 +192,7 @@ def plan_passes(run: Run, result: ScanResult) -> Made:
     return chained(say(words, kept=plan.keep_fp32), error, between="")
 
 
-@per_run("rescued", "error", disproof="fixing the ops and running the model again")
+@per_run("rescued", "error")
 def rescued(run: Run, result: ScanResult) -> Made:
     """How many calls fail in this precision, how they succeed, and how far the model went on with
     their results.
@@ -245,7 +245,7 @@ def scope(result: ScanResult) -> Iterator[Made]:
     )
 
 
-@per_scan("seeds", "inputs", disproof="more steps, or the whole training")
+@per_scan("seeds", "inputs")
 def seeds(result: ScanResult) -> Iterator[Made]:
     """What a run in low precision is judged by."""
     setup = result.training
@@ -266,7 +266,7 @@ def seeds(result: ScanResult) -> Iterator[Made]:
         yield Said(plain("no fp32 run from another seed finished, so the loss is not judged"), "warn")
 
 
-@per_scan("inputs", "inputs", disproof="a scan with other inputs, --batches")
+@per_scan("inputs", "inputs")
 def inputs(result: ScanResult) -> Iterator[Made]:
     """On how many inputs the statuses rest."""
     passing = [run for run in candidates(result.runs) if run.status == "ok"]
@@ -282,7 +282,7 @@ def inputs(result: ScanResult) -> Iterator[Made]:
         yield plain("the model draws random numbers; each run starts from the same seed")
 
 
-@per_scan("weights", "weights", evidence="declared", disproof="a scan with trained weights, --weights")
+@per_scan("weights", "weights", evidence="declared")
 def weights(result: ScanResult) -> Iterator[Made]:
     """Where the weights come from, if that is known."""
     words = {
@@ -304,7 +304,7 @@ def notes(result: ScanResult) -> Iterator[Made]:
 # -- predictions
 
 
-@per_scan("prediction", "prediction", evidence="predicted", disproof="the same scan on the device")
+@per_scan("prediction", "prediction", evidence="predicted")
 def prediction(result: ScanResult) -> Iterator[Made]:
     """That nothing ran on the device, what is known of its kernels, and how much of the model that
     covers.
@@ -367,7 +367,7 @@ def emulated(run: Run, result: ScanResult) -> Made:
     return None
 
 
-@per_scan("not-withheld", "inputs", disproof="an op-by-op listing of the calls")
+@per_scan("not-withheld", "inputs")
 def not_withheld(result: ScanResult) -> Iterator[Made]:
     """Kernels to run without that no call needed: a function such as aten.linear runs as the ops
     that it consists of.

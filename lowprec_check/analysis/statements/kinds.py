@@ -35,8 +35,6 @@ class Kind(NamedTuple):
     summary: str
     """The first line of its docstring."""
     evidence: Evidence
-    disproof: str
-    """What would disprove it."""
     is_per_run: bool
     make: Callable[..., Any]
 
@@ -45,27 +43,25 @@ _KINDS: dict[str, Kind] = {}
 
 
 def per_run(
-    name: str, about: About, *, evidence: Evidence = "measured", disproof: str = ""
+    name: str, about: About, *, evidence: Evidence = "measured"
 ) -> Callable[[Callable[[Run, ScanResult], Made]], Callable[[Run, ScanResult], Made]]:
     """Register what is said of a run; the function gets the run and the result."""
-    return _registered(name, about, evidence, disproof, is_per_run=True)
+    return _registered(name, about, evidence, is_per_run=True)
 
 
 def per_scan(
-    name: str, about: About, *, evidence: Evidence = "measured", disproof: str = ""
+    name: str, about: About, *, evidence: Evidence = "measured"
 ) -> Callable[[Callable[[ScanResult], Iterable[Made]]], Callable[[ScanResult], Iterable[Made]]]:
     """Register what is said of the whole scan; the function yields any number of sentences."""
-    return _registered(name, about, evidence, disproof, is_per_run=False)
+    return _registered(name, about, evidence, is_per_run=False)
 
 
-def _registered(
-    name: str, about: About, evidence: Evidence, disproof: str, *, is_per_run: bool
-) -> Callable[[Any], Any]:
+def _registered(name: str, about: About, evidence: Evidence, *, is_per_run: bool) -> Callable[[Any], Any]:
     def register(make: Any) -> Any:
         if name in _KINDS:
             raise ValueError(f"the kind {name} is registered twice")
         summary = (make.__doc__ or "").partition("\n")[0]
-        _KINDS[name] = Kind(name, about, summary, evidence, disproof, is_per_run, make)
+        _KINDS[name] = Kind(name, about, summary, evidence, is_per_run, make)
         return make
 
     return register
@@ -99,7 +95,6 @@ def _made(kind: Kind, result: ScanResult) -> Iterator[Statement]:
             text=joined(sentences),
             tone=tone,
             evidence=evidence,
-            disproof=kind.disproof,
         )
 
     if kind.is_per_run:

@@ -189,7 +189,7 @@ def passes_but(run: Run) -> Sentence | None:
     return None
 
 
-@per_run("failure", "runs", disproof="running the model so, several times in a row, without it")
+@per_run("failure", "runs")
 def failure(run: Run, result: ScanResult) -> Made:
     """Why a run fails, was not run, or cannot be judged."""
     if run.is_reference:
@@ -210,7 +210,7 @@ def why_not(run: Run, runs: Sequence[Run]) -> Said | None:
     return Said(why(run), "none" if run.status in ("skipped", "unjudged") else "bad")
 
 
-@per_run("margin", "margin", disproof="the same run on other inputs")
+@per_run("margin", "margin")
 def margin(run: Run, result: ScanResult) -> Made:
     """How near a run that passes is to its tolerance, if it is near, or was tried on further
     inputs.
@@ -264,7 +264,7 @@ def further_in(runs: Sequence[Run]) -> Sentence | None:
     return say(f"{{least:number}} – {counted}", least=least, most=most, kind=kind)
 
 
-@per_run("compiler-remarks", "runs", disproof="compiling it again")
+@per_run("compiler-remarks", "runs")
 def compiler_remarks(run: Run, result: ScanResult) -> Made:
     """How often a compiler warned, and how many graph breaks it made: with the speed that the run
     has nevertheless.
@@ -288,7 +288,7 @@ def compiler_remarks(run: Run, result: ScanResult) -> Made:
     )
 
 
-@per_run("compared-module", "runs", disproof="comparing the output itself")
+@per_run("compared-module", "runs")
 def compared_module(run: Run, result: ScanResult) -> Made:
     """What was compared in place of the output of the model."""
     if run.status != "ok" or run.compared_module is None or degenerate_output(run, result.runs):
@@ -307,7 +307,7 @@ def while_timed(run: Run, result: ScanResult) -> Made:
     return None
 
 
-@per_run("launch-bound", "times", disproof="a profile of the call")
+@per_run("launch-bound", "times")
 def launched_too_slowly(run: Run, result: ScanResult) -> Made:
     """A run whose accelerator waits for the host, so that 16 bits cannot make it faster."""
     if run.latency is None or not launch_bound(run):

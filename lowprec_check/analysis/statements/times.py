@@ -21,7 +21,7 @@ def _variation(fp32: Latency) -> Sentence:
     return say(f"in which fp32 varied by {'±' if spread >= 0.005 else ''}{{spread:share}}", spread=spread)
 
 
-@per_scan("rounds", "times", disproof="another scan on a quiet machine")
+@per_scan("rounds", "times")
 def rounds(result: ScanResult) -> Iterator[Made]:
     """In how many rounds the runs were timed in turns with fp32, and how far the calls of fp32
     varied.
@@ -47,7 +47,7 @@ def rounds(result: ScanResult) -> Iterator[Made]:
     yield chained(found, _variation(reference.latency) if reference.latency is not None else None, between=", ")
 
 
-@per_scan("other-programs", "times", disproof="another scan on a quiet machine")
+@per_scan("other-programs", "times")
 def other_programs(result: ScanResult) -> Iterator[Made]:
     """What disturbed the times of all runs."""
     found = result.timing_conditions
@@ -69,7 +69,7 @@ def one_core(run: Run, result: ScanResult) -> Made:
     return None
 
 
-@per_run("one-call", "times", disproof="lowprec-check scan --thorough")
+@per_run("one-call", "times")
 def one_call(run: Run, result: ScanResult) -> Made:
     """A run whose speed is that of one call, or of the fastest of few, and not of rounds, as these
     showed that it is far slower than fp32.
@@ -88,7 +88,7 @@ def one_call(run: Run, result: ScanResult) -> Made:
     return Said(chained(say(words, calls=run.calls), plain(why) if why else None, between=": "), "warn")
 
 
-@per_run("noisy", "times", disproof="another scan on a quiet machine")
+@per_run("noisy", "times")
 def noisy(run: Run, result: ScanResult) -> Made:
     """A run whose speed cannot be told."""
     if run.status == "skipped" or run.is_reference or run.latency is None or speed(run, result.runs).told != "noisy":

@@ -53,7 +53,7 @@ def _recommended(run: Run, result: ScanResult) -> TrainingWay | None:
     return run.training.way(best.way or "plain")
 
 
-@per_run("training", "advice", disproof="more steps, other seeds, or the whole training")
+@per_run("training", "advice")
 def stays_near(run: Run, result: ScanResult) -> Made:
     """How near the recommended way to train stays to fp32."""
     way, setup = _recommended(run, result), result.training
@@ -92,7 +92,7 @@ def part_of_limit(run: Run, result: ScanResult) -> float:
     return 0.0
 
 
-@per_run("scaling", "advice", disproof="a step later in the training")
+@per_run("scaling", "advice")
 def scaling(run: Run, result: ScanResult) -> Made:
     """Whether the recommended way to train scales the loss, and why."""
     way, training = _recommended(run, result), run.training
@@ -122,7 +122,7 @@ def _skipped(steps: int) -> Sentence:
     return say("no step skipped")
 
 
-@per_run("updates", "advice", disproof="a longer training")
+@per_run("updates", "advice")
 def updates(run: Run, result: ScanResult) -> Made:
     """Whether the recommended way to train loses updates of weights, or how it keeps them."""
     way = _recommended(run, result)
@@ -152,7 +152,7 @@ def updates(run: Run, result: ScanResult) -> Made:
     return Said(say(words, lost=lost), "warn")
 
 
-@per_run("other-way", "advice", disproof="training the model so")
+@per_run("other-way", "advice")
 def other_way(run: Run, result: ScanResult) -> Made:
     """Why the recommended run is not to be trained as its user would write it."""
     way, first = _recommended(run, result), first_way(run)
@@ -206,7 +206,7 @@ def drawback(run: Run) -> Sentence | None:
 # -- each run
 
 
-@per_run("passing-ways", "runs", disproof="training the model so")
+@per_run("passing-ways", "runs")
 def passing(run: Run, result: ScanResult) -> Made:
     """The ways to train that pass, if the first does not; the first, if it is not the plain one;
     and its steps, if it made fewer than asked for.
@@ -224,7 +224,7 @@ def passing(run: Run, result: ScanResult) -> Made:
     return None
 
 
-@per_run("gradients", "training", disproof="a later step")
+@per_run("gradients", "training")
 def gradients(run: Run, result: ScanResult) -> Made:
     """What the precision does to the gradients of the first step, without loss scaling, against
     fp32.
@@ -264,7 +264,7 @@ def _with(head: Sentence, found: Sequence[ParameterGradient], figure: str, word:
     return chained(head, plain(" ("), inside, plain(")"), between="")
 
 
-@per_run("loss-scale", "training", disproof="a later step with larger gradients")
+@per_run("loss-scale", "training")
 def loss_scale(run: Run, result: ScanResult) -> Made:
     """The loss scale that the first step suggests, and what happened when it was tried."""
     training = run.training
@@ -310,7 +310,7 @@ def loss_scale(run: Run, result: ScanResult) -> Made:
     return chained(start, largest, underflow, tried)
 
 
-@per_run("scale-growth", "training", disproof="gradients that grow or shrink")
+@per_run("scale-growth", "training")
 def scale_growth(run: Run, result: ScanResult) -> Made:
     """What becomes of the loss scale of the first way in a training longer than the scan, if its
     gradients stay as large.
@@ -378,7 +378,7 @@ def tensor_name(found: LostUpdates) -> str:
     return (found.name.rpartition(_KEY)[0] if found.values == "optimizer state" else "") or found.name
 
 
-@per_run("lost-updates", "training", disproof="a larger learning rate, or a longer training")
+@per_run("lost-updates", "training")
 def lost_updates(run: Run, result: ScanResult) -> Made:
     """The share of the updates that rounding loses: of weights, buffers, the state of the
     optimizer, averages.
@@ -403,7 +403,7 @@ def lost_updates(run: Run, result: ScanResult) -> Made:
 _IMPLEMENTATIONS = {"loop": "foreach=False", "foreach": "foreach=True", "fused": "fused=True"}
 
 
-@per_run("zero-gradients", "training", disproof="a step of the optimizer with gradients of zero")
+@per_run("zero-gradients", "training")
 def zero_gradients(run: Run, result: ScanResult) -> Made:
     """Implementations of the optimizer in which a step with gradients of zero makes weights NaN or
     Inf.
