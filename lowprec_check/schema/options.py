@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_type_hints
 
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
-from lowprec_check.schema.axes import BACKENDS, DEVICES, MEMORY_FORMATS, RUN_MATRICES, catalogued, replaced
+from lowprec_check.schema.axes import BACKENDS, DEVICES, MEMORY_FORMATS, catalogued, replaced
 from lowprec_check.schema.findings import Prefer
 from lowprec_check.schema.measures import Errors, Reference, Scenario
 from lowprec_check.schema.precisions import PRECISIONS, bases_called, formats, low_names, plan_bases
 from lowprec_check.schema.registry import Registry, choices, words_in
-from lowprec_check.schema.run_key import EAGER
+from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS
 
 FORMS = "mymodel.py, mymodel.py:make_model, package.module:attr, torchvision:NAME, timm:NAME, transformers:NAME or hf:FOLDER"
@@ -196,14 +196,6 @@ class ScanOptions(DeclaredOptions):
         flags=("--memory-format",),
         registry=MEMORY_FORMATS,
     )
-    matrix: str | None = option(
-        None,
-        f"Set of runs: {'; '.join(f'{matrix.name} ({matrix.summary})' for matrix in RUN_MATRICES)}. "
-        "Precisions, backends and memory formats that are given replace its parts.",
-        metavar="NAME",
-        names=RUN_MATRICES.names,
-        saved=False,
-    )
     device: DeviceName = _device(f"; {PREDICTED}")
     torch_version: str | None = option(
         None,
@@ -288,7 +280,6 @@ class ScanOptions(DeclaredOptions):
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for options that do not go together, too."""
         super().__post_init__()
-        object.__setattr__(self, "matrix", None if self.matrix is None else RUN_MATRICES.get(self.matrix).name)
         if self.steps is not None and not self.train:
             raise UsageError("steps is the number of training steps of a scan of training.", "Add --train.")
         if not self.train:
@@ -302,10 +293,12 @@ class ScanOptions(DeclaredOptions):
             raise UsageError("Training takes a new batch for each step by itself.", "Leave out --batches.")
 
     def names_of(self, axis: Literal["precisions", "backends", "memory_formats"]) -> list[str]:
-        """The names that are run, those of the matrix if none is given."""
-        matrix = RUN_MATRICES.get(self.matrix or RUN_MATRICES.names()[0])
-        of_matrix: Callable[[], list[str]] = getattr(matrix, axis)
-        return list(getattr(self, axis) or of_matrix())
+        """The names that are run; by default all precisions, in eager mode and contiguous."""
+        names: Sequence[str] | None = getattr(self, axis)
+        if names:
+            return list(names)
+        defaults = {"precisions": PRECISIONS.names(), "backends": [EAGER], "memory_formats": [CONTIGUOUS]}
+        return defaults[axis]
 
     @property
     def training_steps(self) -> int:

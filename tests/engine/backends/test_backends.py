@@ -25,7 +25,7 @@ from lowprec_check.engine.core.devices import peak_allocated, seed_everything
 from lowprec_check.engine.core.output_comparison import compare_outputs
 from lowprec_check.engine.model.load_target import load_target
 from lowprec_check.engine.model.plain_run import output_tensors
-from lowprec_check.schema.axes import BACKENDS, RUN_MATRICES, replaced
+from lowprec_check.schema.axes import replaced
 from lowprec_check.schema.run_key import RunKey
 
 LOW = ("bfloat16", "autocast-bf16", "half", "autocast-fp16")
@@ -358,7 +358,7 @@ def test_a_backend_alone_is_explained_in_eager_mode() -> None:
     assert [gap.op for gap in traced.gaps] == ["aten.linalg_inv_ex.default"]
 
 
-# -- memory, metric, matrix
+# -- memory, metric, sets of runs
 
 
 def test_peak_memory_counts_what_is_allocated() -> None:
@@ -395,18 +395,12 @@ def test_the_metric_of_a_row_is_that_of_its_backend(register: Register) -> None:
     assert negated == pytest.approx(-eager)
 
 
-def test_matrices_are_sets_of_runs() -> None:
+def test_every_precision_runs_on_every_backend() -> None:
     model = nn.Linear(2, 2)
     options = {"precisions": ["fp32", "half"], "backends": ["jit", "eager"], "memory_formats": ["contiguous"]}
     result = scan(model, torch.ones(1, 2), precisions="half", plan=False)
     asked = [key.label for key in wanted_runs(result.__class__(**{**_fields(result), "options": options}))]
     assert asked == ["fp32", "half", "fp32 · jit", "half · jit"]
-    full, ci = RUN_MATRICES.get("full"), RUN_MATRICES.get("ci")
-    assert full.backends() == BACKENDS.names()
-    assert full.memory_formats() == ["contiguous", "channels_last"]
-    assert ci.backends() == ["eager", "inductor"]
-    with pytest.raises(UsageError, match="Unknown matrix 'ful'"):
-        scan(model, torch.ones(1, 2), matrix="ful")
     with pytest.raises(UsageError, match="Unknown memory format"):
         scan(model, torch.ones(1, 2), memory_formats="channel_first")
 
