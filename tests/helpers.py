@@ -14,16 +14,16 @@ from lowprec_check.engine.trace.instrument import Options, fp32_state, run_instr
 from lowprec_check.engine.trace.journal import Instrumented
 from lowprec_check.engine.trace.plain_modes import withholding
 from lowprec_check.report.layout.text import text
-from lowprec_check.report.scan_document import SHOWN_FINDINGS, scan_document
+from lowprec_check.report.scan_document import scan_document
 from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.scan_result import ScanResult
 
 CPU = torch.device("cpu")
 
 
-def screen_of(result: ScanResult, *, width: int = 100, findings: int = SHOWN_FINDINGS, verbose: bool = False) -> str:
+def screen_of(result: ScanResult, *, width: int = 100, verbose: bool = False) -> str:
     """The text report of a scan."""
-    return text(scan_document(result, findings=findings), width=width, detail="more" if verbose else "first")
+    return text(scan_document(result), width=width, detail="more" if verbose else "first")
 
 
 DEFAULT = Options()

@@ -39,7 +39,7 @@ Reports = Annotated[
 ]
 
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List the notes, which text reports fold to one line.")]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List all findings and notes in text reports.")]
 
 
 @app.command()
@@ -94,20 +94,15 @@ def check_reports(files: list[Path], format: str | None = None, option: str = "-
         (FORMATS.get(format) if format else format_of(file)).check_available()
 
 
-def print_report(result: ScanResult, format: str, findings: int | None = None, *, verbose: bool = False) -> None:
-    """Print ``result`` to stdout.
-
-    Text has the width and colours of the terminal, at most ``findings`` groups of findings, and
-    notes if ``verbose``.
-    """
+def print_report(result: ScanResult, format: str, *, verbose: bool = False) -> None:
+    """Print ``result`` to stdout; text as the terminal is, with all findings and notes if ``verbose``."""
     chosen = FORMATS.get(format)
     if chosen.name != "text":
         (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render(result))
         return
-    from lowprec_check.report.scan_document import SHOWN_FINDINGS, scan_document
+    from lowprec_check.report.scan_document import scan_document
 
-    document = scan_document(result, findings=SHOWN_FINDINGS if findings is None else findings)
-    print_text(document, detail="more" if verbose else "first")
+    print_text(scan_document(result), detail="more" if verbose else "first")
 
 
 Saves = list[tuple[Callable[[Path], None], Path]]

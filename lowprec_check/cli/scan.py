@@ -83,7 +83,6 @@ def scan(
             help="Exit 1 if no precision passes (no-pass), or also on findings of the given severity or higher."
         ),
     ] = DEFAULT,
-    findings: Annotated[int, typer.Option(min=0, help="Maximum number of groups of findings to print.")] = 12,
     format: Annotated[
         str | None,
         typer.Option("--format", "-f", help=f"What to print: {choices(FORMATS.names())}. Default: text."),
@@ -124,7 +123,7 @@ def scan(
         if ended_by is None:
             concluded, saves = _apply_baseline(concluded, accepted, baseline, update_baseline)
     try:
-        print_report(concluded, printed.name, findings, verbose=verbose)
+        print_report(concluded, printed.name, verbose=verbose)
         sys.stdout.flush()
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
         with interrupts_ignored_after(ended_by):

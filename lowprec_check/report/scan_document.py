@@ -52,8 +52,8 @@ _LEAST_SHARE = 0.0005
 _SHOWN_MODULES = 8
 
 
-def scan_document(result: ScanResult, *, findings: int = SHOWN_FINDINGS) -> Document:
-    """The report; a terminal shows at most ``findings`` groups of findings."""
+def scan_document(result: ScanResult) -> Document:
+    """The report; a terminal shows at most :data:`SHOWN_FINDINGS` groups of findings."""
     said = statements(result)
     blocks = [*_head(result, said), Heading("Runs", anchor="runs"), runs_table(result, said)]
     times = [found for found in said if found.about == "times" and found.runs]
@@ -67,7 +67,7 @@ def scan_document(result: ScanResult, *, findings: int = SHOWN_FINDINGS) -> Docu
         blocks += [Say(found.text, found.tone, "item", ", ".join(found.runs)) for found in causes]
     if result.fixing is not None:
         blocks += fix_blocks(result.fixing, heading=True)
-    blocks += [*extra_blocks(result), *_findings(result, findings), *_shares(result)]
+    blocks += [*extra_blocks(result), *_findings(result), *_shares(result)]
     blocks += [Heading("About this scan", anchor=CONDITIONS, detail="all"), *_about(result, said)]
     return Document(result.target, blocks, result.tool, tuple(_advice(result, said)))
 
@@ -168,7 +168,7 @@ def _shares(result: ScanResult) -> Iterator[Block]:
         yield Fold(title, [Table(columns, rows, title)], detail="more")
 
 
-def _findings(result: ScanResult, most: int) -> Iterator[Block]:
+def _findings(result: ScanResult) -> Iterator[Block]:
     found = groups(result.diagnostics)
     if not found:
         yield Say(f"{tally(result.diagnostics)}." if result.diagnostics else "No findings.")
@@ -177,20 +177,20 @@ def _findings(result: ScanResult, most: int) -> Iterator[Block]:
     listed = [group for group in found if group.severity != "note"]
     notes = [group for group in found if group.severity == "note"]
     if listed and all(run.status in ("ok", "skipped") for run in candidates(result.runs)):  # they are in the way then
-        for group in listed[:most]:
+        for group in listed[:SHOWN_FINDINGS]:
             lead = f"{group.code} {', '.join(group.short_runs)}"
             yield Say(f"{group.said} ({group.where or 'model'})", role="item", lead=lead)
         yield Fold("Findings in full", [findings_table(listed)], detail="more")
     elif listed:
-        yield findings_table(listed, most)
+        yield findings_table(listed, SHOWN_FINDINGS)
     shown = [group for group in notes if not group.harmless]
     parts = [tally(result.diagnostics), no_effect(found), f"Notes: {folded(shown)}" if shown else ""]
     yield Say(" · ".join(filter(None, parts)), role="hint")
-    options = []
-    if len(listed) > most:
-        options = ["--findings"]
-    options += [f"lowprec-check explain {found[0].code}", "--report FILE.html"]
-    options += ["-v lists the notes"] if notes else []
+    options = [f"lowprec-check explain {found[0].code}", "--report FILE.html"]
+    if len(listed) > SHOWN_FINDINGS:
+        options.append("-v lists all findings")
+    elif notes:
+        options.append("-v lists the notes")
     yield Say(f"More: {', '.join(options)}", role="prompt")
     if notes:
         yield Fold("Notes", [findings_table(notes, 0)], detail="more")

@@ -21,6 +21,7 @@ from shared_result import run, shared_result
 
 from lowprec_check.analysis.statements.advice import verdict
 from lowprec_check.catalog import versions
+from lowprec_check.report import scan_document
 from lowprec_check.report.foreign_text import TRANSLITERATE, transliterated
 from lowprec_check.report.layout.text import print_table, screen
 from lowprec_check.report.layout.text import text as document_text
@@ -304,10 +305,12 @@ def test_notes_in_a_file(scan: Path, tmp_path: Path, call: Call) -> None:
         assert bool(re.search(r"^note +LP304", (tmp_path / "r.txt").read_text(encoding="utf-8"), re.M)) == listed
 
 
-def test_the_number_of_groups_left_out_has_a_total() -> None:
-    shown = " ".join(words(screen_of(RESULT, findings=3)))
+def test_the_number_of_groups_left_out_has_a_total(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scan_document, "SHOWN_FINDINGS", 3)
+    shown = " ".join(words(screen_of(RESULT)))
     assert "more rows are not shown; a JSON report has all" in shown
-    assert "More: --findings, lowprec-check explain" in shown
+    assert "-v lists all findings" in shown
+    assert "not shown" not in " ".join(words(screen_of(RESULT, verbose=True)))
 
 
 def test_without_notes_there_is_no_line() -> None:
