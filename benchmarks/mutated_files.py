@@ -130,8 +130,8 @@ KINDS = {
     "manifest": Kind("known.toml", (f"{PYTEST} --lowprec-manifest known.toml",
                      f"{PYTEST} --lowprec-manifest known.toml --lowprec-update-manifest"), 3),
     "list of models": Kind("models.txt", ("compat --from-file models.txt -o out -q",), 1),
-    "matrix of models": Kind("out/matrix.json", ("compat model.py -o out -q", "compat model.py -o out -q --html --retry-failed"), 2),
-    "scan in a matrix": Kind("out/scans/model.py.json", ("compat model.py -o out -q --html",), 1),
+    "matrix of models": Kind("out/matrix.json", ("compat model.py -o out -q",), 1),
+    "scan in a matrix": Kind("out/scans/model.py.json", ("compat model.py -o out -q",), 1),
     "plan": Kind("plan.json", ("apply plan.json",), 2),
     "weights": Kind("weights.pt", (f"scan model.py --weights weights.pt {LOADED}",), 1, True),
     "configuration": Kind("folder/config.json", (f"scan hf:folder --inputs 1x4:int64 {LOADED}",), 1, True),
@@ -141,7 +141,7 @@ KINDS = {
     "name of a file": Kind("", (*(f"scan model.py -q {option}" for option in ("--json NAME", "--report NAME.md", "--baseline NAME", "--save-plan NAME",
                            "--baseline NAME --update-baseline")), "report NAME", "report scan.json -o NAME -f md", "report scan.json -o NAME/r.md",
                            "diff scan.json NAME", "diff scan.json saved.json -o NAME -f md", "compat NAME.py -o out -q", "compat model.py -o NAME -q",
-                           "compat --from-file NAME", "compat model.py -q --title NAME", "plan model.py -q --save NAME", *(f"{PYTEST} {option}" for option in (
+                           "compat --from-file NAME", "plan model.py -q --save NAME", *(f"{PYTEST} {option}" for option in (
                            "--lowprec-manifest NAME", "--lowprec-coverage half --lowprec-report NAME.json", "--lowprec-manifest NAME --lowprec-update-manifest",
                            "--lowprec-coverage half --lowprec-baseline NAME"))), 3),
     "name in the catalog": Kind("", ("op NAME", "op dot --torch NAME", "explain NAME", "catalog diff NAME 2.8", "env --device NAME", "scan model.py -p NAME"), 1),

@@ -86,7 +86,7 @@ TITLES = {
 def _compat(folder: str, device: str, jobs: int) -> str:
     lists = "lowprec-check compat --from-file benchmarks/zoo/torchvision.txt"
     options = '--scan-options "--no-plan --errors none"'
-    return f'{lists} -o reports/{folder} --device {device} --jobs {jobs} {options} --title "{TITLES[folder]}"'
+    return f"{lists} -o reports/{folder} --device {device} --jobs {jobs} {options}"
 
 
 _EXAMPLES = "python benchmarks/example_scans.py --only"

@@ -58,14 +58,11 @@ def compat(
     timeout: Annotated[
         float, typer.Option(min=1.0, help="Seconds after which the scan of a model is stopped.")
     ] = 1800.0,
-    retry_failed: Annotated[
-        bool, typer.Option("--retry-failed", help="Scan the models that failed before again.")
-    ] = False,
-    html: Annotated[bool, typer.Option("--html", help="Also write HTML pages.")] = False,
-    title: Annotated[str, typer.Option(help="Title of the index page.")] = "Compatibility",
     quiet: Quiet = False,
 ) -> None:
-    """Scan many models and write a compatibility matrix. Resumes after an interruption."""
+    """Scan many models and write a compatibility matrix. Run the same command again to resume after an
+    interruption; it also repeats the scans that failed.
+    """
     from lowprec_check.compat.report_folder import ReportFolder
     from lowprec_check.compat.runner import scan_all
     from lowprec_check.compat.scan_process import Request, expand_requests, read_list
@@ -79,7 +76,7 @@ def compat(
     )
     if not requests:
         raise UsageError("There is nothing to scan.", "Pass at least one target, or --from-file LIST.")
-    with ReportFolder(output, title, html=html) as folder:
+    with ReportFolder(output) as folder:
         scanned: list[MatrixRow] = []
 
         def on_row(done: int, of: int, row: MatrixRow, result: ScanResult | None) -> None:
@@ -95,8 +92,6 @@ def compat(
                 jobs=jobs,
                 engine=engine,
                 timeout=timeout,
-                retry_failed=retry_failed,
-                pages=folder.suffixes,
                 on_row=on_row,
             )
         except (KeyboardInterrupt, Terminated):

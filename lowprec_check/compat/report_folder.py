@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
 
@@ -19,7 +18,7 @@ from lowprec_check.schema.scan_result import ResultError, ScanResult
 # -- The files of a row in the output folder, as far as they are complete
 
 _ENDS = {".md": b"</details>", ".html": b"</html>"}
-"""How a complete page ends."""
+"""The suffixes of the pages, and how a complete page ends."""
 
 _LONGEST_END = 20
 """Bytes at the end of a page that are read: pages with charts have megabytes."""
@@ -43,11 +42,11 @@ def saved_scan(folder: Path, row: MatrixRow) -> ScanResult | None:
         return None
 
 
-def missing_pages(folder: Path, row: MatrixRow, suffixes: Iterable[str]) -> list[Path]:
+def missing_pages(folder: Path, row: MatrixRow) -> list[Path]:
     """The pages of a row that are missing or incomplete; a row without a scan has none."""
     pages = []
     if row.state == "scanned":
-        pages = [page_path(folder, row, suffix) for suffix in suffixes]
+        pages = [page_path(folder, row, suffix) for suffix in _ENDS]
     return [page for page in pages if not _is_complete(page)]
 
 
@@ -60,18 +59,18 @@ def _is_complete(page: Path) -> bool:
         return False
 
 
-def is_done(folder: Path, row: MatrixRow, suffixes: Iterable[str], *, retry_failed: bool) -> bool:
-    """Whether a saved row need not be scanned again: its scan is saved, or at least its pages are,
-    and no part of a scan.
+def is_done(folder: Path, row: MatrixRow) -> bool:
+    """Whether a saved row is complete: it has no scan since that failed, the scan is saved, or at
+    least the pages are, and no part of a scan.
     """
     if row.state == "failed":
-        return not retry_failed
+        return True
     if saved_scan(folder, row) is not None:
         return True
-    return not scan_path(folder, row).exists() and not missing_pages(folder, row, suffixes)
+    return not scan_path(folder, row).exists() and not missing_pages(folder, row)
 
 
-# -- The folder: an index and one page per model, in Markdown and optionally in HTML
+# -- The folder: an index and one page per model, in Markdown and HTML
 
 
 class ReportFolder:
@@ -83,9 +82,8 @@ class ReportFolder:
     another run writes to it.
     """
 
-    def __init__(self, folder: Path, title: str, *, html: bool) -> None:
-        self.folder, self.title = folder, title
-        self.suffixes = [".md", *([".html"] if html else [])]
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self._lock: int | None = None
         """The descriptor of the folder that is locked."""
 
@@ -129,7 +127,7 @@ class ReportFolder:
         """Write the pages of one model; a model that failed has none."""
         self._prepare()
         if result is not None:
-            for suffix in self.suffixes:
+            for suffix in _ENDS:
                 write(result, page_path(self.folder, row, suffix))
 
     def index(self, found: Matrix) -> list[MatrixRow]:
@@ -139,14 +137,14 @@ class ReportFolder:
         """
         self._prepare()
         without = [row for row in found.rows if not self._complete(row)]
-        for suffix in self.suffixes:
+        for suffix in _ENDS:
             index = self.folder / f"index{suffix}"
-            write_file(index, format_of(index).lay_out(matrix_document(found, self.title, pages=suffix)))
+            write_file(index, format_of(index).lay_out(matrix_document(found, pages=suffix)))
         return without
 
     def _complete(self, row: MatrixRow) -> bool:
         """Make the missing pages of a row; returns whether it has all."""
-        missing = missing_pages(self.folder, row, self.suffixes)
+        missing = missing_pages(self.folder, row)
         if not missing:
             return True
         result = saved_scan(self.folder, row)

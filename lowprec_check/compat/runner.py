@@ -10,7 +10,7 @@ import hashlib
 import itertools
 import os
 import re
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, TypeVar
@@ -230,15 +230,13 @@ def scan_all(
     jobs: int = 1,
     engine: str | None = None,
     timeout: float = 1800.0,
-    retry_failed: bool = False,
-    pages: Iterable[str] = (".md",),
     on_row: OnRow | None = None,
 ) -> Matrix:
-    """Scan the models that ``folder`` does not contain yet; every row is saved as soon as its scan
-    has ended.
+    """Scan the models that ``folder`` does not contain yet, or that failed; every row is saved as
+    soon as its scan has ended.
 
     ``matrix.json`` and ``scans/<slug>.json`` are written into ``folder``, which is made again if it
-    is removed meanwhile. A model whose scan is gone is done if it has all ``pages`` (suffixes).
+    is removed meanwhile. A model whose scan is gone is done if it has all pages.
     ``on_row`` is called with the number of finished rows, the number of all rows, the row, and its
     result (``None`` if the scan failed).
 
@@ -250,17 +248,14 @@ def scan_all(
     installed = {"tool": installed_version("lowprec-check"), "torch": installed_version("torch")}
     versions = {name: version for name, version in installed.items() if version is not None}
     made_with = {request: versions | _digest_of_files(request) for request in requests}
-    rows = {
-        request_of(row): row
-        for row in load(folder / "matrix.json").rows
-        if row.made_with == made_with.get(request_of(row), row.made_with | versions)
-        and is_done(
-            folder,
-            row,
-            pages if request_of(row) in made_with else (".md",),
-            retry_failed=retry_failed and request_of(row) in made_with,
-        )
-    }
+    rows: dict[Request, MatrixRow] = {}
+    for row in load(folder / "matrix.json").rows:
+        request = request_of(row)
+        # A row that is not asked for stays, also a failed one.
+        is_current = row.made_with == made_with.get(request, row.made_with | versions)
+        is_repeated = row.state == "failed" and request in made_with
+        if is_current and not is_repeated and is_done(folder, row):
+            rows[request] = row
     missing = [request for request in requests if request not in rows]
     threads = None
     if jobs > 1 and engine is None:

@@ -145,20 +145,20 @@ def test_a_model_without_scan_and_page_is_scanned_again(sound: str, scans: Scans
     assert scans == [sound, sound]
     assert again_result == [RESULT]
     (folder / "models").mkdir()
-    write_report(again_result[0], folder / "models" / f"{again.rows[0].slug}.md")
+    for suffix in (".md", ".html"):
+        write_report(again_result[0], folder / "models" / f"{again.rows[0].slug}{suffix}")
     (folder / "scans" / f"{found.rows[0].slug}.json").unlink()
     scan_all(wanted, folder, on_row=lambda *_: pytest.fail("all is done"))
 
 
 @pytest.mark.slow
-def test_failed_models_are_scanned_again_only_on_request(write: Write, tmp_path: Path) -> None:
+def test_failed_models_are_scanned_again(write: Write, tmp_path: Path) -> None:
     flag = tmp_path / "ready"
     body = MODEL.format(body="self.linear(x)", extra=f"open({str(flag)!r})")
     folder, wanted = tmp_path / "out", requests_of(str(write(body, "later.py")))
     assert states(scan_all(wanted, folder)) == ["failed"]
     flag.touch()
-    assert states(scan_all(wanted, folder)) == ["failed"]
-    assert states(scan_all(wanted, folder, retry_failed=True)) == ["scanned"]
+    assert states(scan_all(wanted, folder)) == ["scanned"]
 
 
 @pytest.mark.slow
@@ -233,7 +233,7 @@ def test_a_failed_row_that_was_not_asked_for_is_kept(sound: str, scans: Scans, t
     (folder / "matrix.json").write_text(json.dumps(data))
     other = requests_of("other.py")
     for _ in range(2):
-        found = scan_all(other, folder, retry_failed=True)
+        found = scan_all(other, folder)
         assert [row.state for row in found.rows] == ["scanned", "failed"]
 
 
@@ -375,7 +375,7 @@ def test_the_command_writes_a_report_and_counts_failures(sound: str, gap: str, t
     listed, folder = tmp_path / "list.txt", tmp_path / "out"
     listed.write_text(f"{gap}\nnothing.py\n")
     command = [sys.executable, "-m", "lowprec_check", "compat", sound, "--from-file", str(listed), "-o", str(folder)]
-    command += ["-p", "half", "--scan-options", "--errors none", "--html", "--jobs", "2"]
+    command += ["-p", "half", "--scan-options", "--errors none", "--jobs", "2"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1
     assert "3 rows, 1 could not be scanned" in done.stdout
@@ -434,7 +434,7 @@ def scans(monkeypatch: pytest.MonkeyPatch) -> Scans:
 @pytest.mark.parametrize("suffix", [".md", ".html"])
 @pytest.mark.parametrize("kept", [0, 100])
 def test_an_incomplete_page_is_made_again(suffix: str, kept: int, scans: Scans, tmp_path: Path, call: Call) -> None:
-    command = ("compat", "a.py", "-o", tmp_path, "--html", "-q")
+    command = ("compat", "a.py", "-o", tmp_path, "-q")
     assert call(*command).returncode == 0
     page = tmp_path / "models" / f"a.py{suffix}"
     complete = page.read_bytes()
@@ -460,7 +460,7 @@ def test_an_incomplete_scan_is_scanned_again(kept: int, scans: Scans, tmp_path: 
 def test_a_second_run_on_the_same_folder_is_an_error(scans: Scans, tmp_path: Path, call: Call) -> None:
     folder = tmp_path / "out"
     folder.mkdir()
-    with ReportFolder(folder, "first", html=False) as first:
+    with ReportFolder(folder) as first:
         done = call("compat", "a.py", "-o", folder)
         assert (done.returncode, scans) == (2, [])
         assert done.stderr.startswith(f"error: Another compat run is writing to {folder}.\nWait")
@@ -468,7 +468,13 @@ def test_a_second_run_on_the_same_folder_is_an_error(scans: Scans, tmp_path: Pat
         first.index(Matrix(rows=[]))  # made again by the first run, it is locked again
         assert call("compat", "a.py", "-o", folder).returncode == 2
     assert call("compat", "a.py", "-o", folder).returncode == 0
-    assert sorted(path.name for path in folder.iterdir()) == ["index.md", "matrix.json", "models", "scans"]
+    assert sorted(path.name for path in folder.iterdir()) == [
+        "index.html",
+        "index.md",
+        "matrix.json",
+        "models",
+        "scans",
+    ]
 
 
 def test_a_folder_removed_midway_is_made_again(
