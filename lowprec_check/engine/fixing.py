@@ -139,7 +139,7 @@ class _Search:
         wanted = self.options.precisions
         self.failing = [run for run in self.scanned.runs if fails(run) and run.precision in (wanted or [run.precision])]
         self.device = self.scanned.runs[0].device
-        self.files = OwnFiles(self.spec.name, packages=self.options.include_packages)
+        self.files = OwnFiles(self.spec.name)
         names = [run.precision for run in self.failing] or None
         self.scan_options = _scan_options(replace(self.options, precisions=names, device=self.device))
         self.bits = SourceTrial()

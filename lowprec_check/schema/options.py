@@ -348,7 +348,6 @@ class FixOptions(DeclaredOptions):
         flags=("--budget",),
         above=0.0,
     )
-    include_packages: bool = option(False, "Also change calls of installed packages, where your file makes them.")
     plan: bool = option(False, "Also search for modules to keep in fp32, and compare.")
     train: bool = option(False, "Fix a training script: GradScaler, clipping of gradients, autocast around steps.")
     steps: int | None = option(None, "With --train, the steps of the script.", unset="8", metavar="K", least=1)

@@ -119,8 +119,8 @@ class PatchedFile:
 class OwnFiles:
     """The files of the user's own that a scan names, found again and parsed once each."""
 
-    def __init__(self, target: str, *, packages: bool = False) -> None:
-        self._folder, self._packages = Path(target.partition(":")[0]).parent, packages
+    def __init__(self, target: str) -> None:
+        self._folder = Path(target.partition(":")[0]).parent
         self._known: dict[str, SourceText | str] = {}
 
     def find(self, shown: str) -> SourceText | str:
@@ -145,14 +145,6 @@ class OwnFiles:
             return SourceText(path)
         except (OSError, SyntaxError, ValueError) as error:
             return f"its file cannot be parsed: {error}"
-
-    def line_of(self, row: OpCall) -> str | None:
-        """The line of the user's own code that calls an op; ``None`` if there is none, or only by
-        way of a package.
-        """
-        if row.caller is None:
-            return row.source
-        return row.caller if row.caller and self._packages else None
 
 
 def culprits(run: Run) -> list[Culprit]:
@@ -232,10 +224,11 @@ class Sites:
 
     def located(self, row: OpCall) -> tuple[SourceText, ast.AST] | str:
         """The expression that calls an op, or why it is left alone."""
-        line = self.files.line_of(row)
-        if line is None:
-            return "the line is in an installed package" if row.source else "no line of the user's own code calls it"
-        shown, _, number = line.rpartition(":")
+        if not row.source:
+            return "no line of the user's own code calls it"
+        if row.caller is not None:  # the user's own line that leads to it is not the op's
+            return "the line is in an installed package"
+        shown, _, number = row.source.rpartition(":")
         source = self.files.find(shown)
         if isinstance(source, str):
             return source
