@@ -248,15 +248,15 @@ def tried(made: Planted, file: Path) -> dict[str, Any]:
     file.write_bytes(made.text.encode())
     reference, gradients = called(made.text, "fp32")
     limit, before = LIMITS[made.precision], error_of(made.text, made.precision, reference)
-    *_, (result, patch) = fix_file(TargetSpec(str(file)), FixOptions(precisions=made.precision, seconds=60.0))
+    *_, (result, texts) = fix_file(TargetSpec(str(file)), FixOptions(precisions=made.precision, seconds=60.0))
     fixing = result.fixing
     assert fixing is not None
-    assert patch is not None
+    assert texts is not None
     found = {"fails": before > limit or bool(fixing.proven), "says": fixing.passes, "good": False, "broken": False}
     found |= {"changes": [change.kind for change in fixing.changes], "trials": fixing.trials}
     found |= {"seconds": fixing.seconds, "scan_seconds": fixing.scan_seconds}
     if fixing.due:
-        new = next(iter(patch.texts(range(len(fixing.changes))).values()))
+        new = next(iter(texts.values()))
         try:
             ast.parse(new)
             output, after = called(new, "fp32")

@@ -42,11 +42,9 @@ from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.base import check_file, encode, write_file
 from lowprec_check.schema.options import FixOptions, declared_in
-from lowprec_check.schema.verdict import look
 
 if TYPE_CHECKING:
     from lowprec_check.analysis.fixes.source_text import SourceText
-    from lowprec_check.engine.fixing import Patch
     from lowprec_check.engine.run.target_spec import OnProgress, TargetSpec
     from lowprec_check.process import Isolation as ProcessIsolation
     from lowprec_check.schema.fixing import Fixing
@@ -71,9 +69,6 @@ def fix(
     ] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Write the patch into the files.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit 1 if there is a patch to apply.")] = False,
-    interactive: Annotated[
-        bool, typer.Option("--interactive", help="Ask for each change, try those chosen, and write them.")
-    ] = False,
     allow_dirty: Annotated[
         bool, typer.Option("--allow-dirty", help="Also write files with changes that are not committed to git.")
     ] = False,
@@ -95,11 +90,10 @@ def fix(
     """
     check_writable(json, "--json")
     check_reports(report or [])
-    if check and (apply or interactive):
-        raise UsageError("--check writes nothing.", "Leave out --apply and --interactive, or --check.")
+    if check and apply:
+        raise UsageError("--check writes nothing.", "Leave out --apply or --check.")
     if options.train:
         of_models: dict[str, object] = {
-            "--interactive": interactive,
             "--from": scanned,
             "--json": json,
             "--report": report,
@@ -123,21 +117,17 @@ def fix(
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
         options = options if known is None else _as_scanned(options, target, known)
-        result, fixing, patch = _found(spec, options, isolation, shown.step, known)
+        result, fixing, texts = _found(spec, options, isolation, shown.step, known)
     try:
         _print(result, fixing, printed)
         sys.stdout.flush()
     finally:  # standard output may be full or closed
         complete = result is None or save_files(result, json, report or [])
-    numbers, passes = list(range(len(fixing.changes))), fixing.passes
-    if interactive and numbers and not isinstance(patch, Mapping):
-        numbers, passes = _chosen(fixing, patch)
-    if (apply or interactive) and numbers:
-        texts = patch if isinstance(patch, Mapping) else patch.texts(numbers)
+    if apply:
         _write(texts, allow_dirty=allow_dirty)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
-    raise typer.Exit(FINDINGS if not passes or (check and fixing.due) else 0)
+    raise typer.Exit(FINDINGS if not fixing.passes or (check and fixing.due) else 0)
 
 
 def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOptions:
@@ -187,18 +177,18 @@ def _found(
     isolation: ProcessIsolation | None,
     on_progress: OnProgress,
     scanned: ScanResult | None,
-) -> tuple[ScanResult | None, Fixing, Patch | Mapping[SourceText, str]]:
-    """The scan, of a model, and the patch; of a script, the texts of its files with that."""
+) -> tuple[ScanResult | None, Fixing, Mapping[SourceText, str]]:
+    """The scan, of a model, the patch, and the texts of the files with it."""
     if options.train:
         from lowprec_check.engine.script_fixing import fix_script
 
         return None, *fix_script(spec, options, isolation, on_progress)
     from lowprec_check.engine.fixing import fix_file
 
-    (result, patch), ended_by = last_before_end(fix_file(spec, options, isolation, on_progress, scanned))
-    if ended_by is not None or result.fixing is None or patch is None:
+    (result, texts), ended_by = last_before_end(fix_file(spec, options, isolation, on_progress, scanned))
+    if ended_by is not None or result.fixing is None or texts is None:
         raise ended_by or UsageError("The search ended early.", None)
-    return result, result.fixing, patch
+    return result, result.fixing, texts
 
 
 def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> None:
@@ -212,32 +202,6 @@ def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> Non
         print_document(fixing.diff if format == "diff" else suggestions(fixing))
     else:
         print_text(fix_document(fixing, result.model.name if result is not None else fixing.target))
-
-
-def _chosen(fixing: Fixing, patch: Patch) -> tuple[list[int], bool]:
-    """The changes that the user wants, and whether each precision passes with them; these alone
-    were tried, if they are not all.
-    """
-    from lowprec_check.report.foreign_text import visible_text
-
-    chosen = list[int]()
-    for number, change in enumerate(fixing.changes):
-        old = "".join(f"- {line}" for line in change.before.splitlines(keepends=True))
-        new = "".join(f"+ {line}" for line in change.after.splitlines(keepends=True))
-        print_status(visible_text(f"\n{change.file}:{change.line} {change.why}\n{old}{new}".rstrip()))
-        if typer.confirm("Apply this change?", default=True, err=True):
-            chosen.append(number)
-    if len(chosen) == len(fixing.changes):
-        return chosen, fixing.passes
-    proven = []
-    if chosen:
-        proven = patch.proven(chosen)
-    for its in proven:
-        tried = f"status with these changes alone: {look(its.after).word}; without: {look(its.before).word}"
-        print_status(f"{its.precision}: {tried}")
-    if not chosen or not typer.confirm("Write them?", default=True, err=True):
-        return [], False
-    return chosen, all(its.passes for its in proven)
 
 
 def _write(texts: Mapping[SourceText, str], *, allow_dirty: bool) -> None:

@@ -60,37 +60,15 @@ limits for its calls and ops.
 MOST_ROUNDS = 8
 
 
-class Patch:
-    """What was found: texts of files with some of the changes, and what was proven of them."""
-
-    def __init__(self, search: _Search, chosen: Sequence[Chosen]) -> None:
-        self._search, self._chosen = search, chosen
-
-    def texts(self, numbers: Sequence[int]) -> dict[SourceText, str]:
-        """The texts of the files with the changes of these ``numbers``."""
-        patched = {}
-        if numbers:
-            patched = self._search.patched(self._state(numbers))
-        return {file.source: file.text for file in patched.values()}
-
-    def proven(self, numbers: Sequence[int]) -> list[Proven]:
-        """How each precision does with these changes alone, tried now."""
-        trial = self._search.tried(self._state(numbers))
-        return self._search.proven_by(trial)
-
-    def _state(self, numbers: Sequence[int]) -> State:
-        return {self._chosen[number].site.node: self._chosen[number] for number in numbers}
-
-
 def fix_file(
     spec: TargetSpec,
     options: FixOptions,
     isolation: Isolation | None = None,
     on_progress: OnProgress | None = None,
     scanned: ScanResult | None = None,
-) -> Iterator[tuple[ScanResult, Patch | None]]:
+) -> Iterator[tuple[ScanResult, dict[SourceText, str] | None]]:
     """Scan ``spec``, unless it was ``scanned``; then search for a patch. Yields the scan as it
-    grows, last with what was found.
+    grows, last with what was found and the texts of the files with it.
 
     Raises :class:`UsageError` and :class:`ProcessLostError` as
     :func:`~lowprec_check.engine.session.scan_file` does.
@@ -110,7 +88,9 @@ def fix_file(
         state.values(), key=lambda each: (str(each.site.source.path), getattr(each.fix.anchor, "lineno", 0))
     )
     found = msgspec.structs.replace(result, fixing=search.told(ordered, trial))
-    yield msgspec.structs.replace(found, statements=statements(found)), Patch(search, ordered)
+    patched = search.patched({chosen.site.node: chosen for chosen in ordered}) if ordered else {}
+    texts = {file.source: file.text for file in patched.values()}
+    yield msgspec.structs.replace(found, statements=statements(found)), texts
 
 
 def _scan_options(options: FixOptions) -> ScanOptions:

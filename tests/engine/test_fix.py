@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import html
-import io
 import json
 import runpy
 import subprocess
@@ -390,26 +389,6 @@ def test_a_file_that_cannot_be_written_loses_nothing_else(
     done = call("fix", file, "-q", "--json", "-", "-f", "diff", folder=tmp_path)
     assert done.returncode == 2
     assert "both print to stdout" in done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("answers", "kept"), [("y\nn\ny\n", 1), ("n\nn\n", 0), ("y\ny\n", 2)])
-def test_chosen_changes_are_tried_and_written(
-    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, answers: str, kept: int
-) -> None:
-    file = write(
-        tmp_path,
-        "h = self.fc(x)\nh = h + torch.linalg.qr(h.T @ h)[1].sum()\nreturn h.masked_fill(torch.arange(8) > 3, -1e9).softmax(-1)",
-    )
-    before = file.read_text()
-    monkeypatch.setattr("sys.stdin", io.StringIO(answers))
-    done = call("fix", file, "-q", "-p", "half", "--interactive", folder=tmp_path)
-    assert done.returncode == int(kept < 2), done.stderr
-    assert ("half: status with these changes alone: fails; without: fails" in done.stderr) == (kept == 1)
-    text = file.read_text()
-    assert (".float()" in text) == (kept > 0)
-    assert ("torch.finfo" in text) == (kept > 1)
-    assert (text == before) == (not kept)
 
 
 LAMBDA = """
