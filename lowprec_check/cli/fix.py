@@ -5,7 +5,6 @@ on request.
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -69,9 +68,6 @@ def fix(
     ] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Write the patch into the files.")] = False,
     check: Annotated[bool, typer.Option("--check", help="Exit 1 if there is a patch to apply.")] = False,
-    allow_dirty: Annotated[
-        bool, typer.Option("--allow-dirty", help="Also write files with changes that are not committed to git.")
-    ] = False,
     format: Annotated[
         Literal["text", "diff", "json", "suggestion"] | None,
         typer.Option(
@@ -124,7 +120,7 @@ def fix(
     finally:  # standard output may be full or closed
         complete = result is None or save_files(result, json, report or [])
     if apply:
-        _write(texts, allow_dirty=allow_dirty)
+        _write(texts)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
     raise typer.Exit(FINDINGS if not fixing.passes or (check and fixing.due) else 0)
@@ -204,19 +200,15 @@ def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> Non
         print_text(fix_document(fixing, result.model.name if result is not None else fixing.target))
 
 
-def _write(texts: Mapping[SourceText, str], *, allow_dirty: bool) -> None:
-    """Write all files or none; raises :class:`UsageError` if one has changed since it was read, is
-    not committed, or cannot be written.
+def _write(texts: Mapping[SourceText, str]) -> None:
+    """Write all files or none; raises :class:`UsageError` if one has changed since it was read, or
+    cannot be written.
     """
     old = {source: source.path.read_bytes() for source in texts}
     for source, data in old.items():
         check_file(source.path)
         if data.decode(source.encoding) != source.text:
             raise UsageError(f"{source.path} has changed since it was read.", "Run the command again.")
-        if not allow_dirty and _is_dirty(source.path):
-            raise UsageError(
-                f"{source.path} has changes that are not committed.", "Commit or stash them, or add --allow-dirty."
-            )
     written = []
     try:
         for source, text in texts.items():
@@ -228,15 +220,3 @@ def _write(texts: Mapping[SourceText, str], *, allow_dirty: bool) -> None:
         raise
     for source in texts:
         print_status(f"changed {source.path}")
-
-
-def _is_dirty(path: Path) -> bool:
-    """Whether git knows of changes of a file that are not committed; without git, or outside a
-    repository, it does not.
-    """
-    try:
-        command = ["git", "status", "--porcelain", "--", path.name]
-        done = subprocess.run(command, cwd=path.parent, capture_output=True, check=False, timeout=30)
-    except (OSError, subprocess.SubprocessError):
-        return False
-    return done.returncode == 0 and bool(done.stdout.strip())

@@ -226,19 +226,6 @@ def test_the_patch_is_applied_and_the_plain_model_passes(call: Call, tmp_path: P
 
 
 @pytest.mark.slow
-def test_a_file_with_changes_that_are_not_committed_is_not_written(call: Call, tmp_path: Path) -> None:
-    file = write(tmp_path, "h = self.fc(x)\nreturn h.masked_fill(torch.arange(8) > 3, -1e9).softmax(-1)")
-    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
-    before = file.read_bytes()
-    done = call("fix", file, "-q", "-p", "half", "--apply", folder=tmp_path)
-    assert done.returncode == 2
-    assert "not committed" in done.stderr
-    assert file.read_bytes() == before
-    assert call("fix", file, "-q", "-p", "half", "--apply", "--allow-dirty", folder=tmp_path).returncode == 0
-    assert file.read_bytes() != before
-
-
-@pytest.mark.slow
 def test_what_is_compiled_from_text_is_left_alone(call: Call, tmp_path: Path) -> None:
     made = 'exec("def big(h):\\n    return h.masked_fill(torch.arange(8) > 3, -1e9)")\n'
     file = write(tmp_path, "return big(self.fc(x)).softmax(-1)", tail=TAIL + made)
