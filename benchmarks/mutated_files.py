@@ -126,7 +126,7 @@ KINDS = {
     "baseline of scan": Kind("accepted.json", (f"{SCAN} --baseline accepted.json", f"{SCAN} --baseline accepted.json --update-baseline",
                              f"{SCAN} --baseline accepted.json --report r.sarif"), 2),
     "settings": Kind("pyproject.toml", ("explain LP101", "scan model.py -q", "catalog gaps --json", "report scan.json", "env",
-                     "plan model.py --max-trials 0"), 4),
+                     "plan model.py --budget 0"), 4),
     "manifest": Kind("known.toml", (f"{PYTEST} --lowprec-manifest known.toml",
                      f"{PYTEST} --lowprec-manifest known.toml --lowprec-update-manifest"), 3),
     "list of models": Kind("models.txt", ("compat --from-file models.txt -o out -q",), 1),
@@ -135,7 +135,7 @@ KINDS = {
     "plan": Kind("plan.json", ("apply plan.json",), 2),
     "weights": Kind("weights.pt", (f"scan model.py --weights weights.pt {LOADED}",), 1, True),
     "configuration": Kind("folder/config.json", (f"scan hf:folder --inputs 1x4:int64 {LOADED}",), 1, True),
-    "model": Kind("model.py", (f"scan model.py {LOADED}", "plan model.py -q --max-trials 0"), 1, True),
+    "model": Kind("model.py", (f"scan model.py {LOADED}", "plan model.py -q --budget 0"), 1, True),
     "name of a model": Kind("", (*(f"scan {form} {LOADED}" for form in ("NAME", "NAME.py", "model.py:NAME", "hf:NAME", "timm:NAME", "transformers:NAME",
                             "model.py --weights NAME", "model.py --inputs NAME", "model.py --without-kernel NAME:half")), "plan NAME.py -q"), 1, True),
     "name of a file": Kind("", (*(f"scan model.py -q {option}" for option in ("--json NAME", "--report NAME.md", "--baseline NAME", "--save-plan NAME",
@@ -337,7 +337,7 @@ def make_files(folder: Path) -> None:
 def planning() -> Planning:
     """A plan for the model of :data:`MODEL`, and how it was found."""
     model = torch.nn.Linear(3, 2).eval()
-    return find_plan(model, torch.ones(4, 3), max_trials=1)
+    return find_plan(model, torch.ones(4, 3))
 
 
 def warm_up(folder: Path) -> None:

@@ -50,11 +50,15 @@ def plan_one(model: str, precision: str, options: dict[str, Any]) -> dict[str, A
     torch.set_num_threads(options["threads"])
     dtype, base = KINDS[precision]
     inputs = (shape_for(model.partition(":")[2], options["size"]),)
-    limits = {"max_trials": options["max_trials"], "seconds": options["seconds"]}
     try:
         target = load_spec(TargetSpec(model, inputs), 0)
         isolation = "fork" if options["device"] == "cpu" else "none"
-        choice: dict[str, Any] = {"dtype": dtype, "base": base, "device": options["device"], **limits}
+        choice: dict[str, Any] = {
+            "dtype": dtype,
+            "base": base,
+            "device": options["device"],
+            "seconds": options["seconds"],
+        }
         found = plan_target(TargetSource(target), isolation, PlanOptions(**choice))
     except UsageError as error:
         return {"model": model, "base": precision, "outcome": f"no reference: {error.message}"}
@@ -91,7 +95,6 @@ def main() -> None:
     parser.add_argument("--from", dest="source", type=Path, required=True, help="JSON of benchmarks/breadth.py.")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--size", type=int, default=64)
-    parser.add_argument("--max-trials", type=int, default=400)
     parser.add_argument("--seconds", type=float, default=150.0, help="Time limit of each search.")
     parser.add_argument("--jobs", type=int, default=1)
     parser.add_argument("--threads", type=int, default=1)

@@ -107,7 +107,7 @@ def generated_cases(count: int) -> Iterator[Case]:
 
 def plan_search(case: Case, *, predict: bool = True) -> Result:
     """The result of ``lowprec-check plan``."""
-    choice: dict[str, Any] = {"dtype": case.dtype, "base": case.base, "max_trials": 1000}
+    choice: dict[str, Any] = {"dtype": case.dtype, "base": case.base}
     options = PlanOptions(without_kernel=case.without_kernel, predict=predict, **choice)
     found = plan_target(TargetSource(case.target), "fork", options)
     [attempt] = found.attempts

@@ -72,7 +72,7 @@ def plan_document(planning: Planning) -> Document:
             CodeBlock(plan.code),
         ]
     elif any(attempt.stopped_without_plan for attempt in planning.attempts):
-        blocks.append(Say("No plan was found in time. Raise --max-trials or --budget.", "bad", "verdict"))
+        blocks.append(Say("No plan was found in time. A higher --budget may find one.", "bad", "verdict"))
     else:
         search = "search for a patch of your code: lowprec-check fix TARGET"
         blocks.append(Say(f"No plan passes. Stay in fp32, or {search}.", "bad", "verdict"))

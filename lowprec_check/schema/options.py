@@ -390,7 +390,6 @@ class PlanOptions(DeclaredOptions):
         metavar="N",
         least=1,
     )
-    max_trials: int = option(200, "Maximum number of trial runs per base.", least=1)
     seconds: float = option(600.0, "Seconds for the whole search.", flags=("--budget",), above=0.0)
     seed: int = _seed()
     without_kernel: Words = _without_kernel()

@@ -46,7 +46,6 @@ def test_a_wrong_argument_is_a_usage_error(given: dict[str, Any], message: str) 
     [
         ({"seconds": "long"}, "seconds is 'long'"),
         ({"seconds": None}, "seconds is None.\nGive a number above 0"),
-        ({"max_trials": None}, "max_trials is None"),
         ({"max_drop": -1, "metric": float}, "max_drop is -1"),
         ({"dtype": ["fp16", "fp99"]}, "Unknown precision 'fp99'"),
         ({"device": torch.device("meta")}, "Unknown device 'meta'"),

@@ -117,7 +117,7 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
                 why = f": {references[0].notes[-1]}"
             raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix the function `metric`.")
         objective = Objective(references[0], metric=options.use_metric, max_drop=options.max_drop)
-        limits = Limits(max_trials=options.max_trials, seconds=options.seconds)
+        limits = Limits(seconds=options.seconds)
         proposer = Proposer(batches, objective, limits)
         proposals: list[Proposal] = []
         for proposal in _search_bases(batches, proposer, options):

@@ -41,6 +41,7 @@ class Limits:
     """How long a search may take: ``max_trials`` runs for each base, ``seconds`` in total."""
 
     max_trials: int = 200
+    """For models of many modules whose trials are quick; of others, ``seconds`` ends the search."""
     seconds: float = 600.0
     most_alone: int | None = None
     """Modules that may fail in low precision before the search ends, where only fp32 is known to

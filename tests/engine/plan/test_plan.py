@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import copy
 import dataclasses
+import functools
 import itertools
 import random
 import statistics
@@ -29,6 +30,7 @@ from lowprec_check.engine.model.target import make_target
 from lowprec_check.engine.model.zoo import import_torchvision
 from lowprec_check.engine.plan.apply import describe_modules
 from lowprec_check.engine.plan.planner import plan_target
+from lowprec_check.engine.plan.trials import Limits
 from lowprec_check.engine.run.target_source import TargetSource, load_spec
 from lowprec_check.engine.run.target_spec import TargetSpec
 from lowprec_check.engine.session import plan_file
@@ -279,10 +281,11 @@ def test_equal_layers_of_a_transformer_off_its_fused_path() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["mobilenet_v3_small", "shufflenet_v2_x0_5"])
-def test_a_torchvision_model_gets_a_plan(name: str) -> None:
+def test_a_torchvision_model_gets_a_plan(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    end_after(40, monkeypatch)
     import_torchvision()
     spec = TargetSpec(f"torchvision:{name}", ("1x3x32x32",))
-    *_, planning = plan_file(spec, PlanOptions(dtype="fp16", base="autocast", max_trials=40))
+    *_, planning = plan_file(spec, PlanOptions(dtype="fp16", base="autocast"))
     plan = planning.plan
     assert plan is not None
     target = load_spec(spec, 0)
@@ -414,11 +417,17 @@ def test_equal_batches_are_rejected() -> None:
         find_plan(lossy(), torch.ones(2, 8), batches=2)
 
 
-def test_a_stopped_search_returns_the_best_plan_so_far() -> None:
+def end_after(trials: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """End searches after so many trials per base."""
+    monkeypatch.setattr("lowprec_check.engine.plan.planner.Limits", functools.partial(Limits, max_trials=trials))
+
+
+def test_a_stopped_search_returns_the_best_plan_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     x = inputs()
     model = lossy(0, 2, 4, length=6)
-    stopped = find_plan(model, x, dtype="bf16", base="cast", max_trials=3)
     whole = find_plan(model, x, dtype="bf16", base="cast")
+    end_after(3, monkeypatch)
+    stopped = find_plan(model, x, dtype="bf16", base="cast")
     assert whole.plan is not None
     assert whole.plan.keep_fp32 == ["0.1", "2.1", "4.1"]
     assert stopped.attempts[0].trials <= 3
@@ -426,13 +435,14 @@ def test_a_stopped_search_returns_the_best_plan_so_far() -> None:
     assert not stopped.plan.minimal
     assert stopped.plan.stopped == "after 3 trials"
     assert passes(model, x, stopped.plan, stopped.plan.keep_fp32)
-    first = find_plan(model, x, dtype="bf16", base="cast", max_trials=1).plan
+    end_after(1, monkeypatch)
+    first = find_plan(model, x, dtype="bf16", base="cast").plan
     assert first is not None
     assert not first.minimal
     assert passes(model, x, first, first.keep_fp32)
     reference = run_bare(copy.deepcopy(model), (x,), "fp32")
     unpredicted = closeness(x, reference)
-    assert find_plan(model, x, dtype="bf16", base="cast", max_trials=1, metric=unpredicted, max_drop=0.1).plan is None
+    assert find_plan(model, x, dtype="bf16", base="cast", metric=unpredicted, max_drop=0.1).plan is None
 
 
 def test_no_search_if_a_base_passes(tmp_path: Path) -> None:
