@@ -31,7 +31,7 @@ TIME_FACTOR = 1.5
 """The medians must differ by this factor, and the intervals of the two scans must not overlap:
 kernels and their order in memory change a little between any two builds. Older files have no
 intervals: their medians vary by about 10 per cent between processes on a shared machine, and a
-ratio of two ratios by 20. Use infinity to ignore time.
+ratio of two ratios by 20.
 """
 
 MEMORY_FACTOR, PROCESS_FACTOR = 1.05, 1.15
@@ -45,11 +45,9 @@ _ERROR_FLOOR = 1e-7
 _MACHINE = ("device", "device_name", "cpu_capability", "threads", "platform")
 
 
-def diff_scans(
-    old: ScanResult, new: ScanResult, *, error_factor: float = ERROR_FACTOR, time_factor: float = TIME_FACTOR
-) -> ScanDiff:
+def diff_scans(old: ScanResult, new: ScanResult) -> ScanDiff:
     """Compare run by run, matched by precision and backend; ignore errors and times that change by
-    less than the factor.
+    less than :data:`ERROR_FACTOR` and :data:`TIME_FACTOR`.
 
     Each change between a measured and a predicted result says so. Predictions have no times, so
     none are compared.
@@ -61,7 +59,7 @@ def diff_scans(
         if was is None or is_now is None:
             changes += _only_one(was, is_now, old, new)
         else:
-            changes += _changes(was, is_now, old, new, error_factor, time_factor)
+            changes += _changes(was, is_now, old, new)
     changes += _recommendation(old, new)
     if old.evidence != new.evidence:  # one side did not run: the prediction may be wrong
         sides = f" ({old.evidence} before, {new.evidence} now)"
@@ -146,9 +144,7 @@ def _was_asked(run: Run | Recommendation, result: ScanResult) -> bool:
     return all(not isinstance(names, list) or name in names for names, name in lists)
 
 
-def _changes(
-    before: Run, after: Run, old: ScanResult, new: ScanResult, error_factor: float, time_factor: float
-) -> Iterator[ScanChange]:
+def _changes(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
     was, is_now = effective_status(before, old.runs), effective_status(after, new.runs)
     if before.status == after.status == "ok" and "unjudged" not in (was, is_now):
         yield from _elsewhere(before, after)
@@ -172,11 +168,11 @@ def _changes(
     same_output = same_output and before.training is after.training is None  # else it is that of the first step
     if before.distance is not None and after.distance is not None and not after.is_reference and same_output:
         ratio = max(after.distance, _ERROR_FLOOR) / max(before.distance, _ERROR_FLOOR)
-        if not 1 / error_factor <= ratio <= error_factor:
+        if not 1 / ERROR_FACTOR <= ratio <= ERROR_FACTOR:
             what = _compared("the output error is {times:times}", ratio, "as large as before", "smaller than before")
             yield _moved("error", after, ratio, what, error_text(before) or "", error_text(after) or "")
-    yield from _training(before, after, error_factor)
-    yield from _speed(before, after, old, new, time_factor)
+    yield from _training(before, after)
+    yield from _speed(before, after, old, new)
     of_fp32, now_of_fp32 = memory_ratio(before, old.runs), memory_ratio(after, new.runs)
     of_processes = [run.process_memory_bytes is not None for run in (before, after)]  # an older file counts tensors
     if of_fp32 and now_of_fp32 and not after.is_reference and of_processes[0] == of_processes[1]:
@@ -187,7 +183,7 @@ def _changes(
             yield _moved("memory", after, ratio, what, *shares)
 
 
-def _training(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
+def _training(before: Run, after: Run) -> Iterator[ScanChange]:
     """How far the weights end from those of fp32, what rounding loses of their updates, and whether
     other ways to train pass.
     """
@@ -197,7 +193,7 @@ def _training(before: Run, after: Run, factor: float) -> Iterator[ScanChange]:
     if was is not None and is_now is not None and was.distances and is_now.distances:
         last = min(len(was.distances), len(is_now.distances)) - 1  # one may have ended early
         far, is_at = (max(way.distances[last], _ERROR_FLOOR) for way in (was, is_now))
-        if not 1 / factor <= is_at / far <= factor:
+        if not 1 / ERROR_FACTOR <= is_at / far <= ERROR_FACTOR:
             near = "nearer to those of fp32 than before"
             what = _compared("the weights end {times:times}", is_at / far, "as far from those of fp32 as before", near)
             yield _moved("error", after, is_at / far, what, f"{far:.1e}", f"{is_at:.1e}")
@@ -272,25 +268,27 @@ def _gap_changes(run: Run, gaps: list[Gap], direction: Direction, state: str) ->
         yield ScanChange(kind="gap", direction=direction, run=label(run), what=what.text)
 
 
-def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult, factor: float) -> Iterator[ScanChange]:
+def _speed(before: Run, after: Run, old: ScanResult, new: ScanResult) -> Iterator[ScanChange]:
     """Slower only if the time relative to fp32 is, beyond what is noise in both scans, and on the
     same machine the absolute time too: a busy machine changes the absolute time, a faster fp32 the
     relative one.
     """
     was, is_now = before.latency_ms, after.latency_ms
-    if was is None or is_now is None:
+    # With --times off nobody asked for times, and those that are there were not taken beside fp32's.
+    is_off = "off" in (old.options.get("times"), new.options.get("times"))
+    if was is None or is_now is None or is_off:
         return
     absolute = is_now / was
     same_machine = all(old.environment.get(key) == new.environment.get(key) for key in _MACHINE)
     if after.is_reference:
-        if same_machine and min(was, is_now) >= SHORT_MS and not 1 / factor <= absolute <= factor:
+        if same_machine and min(was, is_now) >= SHORT_MS and not 1 / TIME_FACTOR <= absolute <= TIME_FACTOR:
             what = _compared("{times:times}", absolute, "slower than before", "as fast as before")
             yield _moved("speed", after, absolute, what, milliseconds(was), milliseconds(is_now), "other")
         return
     first, second = speed(before, old.runs), speed(after, new.runs)
-    slower, faster = is_faster(first, second, factor), is_faster(second, first, factor)
+    slower, faster = is_faster(first, second, TIME_FACTOR), is_faster(second, first, TIME_FACTOR)
     if same_machine:
-        slower, faster = slower and absolute > factor, faster and absolute < 1 / factor
+        slower, faster = slower and absolute > TIME_FACTOR, faster and absolute < 1 / TIME_FACTOR
     if (slower or faster) and first.ratio and second.ratio:
         relative = first.ratio / second.ratio
         what = _compared("relative to fp32 {times:times}", relative, "slower than before", "as fast as before")

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from lowprec_check.analysis.diff import ERROR_FACTOR, TIME_FACTOR, diff_scans
+from lowprec_check.analysis.diff import diff_scans
 from lowprec_check.analysis.suite_coverage import CoverageDiff, coverage_of, diff_coverages, kind_of
 from lowprec_check.cli.app import (
     FINDINGS,
@@ -51,16 +51,6 @@ def diff(
             "--output", "-o", metavar="FILE", help=f"Write to FILE: {choices(suffixes(of_diffs=True))}; repeatable."
         ),
     ] = None,
-    error_factor: Annotated[
-        float, typer.Option(min=1.0, help="An output error that grows by more than this factor is a regression.")
-    ] = ERROR_FACTOR,
-    time_factor: Annotated[
-        float,
-        typer.Option(
-            min=1.0,
-            help="A time relative to fp32 that grows by more than this factor is a regression; inf: ignore times.",
-        ),
-    ] = TIME_FACTOR,
 ) -> None:
     """Compare two saved scans, or two coverages saved by the pytest plugin (--lowprec-report). They
     may differ in torch release, device or commit. Exits 1 if something got worse: for coverages, if
@@ -87,7 +77,7 @@ def diff(
                 f"{old} is a scan of {kinds[0]} and {new} one of {kinds[1]}, which cannot be compared.",
                 "Scan both with --train, or both without.",
             )
-        found = diff_scans(before, after, error_factor=error_factor, time_factor=time_factor)
+        found = diff_scans(before, after)
     if not files:
         shown = chosen or FORMATS.get("text" if sys.stdout.isatty() else "md")
         if shown.name == "text":
