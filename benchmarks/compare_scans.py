@@ -37,10 +37,9 @@ SCANS: dict[str, tuple[str, ...]] = {
         if path.stem != "cifar_resnet50"  # it trains its model first, for minutes
     },
     "without_dot": ("examples/spade_decoder.py", "--without-kernel", "aten.dot:half"),
-    "resnet18": ("torchvision:resnet18", "--scale-weights", "--inputs", "1x3x64x64"),
+    "resnet18": ("torchvision:resnet18", "--inputs", "1x3x64x64"),
     "mobilenet_v2": (
         "torchvision:mobilenet_v2",
-        "--scale-weights",
         "--inputs",
         "1x3x64x64",
         "--memory-format",

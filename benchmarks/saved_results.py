@@ -105,7 +105,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     for library, count in (("torchvision", 12), ("timm", 12), ("transformers", 40)):
         for request in read_list(HERE / "zoo" / f"{library}.txt")[:count]:
             given = shlex.join(request.options)
-            yield Case("zoo", request.target, f"{given} --scale-weights")
+            yield Case("zoo", request.target, given)
             yield Case("zoo", request.target, f"{given} {next(turns)}")
     for page in page_cases():
         yield from of_file("pages", page.path(models), 1)

@@ -1,4 +1,4 @@
-"""Compare the errors of models with their own initial weights, at unit variance, and as ``--scale-weights`` scales them.
+"""Compare the errors of models with their own initial weights, at unit variance, and as a scan scales them.
 
     python benchmarks/scaled_weights.py --largest 3e7 --output reports/scaled-weights     # about an hour on a busy core
     python benchmarks/scaled_weights.py --only timm --limit 3
@@ -39,7 +39,7 @@ from lowprec_check.schema.precisions import FP16
 
 LISTS = Path(__file__).parent / "zoo"
 LIBRARIES = ("torchvision", "timm", "transformers")
-BOUNDS = {"unit variance": (1.0, 1.0, 1.0), "--scale-weights": (1 / 64, 1 / 8, 4.0)}
+BOUNDS = {"unit variance": (1.0, 1.0, 1.0), "scaled": (1 / 64, 1 / 8, 4.0)}
 """The smallest, the wanted and the largest size of the output of a layer."""
 WAYS = ("own weights", *BOUNDS)
 _APART = re.compile(r"rcnn|retinanet|fcos|:ssd|:(s3d|mc3|r3d|r2plus1d|mvit|swin3d)")
@@ -77,9 +77,10 @@ def error_of(outputs: Sequence[Tensor], references: Sequence[Tensor]) -> float |
 
 def measured(name: str, shapes: tuple[str, ...], way: str) -> Found:
     """The errors of a model in one of :data:`WAYS`."""
+    target = load_spec(TargetSpec(name, shapes), 0)
     if way in BOUNDS:
         weights.SMALLEST, weights.TARGET, weights.LARGEST = BOUNDS[way]
-    target = load_spec(TargetSpec(name, shapes, None, way in BOUNDS), 0)
+        target = weights.scale_weights(target, 0, 0.0)
     references = called(target, torch.float32)
     sizes = [float(tensor.norm()) / math.sqrt(tensor.numel()) for tensor in references]
     errors: dict[str, float | None] = {}

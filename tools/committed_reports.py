@@ -174,7 +174,7 @@ PARTS = {
             "training_truth",
         ),
         Report(
-            "scaled-weights.md", "Which errors have initial weights, and those of `--scale-weights`?", "scaled_weights"
+            "scaled-weights.md", "Which errors have initial weights, and those that a scan scales?", "scaled_weights"
         ),
         Report(
             "whole-scans.md whole-scans-bf16.md whole-scans-amx.md whole-scans-cuda.md",

@@ -13,7 +13,7 @@ from lowprec_check.schema.measures import InputsTried, PlaceRange
 from lowprec_check.schema.module_paths import is_inside
 from lowprec_check.schema.op_calls import OpCall, OpCalls
 from lowprec_check.schema.plan import Attempt
-from lowprec_check.schema.precisions import plan_bases
+from lowprec_check.schema.precisions import FP16, plan_bases
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER, REFERENCE, qualified
 from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import Sentence, say
@@ -310,6 +310,12 @@ def tiny_output(run: Run) -> str | None:
     is_lost = rms < known.smallest_subnormal and (run.rel_l2 is None or run.rel_l2 >= ALL_LOST)
     what = "flushes it to zero" if is_lost else "has few digits for it"
     return f"{judged_output(run)} is tiny (rms {rms:.0e}): {known.short} {what}"
+
+
+def vanishes(fp32: Run) -> bool:
+    """Whether the output of ``fp32`` is all zeros, or below the smallest normal number of fp16."""
+    rms = fp32.output_rms
+    return fp32.output_is_zero or (rms is not None and rms < FP16.smallest_normal)
 
 
 def differing_integers(run: Run) -> Sentence | None:

@@ -57,14 +57,6 @@ def scan(
     inputs: Inputs = None,
     weights: Weights = None,
     stream: Stream = False,
-    scale_weights: Annotated[
-        bool,
-        typer.Option(
-            "--scale-weights",
-            help="Scale random weights of layers whose output vanishes or explodes: with the initial weights of many models the "
-            "output is 1e-12 or zero, and cannot be judged.",
-        ),
-    ] = False,
     options: ScanOptions,
     save_plan: Annotated[
         Path | None, typer.Option("--save-plan", help="Save the plan found, for lowprec_check.apply.")
@@ -108,7 +100,7 @@ def scan(
         from lowprec_check.engine.session import scan_file
 
         arguments, steps = script_arguments(context), options.training_steps
-        spec = TargetSpec(target, tuple(inputs or ()), weights, stream, scale_weights, arguments, steps)
+        spec = TargetSpec(target, tuple(inputs or ()), weights, stream, arguments, steps)
         earlier = _unfinished(json)
 
         def grown(so_far: ScanResult) -> None:

@@ -4,6 +4,7 @@ recommends.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from lowprec_check.analysis.conclusion import as_wanted, conclude, wanted_runs
 from lowprec_check.analysis.fixes.source_text import texts_of_lines
 from lowprec_check.analysis.rules.registry import check_codes
+from lowprec_check.analysis.run_summary import vanishes
 from lowprec_check.catalog.versions import release_of
 from lowprec_check.engine.core.output_comparison import digest_of
 from lowprec_check.engine.machine import Machine, machine_for, prepared_runs, version
@@ -136,13 +138,17 @@ def growing_scan(
     own = []
     if stream is not None:
         own = [hashlib.sha256(file.read_bytes()).hexdigest() for file in source.own_files()]
-    with (
-        open_runs(source, settings, isolation) as target_runs,
-        open_batches(source, options.batches, settings, isolation) as further,
-    ):
+    with contextlib.ExitStack() as stack:
+        target_runs, further = _opened(stack, source, options, settings, isolation)
         if stream is not None and stream.nbytes > HELD_BYTES:
             source.report(NOTICE, _estimate(stream, options, machine.runs_on))
         fp32 = target_runs.reference()
+        # The output of many models vanishes with their initial weights, and cannot be judged in fp16.
+        if not settings.steps and vanishes(fp32) and source.scale_weights(options.seed, fp32.output_rms or 0.0):
+            stack.close()
+            target = source.target
+            target_runs, further = _opened(stack, source, options, settings, isolation)
+            fp32 = target_runs.reference()
         run_references(further, fp32)
         model = describe_target(target, fp32, trains=settings.steps > 0, batches=options.batches)
         result = ScanResult(
@@ -182,6 +188,18 @@ def growing_scan(
         batches = [target_runs, *further]
         about = machine.environment | {"torch": result.torch}
         yield plan_for_scan(batches, result, about, source.name, wanted=options.plan)
+
+
+def _opened(
+    stack: contextlib.ExitStack,
+    source: TargetSource,
+    options: ScanOptions,
+    settings: RunOptions,
+    isolation: Isolation,
+) -> tuple[TargetRuns, list[TargetRuns]]:
+    """The runs on the first batch and on the others, which ``stack`` closes."""
+    first = stack.enter_context(open_runs(source, settings, isolation))
+    return first, stack.enter_context(open_batches(source, options.batches, settings, isolation))
 
 
 def check_options(options: ScanOptions) -> None:

@@ -297,7 +297,11 @@ class ScanOptions(DeclaredOptions):
         names: Sequence[str] | None = getattr(self, axis)
         if names:
             return list(names)
-        defaults = {"precisions": PRECISIONS.names(), "backends": [EAGER], "memory_formats": [CONTIGUOUS]}
+        defaults: dict[str, list[str]] = {
+            "precisions": PRECISIONS.names(),
+            "backends": [EAGER],
+            "memory_formats": [CONTIGUOUS],
+        }
         return defaults[axis]
 
     @property

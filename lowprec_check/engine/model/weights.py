@@ -26,6 +26,7 @@ from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.streamed_weights import stream_weights
 from lowprec_check.engine.model.target import Target
 from lowprec_check.errors import UsageError, first_line, message_of, type_name
+from lowprec_check.schema.statements import counted
 
 # -- A state dict from a file: tensors only, no code in the file is run
 
@@ -165,9 +166,6 @@ def _is_state(value: Any) -> bool:
 # Only ops whose result is out of bounds are scaled, and not to unit variance: there, the errors of 16 bits are larger than with the
 # models' own weights (reports/scaled-weights.md).
 
-NOTE = "random weights, scaled where outputs of layers vanish or explode"
-HEALTHY = "no random weight was scaled: no output of a layer vanishes or explodes"
-
 SMALLEST, TARGET, LARGEST = 1 / 64, 1 / 8, 4.0
 """A layer whose output has a root mean square out of these bounds is scaled, so that it is the
 target.
@@ -199,17 +197,13 @@ _FACTORS = {
 """Ops that multiply each channel by a weight."""
 
 
-def scale_weights(target: Target, seed: int) -> Target:
+def scale_weights(target: Target, seed: int, output_rms: float) -> Target:
     """Scale the weights of ``target.model`` in place by one call on its inputs; the result has a
-    note that says so.
+    note that says so, and what the root mean square of the output was.
 
-    ``seed`` draws the weights that are zero. Nothing else of the model, the inputs, or the generators changes. Raises
-    :class:`UsageError` if the weights were loaded from a file, or the call fails.
+    ``seed`` draws the weights that are zero. Nothing else of the model, the inputs, or the
+    generators changes. Raises :class:`UsageError` if the call fails.
     """
-    if target.weights == "loaded":
-        raise UsageError(
-            "The weights are loaded from a file, so they are not scaled.", "Leave out --scale-weights, or the weights."
-        )
     scaler, snapshot = _Scaler(target.model, seed), Snapshot(target.model, target.inputs)
     threads, fast = torch.get_num_threads(), torch.backends.mha.get_fastpath_enabled()
     torch.backends.mha.set_fastpath_enabled(False)  # it is one op with the weights of several layers
@@ -221,17 +215,23 @@ def scale_weights(target: Target, seed: int) -> Target:
     except Exception as error:
         raise UsageError(
             f"The weights could not be scaled, since the model fails: {type_name(error)}: {first_line(message_of(error))}",
-            "Leave out --scale-weights, or give the inputs that the model takes with --inputs.",
+            "Give trained weights with --weights, or other inputs with --inputs.",
         ) from None
     finally:
         torch.set_num_threads(threads)
         torch.backends.mha.set_fastpath_enabled(fast)
         snapshot.restore()
     if not scaler.scaled + scaler.redrawn:
-        return target._replace(notes=(*target.notes, HEALTHY))
-    setup = (*target.setup, "# then the scan scaled the random weights: --scale-weights")
-    counts = f"{scaler.scaled} of {scaler.layers} layers; {scaler.redrawn} weights that were zero are drawn anew"
-    return target._replace(weights="scaled", notes=(*target.notes, f"{NOTE} ({counts})"), setup=setup)
+        return target
+    setup = (*target.setup, "# then the scan scaled the random weights, with which the output vanishes")
+    redrawn = ""
+    if scaler.redrawn:
+        redrawn = f", {counted(scaler.redrawn, 'weight')} of zeros drawn anew"
+    note = (
+        f"random weights of {scaler.scaled} of {counted(scaler.layers, 'layer')} were scaled{redrawn}: with the initial ones the output "
+        f"is {output_rms:.0e} (rms); all figures are those of the scaled weights"
+    )
+    return target._replace(weights="scaled", notes=(*target.notes, note), setup=setup)
 
 
 class _Scaler(DispatchMode):

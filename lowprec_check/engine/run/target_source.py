@@ -158,6 +158,20 @@ class TargetSource:
         batch.on_progress = self.on_progress
         return batch
 
+    def scale_weights(self, seed: int, output_rms: float) -> bool:
+        """Scale the random weights of a model that was loaded by name, whose output has this root
+        mean square; whether any was scaled, also in the workers that start from now on.
+        """
+        if self.target.weights != "random":
+            return False
+        self.target = scale_weights(self.target, seed, output_rms)
+        if self.target.weights != "scaled":
+            return False
+        if self.reload is not None:
+            self.reload = functools.partial(_load_scaled, self.reload, seed, output_rms)
+        self.kept.end()  # it has the weights as they were
+        return True
+
     def own_files(self) -> list[Path]:
         """The user's own files that the target was loaded from, sorted."""
         imported = {**sys.modules, **(self._imports.modules if self._imports is not None else {})}
@@ -184,6 +198,10 @@ def _load_batch(load: Load, number: int, seed: int) -> Target:
     target = load()
     seed_everything(seed + number)
     return target.batch(number)
+
+
+def _load_scaled(load: Load, seed: int, output_rms: float) -> Target:
+    return scale_weights(load(), seed, output_rms)
 
 
 def _unpickle(descriptor: int) -> Target:
@@ -215,8 +233,6 @@ def load_spec(spec: TargetSpec, seed: int) -> Target:
     if spec.weights is not None:
         weights = str(spec.weights)
     target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps, stream=spec.stream)
-    if spec.scale_weights:
-        target = scale_weights(target, seed)
     is_quick = system.monotonic() - started <= QUICK_SECONDS
     remake = functools.partial(_model, spec._replace(steps=min(1, spec.steps)))
     if is_quick:

@@ -32,8 +32,6 @@ class TargetSpec(NamedTuple):
     """Whether weights stay in their files until a module uses them; automatic for a folder whose
     weights do not fit into memory.
     """
-    scale_weights: bool = False
-    """Whether to scale random weights of layers whose output vanishes or explodes."""
     arguments: tuple[str, ...] = ()
     """What a script gets as ``sys.argv[1:]``."""
     steps: int = 0

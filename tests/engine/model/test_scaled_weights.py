@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,17 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from lowprec_check.analysis.conclusion import conclude
 from lowprec_check.engine.model.target import Target, make_target
-from lowprec_check.engine.model.weights import HEALTHY, LARGEST, NOTE, SMALLEST, TARGET, scale_weights
+from lowprec_check.engine.model.weights import LARGEST, SMALLEST, TARGET, scale_weights
+from lowprec_check.engine.model.zoo import import_torchvision
+from lowprec_check.engine.run.target_runs import TargetRuns
 from lowprec_check.engine.run.target_source import load_spec
 from lowprec_check.engine.run.target_spec import TargetSpec
+from lowprec_check.engine.session import scan_file
 from lowprec_check.errors import UsageError
+from lowprec_check.process import Isolation
+from lowprec_check.schema.options import ScanOptions
 from lowprec_check.schema.scan_result import ScanResult
 
 
@@ -24,7 +29,7 @@ def size(tensor: Tensor) -> float:
 
 
 def scaled(model: nn.Module, inputs: Any, seed: int = 0) -> Target:
-    return scale_weights(make_target(model.eval(), inputs), seed)
+    return scale_weights(make_target(model.eval(), inputs), seed, 1e-12)
 
 
 def sizes_of_outputs(model: nn.Module, inputs: Tensor, *kinds: type[nn.Module]) -> list[float]:
@@ -64,7 +69,9 @@ def test_a_signal_that_vanishes_is_kept_up() -> None:
     assert before[-1] < 1e-20
     target = scaled(model, image)
     assert target.weights == "scaled"
-    assert target.notes[-1] == f"{NOTE} (19 of 41 layers; 0 weights that were zero are drawn anew)"
+    assert target.notes[-1].startswith(
+        "random weights of 19 of 41 layers were scaled: with the initial ones the output is 1e-12"
+    )
     sizes = sizes_of_outputs(model, image, nn.Conv2d, nn.Linear)
     assert all(SMALLEST <= found <= LARGEST for found in sizes)
     assert sizes[1:-1] == pytest.approx([TARGET] * 19, rel=1e-3)
@@ -85,7 +92,7 @@ def test_a_healthy_model_keeps_its_weights() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU(), nn.Linear(64, 64))
     before = [parameter.clone() for parameter in model.parameters()]
     target = scaled(model, torch.randn(4, 64))
-    assert (target.weights, target.notes[-1]) == ("unknown", HEALTHY)
+    assert (target.weights, target.notes) == ("unknown", ())
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
 
 
@@ -157,7 +164,7 @@ def test_nothing_else_changes() -> None:
     inputs = torch.randn(4, 8)
     kept, running = inputs.clone(), model[1].running_mean.clone()  # type: ignore[union-attr, operator]
     state, threads = torch.get_rng_state(), torch.get_num_threads()
-    scale_weights(make_target(model, inputs), 0)
+    scale_weights(make_target(model, inputs), 0, 0.0)
     assert torch.equal(inputs, kept)
     assert torch.equal(model[1].running_mean, running)  # type: ignore[arg-type]
     assert torch.equal(torch.get_rng_state(), state)
@@ -176,14 +183,6 @@ def test_the_seed_decides_what_is_drawn() -> None:
     assert not torch.equal(head(1), head(2))
 
 
-def test_weights_of_a_file_are_not_scaled(tmp_path: Path) -> None:
-    torch.save(nn.Linear(4, 4).state_dict(), tmp_path / "w.pt")
-    (tmp_path / "m.py").write_text("import torch\nmodel = torch.nn.Linear(4, 4)\ninputs = torch.randn(2, 4)\n")
-    spec = TargetSpec(str(tmp_path / "m.py"), (), tmp_path / "w.pt", scale_weights=True)
-    with pytest.raises(UsageError, match="loaded from a file"):
-        load_spec(spec, 0)
-
-
 def test_a_model_that_fails_is_named() -> None:
     with pytest.raises(UsageError, match="could not be scaled, since the model fails: RuntimeError: mat1"):
         scaled(nn.Linear(4, 4), torch.randn(2, 5))
@@ -196,7 +195,7 @@ def test_each_load_gives_the_same_weights(tmp_path: Path) -> None:
     try:
         for threads in (1, 2):
             torch.set_num_threads(threads)
-            models.append(load_spec(TargetSpec(str(file), scale_weights=True), 0).model)
+            models.append(scale_weights(load_spec(TargetSpec(str(file)), 0), 0, 0.0).model)
     finally:
         torch.set_num_threads(before)
     one, two = models
@@ -213,26 +212,42 @@ inputs = torch.randn(1, 64)
 """
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("isolation", ["fork", "spawn"])
-def test_a_scan_says_so(tmp_path: Path, isolation: str) -> None:
-    saved, file = tmp_path / "scan.json", tmp_path / "model.py"
+OPTIONS = ScanOptions(precisions="half", errors="none", times="off", plan=False, further_inputs=0)
+
+
+def last(spec: TargetSpec, isolation: Isolation) -> ScanResult:
+    *_, result = scan_file(spec, OPTIONS, isolation)
+    return result
+
+
+def test_a_model_of_the_user_keeps_its_weights(tmp_path: Path) -> None:
+    file = tmp_path / "model.py"
     file.write_text(VANISHING)
-    command = [sys.executable, "-m", "lowprec_check", "scan", str(file)]
-    command += ["-p", "half", "--errors", "none", "--times", "off", "--no-plan", "--isolation", isolation]
-    plain = subprocess.run([*command, "--json", str(saved)], capture_output=True, text=True, check=False)
-    assert plain.returncode in (0, 1), plain.stderr
-    before = ScanResult.load(saved)
-    assert before.model.weights == "unknown"
-    assert before.run("half").status == "inaccurate"
-    assert (before.run("half").output_rms or 1) < 1e-8
-    done = subprocess.run(
-        [*command, "--scale-weights", "--json", str(saved)], capture_output=True, text=True, check=False
+    result = last(TargetSpec(str(file)), "none")
+    assert result.model.weights == "unknown"
+    assert not any("scaled" in note for note in result.model.notes)
+    assert (result.run("half").status, (result.run("half").output_rms or 1) < 1e-8) == ("inaccurate", True)
+
+
+@pytest.mark.parametrize("isolation", ["none", "fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_a_model_by_name_whose_output_vanishes_is_scaled(isolation: Isolation) -> None:
+    import_torchvision()
+    result = last(TargetSpec("torchvision:mobilenet_v3_small", ("1x3x32x32",)), isolation)
+    assert result.model.weights == "scaled"
+    assert re.search(
+        r"random weights of \d+ of \d+ layers were scaled: .* output is \de-\d+", "\n".join(result.model.notes)
     )
-    assert done.returncode == 0, done.stderr
-    found = ScanResult.load(saved)
-    assert found.model.weights == "scaled"
-    assert found.run("half").status == "ok"
-    assert SMALLEST <= (found.run("half").output_rms or 0) <= LARGEST
-    assert any(note.startswith(NOTE) for note in found.model.notes)
-    assert not [d for d in found.diagnostics if d.code == "LP902"]
+    assert result.run("half").status == "ok"
+    assert SMALLEST <= (result.run("half").output_rms or 0) <= LARGEST
+    assert not [finding for finding in conclude(result).diagnostics if finding.code == "LP902"]
+
+
+def test_a_healthy_model_by_name_is_run_once_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    import_torchvision()
+    references, reference = [], TargetRuns.reference
+    monkeypatch.setattr(
+        TargetRuns, "reference", lambda *a, **b: references.append(reference(*a, **b)) or references[-1]
+    )
+    result = last(TargetSpec("torchvision:squeezenet1_1", ("1x3x32x32",)), "none")
+    assert (result.model.weights, len(references)) == ("random", 1)
+    assert not any("scaled" in note for note in result.model.notes)
