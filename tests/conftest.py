@@ -10,10 +10,9 @@ import json
 import os
 import subprocess
 import sys
-import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -35,6 +34,7 @@ from torch import Tensor, nn
 
 from lowprec_check.cli.main import main
 from lowprec_check.engine.run import rounds, turns
+from lowprec_check.engine.run.launcher import Launcher
 from lowprec_check.report.registry import render
 from lowprec_check.schema.axes import BACKENDS, Backend
 from lowprec_check.schema.scan_result import ScanResult
@@ -61,19 +61,38 @@ sys.path.extend(
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-goldens", action="store_true", help="Write tests/goldens/ anew; then read the diff.")
-    parser.addoption("--slow", metavar="K/N", help="Of the slow tests only the share number K of N, counted from 0.")
+    parser.addoption("--no-scans", action="store_true", help="Skip each test that would scan or start a process.")
+
+
+NO_SCANS = "--no-scans"
+STARTS = ("os.fork", "os.forkpty", "os.posix_spawn", "subprocess.Popen")
+"""The events by which Python tells that a process is started."""
+PROCESS_FIXTURES = ("browser", "pytester")
+"""What starts a process, or runs pytest, behind code that would not pass on a skip."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """With ``--no-scans``, skip a test at the moment at which it starts a process or a scan: no list of them can be out of date."""
+    if not config.getoption(NO_SCANS):
+        return
+
+    def skip_if_started(event: str, _arguments: tuple[Any, ...]) -> None:
+        if event in STARTS and "PYTEST_CURRENT_TEST" in os.environ:
+            pytest.skip(NO_SCANS)
+
+    def skip(*_arguments: Any) -> NoReturn:
+        pytest.skip(NO_SCANS)
+
+    sys.addaudithook(skip_if_started)
+    Launcher.execute = skip  # type: ignore[method-assign]  # what all runs of a scan pass through
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the slow tests of other shares than that of ``--slow``."""
-    if share := config.getoption("--slow"):
-        number, shares = map(int, share.split("/"))
-
-        def waits(item: pytest.Item) -> bool:
-            return item.get_closest_marker("slow") is not None and zlib.crc32(item.nodeid.encode()) % shares != number
-
-        config.hook.pytest_deselected(items=list(filter(waits, items)))
-        items[:] = [item for item in items if not waits(item)]
+    """With ``--no-scans``, skip the tests that use one of `PROCESS_FIXTURES`."""
+    if config.getoption(NO_SCANS):
+        for item in items:
+            if not {*PROCESS_FIXTURES}.isdisjoint(getattr(item, "fixturenames", ())):
+                item.add_marker(pytest.mark.skip(reason=NO_SCANS))
 
 
 Register = Callable[[Backend], None]

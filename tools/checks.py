@@ -1,18 +1,22 @@
-"""Runs what CI runs: the tests, and beside them lint, format, import contracts and types; prints how long each took.
+"""Runs what CI runs: lint, format, import contracts and types; if they pass, all tests. Prints how long each phase took.
 
-``python tools/checks.py [--all] [arguments of pytest]``, with the Python of the environment that has the extra ``test``. The slow tests take
-turns: an eighth of them for each commit, all of them with ``--all``, which belongs before a release.
+``python tools/checks.py`` runs everything. ``python tools/checks.py --quick [FOLDER]`` is for use while you edit: the static checks, the tests
+of one folder (``engine/trace``) except those that scan or start a process, and three scans with the real command. Use the Python of the
+environment that has the extra ``test``.
 """
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
-import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
 PROGRAMS = Path(sys.executable).parent
@@ -20,55 +24,104 @@ STATIC = {
     "lint": ("ruff", "check", "."),
     "format": ("ruff", "format", "--check", "."),
     "imports": ("lint-imports", "--no-cache", "--no-logo"),
-    "types": ("mypy",),
+    "types": ("mypy",),  # not dmypy, whose second run ends in an endless loop; mypy's cache leaves a few seconds
 }
-TESTS = ("-n", "auto", "--dist", "worksteal", "--durations=15")
-SHARES = 8
-"""Turns of the slow tests."""
+PARALLEL = ("-n", "auto", "--dist", "worksteal")
+
+SMOKE = {
+    "inference": ("examples/whitening.py",),
+    "training": ("examples/train_classifier.py", "--train", "--steps", "2", "--times", "off", "-p", "autocast-bf16"),
+    "prediction": ("examples/masked_attention.py", "--device", "xpu"),
+}
+"""Scans with the real command."""
+
+SUPPORTED = {"fp32": "ok", "autocast-bf16": "ok"}
+EXPECTED = {
+    "inference": SUPPORTED | {"bfloat16": "error", "half": "error", "autocast-fp16": "ok"},
+    "training": SUPPORTED,
+    "prediction": SUPPORTED | {"bfloat16": "ok", "half": "error", "autocast-fp16": "error"},
+}
+"""The status of each of their runs."""
 
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)  # hundreds of processes import the package: each would compile it
 
 
-def share() -> list[str]:
-    """The slow tests whose turn it is, by the time of the last commit; all of them where git does not know one."""
-    git = shutil.which("git")
-    if git is None:
-        return []
-    commit = subprocess.run([git, "log", "-1", "--format=%ct"], cwd=ROOT, capture_output=True, text=True, check=False)
-    return [f"--slow={int(commit.stdout) % SHARES}/{SHARES}"] if commit.returncode == 0 else []
+class Checked(NamedTuple):
+    """How a check ended: its output is empty if it passed."""
+
+    name: str
+    seconds: float
+    problem: str
 
 
-def checked(name: str) -> tuple[str, float, subprocess.CompletedProcess[str]]:
-    """Run one of the static checks."""
-    start = time.monotonic()
+def run(command: Sequence[str | Path]) -> subprocess.CompletedProcess[str]:
+    """Run a program in the repository's root."""
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
+
+
+def static_problem(name: str) -> str:
+    """What one of the static checks says against the code."""
     program, *arguments = STATIC[name]
-    done = subprocess.run(
-        [PROGRAMS / program, *arguments],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        stdin=subprocess.DEVNULL,
-    )
-    return name, time.monotonic() - start, done
+    done = run([PROGRAMS / program, *arguments])
+    return done.stdout + done.stderr if done.returncode else ""
+
+
+def smoke_problem(name: str) -> str:
+    """What is wrong with one of the scans."""
+    done = run([sys.executable, "-m", "lowprec_check", "scan", *SMOKE[name], "--json", "-", "-q", "--fail-on", "never"])
+    if done.returncode:
+        return f"exit code {done.returncode}\n{done.stdout}{done.stderr}"
+    found = {row["precision"]: row["status"] for row in json.loads(done.stdout)["runs"]}
+    return "" if found == EXPECTED[name] else f"found {found}, expected {EXPECTED[name]}"
+
+
+def check(names: Sequence[str], problem_of: Callable[[str], str], at_once: int) -> bool:
+    """Run the named checks, several at once, and print what they found; whether all passed."""
+
+    def timed(name: str) -> Checked:
+        start = time.monotonic()
+        problem = problem_of(name)
+        return Checked(name, time.monotonic() - start, problem)
+
+    with ThreadPoolExecutor(at_once) as pool:
+        results = list(pool.map(timed, names))
+    for name, _, problem in results:
+        if problem:
+            print(f"\n{name} failed:\n{problem}", flush=True)
+    print(", ".join(f"{name} {seconds:.0f} s" for name, seconds, _ in results), flush=True)
+    return not any(problem for _, _, problem in results)
+
+
+def test(*arguments: str) -> bool:
+    """Run pytest and print how long it took; whether it passed."""
+    start = time.monotonic()
+    print("pytest", *arguments, flush=True)
+    code = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False).returncode
+    print(f"tests {time.monotonic() - start:.0f} s", flush=True)
+    return code == 0
 
 
 def main() -> int:
-    """The exit code: 0 if all is well, else that of the tests, or 1."""
+    """The exit code: 0 if all is well."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument(
+        "--quick",
+        nargs="?",
+        const="",
+        metavar="FOLDER",
+        help="static checks, smoke scans, and the tests in tests/FOLDER that neither scan nor start a process",
+    )
+    folder = parser.parse_args().quick
     start = time.monotonic()
-    given = [argument for argument in sys.argv[1:] if argument != "--all"]
-    arguments = given or [*TESTS, *([] if "--all" in sys.argv else share())]
-    print("pytest", *arguments, flush=True)
-    with ThreadPoolExecutor(1) as beside:  # one after another: two cores belong to the tests
-        static = [beside.submit(checked, name) for name in STATIC]
-        code = subprocess.run([sys.executable, "-m", "pytest", *arguments], cwd=ROOT, check=False).returncode
-        tests = time.monotonic() - start
-        results = [future.result() for future in static]
-    for name, _, done in results:
-        if done.returncode:
-            print(f"\n{name} failed:\n{done.stdout}{done.stderr}")
-    print(f"\ntests {tests:.0f} s; beside them " + ", ".join(f"{name} {seconds:.0f} s" for name, seconds, _ in results))
-    return code or int(any(done.returncode for _, _, done in results))
+    passed = check([*STATIC], static_problem, len(STATIC))
+    if passed and folder is None:
+        passed = test(*PARALLEL, "--durations=15")
+    elif passed:
+        passed = check([*SMOKE], smoke_problem, os.cpu_count() or 1)
+        if passed and folder:
+            passed = test(f"tests/{folder}", *PARALLEL, "--no-scans")
+    print(f"all {time.monotonic() - start:.0f} s")
+    return 0 if passed else 1
 
 
 if __name__ == "__main__":

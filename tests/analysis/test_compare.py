@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from browser import chromium, opened
+from browser import opened
 from conftest import Call
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -307,20 +307,20 @@ def test_diff_prints_text_to_a_terminal_and_markdown_to_a_pipe(tmp_path: Path, c
 
 
 @pytest.mark.slow
-def test_the_page_is_silent_and_accessible(tmp_path: Path) -> None:
+def test_the_page_is_silent_and_accessible(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "diff.html"
     path.write_text(render(DIFFERENT, "html"), encoding="utf-8")
-    with chromium() as browser, opened(browser, path) as page:
+    with opened(browser, path) as page:
         assert "2 regressions" in page.inner_text(".verdict")
         axe = pytest.importorskip("axe_playwright_python.sync_playwright").Axe()
         assert [rule["id"] for rule in axe.run(page).response["violations"]] == []
 
 
 @pytest.mark.slow
-def test_a_narrow_page_does_not_break_words(tmp_path: Path) -> None:
+def test_a_narrow_page_does_not_break_words(browser: Any, tmp_path: Path) -> None:
     path = tmp_path / "diff.html"
     path.write_text(render(DIFFERENT, "html"), encoding="utf-8")
-    with chromium() as browser, opened(browser, path, viewport={"width": 360, "height": 800}) as page:
+    with opened(browser, path, viewport={"width": 360, "height": 800}) as page:
         assert page.evaluate("document.documentElement.scrollWidth") <= 360
         heights = page.locator("table tbody th").evaluate_all("all => all.map((one) => one.offsetHeight)")
         assert max(heights) < 40

@@ -8,11 +8,9 @@ import sys
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
-from conftest import ROOT, pytest_collection_modifyitems
+from conftest import ROOT
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -160,20 +158,3 @@ def is_text_of_error(node: ast.AST) -> bool:
 )
 def test_what_counts_as_the_text_of_an_exception(code: str, found: int) -> None:
     assert sum(map(is_text_of_error, ast.walk(ast.parse(code)))) == found
-
-
-def test_slow_tests_take_turns() -> None:
-    every = [
-        SimpleNamespace(nodeid=f"test_{number}", get_closest_marker=lambda name, slow=number % 2: slow or None)
-        for number in range(100)
-    ]
-    kept, left_out = list[Any](), list[Any]()
-    hook = SimpleNamespace(pytest_deselected=lambda *, items: left_out.extend(items))
-    for number in range(3):
-        items: list[Any] = list(every)
-        config: Any = SimpleNamespace(getoption=lambda _name, share=f"{number}/3": share, hook=hook)
-        pytest_collection_modifyitems(config, items)
-        assert len(items) < 90
-        kept += items
-    assert sorted(item.nodeid for item in kept) == sorted(item.nodeid for item in (*every, *every[::2], *every[::2]))
-    assert len(kept) + len(left_out) == 300
