@@ -60,7 +60,8 @@ def _registered(name: str, about: About, evidence: Evidence, *, is_per_run: bool
     def register(make: Any) -> Any:
         if name in _KINDS:
             raise ValueError(f"the kind {name} is registered twice")
-        summary = (make.__doc__ or "").partition("\n")[0]
+        first_paragraph = (make.__doc__ or "").partition("\n\n")[0]
+        summary = " ".join(first_paragraph.split())
         _KINDS[name] = Kind(name, about, summary, evidence, is_per_run, make)
         return make
 
