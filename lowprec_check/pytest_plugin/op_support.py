@@ -40,7 +40,7 @@ from lowprec_check.schema.statements import counted
 from lowprec_check.schema.verdict import ExceptionInfo
 
 if TYPE_CHECKING:
-    from lowprec_check.engine.sweep.kept_sweep import BriefSweep
+    from lowprec_check.engine.sweep.kept_sweep import BriefSweep, NotMeasurableError
 
 # -- Whether an operator runs in a dtype: measured if the device is available, else looked up in the catalog
 
@@ -129,19 +129,38 @@ def _named(asked: str, device: str) -> list[OpRecord]:
     return exact or found
 
 
+_not_measurable: dict[str, NotMeasurableError] = {}
+"""By device, why nothing can be measured. Without the extra `catalog`, each try would import torch in vain."""
+
+
 @cache
 def _measured(device: str, ops: tuple[str, ...]) -> BriefSweep | None:
-    """Run the samples of the operators in a worker that is kept for others; ``None`` if that is not
-    possible.
+    """Run the samples of the operators in a worker that is kept for others; ``None`` if that is not possible.
+
+    Raises :class:`UsageError` if the extra `catalog` is missing and the catalog does not have the installed torch.
     """
-    from lowprec_check.engine.sweep.kept_sweep import measure_briefly
+    from lowprec_check.engine.sweep.kept_sweep import NotMeasurableError, measure_briefly
 
     if not is_device_available(device):
         return None
     try:
-        return measure_briefly(device, list(ops))
-    except (UsageError, RuntimeError, OSError):  # this torch cannot describe its operators, or not these
+        if device not in _not_measurable:
+            return measure_briefly(device, list(ops))
+    except NotMeasurableError as error:
+        _not_measurable[device] = error
+    except (UsageError, RuntimeError, OSError):  # this torch does not describe these operators
         return None
+    if is_declared(device):
+        releases = declared.releases(device)
+    else:
+        releases = tuple(sweep.release for sweep in history(device))
+    if installed_release() in releases:
+        return None
+    why = _not_measurable[device]
+    raise UsageError(
+        f"The catalog does not have torch {installed_release()} on {device}, and nothing can be measured: {why.message}",
+        why.hint,
+    )
 
 
 def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, torch: str) -> OpState:

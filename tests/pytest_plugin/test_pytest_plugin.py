@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,9 @@ from conftest import INSTALLED, PLUGIN, ROOT
 
 from lowprec_check.catalog.declared import releases
 from lowprec_check.catalog.measured import sweep_of
+from lowprec_check.catalog.versions import installed_release
 from lowprec_check.engine.sweep import kept_sweep
+from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import op_support as support
 from lowprec_check.pytest_plugin.fixture import lowprec as fixture  # noqa: F401 - imported once for all projects
 from lowprec_check.pytest_plugin.marker import cases, is_device_available
@@ -224,6 +227,26 @@ def test_supported_is_measured_on_this_machine(project: pytest.Pytester) -> None
         'assert found.evidence == "measured here" and len(found.states) == 2',
         passed=1,
     )
+
+
+@pytest.mark.slow
+def test_supported_needs_no_extra_for_what_the_catalog_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    tmp_path.joinpath("expecttest.py").write_text("raise ModuleNotFoundError('No module named expecttest')")
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    kept_sweep._end((os.getpid(), "cpu", kept_sweep.WORKER))
+    support._measured.cache_clear()
+    try:
+        found = support.support_of("dot", "float16", "cpu")
+        assert (found.supported, found.evidence, found.torch) == (True, "measured", installed_release())
+        monkeypatch.setattr(kept_sweep, "measure_briefly", lambda *_: pytest.fail("it would import torch again"))
+        assert not support.support_of("linalg.svd", "float16", "cpu").supported
+        monkeypatch.setattr(support, "installed_release", lambda: "2.99")
+        support._measured.cache_clear()
+        with pytest.raises(UsageError, match=r"(?s)torch 2.99 on cpu.*named expecttest.*lowprec-check\[catalog\]"):
+            support.support_of("dot", "bfloat16", "cpu", backward=True)
+    finally:
+        support._measured.cache_clear()
+        support._not_measurable.clear()
 
 
 def test_supported_is_declared_for_an_absent_xpu(project: pytest.Pytester) -> None:

@@ -9,17 +9,22 @@ import argparse
 import os
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 
 from lowprec_check.catalog.data_files import data_folder
-from lowprec_check.engine.sweep.kept_sweep import CALL_SECONDS, SAMPLES, OnOperator, OperatorSweep
+from lowprec_check.engine.sweep.kept_sweep import CALL_SECONDS, SAMPLES, OperatorSweep, Task
 from lowprec_check.errors import UsageError
 from lowprec_check.process.interpreter import module_command
 from tools.catalog_files import MeasuredSweep
+from tools.operator_sweep.messages import FullAnswer, FullHello, decode
 
 ROOT = Path(__file__).resolve().parents[2]
+
+OnOperator = Callable[[int, int, str], None]
+"""Called with the number of finished operators, the number of all, and the name of the next."""
 
 
 def build(
@@ -41,20 +46,25 @@ def build(
     """
     command = module_command(worker, "--device", device, "--samples", str(samples), python=python)
     path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+
+    def report(task: Task) -> None:
+        if on_progress is not None:
+            on_progress(len(sweep.answers), sweep.total, task.op)
+
     with tempfile.TemporaryDirectory(prefix="lowprec-check-") as workdir:
         sweep = OperatorSweep(
             command + (["--extension", extension] if extension else []),
             Path(workdir),
             call_seconds=call_seconds,
             environment=os.environ | {"PYTHONPATH": path},
-            on_progress=on_progress,
+            decode=decode,
+            on_send=report,
         )
         with sweep.queue.supervisor:
             answers = sweep.measure(only, jobs or os.cpu_count() or 1)
-    assert sweep.hello is not None  # nothing is measured before it
-    assert sweep.hello.header is not None  # this worker sends one
+    assert isinstance(sweep.hello, FullHello)  # nothing is measured before it
     header = msgspec.structs.replace(sweep.hello.header, ops=len(answers))
-    times = [answer.times for answer in answers if answer.times is not None and answer.times.float32_us]
+    times = [answer.times for answer in answers if isinstance(answer, FullAnswer) and answer.times.float32_us]
     return MeasuredSweep(header, [answer.record for answer in answers], times)
 
 

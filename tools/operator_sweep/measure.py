@@ -11,10 +11,12 @@ from unittest import mock
 import msgspec
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 
 from lowprec_check.catalog.records import DTYPES, LOW, MODES, Dtype, Mode, OpRecord, OpTimes
+from lowprec_check.engine.core.dispatch_mode import AutocastKeys
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.sweep.calls import SEED, Caller, Trial, exit_if_device_lost
+from lowprec_check.engine.sweep.calls import SEED, Caller, FirstFailure, Trial, exit_if_device_lost, overload_name_of
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.engine.sweep.operator_worker import OperatorMeasurement
 from lowprec_check.engine.sweep.samples import Sample
@@ -28,6 +30,26 @@ ENOUGH_SECONDS = 0.02
 _UNINITIALISED = ("empty", "new_empty", "resize_")
 _UNREPEATABLE = ("linalg.lstsq", "nn.functional.fractional_max_pool")
 """Operators whose result depends on a choice that differs between dtypes (pivots, random windows): no error is measured."""
+
+
+class DispatchedOps(FirstFailure):
+    """Also records the names of all dispatched overloads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: dict[str, None] = {}
+        self.views: dict[str, None] = {}
+        """Ops that return an alias and write nothing: they compute nothing and work in every dtype."""
+        self.random = False
+
+    def handle(self, func: OpOverload, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
+        """Run ``func`` as it is."""
+        aliases = [argument.alias_info for argument in func._schema.arguments]
+        writes = any(alias is not None and alias.is_write for alias in aliases)
+        is_view = not writes and any(returned.alias_info is not None for returned in func._schema.returns)
+        (self.views if is_view else self.names)[overload_name_of(func)] = None
+        self.random |= torch.Tag.nondeterministic_seeded in func.tags
+        return super().handle(func, args, kwargs, keys)
 
 
 class FullMeasurement(OperatorMeasurement):
@@ -60,7 +82,8 @@ class FullMeasurement(OperatorMeasurement):
         for index, mode in enumerate(MODES[:2] if reason is None else ()):
             self.enter(f"aten/{mode}", "")
             for number, sample in enumerate(() if f"aten/{mode}" in self.lost else self.samples):
-                recording = self.caller.record(sample, torch.float32, mode)
+                recording = DispatchedOps()
+                self.caller.record(sample, torch.float32, mode, recording)
                 self.aten[index] |= recording.names
                 self.views |= recording.views
                 if self.name.startswith(_UNINITIALISED) or (recording.random and self._depends_on_seed(sample)):
@@ -90,7 +113,8 @@ class FullMeasurement(OperatorMeasurement):
         caller, grad = self.caller, mode == "backward"
         try:
             caller.seed()
-            reference = caller.run(sample.cast(dtype, wide=caller.wide, grad=grad), dtype, mode)
+            rounded = sample.cast(dtype, grad=grad)
+            reference = caller.run(rounded.cast(caller.wide, grad=grad), dtype, mode)
             if not grad:
                 result, reference = caller.comparable(sample, result), caller.comparable(sample, reference)
             if reference is None or len(result) != len(reference):

@@ -12,10 +12,10 @@ from lowprec_check.catalog.versions import installed_version
 from lowprec_check.engine.core.installation import IPEX, cpu_info, extension_problem
 from lowprec_check.engine.sweep.calls import Caller
 from lowprec_check.engine.sweep.failures import Raised
-from lowprec_check.engine.sweep.kept_sweep import Answer, Hello
 from lowprec_check.engine.sweep.operator_worker import Enter, options_of, serve, torch_version
 from lowprec_check.errors import UsageError
 from tools.operator_sweep.measure import FullMeasurement
+from tools.operator_sweep.messages import FullAnswer, FullHello
 
 FEATURES = ("avx2", "avx512f", "avx512_bf16", "avx512_fp16", "amx_bf16", "amx_fp16", "avx_ne_convert")
 
@@ -83,7 +83,7 @@ def main() -> None:
         if options.extension is not None:
             extension.append(load_extension())
 
-    def greet(operators: dict[str, Any]) -> Hello:
+    def greet(operators: dict[str, Any]) -> FullHello:
         autocast.extend(autocast_dtypes(options.device))
         hardware, features = hardware_of(options.device)
         header = Header(
@@ -97,11 +97,11 @@ def main() -> None:
             samples=options.samples,
             ops=len(operators),
         )
-        return Hello(header.torch, list(operators), header)
+        return FullHello(header.torch, list(operators), header)
 
-    def answer(op: str, caller: Caller, lost: dict[str, Raised], enter: Enter) -> Answer:
+    def answer(op: str, caller: Caller, lost: dict[str, Raised], enter: Enter) -> FullAnswer:
         measurement = FullMeasurement(op, caller, options.samples, lost, enter, autocast=tuple(autocast))
-        return Answer(measurement.measure(), measurement.times())
+        return FullAnswer(measurement.measure(), measurement.times())
 
     serve(options, greet, answer, prepare=prepare)
 

@@ -1,6 +1,4 @@
-"""Calls an operator, forward or backward, with or without autocast, and records the aten ops that
-it dispatches.
-"""
+"""Calls an operator, forward or backward, with or without autocast."""
 
 from __future__ import annotations
 
@@ -25,34 +23,25 @@ SEED = 0
 """Seed of every call, so that an operator that draws random numbers always draws the same."""
 
 
-class DispatchedOps(DispatchMode):
-    """Records the names of dispatched overloads while it is active, without ``aten.`` and
-    ``.default``, and which of them raised.
-    """
+class FirstFailure(DispatchMode):
+    """Notes the first dispatched overload that raises, without ``aten.`` and ``.default``."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.names: dict[str, None] = {}
-        self.views: dict[str, None] = {}
-        """Ops that return an alias and write nothing: they compute nothing and work in every dtype."""
-        self.random = False
         self.failed: str | None = None
 
     def handle(self, func: OpOverload, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
         """Run ``func`` as it is."""
-        name = (
-            str(func).removeprefix("aten.").removesuffix(".default")
-        )  # ``linalg_inv_ex``, ``add.Tensor``, ``prims.x``
-        aliases = [argument.alias_info for argument in func._schema.arguments]
-        writes = any(alias is not None and alias.is_write for alias in aliases)
-        is_view = not writes and any(returned.alias_info is not None for returned in func._schema.returns)
-        (self.views if is_view else self.names)[name] = None
-        self.random |= torch.Tag.nondeterministic_seeded in func.tags
         try:
             return run_op(func, args, kwargs, keys)
         except Exception:
-            self.failed = self.failed or name
+            self.failed = self.failed or overload_name_of(func)
             raise
+
+
+def overload_name_of(func: OpOverload) -> str:
+    """``linalg_inv_ex``, ``add.Tensor``, ``prims.x``."""
+    return str(func).removeprefix("aten.").removesuffix(".default")
 
 
 class Trial(NamedTuple):
@@ -94,10 +83,10 @@ class Caller:
         with torch.no_grad(), self._autocast(dtype, mode):
             return self._forward(sample)
 
-    def record(self, sample: Sample, dtype: torch.dtype, mode: Mode) -> DispatchedOps:
-        """Call a copy of ``sample`` and record the aten ops it dispatches, and the one that raises."""
-        sample, backward = sample.cast(dtype, grad=mode.endswith("backward")), mode.endswith("backward")
-        recording = DispatchedOps()
+    def record(self, sample: Sample, dtype: torch.dtype, mode: Mode, recording: DispatchMode) -> None:
+        """Call a copy of ``sample`` with the dispatch mode ``recording`` active."""
+        backward = mode.endswith("backward")
+        sample = sample.cast(dtype, grad=backward)
         self.seed()
         with contextlib.suppress(Exception):
             with torch.set_grad_enabled(backward), self._autocast(dtype, mode), recording:
@@ -105,7 +94,6 @@ class Caller:
             if backward:
                 outputs = [tensor for _, tensor in leaves(out) if is_float(tensor)]
                 self._gradients(sample, outputs, dtype, recording)
-        return recording
 
     def size_of_result(self, sample: Sample) -> int | None:
         """Number of elements of the output in fp32; ``None`` if the call fails."""
@@ -136,7 +124,7 @@ class Caller:
         return out
 
     def _gradients(
-        self, sample: Sample, outputs: list[Tensor], dtype: torch.dtype, recording: DispatchedOps | None = None
+        self, sample: Sample, outputs: list[Tensor], dtype: torch.dtype, recording: DispatchMode | None = None
     ) -> list[Tensor] | None:
         inputs = [tensor for tensor in sample.tensors() if tensor.requires_grad]
         outputs = [tensor for tensor in outputs if tensor.requires_grad]

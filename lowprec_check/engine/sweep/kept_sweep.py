@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from lowprec_check.catalog.records import DTYPES, Failure, Header, OpRecord, OpTimes
+from lowprec_check.catalog.records import DTYPES, Failure, OpRecord
 from lowprec_check.engine.sweep.failures import Raised
 from lowprec_check.errors import UsageError
 from lowprec_check.process.command_worker import LineWorker, TaskQueue
@@ -38,8 +38,6 @@ class Hello(Struct, frozen=True, tag="hello"):
 
     torch: str
     operators: list[str]
-    header: Header | None = None
-    """What a full sweep measures, on which machine."""
 
 
 class CannotMeasure(Struct, frozen=True, tag="cannot-measure"):
@@ -57,10 +55,9 @@ class Task(Struct, frozen=True):
 
 
 class Answer(Struct, frozen=True, tag="answer"):
-    """The results of one operator; ``times`` are of full sweeps."""
+    """The results of one operator."""
 
     record: OpRecord
-    times: OpTimes | None = None
 
 
 class OperatorFault(Struct, frozen=True, tag="fault"):
@@ -71,8 +68,9 @@ class OperatorFault(Struct, frozen=True, tag="fault"):
 
 
 FromWorker = Hello | CannotMeasure | Answer | OperatorFault
-decode: Callable[[bytes], FromWorker] = msgspec.json.Decoder(FromWorker).decode
+Decode = Callable[[bytes], FromWorker]
 """Decodes a line from a worker; raises ``msgspec.DecodeError`` if it is not a message."""
+_decode: Decode = msgspec.json.Decoder(FromWorker).decode
 
 
 def open_channel() -> Callable[[Struct], None]:
@@ -106,8 +104,9 @@ REPRODUCIBLE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO
 order of MKL's additions.
 """
 
-OnOperator = Callable[[int, int, str], None]
-"""Called with the number of finished operators, the number of all, and the name of the next."""
+
+class NotMeasurableError(UsageError):
+    """This torch or the device cannot be measured; the worker says why."""
 
 
 class OperatorSweep:
@@ -120,12 +119,9 @@ class OperatorSweep:
         *,
         call_seconds: float = CALL_SECONDS,
         environment: Mapping[str, str] = os.environ,
-        on_progress: OnOperator | None = None,
+        decode: Decode = _decode,
+        on_send: Callable[[Task], None] = lambda _: None,
     ) -> None:
-        def report(task: Task) -> None:
-            if on_progress is not None:
-                on_progress(len(self._found), self._total, task.op)
-
         self.queue: TaskQueue[Task, FromWorker] = TaskQueue(
             command,
             decode,
@@ -133,42 +129,44 @@ class OperatorSweep:
             environment={**environment, **REPRODUCIBLE},
             start_seconds=START_SECONDS,
             call_seconds=call_seconds,
-            on_send=report,
+            on_send=on_send,
         )
         self.call_seconds = call_seconds
         self.hello: Hello | None = None
         self._lost: dict[str, dict[str, Raised]] = collections.defaultdict(dict)
         self._retried: set[str] = set()
-        self._found: dict[str, Answer] = {}
-        self._total = 0
+        self.answers: dict[str, Answer] = {}
+        """By operator, those of the present call of :meth:`measure`."""
+        self.total = 0
+        """The number of operators that it measures."""
 
     def measure(self, only: Sequence[str] | None, jobs: int = 1) -> list[Answer]:
         """Run until every operator (or those named in ``only``) is measured or given up; the
         answers are sorted by operator.
 
-        Workers are kept for the next call. Raises :class:`UsageError` if this torch or the device
-        cannot be measured, or if an operator is unknown.
+        Workers are kept for the next call. Raises :class:`NotMeasurableError`, or
+        :class:`UsageError` if an operator is unknown.
         """
-        self._found, self._total = {}, 0
+        self.answers, self.total = {}, 0
         self.queue.waiting.clear()
         if self.hello is not None:
             self._set_operators(self.hello, only)
         self.queue.fill(jobs)
         for task, event in self.queue.events():
             if isinstance(event, CannotMeasure):
-                raise UsageError(event.message, event.hint)
+                raise NotMeasurableError(event.message, event.hint)
             if isinstance(event, OperatorFault):
                 raise RuntimeError(f"the sweep failed at {event.op}:\n{event.traceback}")
             if isinstance(event, Answer):
-                self._found[event.record.op] = event
+                self.answers[event.record.op] = event
             elif isinstance(event, StateEvent):
                 self._handle_end(task, event)
             elif self.hello is None:
                 self.hello = event
                 self._set_operators(event, only)
-            if self.hello is not None and len(self._found) >= self._total:
+            if self.hello is not None and len(self.answers) >= self.total:
                 break
-        return [answer for _, answer in sorted(self._found.items())]
+        return [answer for _, answer in sorted(self.answers.items())]
 
     def _set_operators(self, hello: Hello, only: Sequence[str] | None) -> None:
         unknown = sorted(set(only or ()) - set(hello.operators))
@@ -178,7 +176,7 @@ class OperatorSweep:
                 "Check the spelling; variants are written as in std.unbiased.",
             )
         self.queue.waiting.extend(Task(op, self._lost.get(op, {})) for op in only or hello.operators)
-        self._total = len(self.queue.waiting)
+        self.total = len(self.queue.waiting)
 
     def _handle_end(self, task: Task | None, ended: StateEvent[LineWorker[FromWorker]]) -> None:
         """Put the operator back in the queue, without the cell in which the worker died."""
@@ -205,7 +203,7 @@ class OperatorSweep:
             message=raised.message,
         )
         note = f"given up: {raised.message} in {', '.join(lost)}"
-        self._found[op] = Answer(OpRecord(op=op, samples=(0, 0), note=note, failures=[failure]))
+        self.answers[op] = Answer(OpRecord(op=op, samples=(0, 0), note=note, failures=[failure]))
 
 
 # -- Single operators, one after another

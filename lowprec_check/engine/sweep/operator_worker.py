@@ -17,7 +17,7 @@ import msgspec
 import torch
 
 from lowprec_check.catalog.records import DTYPES, MODES, Dtype, Failure, Mode, OpRecord
-from lowprec_check.engine.sweep.calls import Caller, Trial
+from lowprec_check.engine.sweep.calls import Caller, FirstFailure, Trial
 from lowprec_check.engine.sweep.failures import Raised, condition, kind_of, merged
 from lowprec_check.engine.sweep.kept_sweep import Answer, CannotMeasure, Hello, OperatorFault, Task, open_channel
 from lowprec_check.engine.sweep.samples import (
@@ -144,7 +144,9 @@ class OperatorMeasurement:
         if not raised.died:  # the overload that raises is found by running the sample once more
             index = outcomes.index(raised)
             self.enter(f"{dtype}/{mode}", f"{index}, once more")
-            at = self.caller.record(self.samples[index], getattr(torch, dtype), mode).failed
+            recording = FirstFailure()
+            self.caller.record(self.samples[index], getattr(torch, dtype), mode, recording)
+            at = recording.failed
         fp32 = self.outcomes["float32", MODES[direction]]
         in_fp32 = dtype == "float32" or not any(fp32[index] is True for index in counted)
         ran, names = [index for index in counted if outcomes[index] is True], argument_names(self.caller.operator)

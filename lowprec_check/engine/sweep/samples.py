@@ -43,7 +43,7 @@ def load_operators() -> dict[str, Any]:
     except ImportError as error:
         raise UsageError(
             f"Cannot import the operator database of torch {torch.__version__}: {message_of(error)}.",
-            f"Install what it needs: pip install {error.name or 'expecttest numpy'}",
+            "Install what it needs: pip install 'lowprec-check[catalog]'",
         ) from None
     operators: dict[str, Any] = {}
     for operator in op_db:
@@ -80,17 +80,13 @@ class Sample:
         asked = any(isinstance(value, torch.dtype) and value in _FLOATING for value in self.kwargs.values())
         return asked or any(t.is_floating_point() or t.is_complex() for t in self.tensors())
 
-    def cast(self, low: torch.dtype, *, wide: torch.dtype | None = None, grad: bool = False) -> Sample:
-        """A copy in the dtype ``low``; with ``wide``, its rounded values in that wider dtype; with
-        ``grad``, with gradients.
-        """
+    def cast(self, wanted: torch.dtype, *, grad: bool = False) -> Sample:
+        """A copy in the dtype ``wanted``; with ``grad``, the same tensors require gradients."""
 
         def change(value: Any) -> Any:
             if isinstance(value, torch.dtype):
-                return _target(value, wide or low)
-            tensor = value.detach().to(_target(value.dtype, low)).clone()
-            if wide is not None:
-                tensor = tensor.to(_target(tensor.dtype, wide))
+                return _target(value, wanted)
+            tensor = value.detach().to(_target(value.dtype, wanted)).clone()
             return tensor.requires_grad_(grad and value.requires_grad)
 
         return dataclasses.replace(self, args=_map(self.args, change), kwargs=_map(self.kwargs, change))
