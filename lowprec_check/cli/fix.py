@@ -32,6 +32,7 @@ from lowprec_check.cli.options import (
     Target,
     Weights,
     WithScriptArguments,
+    grouped,
     script_arguments,
     takes_options,
 )
@@ -40,7 +41,7 @@ from lowprec_check.cli.report import Reports, check_reports, prints_json, save_f
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.axes import device_type
 from lowprec_check.schema.base import check_file, encode, write_file
-from lowprec_check.schema.options import FixOptions, declared_in
+from lowprec_check.schema.options import OUTPUT, RUN, FixOptions, declared_in
 
 if TYPE_CHECKING:
     from lowprec_check.analysis.fixes.source_text import SourceText
@@ -64,18 +65,22 @@ def fix(
     weights: Weights = None,
     options: FixOptions,
     scanned: Annotated[
-        Path | None, typer.Option("--from", metavar="SCAN.json", help="Start from a saved scan of the same target.")
+        Path | None, grouped(RUN, "--from", metavar="SCAN.json", help="Start from a saved scan of the same target.")
     ] = None,
-    apply: Annotated[bool, typer.Option("--apply", help="Write the patch into the files.")] = False,
-    check: Annotated[bool, typer.Option("--check", help="Exit 1 if there is a patch to apply.")] = False,
+    apply: Annotated[bool, grouped(OUTPUT, "--apply", help="Write the patch into the files.")] = False,
+    check: Annotated[bool, grouped(OUTPUT, "--check", help="Exit 1 if there is a patch to apply.")] = False,
     format: Annotated[
         Literal["text", "diff", "json", "suggestion"] | None,
-        typer.Option(
-            "--format", "-f", help="What to print; suggestion: blocks for review comments on GitHub. Default: text."
+        grouped(
+            OUTPUT,
+            "--format",
+            "-f",
+            help="What to print; suggestion: blocks for review comments on GitHub. Default: text.",
         ),
     ] = None,
     json: Annotated[
-        Path | None, typer.Option("--json", help="Save the scan with the patch as JSON; - for stdout.")
+        Path | None,
+        grouped(OUTPUT, "--json", metavar="FILE", help="Save the scan with the patch as JSON; - for stdout."),
     ] = None,
     report: Reports = None,
     isolation: Isolation = None,

@@ -14,52 +14,133 @@ import typer
 from typer.core import TyperCommand
 
 from lowprec_check import process
-from lowprec_check.schema.options import FORMS, Declared, DeclaredOptions, PlanOptions, ScanOptions, declared_in
+from lowprec_check.schema.options import (
+    FORMS,
+    OUTPUT,
+    RUN,
+    THOROUGH,
+    WHERE,
+    Declared,
+    DeclaredOptions,
+    PlanOptions,
+    ScanOptions,
+    declared_in,
+)
+
+# -- The declared options as parameters of a command
+
+UNLISTED = "not in --help: "
+"""Starts the panel of an option that only ``--help-all`` lists; what follows is its group."""
+
+_ALL = f"{__name__}.all"
+"""The key in the context of a command whose help lists all options."""
 
 
 def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """A command whose parameter ``options`` becomes one parameter for each option that its type
-    declares.
+    declares, and ``--help-all``.
     """
     signature = inspect.signature(command, eval_str=True)
     kind: type[DeclaredOptions] = signature.parameters["options"].annotation
-    declared = {each.name: each for each in _parameters(kind)}
+    declared = {parameter.name: parameter for parameter in _parameters(kind)}
 
     @functools.wraps(command)
-    def with_options(**given: Any) -> None:
-        values = {name: given.pop(name) for name in declared}
-        command(options=kind(**{name: value for name, value in values.items() if value is not None}), **given)
+    def with_options(**arguments: Any) -> None:
+        del arguments["help_all"]  # its callback has printed the help and ended the command
+        values = {name: arguments.pop(name) for name in declared}
+        command(options=kind(**{name: value for name, value in values.items() if value is not None}), **arguments)
 
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
         parameters += declared.values() if name == "options" else [parameter]
+    everything = typer.Option("--help-all", callback=_print_help, is_eager=True, help="Show all options and exit.")
+    parameters.append(_keyword("help_all", bool, False, everything))
     with_options.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
     return with_options
+
+
+def _keyword(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:
+    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[kind, info])
+
+
+def _print_help(context: typer.Context, value: bool) -> None:
+    if value:
+        context.meta[_ALL] = True
+        print(context.get_help())
+        raise typer.Exit
 
 
 def _parameters(options: type[DeclaredOptions]) -> Iterator[inspect.Parameter]:
     """The declared options as parameters of a command."""
     for name, kind, default, declared in declared_in(options):
-        info = _option(name, declared, "; repeatable or comma-separated" if declared.takes_several else "")
-        typed = kind
+        details = [declared.details]
         if declared.takes_several:
-            typed = list[str] | None
-        unset = None if declared.takes_several else default
-        yield inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=unset, annotation=Annotated[typed, info])
+            details.append("Repeatable or comma-separated.")
+        text = "\n\n".join(filter(None, [declared.head(), " ".join(filter(None, details))]))
+        info = _option(name, declared, text)
+        if declared.takes_several:
+            yield _keyword(name, list[str] | None, None, info)
+        else:
+            yield _keyword(name, kind, default, info)
 
 
-def _option(name: str, declared: Declared, more: str) -> Any:
-    names = declared.names or (declared.registry.names if declared.registry is not None else None)
+def _option(name: str, declared: Declared, text: str) -> Any:
+    names, metavar = declared.names, declared.metavar
+    if declared.registry is not None:
+        names = names or declared.registry.names
+        metavar = metavar or "NAME"
+    if declared.takes_several:
+        metavar = f"{metavar},..."
     return typer.Option(
         *(declared.flags or (f"--{name.replace('_', '-')}",)),
-        metavar=declared.metavar or ("NAME" if declared.registry is not None else None),
+        metavar=metavar,
         min=0.1 if declared.above is not None else declared.least,  # typer has no limit that is itself excluded
         autocompletion=completing(names) if names is not None else None,
-        help=declared.sentence(more),
+        help=text,
+        rich_help_panel=declared.group if declared.listed else f"{UNLISTED}{declared.group}",
     )
 
 
-class WithScriptArguments(TyperCommand):
+class GroupedHelp(TyperCommand):
+    """A command whose help lists options in groups: their panels.
+
+    ``--help`` leaves out those that are :data:`UNLISTED`, and of others all paragraphs but the
+    first; ``--help-all`` has everything.
+    """
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        """Write the arguments and the groups of options."""
+        lists_all, is_complete = ctx.meta.get(_ALL, False), True
+        groups: dict[str, list[tuple[str, str]]] = {"Arguments": [], RUN: [], WHERE: [], THOROUGH: [], OUTPUT: []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is None:
+                continue
+            names, text = record
+            panel = getattr(parameter, "rich_help_panel", None) or OUTPUT  # --help itself has none
+            if parameter.param_type_name == "argument":
+                panel = "Arguments"
+            if panel.startswith(UNLISTED) and not lists_all:
+                is_complete = False
+                continue
+            own: str = getattr(parameter, "help", None) or ""
+            first, _, details = own.partition("\n\n")
+            added = text.removeprefix(own)  # the default and the limits
+            if lists_all and details:
+                first = f"{first} {details}"
+            else:
+                is_complete = is_complete and not details
+            groups.setdefault(panel.removeprefix(UNLISTED), []).append((names, f"{first}{added}"))
+        for group, records in groups.items():
+            if records:
+                with formatter.section(group):
+                    formatter.write_dl(records)
+        if not (lists_all or is_complete):
+            formatter.write_paragraph()
+            formatter.write_text(f"All options: {ctx.command_path} --help-all")
+
+
+class WithScriptArguments(GroupedHelp):
     """A command of a target that may be a script: what follows ``--`` is for the script, after the
     target if it is not named before.
     """
@@ -96,7 +177,13 @@ def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]
 
 def _declared(options: type[DeclaredOptions], name: str, more: str = "; repeatable or comma-separated") -> Any:
     """One declared option, for a command that takes a few of them."""
-    return next(_option(name, declared, more) for each, _, _, declared in declared_in(options) if each == name)
+    declared = {option: declared for option, _, _, declared in declared_in(options)}[name]
+    return _option(name, declared, declared.head(more))
+
+
+def grouped(group: str, *flags: str, listed: bool = True, **more: Any) -> Any:
+    """An option that only commands have, in a group of their help; ``more`` as in ``typer.Option``."""
+    return typer.Option(*flags, rich_help_panel=group if listed else f"{UNLISTED}{group}", **more)
 
 
 Precisions = Annotated[list[str] | None, _declared(ScanOptions, "precisions")]
@@ -107,31 +194,37 @@ Device = Annotated[str | None, _declared(PlanOptions, "device", "")]
 Target = Annotated[str, typer.Argument(metavar="TARGET", help=f"Model: {FORMS}.")]
 Inputs = Annotated[
     list[str] | None,
-    typer.Option(
-        "--inputs", help="Shape of an input, in place of the file's inputs: 1x3x224x224 or ids=1x128:int64; repeatable."
+    grouped(
+        RUN,
+        "--inputs",
+        metavar="SHAPE",
+        help="Shape of an input, in place of the file's: 1x3x224x224 or ids=1x128:int64; repeatable.",
     ),
 ]
 Weights = Annotated[
     Path | None,
-    typer.Option(
-        metavar="FILE", help="State dict to load into the model: a file of torch.save or .safetensors; weights only."
-    ),
+    grouped(RUN, "--weights", metavar="FILE", help="State dict to load: a file of torch.save or .safetensors."),
 ]
 Stream = Annotated[
     bool,
-    typer.Option(
+    grouped(
+        RUN,
         "--stream",
+        listed=False,
         help="Leave weights in their .safetensors files (hf:FOLDER, or --weights) until a module uses them: for models larger than "
         "memory. Automatic where the weights of hf:FOLDER do not fit.",
     ),
 ]
 Isolation = Annotated[
     process.Isolation | None,
-    typer.Option(
+    grouped(
+        WHERE,
+        "--isolation",
+        listed=False,
         help="Where the runs happen: in copies of this process (fork), in fresh interpreters that load the file again "
         "(spawn, slower), one after another in one worker (shared), or in this process (none: no time limits, no protection "
-        "from crashes). Default: fork if possible; on an accelerator shared."
+        "from crashes). Default: fork if possible; on an accelerator shared.",
     ),
 ]
-Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="Do not show progress.")]
+Quiet = Annotated[bool, grouped(OUTPUT, "--quiet", "-q", help="Do not show progress.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]

@@ -21,8 +21,10 @@ from lowprec_check.cli.app import (
     print_error,
     print_text,
 )
+from lowprec_check.cli.options import grouped
 from lowprec_check.errors import UsageError
 from lowprec_check.report.registry import FORMATS, format_of, suffixes, write
+from lowprec_check.schema.options import OUTPUT
 from lowprec_check.schema.registry import choices
 
 if TYPE_CHECKING:
@@ -31,15 +33,16 @@ if TYPE_CHECKING:
 
 Reports = Annotated[
     list[Path] | None,
-    typer.Option(
+    grouped(
+        OUTPUT,
         "--report",
         metavar="FILE",
-        help=f"Write a report; the suffix sets its format: {choices(suffixes())} (.xml is JUnit); repeatable.",
+        help=f"Write a report; the suffix sets its format: {choices(suffixes())}; repeatable.\n\n.xml is JUnit.",
     ),
 ]
 
 
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="List all findings and notes in text reports.")]
+Verbose = Annotated[bool, grouped(OUTPUT, "--verbose", "-v", help="List all findings and notes in text reports.")]
 
 
 @app.command()

@@ -32,6 +32,7 @@ from lowprec_check.cli.options import (
     Target,
     Weights,
     WithScriptArguments,
+    grouped,
     script_arguments,
     takes_options,
 )
@@ -39,7 +40,7 @@ from lowprec_check.cli.progress import progress
 from lowprec_check.cli.report import Reports, Saves, Verbose, check_reports, print_report, prints_json, save_files
 from lowprec_check.errors import Terminated, UsageError
 from lowprec_check.report.registry import FORMATS
-from lowprec_check.schema.options import PlanOptions, ScanOptions
+from lowprec_check.schema.options import OUTPUT, PlanOptions, ScanOptions
 from lowprec_check.schema.registry import choices
 from lowprec_check.schema.statements import counted
 
@@ -59,25 +60,39 @@ def scan(
     stream: Stream = False,
     options: ScanOptions,
     save_plan: Annotated[
-        Path | None, typer.Option("--save-plan", help="Save the plan found, for lowprec_check.apply.")
+        Path | None,
+        grouped(
+            OUTPUT,
+            "--save-plan",
+            listed=False,
+            metavar="FILE",
+            help="Save the plan found, for lowprec_check.apply.",
+        ),
     ] = None,
-    json: Annotated[Path | None, typer.Option("--json", help="Save the full result as JSON; - for stdout.")] = None,
+    json: Annotated[
+        Path | None, grouped(OUTPUT, "--json", metavar="FILE", help="Save the full result as JSON; - for stdout.")
+    ] = None,
     report: Reports = None,
     baseline: Annotated[
-        Path | None, typer.Option("--baseline", help="File of accepted findings, which --fail-on ignores.")
+        Path | None,
+        grouped(OUTPUT, "--baseline", metavar="FILE", help="File of accepted findings, which --fail-on ignores."),
     ] = None,
     update_baseline: Annotated[
-        bool, typer.Option("--update-baseline", help="Accept all findings of this scan: write them to the baseline.")
+        bool, grouped(OUTPUT, "--update-baseline", help="Write all findings of this scan to the baseline.")
     ] = False,
     fail_on: Annotated[
         FailOn,
-        typer.Option(
-            help="Exit 1 if no precision passes (no-pass), or also on findings of the given severity or higher."
+        grouped(
+            OUTPUT,
+            "--fail-on",
+            help="Exit 1 if no precision passes (no-pass), or also on findings of this severity or higher.",
         ),
     ] = DEFAULT,
     format: Annotated[
         str | None,
-        typer.Option("--format", "-f", help=f"What to print: {choices(FORMATS.names())}. Default: text."),
+        grouped(
+            OUTPUT, "--format", "-f", metavar="NAME", help=f"What to print: {choices(FORMATS.names())}. Default: text."
+        ),
     ] = None,
     verbose: Verbose = False,
     isolation: Isolation = None,
@@ -232,8 +247,10 @@ def plan(
     weights: Weights = None,
     stream: Stream = False,
     options: PlanOptions,
-    save: Annotated[Path | None, typer.Option("--save", help="Save the plan, for lowprec_check.apply.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print the plan and all attempts as JSON.")] = False,
+    save: Annotated[
+        Path | None, grouped(OUTPUT, "--save", metavar="FILE", help="Save the plan, for lowprec_check.apply.")
+    ] = None,
+    json: Annotated[bool, grouped(OUTPUT, "--json", help="Print the plan and all attempts as JSON.")] = False,
     isolation: Isolation = None,
     quiet: Quiet = False,
 ) -> None:

@@ -86,7 +86,7 @@ def _options(command: Any, context: Any) -> dict[str, list[Any]]:
                 found.setdefault(key, []).extend(options)
         return found
     for parameter in command.params:
-        if parameter.param_type_name == "option" and parameter.name != "help":
+        if parameter.param_type_name == "option" and parameter.name not in ("help", "help_all"):
             found |= {option.removeprefix("--"): [parameter] for option in parameter.opts if option.startswith("--")}
     return found
 

@@ -52,7 +52,7 @@ def called_with(
         more = ("", "; one, several, or several in a string with commas")
         texts = [
             textwrap.fill(
-                f"{name}: {declared.sentence(more[declared.takes_several])}",
+                f"{name}: {declared.sentences(more[declared.takes_several])}",
                 120,
                 initial_indent=" " * 8,
                 subsequent_indent=" " * 12,

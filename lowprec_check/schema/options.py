@@ -36,25 +36,34 @@ else:  # the command line does not import torch
     DeviceName, Dtypes = str | None, Names
 
 
+RUN, WHERE, THOROUGH, OUTPUT = "What to run", "Where", "How thorough", "Output"
+"""The groups of options in the help."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Declared:
     """What is known of an option besides its name, type and default value."""
 
     text: str
-    """A sentence or two for ``--help``, the Python documentation and that of the saved JSON."""
+    """A sentence for ``--help``, the Python documentation and that of the saved JSON."""
+    details: str = ""
+    """More sentences, which ``--help-all`` and the Python documentation have."""
     unset: str = ""
     """What is done without it, if its default value does not say so."""
+    group: str = RUN
+    """Under which heading the help lists it."""
+    listed: bool = True
+    """Whether ``--help`` lists it; ``--help-all`` lists all options."""
     flags: tuple[str, ...] = ()
     """On the command line; by default ``--name-of-the-field``."""
     metavar: str | None = None
+    """What the help shows in place of its value; by default ``NAME`` or the type."""
     kind: Any = None
     """The type on the command line, if the Python API takes more."""
     names: Callable[[], list[str]] | None = None
     """The names to choose from, which a shell completes."""
     registry: Registry[Any] | None = None
-    """Of which one name or several are given, or aliases; :class:`DeclaredOptions` keeps the
-    registered names.
-    """
+    """The registry of the names or aliases that are given; options keep the registered names."""
     repeatable: bool = False
     """Whether it takes several words that are in no registry."""
     least: float | None = None
@@ -62,15 +71,18 @@ class Declared:
     saved: bool = True
     """Whether the options of a saved result have it."""
 
-    def sentence(self, more: str = "") -> str:
+    def head(self, more: str = "") -> str:
         """The text, with ``more`` before its full stop, and what the default is."""
+        text = self.text
         if more:
-            text = f"{self.text.removesuffix('.')}{more}."
-        else:
-            text = self.text
+            text = f"{text.removesuffix('.')}{more}."
         if self.unset:
-            return f"{text} Default: {self.unset}."
+            text += f" Default: {self.unset}."
         return text
+
+    def sentences(self, more: str = "") -> str:
+        """All that is said of the option."""
+        return " ".join(filter(None, (self.head(more), self.details)))
 
     @property
     def takes_several(self) -> bool:
@@ -152,24 +164,41 @@ _DEVICES = choices(DEVICES.names())
 _TOLERANCES = ", ".join(f"{f.tolerance:g} for {f.short}" for f in formats() if f.name != "float32")
 _BASES = list(dict.fromkeys(base.kind for base in plan_bases()))
 _BACKENDS = ", ".join(f"{backend.name} ({backend.summary})" for backend in BACKENDS)
+_HOW = f"How to execute the model: {', '.join(BACKENDS.names())}."
 PREDICTED = f"{choices([name for name in catalogued() if name != 'cpu'])} that is not here is predicted"
 
 
 def _device(text: str = "") -> Any:
-    unset = "an accelerator if there is one, else cpu"
-    return option(None, f"Device: {_DEVICES}{text}.", unset=unset, names=DEVICES.names, saved=False)
+    return option(
+        None,
+        f"Device: {_DEVICES}{text}.",
+        unset="an accelerator if there is one, else cpu",
+        group=WHERE,
+        metavar="NAME",
+        names=DEVICES.names,
+        saved=False,
+    )
 
 
 def _tolerance() -> Any:
-    return option(None, "Largest relative L2 error of the output that passes.", unset=_TOLERANCES, least=0.0)
+    return option(
+        None,
+        "Largest relative L2 error of the output that passes.",
+        unset=_TOLERANCES,
+        group=THOROUGH,
+        metavar="ERROR",
+        least=0.0,
+    )
 
 
 def _seed() -> Any:
-    return option(0, "Random seed of every run.")
+    return option(0, "Random seed of every run.", listed=False, metavar="N")
 
 
 def _without_kernel() -> Any:
-    return option((), "Simulate a missing kernel, e.g. aten.dot:half.", repeatable=True)
+    return option(
+        (), "Simulate a missing kernel, e.g. aten.dot:half.", listed=False, metavar="OP:DTYPE", repeatable=True
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -180,19 +209,20 @@ class ScanOptions(DeclaredOptions):
 
     precisions: Names = option(
         None,
-        f"Precisions to run: {', '.join(low_names())}, or an alias such as fp16 (half).",
+        f"Precisions: {', '.join(low_names())}, or an alias such as fp16 (half).",
         unset="all",
         flags=("--precision", "-p"),
         names=low_names,
         registry=PRECISIONS,
     )
     backends: Names = option(
-        None, f"How to execute the model: {_BACKENDS}.", unset=EAGER, flags=("--backend",), registry=BACKENDS
+        None, _HOW, details=f"These are {_BACKENDS}.", unset=EAGER, flags=("--backend",), registry=BACKENDS
     )
     memory_formats: Names = option(
         None,
         f"Memory formats: {choices(MEMORY_FORMATS.names())}.",
-        unset="contiguous",
+        unset=CONTIGUOUS,
+        listed=False,
         flags=("--memory-format",),
         registry=MEMORY_FORMATS,
     )
@@ -201,81 +231,121 @@ class ScanOptions(DeclaredOptions):
         None,
         "Release of torch to predict for; needs a device.",
         unset="the installed one",
+        group=WHERE,
         flags=("--torch",),
         metavar="X.Y",
     )
-    predict: bool = option(False, "Predict, although the device is here and could be measured.")
+    predict: bool = option(
+        False, "Predict, although the device is here and could be measured.", group=WHERE, listed=False
+    )
     budget: float | None = option(
         None,
         "Seconds for each part of a run.",
-        unset="20, or the time of ten fp32 forward passes if longer",
+        unset="20, or ten fp32 forward passes if they take longer",
+        group=THOROUGH,
+        metavar="SECONDS",
         above=0.0,
     )
-    errors: Errors = option("both", "Errors to compute for each op; accumulated and none are faster.")
+    errors: Errors = option(
+        "both", "Errors to compute for each op; accumulated and none are faster.", group=THOROUGH, listed=False
+    )
     budget_error: Literal["auto", "on", "off"] = option(
         "auto",
-        "Find out which ops the error of the output comes from; takes time, and memory for all activations. Needs both errors. "
+        "Find out which ops the error of the output comes from.",
+        details="Takes time, and memory for all activations. Needs both errors. "
         "auto: within 2.2 times the memory of fp32, or 4 GiB; on: half of the memory that is free.",
+        group=THOROUGH,
+        listed=False,
     )
-    reference: Reference = option("fp32", "Precision of the reference for the errors of each op.")
+    reference: Reference = option(
+        "fp32", "Precision of the reference for the errors of each op.", group=THOROUGH, listed=False
+    )
     tolerance: float | None = _tolerance()
     seed: int = _seed()
     without_kernel: Words = _without_kernel()
     batches: int = option(
         1,
-        "Number of batches: inputs(0), inputs(1), …, or items of a loader or generator. Runs that pass on the first "
-        "are run on the others; LP205 reports values that grow.",
+        "Batches to run: inputs(0), inputs(1), …, or items of a loader.",
+        details="Runs that pass on the first are run on the others; LP205 reports values that grow.",
+        group=THOROUGH,
         metavar="N",
         least=1,
     )
     further_inputs: int | None = option(
         None,
-        "Try each run that passes on so many further inputs, drawn anew or resampled. 0: on none.",
-        unset="16, or 64 near the tolerance, as far as a small part of the time allows",
+        "Try what passes on so many further inputs; 0: on none.",
+        details="They are drawn anew or resampled. Without the option, they take a small part of the time at most.",
+        unset="16, or 64 near the tolerance",
+        group=THOROUGH,
         metavar="N",
         least=0,
     )
     plan: bool | None = option(
         None,
-        "For each precision that fails, search for modules to keep in fp32.",
+        "Search for modules to keep in fp32, for each precision that fails.",
         unset="only if none passes",
+        group=THOROUGH,
         flags=("--plan/--no-plan",),
     )
     times: Literal["on", "off"] = option(
-        "on", "Call all runs in turns, to compare their times with fp32. off saves some seconds, in a CI for example."
+        "on",
+        "Compare times with fp32; off saves some seconds.",
+        details="All runs are called in turns for that. Leave it off in a CI, for example.",
+        group=THOROUGH,
     )
     thorough: bool = option(
         False,
-        "Run every precision as often as those that the device accelerates. Otherwise one whose first call takes 20 times as long as "
-        "fp32's, and that is not accelerated, is judged by this call.",
+        "Run every precision as often as those that the device accelerates.",
+        details="Otherwise one whose first call takes 20 times as long as fp32's, and that is not accelerated, is judged by this call.",
+        group=THOROUGH,
+        listed=False,
     )
     scenario: Scenario | None = option(
         None,
-        "Also time every run as it is served: offline (the inputs on all cores) or realtime (batches of 1, in several "
-        "instances of at most 4 cores at a time).",
+        "Also time every run as it is served.",
+        details="offline: the inputs on all cores; realtime: batches of 1, in several instances of at most 4 cores at a time.",
+        group=THOROUGH,
+        listed=False,
     )
     what_if: Names = option(
         None,
-        "Predict the output error of a format without running it: "
-        f"{', '.join(f'{chosen.name} ({chosen.summary})' for chosen in WHAT_IF_FORMATS)}.",
+        f"Predict the error of formats without running them: {', '.join(WHAT_IF_FORMATS.names())}.",
+        details=f"These are {', '.join(f'{chosen.name} ({chosen.summary})' for chosen in WHAT_IF_FORMATS)}.",
         registry=WHAT_IF_FORMATS,
     )
-    prefer: Prefer = option("speed", "What the recommendation is to gain, among the precisions that pass.")
+    prefer: Prefer = option(
+        "speed", "What the recommendation is to gain, among the precisions that pass.", group=OUTPUT, listed=False
+    )
     train: bool = option(
         False,
-        "Scan training: forward, loss, backward, optimizer. Uses loss(output) and optimizer(parameters) of the file if "
-        "it defines them.",
+        "Scan training: forward, loss, backward, optimizer.",
+        details="Uses loss(output) and optimizer(parameters) of the file if it defines them.",
         saved=False,
     )
     steps: int | None = option(
         None,
-        "Training steps of each run, compared with fp32 and with the spread of fp32 runs from other seeds.",
+        "Training steps of each run.",
+        details="They are compared with fp32 and with the spread of fp32 runs from other seeds.",
         unset="1",
-        metavar="K",
+        metavar="N",
         least=1,
     )
-    select: Words = option((), "Only findings whose code starts with this prefix, e.g. LP1.", repeatable=True)
-    ignore: Words = option((), "No findings whose code starts with this prefix.", repeatable=True)
+    select: Words = option(
+        (),
+        "Only findings whose code starts with this prefix, e.g. LP1.",
+        group=OUTPUT,
+        listed=False,
+        metavar="CODE",
+        repeatable=True,
+    )
+    ignore: Words = option(
+        (),
+        "No findings whose code starts with this prefix.",
+        group=OUTPUT,
+        listed=False,
+        metavar="CODE",
+        repeatable=True,
+    )
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for options that do not go together, too."""
@@ -343,18 +413,25 @@ class FixOptions(DeclaredOptions):
     device: DeviceName = _device()
     tolerance: float | None = _tolerance()
     further_inputs: int | None = option(
-        None, "Try the patch on so many further inputs. 0: on none.", unset="as many as a scan", metavar="N", least=0
+        None,
+        "Try the patch on so many further inputs; 0: on none.",
+        unset="as many as a scan",
+        group=THOROUGH,
+        metavar="N",
+        least=0,
     )
     seconds: float | None = option(
         None,
         "Seconds for the search after the scan.",
         unset="as many as the scan took, but at least 60",
+        group=THOROUGH,
         flags=("--budget",),
+        metavar="SECONDS",
         above=0.0,
     )
-    plan: bool = option(False, "Also search for modules to keep in fp32, and compare.")
+    plan: bool = option(False, "Also search for modules to keep in fp32, and compare.", group=THOROUGH)
     train: bool = option(False, "Fix a training script: GradScaler, clipping of gradients, autocast around steps.")
-    steps: int | None = option(None, "With --train, the steps of the script.", unset="8", metavar="K", least=1)
+    steps: int | None = option(None, "With --train, the steps of the script.", unset="8", metavar="N", least=1)
     seed: int = _seed()
     without_kernel: Words = _without_kernel()
 
@@ -374,27 +451,41 @@ class PlanOptions(DeclaredOptions):
         repeatable=True,
     )
     base: str | None = option(
-        None,
-        f"How the other modules run: {choices(_BASES)}.",
-        unset="try all, keep the best",
+        None, f"How the other modules run: {choices(_BASES)}.", unset="try all, keep the best", metavar="NAME"
     )
-    backend: str = option(EAGER, f"How to execute the model: {_BACKENDS}.", metavar="NAME", names=BACKENDS.names)
+    backend: str = option(EAGER, _HOW, details=f"These are {_BACKENDS}.", metavar="NAME", names=BACKENDS.names)
     device: DeviceName = _device()
     tolerance: float | None = _tolerance()
     use_metric: bool = option(
-        False, "Judge by metric(model) from the file (higher is better) instead of the tolerance.", flags=("--metric",)
+        False,
+        "Judge by metric(model) from the file (higher is better) instead of the tolerance.",
+        group=THOROUGH,
+        flags=("--metric",),
     )
     max_drop: float | None = option(
-        None, "Largest drop of the metric that passes.", unset="1% of the metric in fp32", least=0.0
+        None,
+        "Largest drop of the metric that passes.",
+        unset="1% of the metric in fp32",
+        group=THOROUGH,
+        metavar="DROP",
+        least=0.0,
     )
     batches: int = option(
         1,
-        "Number of batches that must pass: inputs(0), inputs(1), …",
+        "Batches that must pass: inputs(0), inputs(1), …",
+        group=THOROUGH,
         flags=("--inputs-from",),
         metavar="N",
         least=1,
     )
-    seconds: float = option(600.0, "Seconds for the whole search.", flags=("--budget",), above=0.0)
+    seconds: float = option(
+        600.0,
+        "Seconds for the whole search.",
+        group=THOROUGH,
+        flags=("--budget",),
+        metavar="SECONDS",
+        above=0.0,
+    )
     seed: int = _seed()
     without_kernel: Words = _without_kernel()
     predict: bool = True

@@ -54,7 +54,7 @@ def test_commands_in_examples_exist(call: Call) -> None:
     assert commands
     for command in commands:
         _, name, _target, *options = command.split()
-        shown = call(name, "--help").stdout
+        shown = call(name, "--help").stdout + call(name, "--help-all").stdout
         assert all(option in shown for option in options if option.startswith("--")), command
 
 

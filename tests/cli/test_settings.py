@@ -1,8 +1,10 @@
-"""Settings in pyproject.toml, and shell completion."""
+"""Settings in pyproject.toml, the groups of options in the help, and shell completion."""
 
 from __future__ import annotations
 
+import itertools
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -10,8 +12,11 @@ from pathlib import Path
 
 import pytest
 from conftest import Call
+from typer.main import get_command
 
 from lowprec_check import ScanResult
+from lowprec_check.cli.app import app
+from lowprec_check.schema.options import OUTPUT, RUN, THOROUGH, WHERE
 
 MODEL = "import torch\nmodel = torch.nn.Linear(3, 2).eval()\ninputs = torch.ones(4, 3)\n"
 
@@ -99,11 +104,73 @@ def test_a_project_without_settings(project: Callable[[str], Path], call: Call) 
     assert call("explain", folder=project("[project]\nname = 'x'\n")).returncode == 0
 
 
+# -- The help: options in groups, the less usual ones in --help-all
+
+GROUPS = [RUN, WHERE, THOROUGH, OUTPUT]
+
+
+def options_by_group(shown: str) -> dict[str, list[str]]:
+    """The long options that a help lists under each heading."""
+    found: dict[str, list[str]] = {}
+    for line in shown.splitlines():
+        heading, option = re.match(r"(\w[\w ]+):$", line), re.match(r"  (?:-\w, )?(--[\w-]+)", line)
+        if heading is not None:
+            found[heading[1]] = []
+        elif option is not None:
+            found[[*found][-1]].append(option[1])
+    found.pop("Arguments")
+    return found
+
+
+@pytest.fixture
+def narrow(call: Call, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """What a command prints on a terminal of 80 columns."""
+    monkeypatch.setenv("COLUMNS", "80")
+    return lambda *arguments: call(*arguments).stdout
+
+
+def test_the_help_of_scan_fits_two_screens(narrow: Callable[..., str]) -> None:
+    lines = narrow("scan", "--help").splitlines()
+    assert len(lines) <= 100
+    assert max(map(len, lines)) <= 80
+    assert lines[-1].endswith("scan --help-all")
+    listed = options_by_group("\n".join(lines))
+    assert list(listed) == GROUPS
+    assert sum(map(len, listed.values())) <= 25
+
+
+@pytest.mark.parametrize("command", ["scan", "plan", "fix"])
+def test_every_option_is_in_one_group_of_the_whole_help(command: str, narrow: Callable[..., str]) -> None:
+    short, whole = (options_by_group(narrow(command, option)) for option in ("--help", "--help-all"))
+    parameters = get_command(app).commands[command].params  # type: ignore[attr-defined]
+    flags = [parameter.opts for parameter in parameters if parameter.param_type_name == "option"]
+    names = ["--help", *(next(flag for flag in opts if flag.startswith("--")) for opts in flags)]
+    assert sorted(itertools.chain(*whole.values())) == sorted(names)
+    assert set(whole) <= {*GROUPS}
+    for group, options in short.items():
+        assert set(options) <= set(whole[group])
+    assert "--seed" not in itertools.chain(*short.values())
+
+
+def test_details_are_in_the_whole_help_only(narrow: Callable[..., str]) -> None:
+    short, whole = (" ".join(narrow("scan", option).split()) for option in ("--help", "--help-all"))
+    for words in (
+        "int8-dynamic (torchao",
+        "Repeatable or comma-separated",
+        "LP205 reports",
+        "All runs are called in turns",
+    ):
+        assert words not in short, words
+        assert words in whole, words
+    assert "All options:" not in whole
+
+
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
         ("lowprec-check sc", ["scan"]),
         ("lowprec-check scan --prec", ["--precision"]),
+        ("lowprec-check scan --memory-f", ["--memory-format"]),
         ("lowprec-check scan model.py -p auto", ["autocast-bf16", "autocast-fp16"]),
         ("lowprec-check scan model.py --device x", ["xpu"]),
         ("lowprec-check explain LP10", ["LP101", "LP102"]),

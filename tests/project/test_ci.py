@@ -468,7 +468,7 @@ def test_the_commands_in_the_document_have_existing_options(call: Call) -> None:
     assert len(commands) >= 3
     for command in commands:
         name, *words = [word for word in command.split()[1:] if word != "--no-settings"]
-        shown = call(name, "--help").stdout
+        shown = call(name, "--help").stdout + call(name, "--help-all").stdout
         assert all(word in shown for word in words if word.startswith("--")), command
 
 

@@ -226,7 +226,7 @@ def scanned(folder: Path) -> Path:
 
 @pytest.mark.slow
 def test_help_lists_what_is_registered(folder: Path) -> None:
-    shown = " ".join(call(folder, "scan", "--help").stdout.split())
+    shown = " ".join(call(folder, "scan", "--help-all").stdout.split())
     for name in ("rounded", "strict-half", "doubled (twice the model)", "tpu", ".shout"):
         assert name in shown, name
     assert "rounded" in python(folder, "-m", "pytest", "--markers").stdout

@@ -434,7 +434,7 @@ def test_a_backend_is_replaced_where_it_cannot_run(register: Register) -> None:
 
 
 def test_help_lists_backends_and_memory_formats(call: Call) -> None:
-    text = re.sub(r"[│\s]+", " ", call("scan", "--help").stdout)
+    text = re.sub(r"[│\s]+", " ", call("scan", "--help-all").stdout)
     for words in (
         "inductor (torch.compile)",
         "jit (torch.jit.trace and freeze)",
