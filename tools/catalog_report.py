@@ -1,4 +1,4 @@
-"""The whole catalog as a document, reports/op-support.md and .html: counts by build, history, missing operators, gains and losses.
+"""The whole catalog as a document, reports/op-support.html: counts by build, history, missing operators, gains and losses.
 
 ``python tools/committed_reports.py`` writes it.
 """

@@ -1,6 +1,6 @@
 """One small model of each family of torchvision at small size: nothing perturbed, and each status is the bare model's.
 
-``benchmarks/breadth.py`` has all models and sizes: the larger ones of a family call the same ops more often.
+The larger models of a family call the same ops more often.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The reports on the whole catalog, op-support.md and op-support.html: the history of each operator, counts, what was gained."""
+"""The reports on the whole catalog, in Markdown and as reports/op-support.html: the history of each operator, counts, what was gained."""
 
 from __future__ import annotations
 

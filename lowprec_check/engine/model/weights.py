@@ -164,7 +164,7 @@ def _is_state(value: Any) -> bool:
 # all zero (the last BatchNorm of a block, LayerScale, heads) are drawn anew first.
 #
 # Only ops whose result is out of bounds are scaled, and not to unit variance: there, the errors of 16 bits are larger than with the
-# models' own weights (reports/scaled-weights.md).
+# models' own weights (reports/results.md).
 
 SMALLEST, TARGET, LARGEST = 1 / 64, 1 / 8, 4.0
 """A layer whose output has a root mean square out of these bounds is scaled, so that it is the

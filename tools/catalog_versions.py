@@ -1,7 +1,7 @@
 """Measure the catalog's CPU files for several versions of torch, each in a temporary virtual environment.
 
-    python benchmarks/catalog_versions.py 2.1.2 2.2.2 2.8.0 2.8.0+ipex
-    python benchmarks/catalog_versions.py --here /path/to/python     # an interpreter that has torch, msgspec and expecttest
+    python tools/catalog_versions.py 2.1.2 2.2.2 2.8.0 2.8.0+ipex
+    python tools/catalog_versions.py --here /path/to/python     # an interpreter that has torch, msgspec and expecttest
 
 The oldest versions need Python 3.10 or 3.11. Each version needs about 8 GB of disk and three minutes; CUDA wheels of
 torch work too. The files are written to catalog/.
