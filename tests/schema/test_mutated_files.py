@@ -1,18 +1,15 @@
-"""Whatever a file holds, reading it ends in a result or in a sentence: ``benchmarks/mutated_files.py`` with a few mutations."""
+"""Whatever a file holds, reading it ends in a result or in a sentence."""
 
 from __future__ import annotations
 
 import random
-import sys
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, Call
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-sys.path.append(str(ROOT / "benchmarks"))  # behind the tests, which have a module of the same name
-from mutated_files import MANIFEST, SETTINGS, mutated
+from mutations import MANIFEST, SETTINGS, mutated
 
 from lowprec_check.errors import UsageError
 from lowprec_check.pytest_plugin import manifest
