@@ -56,7 +56,7 @@ def schema(saved: type[Struct], title: str) -> str:
 
 
 def layout() -> str:
-    """The first sentence of each package and module, in the order of imports: what is above imports what is below."""
+    """The packages with the first sentence of each, in the order of imports: what is above imports what is below."""
     config = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["importlinter"]["contracts"]
     order = [
         name
@@ -64,20 +64,13 @@ def layout() -> str:
         if contract["type"] == "layers"
         for name in re.split(r"\W+", " ".join(contract["layers"]))
     ]
-    parts = []
+    rows = ["| package | what it does |", "|---|---|"]
     packages = sorted((path.parent for path in PACKAGE.rglob("__init__.py")), key=lambda path: rank(path, order))
     for package in packages:
         name = package.relative_to(PACKAGE).as_posix()
-        parts += [
-            f"### {'The package itself' if name == '.' else f'{name}/'}",
-            "",
-            f"{first_sentence(package / '__init__.py')}",
-            "",
-        ]
-        modules = [path for path in sorted(package.glob("*.py")) if path.name != "__init__.py"]
-        modules.sort(key=lambda path: order.index(path.stem) if name == "engine" and path.stem in order else len(order))
-        parts += [*(f"- `{path.stem}`: {first_sentence(path)}" for path in modules), ""]
-    return "\n".join(parts)
+        shown = "the package itself" if name == "." else f"`{name}/`"
+        rows.append(f"| {shown} | {first_sentence(package / '__init__.py')} |")
+    return "\n".join([*rows, ""])
 
 
 def rank(package: Path, order: list[str]) -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Predictions for XPU, held against what people reported; docs/prediction.md has the table."""
+"""Predictions for XPU, held against what people reported (docs/prediction.md)."""
 
 from __future__ import annotations
 
