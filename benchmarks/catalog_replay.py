@@ -4,24 +4,20 @@ python benchmarks/catalog_replay.py [--samples N] [--only NAME …]
 
 Each operator of OpInfo runs in fp32, forward and backward, and the aten ops that it dispatches are recorded with their
 arguments. Each recorded call is made again, alone: in fp32 (calls that fail there do not count), then with its floating arguments
-in half and in bfloat16. An op that the catalog calls "all" must have no call that fails, "none" no call that runs, "some" both.
+in half and in bfloat16; calls with empty outputs do not count, since every kernel runs on them. An op that the catalog calls "all" must have no call that fails, "none" no call that runs, "some" both.
 
-Each operator has a process of its own, since calls may crash. Writes reports/catalog-replay.md and .json.
+Each operator has a process of its own, since calls may crash.
 """
 
 from __future__ import annotations
 
-import argparse
-import multiprocessing
-import signal
-import sys
+import functools
 import warnings
 from collections import Counter, defaultdict
-from pathlib import Path
 from typing import Any
 
 import torch
-from report_files import head, made, save
+from shared import head, in_processes, made, parser_of, save
 from tabulate import tabulate
 
 from lowprec_check.catalog.aten import AtenCatalog
@@ -37,26 +33,9 @@ from lowprec_check.pytest_plugin.fixture.cast_replay import copied, try_call
 SECONDS = 20
 PER_SAMPLE = 2
 """Calls of an op that are kept, of each sample."""
-REPORT = Path(__file__).resolve().parent.parent / "reports" / "catalog-replay"
-
 
 Outcomes = dict[tuple[str, Dtype], list[str | None]]
 """By op and dtype, what each call raised."""
-
-NOTES = """\
-What differed before, and the causes:
-
-- `_fft_r2c` in bfloat16 was "some" until the operators whose samples are complex (`istft`) no longer counted: they stay complex64 in
-  bfloat16, so that they dispatched it in fp32. Now "none", as all calls show.
-- `_cdist_forward`, `_histogramdd_bin_edges` and `histogram.bin_ct` were "some": their operators run in part, but the samples that run
-  do not dispatch them. A sweep does not record what each sample dispatches, so `catalog/aten-corrections.toml` has these three.
-
-`python benchmarks/kept_call_replay.py` does the same as coverage does it, with one call of each op, kept as bytes and made again in
-another process. With torch 2.13 on a CPU: 527 ops, 8 not kept (sparse arguments, a namespace of OpInfo's own), 1038 verdicts in 6 s.
-All 1016 of ops that the catalog knows to run, or not to run, agree with it.
-
-Left: calls with empty outputs are not counted, since every kernel runs on them (`_pdist_forward` of one row). Autocast and
-accelerators are not compared."""
 
 
 def computes_with_floats(args: Args, kwargs: Kwargs) -> bool:
@@ -120,32 +99,17 @@ def fills_an_output(func: Any, args: Any, kwargs: Any) -> bool:
     return not outputs or any(tensor.numel() for tensor in outputs)
 
 
-def child(name: str, bound: int, pipe: Any) -> None:
-    """In a process of its own, which ends after :data:`SECONDS`."""
-    signal.alarm(SECONDS)
-    torch.set_num_threads(1)
-    pipe.send(replay(name, bound))
-
-
-def measure(bound: int, only: list[str]) -> tuple[Outcomes, list[str]]:
+def measure(bound: int, only: list[str], jobs: int) -> tuple[Outcomes, list[str]]:
     """By op and dtype the outcome of every call; and the operators whose process did not end well."""
-    context = multiprocessing.get_context("fork")
     outcomes: Outcomes = defaultdict(list)
     lost = []
-    names = list(load_operators())
-    for index, name in enumerate(only or names):
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=child, args=(name, bound, theirs))
-        process.start()
-        theirs.close()
-        try:
-            for op, dtype, error in ours.recv():
-                outcomes[op, dtype].append(error)
-        except EOFError:
+    torch.set_num_threads(1)
+    work = functools.partial(replay, bound=bound)
+    for name, calls, problem in in_processes(work, only or list(load_operators()), jobs, limit=SECONDS):
+        if problem:
             lost.append(name)
-        process.join()
-        if index % 50 == 0:
-            print(f"{index}/{len(names)} {name}", file=sys.stderr, flush=True)
+        for op, dtype, error in calls or ():
+            outcomes[op, dtype].append(error)
     return outcomes, lost
 
 
@@ -177,8 +141,6 @@ def render(data: dict[str, Any]) -> str:
         f"{len(unknown)} are not known to the catalog. Operators whose process crashed or hung: {', '.join(lost) or 'none'}.",
         "",
         tabulate(table, headers=["dtype", "catalog", "calls that run", "ops"], tablefmt="github"),
-        "",
-        *NOTES.splitlines(),
     ]
     for title, found in (("Differences", differ), ("Not known, and what the calls show", unknown)):
         cells = [(r["op"], r["dtype"], r["catalog"], f"{r['ran']} of {r['of']}", r["message"]) for r in found]
@@ -189,15 +151,15 @@ def render(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, compare and write the report."""
-    parser = argparse.ArgumentParser()
+    parser = parser_of(__doc__)
     parser.add_argument("--samples", type=int, default=5)
     parser.add_argument("--only", nargs="*", default=[])
-    parser.add_argument("--out", type=Path, default=REPORT)
+    parser.add_argument("--jobs", type=int, default=1)
     options = parser.parse_args()
     warnings.simplefilter("ignore")
-    outcomes, lost = measure(options.samples, options.only)
+    outcomes, lost = measure(options.samples, options.only, options.jobs)
     rows = compare(outcomes)
-    save(options.out, {"made": made(), "lost": lost, "rows": rows}, render)
+    save(options.output, {"made": made(), "lost": lost, "rows": rows}, render)
 
 
 if __name__ == "__main__":

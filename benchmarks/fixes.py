@@ -1,6 +1,6 @@
 """Fix generated models with planted faults: how many pass then, is fp32 the same bit for bit, and how long does it take.
 
-    python benchmarks/fixes.py --models 300 --seconds 3600 --output reports/fixes
+    python benchmarks/fixes.py --models 300 --seconds 3600
 
 Each model has one or two of the faults below, in its forward, in a method, in a function, or in a module of its own. Every seventh file is odd:
 several classes, comments, tabs, Windows line ends, statements over several lines or two in one, names that are not ASCII, torch by another name.
@@ -10,7 +10,6 @@ in 16 bits. The same command resumes after an interruption, and makes the models
 
 from __future__ import annotations
 
-import argparse
 import ast
 import contextlib
 import json
@@ -25,8 +24,7 @@ from string import Template
 from typing import Any, NamedTuple
 
 import torch
-from in_processes import in_processes
-from report_files import head, made, save
+from shared import head, in_processes, made, parser_of, save, saved
 
 from lowprec_check.engine.fixing import fix_file
 from lowprec_check.engine.run.target_spec import TargetSpec
@@ -282,28 +280,24 @@ def fixed(made: tuple[int, int]) -> dict[str, Any] | None:
 
 def main() -> int:
     """Write a table and the figures of each model."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=3600.0)
     parser.add_argument("--jobs", type=int, default=1, help="how many models at a time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--again", default="", help="not-fixed, or numbers with commas between them")
     parser.add_argument("--verbose", action="store_true", help="print models that are not fixed")
-    parser.add_argument("--output", type=Path)
     given = parser.parse_args()
-    data = {"made": made(), "seed": given.seed, "rows": list[dict[str, Any]]()}
-    rows = data["rows"]
-    if given.output and given.output.with_suffix(".json").exists():
-        rows += json.loads(given.output.with_suffix(".json").read_text(encoding="utf-8"))["rows"]
+    rows: list[dict[str, Any]] = saved(given.output, "rows")
+    data = {"made": made(), "seed": given.seed, "rows": rows}
     again = {int(each) for each in given.again.split(",") if each.isdecimal()}
     if given.again == "not-fixed":
         again = {row["number"] for row in rows if row["fails"] and not row["good"]}
     rows[:] = [row for row in rows if row["number"] not in again]
     left = [(given.seed, number) for number in sorted(set(range(given.models)) - {row["number"] for row in rows})]
-    for (_, number), row in in_processes(fixed, left, given.jobs, given.seconds):
-        if isinstance(row, Exception):
-            print(f"{number}: {type(row).__name__}: {row}", file=sys.stderr, flush=True)
-            continue
+    for (_, number), row, problem in in_processes(fixed, left, given.jobs, given.seconds):
+        if problem:
+            print(f"{number}: {problem}", file=sys.stderr, flush=True)
         if row is None:
             continue
         rows.append(row)

@@ -1,8 +1,8 @@
 """Kill commands at random moments, and list what they leave: processes, temporary files, shared memory, locks, lost rows.
 
-    python benchmarks/kills.py --output reports/kills                        # 300 kills, seed 0
+    python benchmarks/kills.py                        # 300 kills, seed 0
     python benchmarks/kills.py --kills 20 --only scan,dask --seed 7
-    python benchmarks/kills.py --continue reports/kills --output reports/kills --seconds 600
+    python benchmarks/kills.py --continue reports/kills --seconds 600
 
 Each kill starts a command of this program in a folder of its own, with a temporary folder of its own, waits for a random
 part of the time that the command takes by itself, and sends one signal: SIGINT, SIGTERM, SIGHUP or SIGKILL to the command, or
@@ -20,7 +20,6 @@ Only on Linux. Writes OUTPUT.md and OUTPUT.json with every kill; exits with 1 if
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import fcntl
 import json
@@ -40,7 +39,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import psutil
-from report_files import head, made, save
+from shared import head, made, parser_of, save
 
 SETTLE_SECONDS = 10.0
 """Time for guardians to clean up."""
@@ -151,13 +150,12 @@ _RESULTS = re.compile(
 
 def main() -> None:
     """Kill until the number or the time is reached."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--kills", type=int, default=300)
     parser.add_argument("--seconds", type=float, default=7200.0, help="end before the next kill after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="commands, by name, comma-separated")
     parser.add_argument("--continue", dest="earlier", type=Path, help="add to the kills in this JSON (without suffix)")
-    parser.add_argument("--output", type=Path)
     options = parser.parse_args()
     names = [name for name in COMMANDS if not options.only or name in options.only.split(",")]
     earlier = json.loads(options.earlier.with_suffix(".json").read_text()) if options.earlier else {}
@@ -402,22 +400,6 @@ def render(data: Mapping[str, Any]) -> str:
         count = Counter(one["signal"] for one in mine)
         figures = [count[way] for way in SIGNALS] + [sum(bool(one[key]) for one in mine) for key in ("left", "lost")]
         lines.append(f"| `{name}` | {data['seconds'][name]:.1f} | " + " | ".join(map(str, figures)) + " |")
-    lines += ["", "Seconds: of the command without a kill. Seconds from the signal to the end of the command:", ""]
-    lines += ["| signal | median | longest |", "|---|---|---|"]
-    for way in SIGNALS[:-1]:
-        taken = sorted(one["end_seconds"] for one in sent if one["signal"] == way)
-        if taken:
-            lines.append(f"| {way} | {taken[len(taken) // 2]:.2f} | {taken[-1]:.2f} |")
-    quarters = Counter(min(3, int(4 * one["moment"])) for one in sent)
-    lines += [
-        "",
-        "Moments, in quarters of the command's time: " + ", ".join(str(quarters[part]) for part in range(4)) + ".",
-    ]
-    victims = Counter(one["killed"] for one in sent if one["signal"] == "worker")
-    lines += [
-        "",
-        "Workers that were killed: " + ", ".join(f"{kind} {count}" for kind, count in victims.most_common()) + ".",
-    ]
     if bad:
         lines += ["", "## What was left or lost", "", *(f"- {described(one)}" for one in bad)]
     return "\n".join(lines) + "\n"

@@ -1,14 +1,13 @@
 """Compare the plan search with the same search without predicted errors: trials, time and the size of the plan.
 
     pip install hypothesis   # tests/generated.py imports it
-    python benchmarks/plan_search.py --output reports/plan-search
+    python benchmarks/plan_search.py
 
 The seconds do not include the analyzed run at the start.
 """
 
 from __future__ import annotations
 
-import argparse
 import random
 import statistics
 import sys
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from report_files import head, made, save
+from shared import head, made, parser_of, save
 from tabulate import tabulate
 from torch import Tensor, nn
 
@@ -155,8 +154,7 @@ def render(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Search, and save the report."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
+    parser = parser_of(__doc__)
     parser.add_argument("--generated", type=int, default=60, help="How many generated models to try.")
     options = parser.parse_args()
     found = [(plan_search(case), plan_search(case, predict=False)) for case in generated_cases(options.generated)]

@@ -13,14 +13,10 @@ last with every call replayed bare in half (``suite_plugins.py``). Told are
 - the cells of the table that every bare call confirms: "yes" if all of its calls run in half, "no" if none does;
 - the processor time of the tests with coverage, as a ratio to the mean of the two plain runs around it: the median of the rounds;
   and how far the plain runs lie apart.
-
-``--suite NAME --repeat TEST --times N`` runs the file of one test in these three ways instead, the test N times in its place, and prints
-how often it failed: does coverage make a test fail that fails now and then anyway? ``--collect`` says when Python collects garbage.
 """
 
 from __future__ import annotations
 
-import argparse
 import importlib.metadata
 import itertools
 import json
@@ -35,7 +31,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from report_files import head, made, save
+from shared import head, made, parser_of, save
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -178,23 +174,6 @@ def measure(name: str, sources: Path, device: str, rounds: int) -> dict[str, Any
     }
 
 
-def count_failures(name: str, sources: Path, device: str, rounds: int, test: str, times: int) -> None:
-    """Print how often one test fails of ``times`` runs in one process, in each of the three ways, by rounds."""
-    os.environ |= {"SUITE_REPEAT": test, "SUITE_TIMES": str(times)}
-    suite = SUITES[name]._replace(arguments=test.partition("::")[0])
-    folder = _folder(suite, sources)
-    found: dict[str, list[int]] = {"plain": [], "empty mode": [], "coverage": []}
-    for _ in range(rounds):
-        for way, failures in found.items():
-            options = _watched(device) if way == "coverage" else []
-            tests = run(suite, folder, device, options, mode="empty" if way == "empty mode" else "")["tests"]
-            repeated = [outcome["reports"] for test_id, outcome in tests.items() if test_id.startswith(f"{test}[")]
-            if len(repeated) != times:
-                raise SystemExit(f"error: {test} ran {len(repeated)} times, not {times}")
-            failures.append(sum(any(outcome == "failed" for _, outcome, _ in reports) for reports in repeated))
-        print(json.dumps(found), flush=True)
-
-
 def _folder(suite: Suite, sources: Path) -> Path:
     return next(path for path in sorted(sources.glob(suite.folder)) if path.is_dir())
 
@@ -220,12 +199,6 @@ def render(data: dict[str, Any]) -> str:
             f"| {some[0]} | {len(found['unknown_that_fail'])} | {found['ratio']:.2f} "
             f"({found['empty_ratio']:.2f}) | {found['plain_spread']:.2f} | {found['bytes'] / 1000:.0f} kB |"
         )
-    for repeated in data.get("repeated", ()):
-        ways = list(repeated["failed"][0]["ways"])
-        lines += ["", f"`{repeated['command']}`: {repeated['text']}", ""]
-        lines += [f"| Python collects garbage | {' | '.join(ways)} |", f"|---|{'---|' * len(ways)}"]
-        for row in repeated["failed"]:
-            lines.append(f"| {row['collects']} | {' | '.join(', '.join(map(str, row['ways'][way])) for way in ways)} |")
     for name, found in results.items():
         wrong = [op for _, _, ops in found["cells"].values() for op in ops]
         for title, entries in (
@@ -240,35 +213,17 @@ def render(data: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure the suites, and write the figures after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--sources", type=Path, required=True)
     parser.add_argument("--suite", choices=[*SUITES], action="append", help="default: all")
-    parser.add_argument(
-        "--output", type=Path, help="write FILE.json and FILE.md; earlier results of other suites are kept"
-    )
     parser.add_argument("--device", default="cpu", help="where kornia's and timm's tests run, and what is looked up")
     parser.add_argument("--rounds", type=int, default=3, help="of runs with coverage, with an empty mode, and plain")
-    parser.add_argument(
-        "--repeat", metavar="TEST", help="count how often this test fails instead; its id without parameters"
-    )
-    parser.add_argument(
-        "--collect",
-        choices=["never", "each"],
-        help="garbage of Python: never, or before each test; default: as Python does",
-    )
-    parser.add_argument("--times", type=int, default=200, help="of --repeat (default: %(default)s)")
     given = parser.parse_args()
-    if given.collect:
-        os.environ["SUITE_GC"] = given.collect
-    if given.repeat:
-        for name in given.suite or parser.error("--repeat needs --suite"):
-            count_failures(name, given.sources.resolve(), given.device, given.rounds, given.repeat, given.times)
-        return
     saved = given.output and given.output.with_suffix(".json")
     results: dict[str, Any] = json.loads(saved.read_text())["suites"] if saved and saved.exists() else {}
     for name in given.suite or SUITES:
         results[name] = measure(name, given.sources.resolve(), given.device, given.rounds)
-        save(given.output, {"made": made(given.device, "One thread."), "suites": results}, render)
+        save(given.output, {"made": made(given.device), "suites": results}, render)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,12 @@
 
 With ``SUITE_MODE=empty``, a dispatch mode that does nothing is active: the floor of the cost. With ``SUITE_MODE=replay``, every distinct
 call of an operator is also run bare in half, outside of this package: its floating arguments are cast, and the op of torch is called on
-them. That is the truth which the cells of the coverage are held against. With ``SUITE_REPEAT=TEST`` and ``SUITE_TIMES``, that test, a
-test id without parameters, runs so many times in its place; with ``SUITE_GC=never``, Python's garbage collector is off in all tests, and
-with ``SUITE_GC=each`` it runs before each.
+them. That is the truth which the cells of the coverage are held against.
 """
 
 from __future__ import annotations
 
 import contextlib
-import gc
 import json
 import os
 import re
@@ -45,13 +42,6 @@ def pytest_unconfigure() -> None:
     _torchvision.close()
 
 
-def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Repeat one test."""
-    if metafunc.definition.nodeid == os.environ.get("SUITE_REPEAT"):
-        metafunc.fixturenames.append("repetition")
-        metafunc.parametrize("repetition", range(int(os.environ["SUITE_TIMES"])))
-
-
 class Outcomes:
     """Outcome, text and processor time of each test; the operators whose calls ran or failed in half."""
 
@@ -65,8 +55,6 @@ class Outcomes:
     def pytest_runtest_protocol(self, item: pytest.Item) -> Generator[None, object, object]:
         """Measure a test with its fixtures and the hooks of other plugins; what it draws, and prints if it fails, is equal in all runs."""
         torch.manual_seed(0)
-        if collect := os.environ.get("SUITE_GC"):
-            gc.disable() if collect == "never" else gc.collect()
         started = time.process_time()
         with self.mode or contextlib.nullcontext():
             result = yield

@@ -1,8 +1,7 @@
-"""Training scripts as people write them, small enough for 300 steps in seconds: a loop, a Lightning module, a ``Trainer``, with the task that it trains.
+"""Training scripts as people write them, small enough for 300 steps in seconds: a loop or a Lightning module, with the task that it trains.
 
 :data:`SCRIPTS` has the text of each by name. Some comments are marks: the lines from ``# forward`` to ``# end`` compute the loss,
-``# optimizer`` is where the model is complete, and ``# clip`` is before gradients are clipped; ``# optimizer of`` and ``# clip of`` name models and an
-optimizer. :func:`rewritten` is the script as its author would write it for a precision.
+``# optimizer`` is where the model is complete, and ``# clip`` is before gradients are clipped. :func:`rewritten` is the script as its author would write it for a precision.
 """
 
 from __future__ import annotations
@@ -80,17 +79,6 @@ def make_model(): return nn.Sequential(nn.Linear(8, 32), nn.Tanh(), nn.LayerNorm
 """,
         "features, target = batch\nprediction = model(features)\nloss = F.mse_loss(prediction, target)",
     ),
-    "multi-label": Task(
-        """
-TEACHER = torch.randn(16, 6, generator=fixed)
-def make_data():
-    x = torch.randn(1024, 16)
-    return TensorDataset(x, (x @ TEACHER > 1).float())
-def make_model(): return nn.Sequential(nn.Linear(16, 48), nn.GELU(), nn.Linear(48, 6))
-criterion = nn.BCEWithLogitsLoss(pos_weight=torch.full((6,), 2.0))
-""",
-        "x, labels = batch\nlogits = model(x)\nloss = criterion(logits, labels)",
-    ),
     "language-model": Task(
         """
 def make_data():
@@ -130,83 +118,6 @@ def dice(logits, mask):
         """x, mask = batch
 logits = model(x)["out"]
 loss = dice(logits.float(), mask.float()) + F.binary_cross_entropy_with_logits(logits.float(), mask.float())""",
-    ),
-    "contrastive": Task(
-        """
-class Views(Dataset):
-    def __init__(self):
-        x = torch.randn(1024, 20)
-        self.first, self.second = x + 0.3 * torch.randn(1024, 20), x + 0.3 * torch.randn(1024, 20)
-    def __len__(self): return len(self.first)
-    def __getitem__(self, index): return self.first[index], self.second[index]
-def make_data(): return Views()
-def make_model(): return nn.Sequential(nn.Linear(20, 48), nn.ReLU(), nn.Linear(48, 16))
-""",
-        """a, b = batch
-a, b = F.normalize(model(a), dim=1), F.normalize(model(b), dim=1)
-scores = a @ b.T / 0.2
-loss = F.cross_entropy(scores, torch.arange(len(scores)))""",
-    ),
-    "triplet": Task(
-        """
-def make_data():
-    x = torch.randn(1024, 10)
-    return TensorDataset(x, x + 0.5 * torch.randn(1024, 10), torch.randn(1024, 10))
-def make_model(): return nn.Sequential(nn.Linear(10, 32), nn.ReLU(), nn.Linear(32, 8))
-criterion = nn.TripletMarginLoss(margin=0.5)
-""",
-        "anchor, positive, negative = batch\nloss = criterion(model(anchor), model(positive), model(negative))",
-    ),
-    "tagger": Task(
-        """
-def make_data():
-    ids = torch.randint(0, 30, (512, 12))
-    return TensorDataset(ids, (ids % 3).masked_fill(ids < 5, -100))
-class Tagger(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding, self.rnn, self.head = nn.Embedding(30, 16), nn.GRU(16, 24, batch_first=True), nn.Linear(24, 3)
-    def forward(self, ids): return self.head(self.rnn(self.embedding(ids))[0])
-def make_model(): return Tagger()
-""",
-        "ids, tags = batch\nloss = F.cross_entropy(model(ids).transpose(1, 2), tags, ignore_index=-100)",
-    ),
-    "dropout-classifier": Task(
-        """
-TEACHER = torch.randn(20, 5, generator=fixed)
-def make_data():
-    x = torch.randn(1024, 20)
-    return TensorDataset(x, (x @ TEACHER).argmax(1))
-def make_model():
-    return nn.Sequential(nn.Linear(20, 64), nn.SiLU(), nn.Dropout(0.1), nn.Linear(64, 5))
-""",
-        "x, y = batch\nloss = F.cross_entropy(model(x), y)",
-    ),
-    "autoencoder": Task(
-        """
-MIX = torch.randn(4, 32, generator=fixed)
-def make_data(): return TensorDataset(torch.randn(1024, 4) @ MIX / 2)
-def make_model(): return nn.Sequential(nn.Linear(32, 16), nn.ELU(), nn.Linear(16, 4), nn.Linear(4, 16), nn.ELU(), nn.Linear(16, 32))
-""",
-        "x = batch[0]\nloss = F.smooth_l1_loss(model(x), x)",
-    ),
-    "two-heads": Task(
-        """
-def make_data():
-    x = torch.randn(1024, 12)
-    return TensorDataset(x, x[:, :3].argmax(1), x[:, 3:5] * 2)
-class Heads(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.body, self.label, self.box = nn.Linear(12, 32), nn.Linear(32, 3), nn.Linear(32, 2)
-    def forward(self, x):
-        hidden = F.relu(self.body(x))
-        return self.label(hidden), self.box(hidden)
-def make_model(): return Heads()
-""",
-        """x, labels, boxes = batch
-scores, found = model(x)
-loss = F.cross_entropy(scores, labels) + 0.5 * F.l1_loss(found, boxes)""",
     ),
 }
 
@@ -342,43 +253,6 @@ for epoch in range(1000):
             best = found
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, "ckpt.pt")
 """,
-    "class": """
-class Run:
-    def __init__(self, name):
-        self.path = name
-        open(self.path, "w").close()
-    def log(self, values):
-        with open(self.path, "a") as file:
-            file.write(json.dumps(values) + "\\n")
-
-class Trainer:
-    def __init__(self, model, data):
-        self.model, self.loader = model, DataLoader(data, batch_size=32, shuffle=True)
-        # optimizer
-        self.optimizer = OPTIMIZER
-        self.run = Run("log.csv")
-    def step(self, batch):
-        model = self.model
-        # forward
-        FORWARD
-        # end
-        self.optimizer.zero_grad()
-        loss.backward()
-        norm = sum(p.grad.float().square().sum() for p in model.parameters() if p.grad is not None).sqrt()
-        self.optimizer.step()
-        self.run.log({"loss": loss.item(), "norm": norm.item()})
-        print("step", file=open("steps.log", "a"))
-    def fit(self, epochs):
-        for _ in range(epochs):
-            for batch in self.loader:
-                self.step(batch)
-
-def main():
-    Trainer(make_model(), make_data()).fit(1000)
-
-if __name__ == "__main__":
-    main()
-""",
     "lightning": """
 import lightning as L
 class Module(L.LightningModule):
@@ -401,137 +275,7 @@ if __name__ == "__main__":
     trainer = L.Trainer(max_epochs=1000, accelerator="cpu", devices=1, enable_progress_bar=False, enable_model_summary=False, MORE)
     trainer.fit(Module(), DataLoader(make_data(), batch_size=32, shuffle=True))
 """,
-    "accelerate": """
-from accelerate import Accelerator
-from accelerate.utils import set_seed
-def main():
-    accelerator = Accelerator(cpu=True, MORE)
-    set_seed(0)
-    model = make_model()
-    # optimizer
-    optimizer = OPTIMIZER
-    loader = DataLoader(make_data(), batch_size=32, shuffle=True)
-    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
-    model.train()
-    for epoch in range(1000):
-        for batch in loader:
-            with accelerator.accumulate(model):
-                # forward
-                FORWARD
-                # end
-                accelerator.backward(loss)
-                if accelerator.sync_gradients:
-                    accelerator.clip_grad_norm_(model.parameters(), 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-        accelerator.save_state("out")
-
-if __name__ == "__main__":
-    main()
-""",
 }
-
-GANS = {
-    "together": """
-def main():
-    loader = DataLoader(make_data(), batch_size=32, shuffle=True, drop_last=True)
-    generator, discriminator = make_generator(), make_discriminator()
-    # optimizer of generator, discriminator
-    optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999))
-    optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.5, 0.999))
-    for epoch in range(1000):
-        for real, in loader:
-            batch = real, torch.randn(len(real), 4)
-            # forward
-            real, noise = batch
-            fake = generator(noise)
-            on_real, on_fake = discriminator(real), discriminator(fake.detach())
-            loss = F.binary_cross_entropy_with_logits(on_real, torch.ones_like(on_real))
-            loss = loss + F.binary_cross_entropy_with_logits(on_fake, torch.zeros_like(on_fake))
-            # end
-            optimizer_d.zero_grad()
-            loss.backward()
-            optimizer_d.step()
-            # forward
-            on_fake = discriminator(fake)
-            loss = F.binary_cross_entropy_with_logits(on_fake, torch.ones_like(on_fake))
-            # end
-            optimizer_g.zero_grad()
-            loss.backward()
-            optimizer_g.step()
-            # update
-            print(epoch, file=open("steps.log", "a"))
-        torch.save(generator.state_dict(), "ckpt.pt")
-
-if __name__ == "__main__":
-    main()
-""",
-    "clipped": """
-generator, discriminator = make_generator(), make_discriminator()
-# optimizer of generator, discriminator
-optimizer_d = torch.optim.Adam(discriminator.parameters(), lr=2e-3, betas=(0.0, 0.9))
-optimizer_g = torch.optim.Adam(generator.parameters(), lr=1e-3, betas=(0.0, 0.9))
-for epoch in range(1000):
-    for real, in DataLoader(make_data(), batch_size=32, shuffle=True, drop_last=True):
-        batch = real, torch.randn(len(real), 4), torch.randn(len(real), 4)
-        discriminator.zero_grad()
-        # forward
-        real, noise, other_noise = batch
-        with torch.no_grad():
-            fake = generator(noise)
-        loss = F.relu(1 - discriminator(real)).mean() + F.relu(1 + discriminator(fake)).mean()
-        # end
-        loss.backward()
-        # clip of optimizer_d
-        nn.utils.clip_grad_norm_(discriminator.parameters(), 0.5)
-        optimizer_d.step()
-        generator.zero_grad()
-        # forward
-        loss = -discriminator(generator(other_noise)).mean()
-        # end
-        loss.backward()
-        # clip of optimizer_g
-        nn.utils.clip_grad_norm_(generator.parameters(), 0.5)
-        optimizer_g.step()
-        # update
-        print(epoch, file=open("steps.log", "a"))
-""",
-}
-"""Two models, each with its optimizer."""
-_GAN_DATA = """
-MIX = torch.randn(4, 8, generator=fixed)
-def make_data(): return TensorDataset(torch.randn(1024, 4).sign() @ MIX / 2 + 0.1 * torch.randn(1024, 8))
-def make_generator(): return nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 8))
-def make_discriminator(): return nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-"""
-
-TRANSFORMERS = """
-from transformers import CONFIG, MODEL, Trainer, TrainingArguments
-def make_data():
-    ids = torch.randint(0, 60, (256, 12))
-    labels = LABELS
-    return [{"input_ids": row, "labels": label} for row, label in zip(ids, labels)]
-
-def main():
-    model = MODEL(CONFIG(SETTINGS))
-    # optimizer
-    args = TrainingArguments(output_dir="out", max_steps=1000, per_device_train_batch_size=16, learning_rate=2e-3, report_to=[], use_cpu=True, seed=0, disable_tqdm=True, MORE)
-    Trainer(model=model, args=args, train_dataset=make_data()).train()
-    model.save_pretrained("out")
-
-if __name__ == "__main__":
-    main()
-"""
-_BERT = "vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3, max_position_embeddings=16"
-_GPT2 = "vocab_size=64, n_embd=32, n_layer=1, n_head=4, n_positions=16, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0"
-
-
-def _transformers(model: str, config: str, settings: str, labels: str, more: str) -> str:
-    text = START + TRANSFORMERS
-    words = {"CONFIG": config, "MODEL": model, "SETTINGS": settings, "LABELS": labels, "MORE": more}
-    for word, value in words.items():
-        text = re.sub(rf"\b{word}\b", value, text)
-    return text
 
 
 def _script(style: str, task: str, optimizer: str, more: str = "") -> str:
@@ -539,8 +283,7 @@ def _script(style: str, task: str, optimizer: str, more: str = "") -> str:
     text = START + found.data + STYLES[style]
     text = re.sub(r"^( *)FORWARD$", lambda match: textwrap.indent(found.forward, match[1]), text, flags=re.MULTILINE)
     text = text.replace("OPTIMIZER", OPTIMIZERS[optimizer]).replace("MORE", more)
-    name = "self.model" if style == "class" else "model"
-    return text.replace("PARAMETERS", f"{name}.parameters()")
+    return text.replace("PARAMETERS", "model.parameters()")
 
 
 _DTYPES = {"bf16": "torch.bfloat16", "bfloat16": "torch.bfloat16", "fp16": "torch.half", "half": "torch.half"}
@@ -556,31 +299,21 @@ def rewritten(text: str, precision: str, scale: float | None = None) -> str:
     if dtype is None:
         return text
     if kind == "autocast":
-        switches = {
-            "L.Trainer(": 'precision="bf16-mixed", ',
-            "Accelerator(": 'mixed_precision="bf16", ',
-            "TrainingArguments(": "bf16=True, ",
-        }
-        switch = next((name for name in switches if name in text), "")
-        if switch and short == "bf16":
-            return text.replace(switch, switch + switches[switch])
+        if "L.Trainer(" in text and short == "bf16":
+            return text.replace("L.Trainer(", 'L.Trainer(precision="bf16-mixed", ')
         text = re.sub(r"( *)# forward\n(.*?)\n *# end\n", lambda match: _autocast(match, dtype), text, flags=re.DOTALL)
     elif "L.Trainer(" in text:
         return text.replace("L.Trainer(", f'L.Trainer(precision="{"16" if kind == "half" else "bf16"}-true", ')
     else:
-        model = "self.model" if "self.model, self.loader" in text else "model"
-        text = re.sub(r"# optimizer of (\w+), (\w+)\n", rf"\1.to({dtype}), \2.to({dtype})\n", text)
-        text = re.sub(r"( *)# optimizer\n", rf"\1{model}.to({dtype})\n", text)
+        text = re.sub(r"( *)# optimizer\n", rf"\1model.to({dtype})\n", text)
         low = f"batch = [t.to({dtype}) if t.is_floating_point() else t for t in batch]"
         text = re.sub(r"( *)# forward\n", rf"\1{low}\n\1# forward\n", text)
         text = re.sub(r"^(criterion = .*)$", rf"\1.to({dtype})", text, flags=re.MULTILINE)
     if scale is not None:
         text = text.replace("\nfixed =", f'\nscaler = torch.amp.GradScaler("cpu", init_scale={scale})\nfixed =')
         text = text.replace("loss.backward()", "scaler.scale(loss).backward()")
-        text = re.sub(r"# clip( of (?P<one>\w+))?\n", lambda of: f"scaler.unscale_({of['one'] or 'optimizer'})\n", text)
-        text = text.replace("# update\n", "scaler.update()\n")
-        update = "" if "scaler.update()" in text else r"\n\1scaler.update()"
-        text = re.sub(r"( *)((self\.)?optimizer\w*)\.step\(\)", rf"\1scaler.step(\2){update}", text)
+        text = text.replace("# clip\n", "scaler.unscale_(optimizer)\n")
+        text = re.sub(r"( *)(optimizer)\.step\(\)", r"\1scaler.step(\2)\n\1scaler.update()", text)
     return text
 
 
@@ -590,90 +323,32 @@ def _autocast(match: re.Match[str], dtype: str) -> str:
 
 
 _QUIET = "logger=False, enable_checkpointing=False"
-_SAVED = 'save_strategy="no"'
 
 SCRIPTS: dict[str, str] = {
-    f"script {style}/{task}/{optimizer}": _script(style, task, optimizer)
+    f"script {style}/{task}/{optimizer}": _script(style, task, optimizer, _QUIET)
     for style, task, optimizer in (
         ("flat", "classifier", "sgd"),
-        ("flat", "contrastive", "adamw"),
-        ("flat", "autoencoder", "adam"),
-        ("flat", "dropout-classifier", "momentum"),
         ("main", "images", "momentum"),
-        ("main", "regression", "adam"),
         ("main", "segmentation", "adamw"),
-        ("main", "two-heads", "rmsprop"),
         ("clipped", "language-model", "adamw"),
-        ("clipped", "tagger", "adam"),
-        ("clipped", "triplet", "sgd"),
-        ("clipped", "multi-label", "groups"),
         ("accumulated", "classifier", "momentum"),
         ("accumulated", "language-model", "groups"),
-        ("accumulated", "regression", "sgd"),
         ("evaluated", "segmentation", "adam"),
         ("evaluated", "images", "adamw"),
-        ("evaluated", "tagger", "rmsprop"),
-        ("evaluated", "dropout-classifier", "adamw"),
-        ("class", "multi-label", "sgd"),
-        ("class", "contrastive", "momentum"),
-        ("class", "two-heads", "adamw"),
-        ("class", "language-model", "adam"),
+        ("main", "regression", "rmsprop"),
+        ("lightning", "classifier", "sgd"),
+        ("lightning", "language-model", "groups"),
+        ("flat", "images", "adam"),
+        ("clipped", "images", "momentum"),
+        ("flat", "regression", "sgd"),
     )
 }
 WRITTEN_FOR: dict[str, tuple[str, float | None]] = {
     "script flat/images/adam": ("autocast-bf16", None),
-    "script main/language-model/adamw": ("autocast-bf16", None),
-    "script class/triplet/adam": ("autocast-bf16", None),
     "script clipped/images/momentum": ("autocast-fp16", 1024.0),
     "script flat/regression/sgd": ("autocast-fp16", 256.0),
-    "script gan/clipped, scaled": ("autocast-fp16", 1024.0),
 }
 """Scripts that are scanned as they are written for a precision, and the initial scale of their ``GradScaler``."""
-
-SCRIPTS |= {name: _script(*name.removeprefix("script ").split("/")) for name in WRITTEN_FOR if "gan" not in name}
-SCRIPTS |= {f"script gan/{name}": START + _GAN_DATA + text for name, text in GANS.items()}
-SCRIPTS["script gan/clipped, scaled"] = SCRIPTS["script gan/clipped"]
-SCRIPTS |= {
-    f"script {style}/{task}/{optimizer}{', ' + more.split('=')[0] if more else ''}": _script(
-        style, task, optimizer, more or first
-    )
-    for style, first in (("lightning", _QUIET), ("accelerate", ""))
-    for task, optimizer, more in (
-        ("classifier", "sgd", ""),
-        ("segmentation", "adamw", ""),
-        ("contrastive", "momentum", ""),
-        ("language-model", "groups", ""),
-        (
-            "regression",
-            "adam",
-            f"gradient_clip_val=1.0, {_QUIET}" if style == "lightning" else "gradient_accumulation_steps=2",
-        ),
-        ("images", "adamw", f"accumulate_grad_batches=2, {_QUIET}" if style == "lightning" else 'project_dir="out"'),
-    )
-}
-SCRIPTS |= {
-    f"script transformers/{model}{words}": _transformers(model, config, settings, labels, more)
-    for model, config, settings, labels, more, words in (
-        ("BertForSequenceClassification", "BertConfig", _BERT, "ids[:, 0] % 3", _SAVED, ""),
-        ("GPT2LMHeadModel", "GPT2Config", _GPT2, "ids", _SAVED, ""),
-        (
-            "BertForMaskedLM",
-            "BertConfig",
-            _BERT,
-            "ids.masked_fill(ids % 3 > 0, -100)",
-            f"{_SAVED}, gradient_accumulation_steps=2",
-            ", accumulation",
-        ),
-        (
-            "DistilBertForSequenceClassification",
-            "DistilBertConfig",
-            "vocab_size=64, dim=32, n_layers=1, n_heads=4, hidden_dim=64, num_labels=3, max_position_embeddings=16",
-            "ids[:, 0] % 3",
-            f'{_SAVED}, warmup_steps=10, lr_scheduler_type="cosine"',
-            ", warm-up and dropout",
-        ),
-    )
-}
 
 
 # -- running one plainly

@@ -1,8 +1,8 @@
 """Compare scans of training with plain loops that do not use this program: figures of 8 steps, and what becomes of 300.
 
-    python benchmarks/training_truth.py --output reports/training-truth             # all set-ups
+    python benchmarks/training_truth.py                     # all set-ups
     python benchmarks/training_truth.py --only gan lstm --minutes 10
-    python benchmarks/training_truth.py --output reports/training-truth --jobs 16   # as many at a time, each on one core
+    python benchmarks/training_truth.py --jobs 16   # as many at a time, each on one core
 
 Each set-up of ``training_setups.py`` is a file that is scanned for 8 steps, then trained by loops of torch alone; each of
 ``training_scripts.py`` is a script, whose own steps are observed, then run as it is rewritten for each precision:
@@ -23,16 +23,13 @@ Runs on the CPU alone. Saves after each set-up, and stops after ``--minutes``; t
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import functools
 import importlib
 import inspect
 import io
-import json
 import logging
 import math
-import multiprocessing
 import os
 import re
 import statistics
@@ -40,14 +37,13 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
-from report_files import head, made, save
+from shared import head, in_processes, made, parser_of, save, saved
 from tabulate import tabulate
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -192,7 +188,6 @@ def run_script(
         raise NotWrittenError(way)
     text = rewritten(text, precision, scale if "scale" in way else None)
     text = re.sub(r"(torch\.manual_seed\(|seed_everything\(|set_seed\(|\bseed=)0", rf"\g<1>{seed}", text)
-    sys.modules["accelerate.state"].AcceleratorState._reset_state(True)
     losses, weights = train(text, steps, draws=draws and steps == SHORT)
     half = len(weights) // 2
     return Trained(losses, flat(weights[:half]), flat(weights[half:]))
@@ -282,7 +277,7 @@ def compare(name: str) -> dict[str, Any]:
         kept = all(Path(file).read_text(encoding="utf-8") == content for file, content in KEPT.items())
         row["left"] = kept and made in (None, SHORT - 1)
     row["statuses"] = {run.precision: run.status for run in result.runs}
-    exact = "accumul" not in name and name != "script lightning/contrastive/momentum"
+    exact = "accumul" not in name
     row["figures"] = figures(train, result, is_script=is_script, exact=exact)
     ends = [end_of(train(seed, LONG)) for seed in range(1, SEEDS + 1)]
     half = QUANTILE * statistics.stdev(ends) * math.sqrt(1 + 1 / SEEDS)
@@ -334,54 +329,12 @@ def error_codes(result: ScanResult, run: Run) -> list[str]:
     )
 
 
-def sent(name: str, channel: Connection) -> None:
-    """Send what :func:`compare` finds, or why it fails."""
-    try:
-        channel.send(compare(name))
-    except BaseException as error:
-        channel.send(f"{type(error).__name__}: {error}")
-
-
-def compared(names: Sequence[str], jobs: int, minutes: float) -> Iterator[tuple[str, dict[str, Any] | str]]:
-    """What :func:`compare` finds or why it fails, by name: each in a process of its own, as frameworks leave state behind.
-
-    After so many minutes, those that still run are killed.
-    """
-    waiting, end, context = list(names), time.monotonic() + 60 * minutes, multiprocessing.get_context("fork")
-    running: dict[Any, tuple[str, Any, float]] = {}
-    try:
-        while (waiting or running) and time.monotonic() < end:
-            while waiting and len(running) < jobs:
-                channel, other = context.Pipe(duplex=False)
-                process = context.Process(target=sent, args=(waiting[0], other), daemon=True)
-                process.start()
-                other.close()
-                running[channel] = waiting.pop(0), process, time.monotonic() + SECONDS
-            ready = wait(list(running), 1.0)
-            for channel, (name, process, limit) in list(running.items()):
-                if channel not in ready and time.monotonic() < limit:
-                    continue
-                try:
-                    found = channel.recv() if channel in ready else f"not done after {SECONDS} s"
-                except EOFError:
-                    process.join()
-                    found = f"its process ended with {process.exitcode}"
-                del running[channel]
-                process.kill()
-                process.join()
-                yield name, found
-    finally:
-        for _, process, _ in running.values():
-            process.kill()
-
-
 def main() -> None:
     """Compare the set-ups, one optimizer of each task after another, and save after each."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--only", nargs="*", help="parts of names")
     parser.add_argument("--jobs", type=int, default=1, help="how many set-ups at a time (default: 1)")
     parser.add_argument("--minutes", type=float, default=240.0)
-    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     options = parser.parse_args()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -392,25 +345,19 @@ def main() -> None:
         (sum(other.startswith(task + "/") for other in names[:number]), number) for number, task in enumerate(tasks)
     ]
     names = [names[number] for _, number in sorted(order)]
-    rows, problems = list[dict[str, Any]](), list[str]()
-    if options.output is not None and options.output.with_suffix(".json").exists():
-        rows = json.loads(options.output.with_suffix(".json").read_text(encoding="utf-8"))["setups"]
+    rows, problems = saved(options.output, "setups"), list[str]()
     known = {row["setup"] for row in rows}
-    data: dict[str, Any] = {"made": made(note=f"{len(set(tasks))} tasks."), "total": len(names)}
+    data: dict[str, Any] = {"made": made(), "total": len(names)}
     data |= {"problems": problems, "setups": rows}
     with torchvision_works():
-        for name in ("lightning", "accelerate.utils", "transformers.trainer"):
-            importlib.import_module(name)
-        transformers = importlib.import_module("transformers")
-        for name in ("Trainer", "BertForMaskedLM", "GPT2LMHeadModel", "DistilBertForSequenceClassification"):
-            getattr(transformers, name)
+        importlib.import_module("lightning")
         left = [name for name in names if name not in known]
-        for name, found in compared(left, options.jobs, options.minutes):
-            if isinstance(found, str):
-                problems.append(f"{name}: {found}")
+        for name, found, problem in in_processes(compare, left, options.jobs, 60 * options.minutes, SECONDS):
+            if problem:
+                problems.append(f"{name}: {problem}")
             else:
                 rows.append({"setup": name} | found)
-            print(f"[{len(rows) + len(problems)}/{len(names)}] {name}: {found}", file=sys.stderr, flush=True)
+            print(f"[{len(rows) + len(problems)}/{len(names)}] {name}: {problem or found}", file=sys.stderr, flush=True)
             if options.output is not None:
                 save(options.output, data, render)
     print("\n".join(totals(data)), flush=True)

@@ -1,7 +1,7 @@
 """Compare the status of each scan with three plain calls of the cast model, on models of four libraries.
 
     pip install timm transformers diffusers
-    python benchmarks/verdict_breadth.py --output reports/verdict-breadth     # 72 models, 4 precisions each
+    python benchmarks/verdict_breadth.py      # 4 precisions of each model
     python benchmarks/verdict_breadth.py --limit 5
     python benchmarks/verdict_breadth.py --only transformers:gpt2
 
@@ -28,8 +28,6 @@ import copy
 import functools
 import importlib
 import math
-import multiprocessing
-import multiprocessing.connection
 import random
 import sys
 import time
@@ -37,12 +35,11 @@ import types
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy
 import torch
-from report_files import head, made, save
+from shared import described, head, in_processes, made, parser_of, save
 from torch import Tensor, nn
 
 from lowprec_check import UsageError, scan
@@ -167,12 +164,6 @@ def fp32_calls(model: nn.Module, inputs: Inputs, device: str = "cpu") -> Referen
     return Reference(outputs)
 
 
-def described(error: BaseException) -> str:
-    """Type and first line; of a traceback, the last."""
-    lines = str(error).strip().splitlines() or [""]
-    return f"{type(error).__name__}: {lines[-1 if lines[0].startswith('Traceback') else 0][:160]}"
-
-
 def is_floating(tensor: Tensor) -> bool:
     """Whether its elements are floating-point or complex numbers."""
     return tensor.is_floating_point() or tensor.is_complex()
@@ -267,18 +258,6 @@ class Labels(nn.Module):
         return next(tensors_in(self.model(*args, **kwargs))).topk(self.count, self.dim).indices
 
 
-class Suppressed(nn.Module):
-    """A language model that never writes the first ten tokens: -inf among its logits, in fp32 too."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        logits: Tensor = self.model(*args, **kwargs).logits
-        return logits.index_fill(-1, torch.arange(10), -math.inf)
-
-
 class Streaming(nn.Module):
     """A language model that keeps its cache of keys and values: each call continues the last, up to 96 tokens.
 
@@ -299,18 +278,6 @@ class Streaming(nn.Module):
             layer.keys, layer.values = layer.keys.float(), layer.values.float()
         logits: Tensor = output.logits
         return logits
-
-
-class Codes(nn.Module):
-    """The encoder of an audio codec: integers only."""
-
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_values: Tensor) -> Tensor:
-        codes: Tensor = self.model.encode(input_values).audio_codes
-        return codes
 
 
 def with_spectral_norm(model: nn.Module) -> nn.Module:
@@ -418,7 +385,6 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "bert": ("BertModel", "BertConfig", TEXT),
     "gpt2": ("GPT2LMHeadModel", "GPT2Config", {**HEADS, "n_positions": 128, "n_embd": 64}),
     "llama": ("LlamaForCausalLM", "LlamaConfig", {**DECODER, "use_cache": False}),
-    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {**DECODER, "use_cache": False}),
     "mixtral": ("MixtralForCausalLM", "MixtralConfig", {**DECODER, "num_local_experts": 4, "use_cache": False}),
     "t5": ("T5Model", "T5Config", {**D_MODEL, "vocab_size": 512, "use_cache": False}),
     "clip-vision": ("CLIPVisionModel", "CLIPVisionConfig", {**VISION, "patch_size": 16}),
@@ -427,60 +393,13 @@ TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "SegformerConfig",
         {"depths": [1] * 4, "hidden_sizes": [16, 32, 48, 64], "num_attention_heads": [1, 2, 3, 4]},
     ),
-    "longformer": ("LongformerModel", "LongformerConfig", {**TEXT, "attention_window": 8}),
     "deberta-v2": (
         "DebertaV2Model",
         "DebertaV2Config",
         {**TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"]},
     ),
-    "mamba": (
-        "MambaForCausalLM",
-        "MambaConfig",
-        {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 8},
-    ),
-    "vit": ("ViTModel", "ViTConfig", VISION),
-    "dpt": (
-        "DPTForDepthEstimation",
-        "DPTConfig",
-        {
-            **VISION,
-            "num_hidden_layers": 4,
-            "backbone_out_indices": [0, 1, 2, 3],
-            "neck_hidden_sizes": [16, 16, 32, 32],
-            "fusion_hidden_size": 32,
-        },
-    ),
     "wav2vec2": ("Wav2Vec2Model", "Wav2Vec2Config", AUDIO),
-    "wav2vec2-conformer": (
-        "Wav2Vec2ConformerModel",
-        "Wav2Vec2ConformerConfig",
-        {**AUDIO, "position_embeddings_type": "relative"},
-    ),
-    "autoformer": (
-        "AutoformerModel",
-        "AutoformerConfig",
-        {"prediction_length": 8, "context_length": 16, "lags_sequence": [1, 2], "num_time_features": 1, "d_model": 32},
-    ),
-    "recurrent-gemma": (
-        "RecurrentGemmaForCausalLM",
-        "RecurrentGemmaConfig",
-        {**DECODER, "num_hidden_layers": 3, "num_key_value_heads": 1, "attention_window_size": 16, "lru_width": 64},
-    ),
-    "xlnet": ("XLNetModel", "XLNetConfig", {**HEADS, "d_model": 64, "d_inner": 128}),
-    "bloom": ("BloomForCausalLM", "BloomConfig", {**HEADS, "hidden_size": 64, "use_cache": False}),
     "opt": ("OPTForCausalLM", "OPTConfig", {**TEXT, "ffn_dim": 128, "word_embed_proj_dim": 64, "use_cache": False}),
-    "fnet": ("FNetModel", "FNetConfig", {key: TEXT[key] for key in TEXT if key != "num_attention_heads"}),
-    "bigbird": ("BigBirdModel", "BigBirdConfig", {**TEXT, "block_size": 4, "num_random_blocks": 1}),
-    "nystromformer": (
-        "NystromformerModel",
-        "NystromformerConfig",
-        {**TEXT, "segment_means_seq_len": 32, "num_landmarks": 8},
-    ),
-    "rwkv": (
-        "RwkvModel",
-        "RwkvConfig",
-        {"vocab_size": 512, "context_length": 64, "hidden_size": 64, "num_hidden_layers": 2},
-    ),
     "encodec": (
         "EncodecModel",
         "EncodecConfig",
@@ -496,19 +415,8 @@ def transformers_inputs(name: str, model: Any) -> dict[str, Any]:
         return {"input_ids": tokens(), "attention_mask": (torch.arange(32) < 20).long().expand(2, 32)}
     if name == "t5":
         return {"input_ids": tokens(), "decoder_input_ids": tokens(8)}
-    if name == "whisper-encoder":
-        return {"input_features": noise(1, 16, 100)}
-    if name == "autoformer":
-        past, future = noise(2, 18), noise(2, 8)
-        return {
-            "past_values": past,
-            "past_time_features": past[..., None] / 2,
-            "past_observed_mask": torch.ones(2, 18),
-            "future_values": future,
-            "future_time_features": future[..., None] / 2,
-        }
     made: dict[str, Tensor] = {
-        "input_ids": tokens(128 if name == "bigbird" else 32),
+        "input_ids": tokens(),
         "pixel_values": noise(1, 3, 64, 64),
         "input_values": noise(1, 1, 1000) if name == "encodec" else noise(1, 4000),
     }
@@ -528,12 +436,6 @@ def transformers_cases() -> Iterator[Case]:
 
         return build
 
-    def whisper() -> tuple[nn.Module, Inputs]:
-        module = importlib.import_module("transformers.models.whisper.modeling_whisper")
-        sizes = {"d_model": 64, "encoder_layers": 2, "encoder_attention_heads": 4, "encoder_ffn_dim": 128}
-        model: Any = module.WhisperEncoder(library.WhisperConfig(**sizes, num_mel_bins=16, max_source_positions=50))
-        return model, transformers_inputs("whisper-encoder", model)
-
     def wrapped(name: str, wrapper: Callable[[nn.Module], nn.Module]) -> Make:
         def build() -> tuple[nn.Module, Inputs]:
             model, inputs = make(name)()
@@ -543,15 +445,12 @@ def transformers_cases() -> Iterator[Case]:
 
     for name in TRANSFORMERS:
         yield Case(f"transformers:{name}", make(name))
-    yield Case("transformers:whisper-encoder", whisper)
     yield Case("transformers:gpt2 (next tokens)", wrapped("gpt2", Labels))
     yield Case("transformers:llama (top 5 tokens)", wrapped("llama", functools.partial(Labels, count=5)))
     yield Case("transformers:segformer (labels)", wrapped("segformer", functools.partial(Labels, dim=1)))
-    yield Case("transformers:gpt2 (suppressed tokens)", wrapped("gpt2", Suppressed))
     yield Case("transformers:gpt2 (keeps its cache)", wrapped("gpt2", Streaming))
     in_fp32 = functools.partial(Streaming, in_fp32=True)
     yield Case("transformers:gpt2 (keeps its cache in fp32)", wrapped("gpt2", in_fp32))
-    yield Case("transformers:encodec (codes)", wrapped("encodec", Codes))
     yield Case("transformers:bert (training)", make("bert"), training=True)
 
 
@@ -640,47 +539,6 @@ def both(case: Case, device: str = "cpu") -> list[dict[str, Any]]:
     ]
 
 
-def in_processes(work: Callable[[Any], Any], items: Sequence[Any], jobs: int) -> Iterator[tuple[Any, Any, str]]:
-    """Yield ``(item, result, problem)`` of each call as it ends, each in a forked process of its own."""
-    context = multiprocessing.get_context("fork")
-    waiting = list(items)
-    running: dict[Any, tuple[Any, Any]] = {}
-
-    def send(sender: Any, item: Any) -> None:
-        try:
-            sender.send((work(item), ""))
-        except Exception as error:
-            sender.send((None, described(error)))
-
-    while waiting or running:
-        while waiting and len(running) < jobs:
-            receiver, sender = context.Pipe(duplex=False)
-            item = waiting.pop(0)
-            process = context.Process(target=send, args=(sender, item))
-            process.start()
-            sender.close()
-            running[receiver] = (process, item)
-        ended: list[Any] = multiprocessing.connection.wait(list(running))
-        for receiver in ended:
-            process, item = running.pop(receiver)
-            try:
-                result, problem = receiver.recv()
-            except EOFError:
-                process.join()
-                result, problem = None, f"the process ended with exit code {process.exitcode}"
-            process.join()
-            yield item, result, problem
-
-
-def in_this_process(work: Callable[[Any], Any], items: Sequence[Any]) -> Iterator[tuple[Any, Any, str]]:
-    """The same without processes, for a GPU, which a forked process cannot use."""
-    for item in items:
-        try:
-            yield item, work(item), ""
-        except Exception as error:
-            yield item, None, described(error)
-
-
 def described_row(row: Mapping[str, Any]) -> str:
     """One run with both statuses, as a list entry."""
     errors = [f"{row[key]:.1e}" if row[key] is not None else "–" for key in ("scan_rel_l2", "plain_rel_l2")]
@@ -729,11 +587,10 @@ def render(data: Mapping[str, Any]) -> str:
 
 def arguments(description: str) -> argparse.ArgumentParser:
     """Options that the benchmarks on these models share."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(description)
     parser.add_argument("--only", action="append", default=[], metavar="PREFIX", help="models with this prefix")
     parser.add_argument("--limit", type=int, help="only the first N models")
     parser.add_argument("--jobs", type=int, default=2, help="processes at a time, each with one thread")
-    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     return parser
 
 
@@ -748,9 +605,11 @@ def main() -> None:
     work = functools.partial(both, device=options.device)
     rows: list[dict[str, Any]] = []
     problems: list[str] = []
-    on_cpu = options.device == "cpu"
-    found_rows = in_processes(work, chosen, options.jobs) if on_cpu else in_this_process(work, chosen)
-    for index, (case, found, problem) in enumerate(found_rows, 1):
+    if options.device == "cpu":
+        results = in_processes(work, chosen, options.jobs)
+    else:  # a forked process cannot use a GPU
+        results = ((case, work(case), "") for case in chosen)
+    for index, (case, found, problem) in enumerate(results, 1):
         rows += found or []
         problems += [f"{case.name}: {problem}"] if problem else []
         statuses = problem or " ".join(f"{row['precision']}={row['scan']}/{row['plain']}" for row in found)

@@ -26,7 +26,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+from shared import ROOT, head, made, parser_of, save
+from tabulate import tabulate
 
 MLP = """
 import torch
@@ -163,14 +164,13 @@ for dtype, autocast in rows:
 
 def main() -> None:
     """Run the cases and print their figures."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--cases", help=f"of {', '.join(CASES)}; default: all but qwen on a CPU, all on an accelerator")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a scan is ended")
     parser.add_argument("--checkouts", default=str(ROOT), help="folders of checkouts that are compared, with commas")
     parser.add_argument("--options", default="", help="further options of each scan, separated by spaces")
-    parser.add_argument("--output", type=Path, help="path of the report without its suffix")
     given = parser.parse_args()
     cases = (
         given.cases.split(",") if given.cases else [name for name in CASES if name != "qwen" or given.device != "cpu"]
@@ -185,8 +185,6 @@ def main() -> None:
                 continue
             results += found
             print(text_of(found), flush=True)
-    from report_files import made, save  # imports torch
-
     save(given.output, {"made": made(given.device), "results": results}, render)
 
 
@@ -313,9 +311,6 @@ def text_of(results: list[dict[str, Any]]) -> str:
 
 def render(data: dict[str, Any]) -> str:
     """The report as Markdown."""
-    from report_files import head
-    from tabulate import tabulate
-
     columns = {
         "plain": "load and 5 calls, s",
         "start": "fp32, s",

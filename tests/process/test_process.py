@@ -42,9 +42,6 @@ from lowprec_check.process.supervisor import (
     signal_name,
 )
 
-sys.path.append(str(ROOT / "benchmarks"))  # behind the tests, which have a module of the same name
-from in_processes import in_processes
-
 MANY = 500
 """More messages than are read at once."""
 
@@ -575,11 +572,3 @@ def test_a_killed_command_has_no_code_if_ended_processes_are_ignored() -> None:
     finally:
         signal.signal(signal.SIGCHLD, before)
     assert group.exit_code == UNKNOWN_EXIT
-
-
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="needs Linux")
-def test_processes_of_a_benchmark_get_cores_of_their_own_or_do_not_start() -> None:
-    cores = os.sched_getaffinity(0)
-    assert list(in_processes(os.sched_getaffinity, [0], 1, 60.0, cores=1)) == [(0, {min(cores)})]
-    with pytest.raises(ValueError, match=f"need {len(cores) + 1} cores, and this process has {len(cores)}"):
-        next(in_processes(os.sched_getaffinity, [0], len(cores) + 1, 60.0, cores=1))
