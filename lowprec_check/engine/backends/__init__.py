@@ -1,3 +1,1 @@
-"""The backends: a module for each compiler, with an instance for each backend. torch is imported
-only in ``prepare``.
-"""
+"""The backends, a module for each compiler; torch is imported only in ``prepare``."""

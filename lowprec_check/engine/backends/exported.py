@@ -1,6 +1,4 @@
-"""What backends share that run the graph of ``torch.export`` in a library of their own: the graph,
-its code to paste, the ops that are missing.
-"""
+"""Backends that run the graph of ``torch.export`` in a library: graph, code, missing ops."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ from lowprec_check.schema.scan_result import ModelInfo
 
 
 def exported(model, args, kwargs):
-    """The graph of a model, from tensors to tensors; and what makes a function on arrays one that
-    is called as the model is.
-    """
+    """The graph of a model, from tensors to tensors, and how to call it as the model is called."""
     import torch
     from torch.utils._pytree import tree_flatten, tree_unflatten
 
@@ -69,9 +65,7 @@ def exported(model, args, kwargs):
 
 
 class GraphBackend(Backend):
-    """A backend that runs the graph of a model in a library of its own on the CPU, for inputs of
-    one shape.
-    """
+    """A backend that runs the graph of a model in a library on the CPU, for fixed shapes."""
 
     setup_budget = 300.0
     changes_process = True  # threads of the library stay, and take cores from those of torch
@@ -86,9 +80,7 @@ class GraphBackend(Backend):
     functions: ClassVar[tuple[Callable[..., Any], ...]]
     """The functions that :meth:`load` calls, to paste."""
     loading: ClassVar[str]
-    """The expression with which the pasted code gets what :meth:`load` returns, of ``program`` and
-    ``{precision}``.
-    """
+    """The expression of what :meth:`load` returns, of ``program`` and ``{precision}``."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """It is not for the CPU, or the library is missing, or does not compute in ``precision``."""
@@ -102,15 +94,11 @@ class GraphBackend(Backend):
         return None
 
     def load(self, program: Any, precision: str) -> Callable[[list[Any]], Any]:
-        """Return what runs an ``ExportedProgram`` on arrays; ``precision`` is the library's name of
-        it.
-        """
+        """Return what runs an ``ExportedProgram`` in the library's ``precision`` on arrays."""
         raise NotImplementedError
 
     def missing_ops(self, error: Exception, program: Any) -> list[str]:
-        """The ops that :meth:`load` failed for with ``error``, ``aten.cholesky.default``; none if
-        it failed otherwise.
-        """
+        """The ops that :meth:`load` failed for (``aten.cholesky.default``), if any."""
         raise NotImplementedError
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
@@ -173,9 +161,7 @@ class GraphBackend(Backend):
 
 
 def gaps_at(program: Any, ops: Iterable[str], kind: GapKind, message: str, dtype: str | None = None) -> list[Gap]:
-    """A gap for each place in a graph that calls one of ``ops``, as torch's decompositions of it
-    name them, on tensors of ``dtype``.
-    """
+    """A gap for each place in a graph that calls one of ``ops`` on tensors of ``dtype``."""
     from lowprec_check.engine.core.source_location import lines_of_trace
 
     wanted, calls = set(ops), Counter[tuple[str, str, Any, tuple[str, ...]]]()

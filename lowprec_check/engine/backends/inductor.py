@@ -1,6 +1,4 @@
-"""``torch.compile`` with its default compiler, inductor; with constant weights, it folds them, and
-prepacks them for oneDNN on a CPU.
-"""
+"""``torch.compile`` with inductor, also with constant weights, which it folds and prepacks."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ class FrozenInductor(Inductor):
     changes_process = True
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
-        """The compiled model; raises ``RuntimeError`` for a model in training mode, whose weights
-        are not constant.
-        """
+        """The compiled model; raises ``RuntimeError`` for one in training mode."""
         import torch._inductor.config
 
         from lowprec_check.engine.core.compiled import in_training_mode

@@ -1,6 +1,4 @@
-"""Quantization to int8 after training: static, by torchao's PT2E, or by Intel's extension on torch
-2.8; of linear layers by a config of torchao.
-"""
+"""Quantization to int8 after training, static or of linear layers, by torchao or the extension."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ class Quantizing(Backend):
 
 
 class Int8(Quantizing):
-    """Quantizes weights and activations of convolutions and linear layers; the rest stays in fp32,
-    or bf16 by autocast.
-    """
+    """Quantizes convolutions and linear layers; the rest stays in fp32, or in bf16 by autocast."""
 
     name = "int8"
     summary = "static quantization to int8: torchao's PT2E and inductor, or Intel's extension on torch 2.8"

@@ -1,6 +1,4 @@
-"""Intel's extension for PyTorch: ``ipex.optimize``, called eagerly, compiled by
-``torch.compile(backend="ipex")``, or traced and frozen.
-"""
+"""Intel's extension: ``ipex.optimize``, called eagerly, compiled, or traced and frozen."""
 
 from __future__ import annotations
 
@@ -37,17 +35,13 @@ class ExtensionBackend(Backend):
     """The backend that does the same on newer torch."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
-        """Why the extension cannot be used on ``device``; precisions that it does not support raise
-        an exception in the run.
-        """
+        """Why the extension cannot be used on ``device``; a wrong precision fails in the run."""
         if device != "cpu":
             return f"{IPEX} on PyPI supports the CPU only; use the backend inductor on {device}"
         return extension_problem()
 
     def replacement(self) -> Replacement | None:
-        """The backend that does the same, if torch is newer than 2.8 and the extension is not
-        installed.
-        """
+        """The backend in its place on torch after 2.8 without the extension."""
         torch = minor_version(installed_version("torch"))
         if torch is None or torch <= LAST_FIT or installed_version(IPEX) is not None:
             return None
@@ -83,9 +77,7 @@ def optimize_code(precision: Precision, **options: Any) -> str:
 
 
 def _prepack_problem(precision: Precision) -> str | None:
-    """Why this processor cannot prepack weights in the dtype that ``ipex.optimize`` gets; ``None``
-    if it can.
-    """
+    """Why this processor cannot prepack weights in the dtype; ``None`` if it can."""
     if _gives_dtype(precision):
         return prepack_problem(precision.format.name)
     return None
@@ -115,9 +107,7 @@ class PrepackingBackend(ExtensionBackend):
 
 
 def _gives_dtype(precision: Precision) -> bool:
-    """Whether ``ipex.optimize`` gets the dtype of ``precision``: a custom precision changes the
-    model itself.
-    """
+    """Whether ``ipex.optimize`` gets a dtype: a custom precision changes the model itself."""
     return precision.kind in ("cast", "autocast")
 
 
@@ -140,9 +130,7 @@ class Ipex(PrepackingBackend):
 
 
 class IpexCompile(ExtensionBackend):
-    """Optimizes the model, without prepacked weights, which the compiler lays out itself, and
-    compiles it.
-    """
+    """Optimizes the model without prepacked weights, which are the compiler's, and compiles it."""
 
     name = "ipex-compile"
     summary = 'ipex.optimize, then torch.compile(backend="ipex"); torch 2.8 only'

@@ -1,6 +1,4 @@
-"""``torch.jit.trace`` and ``torch.jit.freeze`` of a model, as a backend, as a function and as code
-to paste.
-"""
+"""``torch.jit.trace`` and ``freeze`` of a model, as a backend, a function and code to paste."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ class Jit(Backend):
     setup_budget = 600.0
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
-        """The frozen graph; raises what ``torch.jit`` raises, for instance for a model in training
-        mode.
-        """
+        """The frozen graph; raises what ``torch.jit`` raises, as in training mode."""
         return frozen_trace(model, example)
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
@@ -40,9 +36,7 @@ class Jit(Backend):
 JIT = Jit()
 
 _WARM_UP_CALLS = 2
-"""The first call profiles the graph and the second one optimizes it, so their results may differ in
-the last bits.
-"""
+"""The first call profiles the graph, the second optimizes it: the last bits may differ."""
 
 
 def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
@@ -78,9 +72,7 @@ def frozen_trace(model: Any, example: Example) -> Callable[..., Any]:
 
 
 def _state(model: Any) -> dict[str, Any]:
-    """What modules keep besides parameters: copies of buffers and of tensors in attributes, and
-    numbers in these.
-    """
+    """What modules keep besides parameters: copies of tensors, and numbers, in their attributes."""
     import torch
 
     from lowprec_check.engine.core.pytree import stored

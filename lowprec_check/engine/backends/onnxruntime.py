@@ -53,9 +53,7 @@ class OnnxRuntime(GraphBackend):
         return loaded
 
     def missing_ops(self, error: Exception, program: Any) -> list[str]:
-        """Those without an ONNX function: the exporter stops at the first, so it is given a
-        stand-in, and goes on to the next.
-        """
+        """Ops without an ONNX function; a stand-in for each lets the exporter find the next."""
         import torch
         from onnxscript import opset18
 

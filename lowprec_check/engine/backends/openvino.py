@@ -27,9 +27,7 @@ def in_openvino(program, precision):
 
 
 class OpenVINO(GraphBackend):
-    """Converts and compiles the model; autocast is OpenVINO's own: fp32 weights, and ops in the
-    precision of its hint.
-    """
+    """Converts and compiles the model; autocast is OpenVINO's hint, with fp32 weights."""
 
     name = "openvino"
     summary = "OpenVINO's CPU plugin"
@@ -63,9 +61,7 @@ class OpenVINO(GraphBackend):
 
 @functools.cache
 def _capabilities() -> list[str]:
-    """What OpenVINO can compute in on this CPU, ``BF16``; asked in a process of its own, in which
-    its threads end.
-    """
+    """What OpenVINO computes in on this CPU, ``BF16``; asked in a process of its own."""
     ask = "import openvino; print(*openvino.Core().get_property('CPU', 'OPTIMIZATION_CAPABILITIES'))"
     done = subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True, check=False, timeout=60)
     # FP16 also stands for weights stored in fp16

@@ -1,6 +1,4 @@
-"""Static quantization by Intel's extension: prepare, calibrate, convert, trace, freeze; the error
-of each layer.
-"""
+"""Static quantization by Intel's extension, and the error of each layer."""
 
 from __future__ import annotations
 
@@ -21,16 +19,15 @@ from lowprec_check.schema.measures import LayerError
 
 # -- The error of each layer that Intel's extension quantized against the same layer in fp32
 #
-# The extension runs a converted layer as a function, out of reach of hooks. So the matrix products of the converted model, before it is
-# traced, are compared with those of the prepared one, which computes in fp32 and has its batch norms folded too, in the order they are called.
+# The extension runs a converted layer as a function, out of reach of hooks. So the matrix products
+# of the converted model, before it is traced, are compared with those of the prepared one, which
+# computes in fp32 and has its batch norms folded too, in the order they are called.
 
 _PRODUCTS = {"convolution": "convolution", "addmm": "linear", "mm": "linear"}
 """Operators that compute a layer, and the layer's kind."""
 
 OnProduct = Callable[[str, tuple[Any, ...], Tensor, bool], None]
-"""Gets the operator's name, its arguments, its output, and whether its weight was quantized just
-before.
-"""
+"""Gets the operator, its arguments and output, and whether its weight was just quantized."""
 
 
 def layer_errors(fp32: nn.Module, converted: nn.Module, calls: Iterable[Call]) -> list[LayerError]:
@@ -115,9 +112,7 @@ class IpexModel:
         self._calls = 0
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The output. The first call compiles: TorchScript profiles the first ones and would give
-        other bits in them.
-        """
+        """The output, not of the first calls, which TorchScript profiles: their bits differ."""
         while self._calls < WARM_UP_CALLS:
             self._calls += 1
             with quiet():
@@ -138,9 +133,7 @@ class IpexModel:
 
 
 def quantize_with_ipex(model: nn.Module, example: Call, calibration: Calibration) -> IpexModel:
-    """Insert observers into a copy, calibrate, convert, trace; raises :class:`UsageError` if the
-    model cannot be traced.
-    """
+    """Observe, calibrate, convert, trace; raises :class:`UsageError` if it cannot be traced."""
     with quiet(), torch.no_grad():
         import intel_extension_for_pytorch as ipex
 

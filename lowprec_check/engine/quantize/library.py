@@ -1,6 +1,4 @@
-"""The library that quantizes on the installed torch: which it is, what to install if there is none,
-its calls and its code to paste.
-"""
+"""The library that quantizes on the installed torch: name, installation, calls, code to paste."""
 
 from __future__ import annotations
 
@@ -25,18 +23,14 @@ if TYPE_CHECKING:
 Library = Literal["ipex", "torchao"]
 
 FITTING = {(2, 6): "0.12.0", (2, 7): "0.12.0", (2, 8): "0.13.0", (2, 9): "0.15.0", (2, 10): "0.16.0"}
-"""The torchao for a minor version of torch, by torchao's own table of the torch that each release
-was built with.
-"""
+"""The torchao for a minor version of torch, by torchao's own table."""
 
 NEWEST = "0.18.0"
 """The torchao for torch 2.11 and later. 0.16 and 0.17 fail in ``convert_pt2e`` on torch 2.13."""
 
 
 def library() -> Library | None:
-    """What quantizes on the installed torch: Intel's extension if it fits, else torchao if it does;
-    ``None`` if neither.
-    """
+    """Intel's extension if it fits the installed torch, else torchao if it does."""
     if extension_problem() is None:
         return "ipex"
     if torchao_fits():
@@ -96,9 +90,7 @@ def quantize(model: nn.Module, example: Call, calibration: Calibration) -> Quant
 
 
 def load(path: str | Path, extra: Iterable[str]) -> tuple[Quantized, dict[str, str]]:
-    """The model that :meth:`Quantized.save` wrote, and its texts named ``extra``; raises
-    :class:`UsageError` if it is none.
-    """
+    """What :meth:`Quantized.save` wrote, with texts named ``extra``; else :class:`UsageError`."""
     try:
         with zipfile.ZipFile(path) as file:
             is_script = any(name.partition("/")[2].startswith("code/") for name in file.namelist())
@@ -118,9 +110,7 @@ def load(path: str | Path, extra: Iterable[str]) -> tuple[Quantized, dict[str, s
 
 
 def calibrating(key: RunKey, model: ModelInfo, called: str) -> tuple[str, ...]:
-    """The code to paste that calls ``called``, the start of a call (``prepared(``), on the
-    calibration data of the run of ``key``.
-    """
+    """The code that calls ``called`` (``prepared(``) on the calibration data of ``key``."""
     call = model.call.replace("model(", called)
     if not model.calibration:
         return (call,)

@@ -53,9 +53,7 @@ class SquaredError:
 
     @property
     def rel_l2(self) -> float | None:
-        """The square root of the sum of ‖y − r‖² over that of ‖r‖²; 0/0 is 0; ``None`` if there was
-        no pair, or it is infinite or NaN.
-        """
+        """√(Σ‖y − r‖² / Σ‖r‖²), 0/0 is 0; ``None`` if infinite, NaN, or without a pair."""
         if not self._pairs:
             return None
         if self._reference:
@@ -75,34 +73,26 @@ Calibration = Callable[[], Iterable[Call]]
 
 
 class Quantized(Protocol):
-    """A quantized model; called as the model is called, in the context (autocast) in which it was
-    made, without gradients.
-    """
+    """A quantized model, called as the model is, in its context (autocast), without gradients."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The output of the model; the first call compiles it."""
 
     def layer_errors(self, model: nn.Module, calibration: Calibration) -> list[LayerError]:
-        """The error of every quantized layer against ``model`` in fp32, on the inputs of
-        ``calibration``.
-        """
+        """The error of every quantized layer against fp32, on the inputs of ``calibration``."""
 
     def save(self, path: str | Path, extra: dict[str, str]) -> None:
         """Write the converted model, and ``extra``, texts by name."""
 
 
 def check_in_eval_mode(model: nn.Module, way: str) -> None:
-    """Raise :class:`UsageError` if ``model`` is in training mode, for a ``way`` to run it that is
-    for inference.
-    """
+    """Raise :class:`UsageError` if ``model`` is in training mode, but ``way`` is for inference."""
     if in_training_mode(model):
         raise UsageError(f"The model is in training mode; {way} is for inference.", "Call model.eval() in your file.")
 
 
 def nothing_to_quantize(model: nn.Module, what: str = "convolutions and linear layers") -> UsageError:
-    """The error for a model of which no layer was quantized, whose row would be fp32 under another
-    name.
-    """
+    """The error where no layer was quantized: the row would be fp32 under another name."""
     return UsageError(
         f"int8 quantizes {what}, and found none in {type_name(model)}.",
         "Use another backend.",

@@ -1,6 +1,4 @@
-"""Linear layers quantized to int8 by a config of torchao: weights alone, or activations too, by
-ranges of each call; the error of each layer.
-"""
+"""Linear layers quantized by a config of torchao, and the error of each."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ def quantize_linear(model: nn.Module, config: str, calibration: Calibration | No
 
 
 def quantized_layers(model: nn.Module) -> list[str]:
-    """Names of the linear layers with a quantized weight; torchao leaves those of subclasses alone,
-    such as in attention.
-    """
+    """The linear layers with a quantized weight; torchao leaves their subclasses alone."""
     linear = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     plain = (nn.Parameter, torch.Tensor, type(None))
     return [name for name, module in linear.items() if type(getattr(module, "weight", None)) not in plain]

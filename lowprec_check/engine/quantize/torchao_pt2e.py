@@ -1,6 +1,4 @@
-"""Static quantization by torchao's PT2E flow with the x86 quantizer, compiled by inductor; the
-error of each layer.
-"""
+"""Static quantization by torchao's PT2E and inductor, and the error of each layer."""
 
 from __future__ import annotations
 
@@ -22,9 +20,7 @@ from lowprec_check.schema.measures import LayerError
 
 
 def quantize_with_torchao(model: nn.Module, example: Call, calibration: Calibration) -> TorchaoModel:
-    """Export, insert observers, calibrate, convert; raises :class:`UsageError` if no layer is
-    quantized.
-    """
+    """Export, observe, calibrate, convert; :class:`UsageError` if no layer is quantized."""
     with quiet(), torch.no_grad():
         from torchao.quantization.pt2e.quantize_pt2e import convert_pt2e
 
@@ -119,8 +115,9 @@ def _prepared(model: nn.Module, example: Call) -> GraphModule:
 
 # -- The error of each quantized layer against the same graph in fp32
 #
-# The fp32 graph is the prepared one, in which batch norms are folded as in the converted one. torchao's numeric debugger
-# compares with the unfolded graph instead: for a convolution before a batch norm, that is another tensor.
+# The fp32 graph is the prepared one, in which batch norms are folded as in the converted one.
+# torchao's numeric debugger compares with the unfolded graph instead: for a convolution before a
+# batch norm, that is another tensor.
 
 
 def layer_errors(fp32: GraphModule, converted: GraphModule, calls: Iterable[Call]) -> list[LayerError]:
@@ -195,9 +192,7 @@ def _source(layer: Node) -> Node | None:
 
 
 def _evaluated(interpreter: Interpreter, node: Node, known: dict[Node, Any]) -> Any:
-    """The value of ``node``, given values of nodes before it, to which those that it needs are
-    added.
-    """
+    """The value of ``node``, and of those that it needs, which are added to the values."""
     if node not in known:
         for given in node.all_input_nodes:
             _evaluated(interpreter, given, known)

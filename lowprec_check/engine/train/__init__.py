@@ -1,3 +1,1 @@
-"""Training in low precision: steps, the ways to update 16-bit weights, and what is measured of
-them. Independent of tasks and workers.
-"""
+"""Training in low precision: steps, ways to update 16-bit weights, and what is measured of them."""

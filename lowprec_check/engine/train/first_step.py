@@ -1,6 +1,4 @@
-"""The gradients of the first step, compared with those of fp32, and the loss scale that they
-suggest.
-"""
+"""The gradients of the first step against those of fp32, and the loss scale they suggest."""
 
 from __future__ import annotations
 
@@ -39,9 +37,7 @@ MARGIN = 2.0
 
 
 class FirstGradients(Watcher):
-    """Copies the gradients of the first step that is not skipped, without the loss scale, in fp32
-    on the CPU, by the name of the parameter.
-    """
+    """The gradients of the first step that is made, unscaled, in fp32 on the CPU, by parameter."""
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self._parameters = parameters
@@ -49,9 +45,7 @@ class FirstGradients(Watcher):
         self.found: dict[str, Tensor] = {}
 
     def gradients(self, step: TrainingStep) -> None:
-        """Copy the gradients of an optimizer; where a ``GradScaler`` skips the step, they are
-        replaced.
-        """
+        """Copy the gradients of an optimizer, again if a ``GradScaler`` skipped the step."""
         if not self._is_skipped:
             return
         scale, updated = step.scale, step.updated
@@ -185,9 +179,7 @@ class LargestGradient(DispatchMode):
         return run_op(func, args, kwargs, keys)
 
     def backward(self, loss: Tensor, scale: float) -> None:
-        """Compute the gradients of ``loss`` · ``scale``, and find the largest, divided by the
-        scale.
-        """
+        """Compute the gradients of ``loss`` · ``scale``; the largest, divided by the scale."""
 
         def look(node: Any, gradients: tuple[Tensor | None, ...]) -> None:
             for gradient in gradients:
@@ -209,9 +201,7 @@ class LargestGradient(DispatchMode):
 
 
 def suggested_scale(largest: float, maximum: float) -> float:
-    """The largest power of two with which gradients up to :data:`MARGIN` · ``largest`` stay below
-    ``maximum``, that of the dtype.
-    """
+    """The largest power of two that keeps :data:`MARGIN` · ``largest`` below ``maximum``."""
     if not largest or not math.isfinite(largest):
         return DEFAULT_SCALE
     return min(MOST, 2.0 ** math.floor(math.log2(maximum / (MARGIN * largest))))

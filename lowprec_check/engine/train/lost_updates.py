@@ -1,6 +1,4 @@
-"""What rounding does to updates: which are lost, by the same step on wider copies; and an ``eps``
-that becomes zero.
-"""
+"""Updates lost by rounding, found by the same step on wider copies; an ``eps`` that rounds to 0."""
 
 from __future__ import annotations
 
@@ -82,9 +80,7 @@ class LostUpdateCounter(Watcher):
                 self._copies[name].grad = self._copy(p.grad)
 
     def update(self, step: TrainingStep) -> None:
-        """Make the same step on the copies, and count; a step after which a weight is NaN or Inf
-        neither keeps nor loses updates.
-        """
+        """Make the same step on the copies, and count, unless a weight becomes NaN or Inf."""
         self._is_finite = all(bool(parameter.detach().isfinite().all()) for parameter in self._parameters.values())
         if not self._is_finite:
             return
@@ -120,9 +116,7 @@ class LostUpdateCounter(Watcher):
                 self._count((name, "average"), *tensors)
 
     def _count(self, name: Name, before: Tensor, after: Tensor, exact: Tensor) -> None:
-        """Count the elements of a tensor that should change, and those of them that do not; not
-        what became NaN or Inf.
-        """
+        """Count the finite elements of a tensor that should change, and those that do not."""
         if after.dtype != exact.dtype:
             known = self._counts[name]
             wanted = (exact != before.to(exact.dtype)) & exact.isfinite() & after.isfinite()
@@ -140,9 +134,7 @@ class LostUpdateCounter(Watcher):
         return module.float()
 
     def _count_decay(self, number: int, optimizer: Any) -> None:
-        """Count what weight decay alone changes in a step of ``optimizer``, which has the settings
-        of this step.
-        """
+        """Count what weight decay alone changes in this step of ``optimizer``."""
         settings = settings_of(optimizer)
         if not any(group.get("weight_decay", True) for group in settings):
             return
@@ -154,9 +146,7 @@ class LostUpdateCounter(Watcher):
             self._decay[name] = _Count(elements, known.wanted + wanted, known.lost + lost)
 
     def _decay_of(self, number: int, settings: Settings) -> dict[str, _Count]:
-        """The same of one step, by name: of an optimizer with these ``settings`` and no state, with
-        gradients of zero.
-        """
+        """The same by name, of an optimizer without a state, with gradients of zero."""
         low = {name: nn.Parameter(self._before[name].clone()) for name in self._updated}
         wide = {name: nn.Parameter(self._copy(p)) for name, p in low.items()}
         for copies in (low, wide):
@@ -207,9 +197,7 @@ class LostUpdateCounter(Watcher):
 
 
 class Stalls(Watcher):
-    """Finds weights of a sample that a step leaves as they are though their gradient is not zero:
-    few, if no update is lost.
-    """
+    """Finds sampled weights that a step leaves as they are though their gradient is not zero."""
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
         self._parameters, self._samples = parameters, Samples.of(parameters)
@@ -243,9 +231,7 @@ class Stalls(Watcher):
 
 
 def lost_buffer_updates(run: Trajectory, base: Trajectory, samples: Samples, narrow: set[str]) -> list[LostUpdates]:
-    """Of each buffer in ``narrow``, by name: the share of its elements that stay the same in steps
-    in which those of fp32 change.
-    """
+    """For each buffer of ``narrow``: the share of elements that stay where those of fp32 change."""
     found = []
     for name, part in samples.slices.items():
         if name not in narrow:
@@ -288,9 +274,7 @@ _IMPLEMENTATIONS: Mapping[str, dict[str, Any]] = {
 
 
 def check_epsilon(parameters: Sequence[nn.Parameter], make: MakeOptimizer) -> list[EpsilonCheck]:
-    """One step with zero gradients on copies of ``parameters``, by each implementation that the
-    optimizer has; empty without ``eps``.
-    """
+    """One step with zero gradients by each implementation of the optimizer that has ``eps``."""
     if "eps" not in make([nn.Parameter(p.detach().clone()) for p in parameters]).defaults:
         return []
     found = []

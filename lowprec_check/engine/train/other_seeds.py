@@ -1,6 +1,4 @@
-"""Other seeds of a training: other initial weights where the file can make them, other batches,
-other random draws.
-"""
+"""Other seeds of a training: other initial weights where possible, other batches, other draws."""
 
 from __future__ import annotations
 
@@ -27,9 +25,7 @@ SEEDS = 4
 """fp32 runs from other seeds."""
 
 NOISE = 0.01
-"""Relative noise on each initial weight, where nothing else differs between two runs of the
-training.
-"""
+"""Relative noise on each initial weight, where two runs would not differ otherwise."""
 
 STRIDE = 7919
 """What each further seed adds to those that the user's file sets."""
@@ -69,9 +65,7 @@ class OtherSeeds:
         """What differs between the runs, in words."""
 
     def start(self, number: int) -> list[Target]:
-        """Give the model the initial weights of run ``number``, counted from 1, and return its
-        batches.
-        """
+        """Give the model the initial weights of run ``number`` (from 1), and return its batches."""
         generator = torch.Generator().manual_seed(self._seed + number)
         if self._new_weights(number):
             self._add("initial weights", 0)
@@ -95,9 +89,7 @@ class OtherSeeds:
         return _copy(made, self._model)
 
     def _made_again(self, number: int) -> nn.Module | None:
-        """The model that the user's file makes if all its seeds are others; ``None`` if it cannot
-        be loaded again.
-        """
+        """The model that the file makes from other seeds; ``None`` if it cannot be loaded again."""
         if self._target.remake is None:
             return None
         self._keep_alive()
@@ -126,9 +118,7 @@ class OtherSeeds:
     # -- batches
 
     def _new_batches(self, number: int, generator: torch.Generator) -> list[Target]:
-        """The next batches; the same in another order, if there are no more; the rows of the only
-        one, drawn with replacement.
-        """
+        """The next batches, else the same in another order, or rows of the only one."""
         count = len(self._batches)
         further = list(itertools.islice(self._further(number * count), count))
         place = self.varied[:1].count("initial weights")
@@ -184,9 +174,7 @@ def _state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _copy(made: nn.Module, model: nn.Module) -> bool:
-    """Copy the parameters and buffers of ``made``, if ``model`` has the same; whether any value was
-    another one.
-    """
+    """Copy parameters and buffers of ``made``, if ``model`` has the same; whether any differed."""
     new, known = _state(made), _state(model)
     shapes = [{name: tensor.shape for name, tensor in state.items()} for state in (new, known)]
     if shapes[0] != shapes[1]:
@@ -201,9 +189,7 @@ def _copy(made: nn.Module, model: nn.Module) -> bool:
 
 
 def _reset(model: nn.Module, seed: int) -> bool:
-    """Initialize all parameters again, if every module can do so, and if they are as a module
-    initializes them: not trained.
-    """
+    """Initialize all parameters again, if they are as their modules initialize them: untrained."""
     owners = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
     functions = [getattr(one, "reset_parameters", getattr(one, "_reset_parameters", None)) for one in owners]
     if not owners or not all(map(callable, functions)):
@@ -234,9 +220,7 @@ def _alike(known: Tensor, new: Tensor) -> bool:
 
 
 def _with_other_rows(target: Target, generator: torch.Generator) -> Target | None:
-    """The batch with its rows drawn with replacement, targets with their inputs; ``None`` if it has
-    no rows, or the loss knows them.
-    """
+    """The batch with its rows drawn with replacement; ``None`` if that is not possible."""
     if target.loss is not None and required_arguments(target.loss) <= 1:
         return None  # labels in the file belong to the rows as they are
     given = (target.args, target.kwargs, target.targets)

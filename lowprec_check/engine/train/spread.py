@@ -1,6 +1,4 @@
-"""Judges a run of training against fp32 runs from other seeds: their spread, not zero, is what a
-difference must exceed.
-"""
+"""Judges a run of training: a difference must exceed the spread of fp32 runs from other seeds."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ class Interval(NamedTuple):
 
     @classmethod
     def of(cls, values: Sequence[float], margin: float) -> Interval:
-        """A 99.5 % prediction interval for one more value like ``values``, by Student's t, widened
-        by ``margin``.
-        """
+        """A 99.5 % prediction interval for one more value (Student's t), widened by ``margin``."""
         count = len(values)
         if count < 2:
             return cls(-math.inf, math.inf)
@@ -66,15 +62,11 @@ class Spread:
         """
 
     def distances(self, run: Trajectory) -> list[float]:
-        """After each step: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw is how far the weights have moved since
-        the first step.
-        """
+        """After each step: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw is the movement of the weights so far."""
         return [self._distance(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
     def progress(self, run: Trajectory) -> list[float]:
-        """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of
-        fp32, relative to fp32.
-        """
+        """After each step: Δw · Δw₃₂ / ‖Δw₃₂‖², the movement along that of fp32."""
         return [self._progress(run, step) for step in range(1, min(run.steps, self._base.steps) + 1)]
 
     def moved(self, run: Trajectory) -> list[float]:
@@ -97,9 +89,7 @@ class Spread:
         return [min(values) for values in self._known], [max(values) for values in self._known]
 
     def loss_limits(self) -> tuple[list[float], list[float]]:
-        """The limits of the change of the loss, for a run whose forward pass computes the loss of
-        fp32; empty without other seeds.
-        """
+        """The limits of the change of the loss, for a run that starts with the loss of fp32."""
         if not self._others:
             return [], []
         found = [Interval.of(known, 0.0) for known in self._known]
@@ -150,9 +140,7 @@ class Spread:
         first: int,
         limits: Callable[[int], Interval],
     ) -> Divergence | None:
-        """Where ``values``, the first of them of step ``first``, leave their limits for good;
-        ``None`` if the last is inside.
-        """
+        """The step from which ``values`` are outside of their limits for good, if any."""
         crossed = None
         for step, value in reversed(list(enumerate(values, first))):
             low, high = limits(step)
@@ -177,9 +165,7 @@ class Spread:
         return _ratio(product, float((reference.square() * self._samples.weights).sum()), both_zero=1.0)
 
     def _moved(self, run: Trajectory, step: int) -> float:
-        """How far all weights moved, relative to fp32; or one parameter that moves notably in fp32,
-        if that stands still here.
-        """
+        """How far all weights moved, relative to fp32; or one that moves in fp32 and not here."""
         return self._least_moved(run, step)[1]
 
     def _least_moved(self, run: Trajectory, step: int) -> tuple[str | None, float]:
@@ -204,9 +190,7 @@ class Spread:
         return sums[ends].diff()
 
     def _furthest(self, run: Trajectory, step: int) -> str | None:
-        """The parameter that adds most to the distance to fp32; ``None`` if none adds
-        :data:`NOTABLE` of the squared distance.
-        """
+        """The parameter that adds most to the distance to fp32, if at least :data:`NOTABLE`."""
         parts = {name: self._apart(run, step, part) for name, part in self._samples.slices.items()}
         name = max(parts, key=lambda each: parts[each], default=None)
         return name if name is not None and parts[name] ** 2 > NOTABLE * self._apart(run, step) ** 2 else None

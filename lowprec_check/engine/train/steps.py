@@ -1,6 +1,4 @@
-"""Steps of training: one is called like the model; a loop makes several, and keeps the loss and
-samples of the weights after each.
-"""
+"""Steps of training: one is called like the model, a loop makes several and keeps figures."""
 
 from __future__ import annotations
 
@@ -163,9 +161,7 @@ class TrainingStep:
         return USUAL
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Tensor]:
-        """The output and the loss, in the precision; of several phases, the outputs and the sum of
-        the losses, without steps between.
-        """
+        """The output and the loss in the precision; the outputs and summed loss of several phases."""
         found = [self._forward(args, kwargs) for _ in self._plan(args)]
         if len(found) == 1:
             return found[0]
@@ -177,16 +173,12 @@ class TrainingStep:
         return {id(parameter): parameter for parameter in self.parts[self.number].parameters}
 
     def _is_finite(self) -> bool:
-        """Whether the gradients of an optimizer that made its step are finite: a ``GradScaler``
-        skips it otherwise.
-        """
+        """Whether the gradients are finite after a step: a ``GradScaler`` skips it otherwise."""
         found = [parameter.grad for parameter in self.updated.values()]
         return all(bool(gradient.isfinite().all()) for gradient in found if gradient is not None)
 
     def weights(self) -> dict[int, Tensor]:
-        """The weights that are trained, or what is kept of them in more bits, by the id of the
-        parameter.
-        """
+        """The trained weights, or their copies with more bits, by the id of the parameter."""
         pairs = [zip(part.parameters, self.way.weights(part), strict=True) for part in self.parts]
         return {id(parameter): weight for found in pairs for parameter, weight in found}
 
@@ -201,9 +193,7 @@ class TrainingStep:
         return output, loss
 
     def context(self, *, around: bool) -> contextlib.AbstractContextManager[Any]:
-        """The context of the precision, if it is entered there: once ``around`` all steps, or in
-        each for the forward pass.
-        """
+        """The context of the precision, once ``around`` all steps or in each forward pass."""
         if around != self.way.one_context:
             return contextlib.nullcontext()
         return self._ready.application.context(self._ready.device.type)
@@ -237,9 +227,7 @@ def with_step(ready: Prepared, step: TrainingStep) -> Prepared:
 
 
 def kept_by(parts: Sequence[Updates]) -> list[Tensor]:
-    """The weights that ``parts`` update, their copies, and the state of the optimizers: what stays
-    from step to step.
-    """
+    """The weights that ``parts`` update, their copies, and the states of the optimizers."""
     lists = [found for part in parts for found in vars(part).values() if isinstance(found, list)]
     lists += [list(state.values()) for part in parts for state in part.optimizer.state.values()]
     return list(stored(tensor for found in lists for tensor in found if isinstance(tensor, Tensor)))
@@ -252,9 +240,7 @@ def state_bytes(parts: Sequence[Updates]) -> int:
 
 
 def batches_of(target: Target, count: int) -> list[Target]:
-    """``target`` with the inputs of each of the first ``count`` batches; fewer if there are fewer,
-    one if its inputs are fixed.
-    """
+    """``target`` with the inputs of each of the first ``count`` batches, one if they are fixed."""
     found = [target]
     while len(found) < count:
         number = len(found)

@@ -11,15 +11,11 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import as_real
 
 SAMPLED, TOGETHER = 1024, 2**17
-"""Elements of each tensor that are kept of every step, chosen at random; more, if those of all
-tensors are no more than ``TOGETHER``.
-"""
+"""Random elements kept of each tensor; more if all have at most ``TOGETHER`` together."""
 
 
 class Samples:
-    """Random elements of named tensors, the same ones in every run; ``sizes`` are the numbers of
-    elements by name.
-    """
+    """The same random elements of named tensors in every run; ``sizes`` are numbers of elements."""
 
     def __init__(self, sizes: Mapping[str, int]) -> None:
         generator = torch.Generator().manual_seed(0)

@@ -1,6 +1,4 @@
-"""The optimizers of Intel's extension: ``ipex.optimize`` with an optimizer, in place; the scan
-restores the model.
-"""
+"""The optimizers of Intel's extension: ``ipex.optimize`` in place; the scan restores the model."""
 
 from __future__ import annotations
 

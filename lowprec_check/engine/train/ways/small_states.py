@@ -1,6 +1,4 @@
-"""States of optimizers in 16 and 8 bits: that of Adam, twice as large as its fp32 weights, is then
-as large, or half as large.
-"""
+"""Optimizer states in 16 and 8 bits: Adam's have twice the size of fp32 weights otherwise."""
 
 from __future__ import annotations
 
@@ -17,9 +15,7 @@ def sixteen_bit_states() -> Any:
     import torch
 
     class SixteenBitStates:
-        """Keeps the state of the optimizer in bf16 between steps, rounded up or down at random:
-        small changes are right on average.
-        """
+        """Keeps the state of the optimizer in bf16 between steps, rounded up or down at random."""
 
         def __init__(self, parameters, make_optimizer, scaler=None, seed=0):
             self.parameters = [p for p in parameters if p.requires_grad]
@@ -66,9 +62,7 @@ def eight_bit_states() -> Any:
     import torchao.optim
 
     class EightBitStates:
-        """Adam or AdamW of torchao with the settings of one of torch: its state has 8 bits; updates
-        of bf16 weights are rounded at random.
-        """
+        """torchao's Adam or AdamW with the settings of torch's: 8-bit state, random rounding."""
 
         def __init__(self, parameters, make_optimizer, scaler=None):
             self.parameters = [p for p in parameters if p.requires_grad]
@@ -109,9 +103,7 @@ class EightBitWay(WayToTrain):
     """Keeps what Adam or AdamW remembers in 8 bits, by torchao."""
 
     def why_not(self, optimizer: Any) -> str:
-        """Only Adam and AdamW are in torchao; the state of a tensor of fewer than 4096 elements, or
-        not of a multiple of 256, stays as it is.
-        """
+        """Only Adam and AdamW are in torchao; states not of a multiple of 256 (≥ 4096) stay."""
         import torch
 
         if type(optimizer) not in (torch.optim.Adam, torch.optim.AdamW):

@@ -14,9 +14,7 @@ def split_weights() -> Any:
     import torch
 
     class SplitWeights:
-        """Keeps fp32 weights as bf16 parameters, their upper 16 bits (rounded), and int16 tensors,
-        what is missing to fp32.
-        """
+        """Splits fp32 weights into bf16 parameters (rounded) and int16 tensors for the rest."""
 
         def __init__(self, parameters, make_optimizer):
             self.parameters = [p for p in parameters if p.requires_grad]

@@ -14,9 +14,7 @@ def stochastic_rounding() -> Any:
     import torch
 
     class StochasticRounding:
-        """Rounds updated bf16 parameters up or down at random, so that small updates are right on
-        average.
-        """
+        """Rounds updated bf16 parameters up or down at random: right on average."""
 
         def __init__(self, parameters, make_optimizer, seed=0):
             self.parameters = [p for p in parameters if p.requires_grad]

@@ -1,6 +1,4 @@
-"""The ways in which the optimizer updates the weights of the model as they are, and those with a
-``GradScaler`` beside it.
-"""
+"""Ways in which the optimizer updates the weights as they are, with or without ``GradScaler``."""
 
 from __future__ import annotations
 
@@ -28,9 +26,7 @@ class OptimizerUpdates:
         (loss if self.scaler is None else self.scaler.scale(loss)).backward()
 
     def step(self) -> None:
-        """Let the optimizer update the parameters, unless the scaler finds a gradient that is not
-        finite.
-        """
+        """Let the optimizer update the parameters, unless a gradient is not finite."""
         if self.scaler is None:
             self.optimizer.step()
         else:
