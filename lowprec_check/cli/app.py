@@ -76,9 +76,7 @@ def _global_options(
 
 
 def print_status(text: str) -> None:
-    """Print ``text`` to stderr at once, with control characters made visible: it may have names and
-    messages of other people.
-    """
+    """Print ``text`` to stderr at once, with control characters made visible: it may be foreign."""
     from lowprec_check.report.foreign_text import visible_text
 
     with contextlib.suppress(OSError):  # the exit code matters more
@@ -86,9 +84,7 @@ def print_status(text: str) -> None:
 
 
 def check_writable(path: Path | None, option: str) -> None:
-    """Raise :class:`UsageError` before the work starts if ``path``, the value of ``option``, cannot
-    be written.
-    """
+    """Raise :class:`UsageError` early if ``path``, the value of ``option``, cannot be written."""
     if path is None or (str(path) == "-" and option == "--json"):
         return
     if str(path) == "-":
@@ -184,17 +180,13 @@ def print_error(error: UsageError) -> None:
 
 
 def close_stdout() -> None:
-    """Write what is left of the result; what is printed at exit goes to standard error. Raises
-    ``OSError`` if that fails.
-    """
+    """Write the rest of the result, or raise ``OSError``; exit handlers then print to stderr."""
     sys.stdout.flush()
     os.dup2(2, 1)
 
 
 def screen_size() -> dict[str, Any]:
-    """The terminal's width, at least 40 columns, and whether it has colours; ``COLUMNS``, else 100
-    columns, in a pipe.
-    """
+    """The terminal's width (in a pipe ``COLUMNS`` or 100; at least 40), whether it has colours."""
     from lowprec_check.report.layout.text import NARROWEST
 
     return {"width": max(NARROWEST, shutil.get_terminal_size((100, 40)).columns), "color": sys.stdout.isatty()}
@@ -204,9 +196,7 @@ SAVE_SCAN = "Save a scan with: lowprec-check scan TARGET --json FILE"
 
 
 def read_saved(path: Path, hint: str = SAVE_SCAN) -> bytes:
-    """The content of a saved file (``-``: of stdin); raises :class:`UsageError` with ``hint`` if it
-    cannot be read.
-    """
+    """The content of a saved file (``-``: stdin); raises :class:`UsageError` with ``hint``."""
     try:
         if str(path) == "-":
             return sys.stdin.buffer.read()
@@ -216,9 +206,7 @@ def read_saved(path: Path, hint: str = SAVE_SCAN) -> bytes:
 
 
 def load_result(path: Path, data: bytes | None = None) -> ScanResult:
-    """Decode the saved scan at ``path`` (``data``: its content, if it was read); raises
-    :class:`UsageError` if that fails.
-    """
+    """Decode the scan at ``path``, whose content is ``data``; raises :class:`UsageError`."""
     from lowprec_check.schema.scan_result import ResultError, ScanResult
 
     if data is None:

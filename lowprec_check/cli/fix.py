@@ -1,6 +1,4 @@
-"""``lowprec-check fix``: a patch of the user's source, tried in processes of their own, and applied
-on request.
-"""
+"""``lowprec-check fix``: a patch of the user's source, tried in other processes, and applied."""
 
 from __future__ import annotations
 
@@ -206,9 +204,7 @@ def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> Non
 
 
 def _write(texts: Mapping[SourceText, str]) -> None:
-    """Write all files or none; raises :class:`UsageError` if one has changed since it was read, or
-    cannot be written.
-    """
+    """Write all files or none; raises :class:`UsageError` if one changed or is not writable."""
     old = {source: source.path.read_bytes() for source in texts}
     for source, data in old.items():
         check_file(source.path)

@@ -1,6 +1,4 @@
-"""Commands whose answers need no scan: ``lowprec-check env``, ``explain``, ``op`` and ``catalog``
-(diff, gaps).
-"""
+"""Commands whose answers need no scan: ``lowprec-check env``, ``explain``, ``op``, ``catalog``."""
 
 from __future__ import annotations
 

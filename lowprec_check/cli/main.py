@@ -1,6 +1,4 @@
-"""The entry point of the command line. It imports torch only for commands that run a model or query
-the machine.
-"""
+"""The entry point of the command line; imports torch only for commands that need it."""
 
 from __future__ import annotations
 
@@ -136,9 +134,7 @@ def _end_workers_when_terminated() -> list[signal.Signals]:
                 signal.signal(number, signal.SIG_DFL)
 
     def raise_again(lost: sys.UnraisableHookArgs) -> None:
-        """Destructors and callbacks, as of an import, print an exception and go on: the signal is
-        sent once more when they have ended.
-        """
+        """A destructor or callback prints an exception and goes on: send the signal again."""
         if not isinstance(lost.exc_value, (KeyboardInterrupt, Terminated)):
             report(lost)
             return

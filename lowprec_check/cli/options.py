@@ -1,6 +1,4 @@
-"""Options of commands: those declared in :mod:`lowprec_check.schema.options`, and a few that only
-commands have.
-"""
+"""Options of commands: those of :mod:`lowprec_check.schema.options`, and a few of commands only."""
 
 from __future__ import annotations
 

@@ -15,9 +15,7 @@ LINE_SECONDS = 30.0
 
 
 class Progress:
-    """What goes on, as one line: which run of how many, its step, the time so far and the time
-    left.
-    """
+    """What goes on, as one line: which run of how many, its step, the time so far and left."""
 
     def __init__(
         self,

@@ -72,9 +72,7 @@ def report(
     ] = None,
     verbose: Verbose = False,
 ) -> None:
-    """Write a saved scan as a web page, Markdown, SARIF, JUnit or text. Needs neither the model nor
-    torch.
-    """
+    """Write a saved scan as a page, Markdown, SARIF, JUnit or text. Needs no model and no torch."""
     files = output_files(output, format)
     check_reports(files, format, "-o")
     if not files:

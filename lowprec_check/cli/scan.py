@@ -142,9 +142,7 @@ def scan(
 
 
 def _known_findings(path: Path | None, update: bool) -> Baseline | None:
-    """Load the baseline at ``path``; raises :class:`UsageError` before the scan starts if it cannot
-    be used.
-    """
+    """Load the baseline at ``path``; raises :class:`UsageError` before the scan starts."""
     from lowprec_check.analysis.baseline import load
 
     if update:
@@ -160,9 +158,7 @@ def _known_findings(path: Path | None, update: bool) -> Baseline | None:
 def _apply_baseline(
     result: ScanResult, accepted: Baseline | None, path: Path | None, update: bool
 ) -> tuple[ScanResult, Saves]:
-    """``result`` with accepted findings marked, and what saves the baseline; reports on stderr
-    which findings no longer occur.
-    """
+    """``result`` with accepted findings marked, and what saves the baseline; prints stale ones."""
     from lowprec_check.analysis.baseline import accept, baseline_of, save
 
     saves: Saves = []
@@ -195,9 +191,7 @@ def _unfinished(path: Path | None) -> ScanResult | None:
 
 
 def _save_so_far(result: ScanResult, path: Path) -> None:
-    """Save the finished runs of a scan whose runs take long: one of weights that are read from
-    their files.
-    """
+    """Save the finished runs of a scan whose runs take long: one with streamed weights."""
     from lowprec_check.analysis.conclusion import conclude_early
     from lowprec_check.schema.scanned_model import STREAMED
 
@@ -210,9 +204,7 @@ def _save_so_far(result: ScanResult, path: Path) -> None:
 
 
 def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
-    """The result with its conclusion, also of a scan that ``ended_by`` ended early, which is raised
-    if nothing was found.
-    """
+    """The result with its conclusion; raises ``ended_by`` if that ended it before any run."""
     from lowprec_check.analysis.conclusion import conclude, conclude_early
 
     if ended_by is None:

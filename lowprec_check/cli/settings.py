@@ -99,9 +99,7 @@ def _check(
     table: str,
     commands: Sequence[str] = (),
 ) -> None:
-    """Raise :class:`UsageError` for a key that is no option, and for a value that no option of this
-    name accepts.
-    """
+    """Raise :class:`UsageError` for a key that is no option, or a value that no option accepts."""
     for key, value in values.items():
         if key not in options:
             near = nearest(key, [*options, *commands])

@@ -1,6 +1,4 @@
-"""The axes of a run besides its precision: backends, devices and memory formats, and the named sets
-of runs.
-"""
+"""The axes of a run besides its precision: backends, devices and memory formats."""
 
 from __future__ import annotations
 
@@ -49,9 +47,7 @@ class Example:
     device: str
     """Its type, ``cpu``."""
     calibration: Callable[[], Iterable[Call]]
-    """Returns inputs to calibrate on: those of the file's ``calibration()``, else the example
-    itself.
-    """
+    """Returns inputs to calibrate on: those of the file's ``calibration()``, else the example."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,30 +79,20 @@ class Backend:
     """One line for ``--help``."""
     aliases: ClassVar[tuple[str, ...]] = ()
     setup_budget: ClassVar[float] = 0.0
-    """Seconds that preparing the model and its first call may take by default, beyond the budget of
-    a call.
-    """
+    """Seconds for preparing the model and its first call, beyond the budget of a call."""
     changes_process: ClassVar[bool] = False
-    """Whether it changes its process for good, so that it can only run in a worker: it overrides
-    kernels, say.
-    """
+    """Whether it changes its process for good (overrides kernels), so that it needs a worker."""
     tolerance: ClassVar[float] = 0.0
-    """The least default tolerance for the rel_l2 of the output; for a backend that computes in
-    fewer bits itself.
-    """
+    """The least default tolerance (rel_l2), for a backend that computes in fewer bits itself."""
     lowers_precision: ClassVar[bool] = False
-    """Whether it computes in fewer bits than the precision, so that fp32 on it is a low-precision
-    run.
-    """
+    """Whether it computes in fewer bits than the precision: fp32 on it is a low-precision run."""
     calibrates: ClassVar[bool] = False
     """Whether it depends on :attr:`Example.calibration`."""
     project: ClassVar[str] = ""
     """Where its faults are reported, ``pytorch/pytorch``; empty for the package that registers it."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
-        """Why the backend cannot run a precision on a device, the reason of a skipped run; ``None``
-        if it can.
-        """
+        """Why the backend cannot run a precision on a device; ``None`` if it can."""
         return None
 
     def replacement(self) -> Replacement | None:
@@ -114,9 +100,7 @@ class Backend:
         return None
 
     def note(self, precision: Precision) -> str | None:
-        """What the backend does otherwise for a precision on this machine, a note of the scan;
-        ``None`` if there is nothing to say.
-        """
+        """What the backend does otherwise for a precision here, a note of the scan; or ``None``."""
         return None
 
     def prepare(self, model: Any, example: Example) -> Callable[..., Any]:
@@ -143,9 +127,7 @@ class Backend:
         return measured
 
     def layer_errors(self, prepared: Any, model: Any, example: Example) -> list[LayerError]:
-        """The errors of the layers of what :meth:`prepare` returned, for a backend that quantizes;
-        called after it ran.
-        """
+        """The errors of quantized layers of what :meth:`prepare` returned; called after it ran."""
         return []
 
     def code(self, key: RunKey, model: ModelInfo) -> Code:
@@ -154,9 +136,7 @@ class Backend:
 
 
 def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
-    """The backends that run when those of ``names`` are asked for, each once, and a note for each
-    that replaces others.
-    """
+    """The backends that run for ``names``, each once, and a note for each that is replaced."""
     running: list[str] = []
     replaced_by: dict[Replacement, list[str]] = {}
     for name in names:
@@ -200,9 +180,7 @@ def project_of(name: str) -> str:
 
 
 def lowers_precision(name: str) -> bool:
-    """Whether the backend ``name`` computes in fewer bits than the precision; false if it is not
-    installed.
-    """
+    """Whether the backend computes in fewer bits than the precision; false if not installed."""
     return bool(getattr(BACKENDS.find(name), "lowers_precision", False))
 
 
@@ -223,9 +201,7 @@ class Device:
 
     name: str
     catalog: Literal["measured", "declared"] | None = None
-    """The catalog's data: measured on hardware, or declared in torch's sources; ``None`` if it has
-    none.
-    """
+    """The catalog's data, ``measured`` on hardware or ``declared`` in torch's sources, if any."""
     fallback_variable: str | None = None
     """The environment variable that makes torch run missing ops on the CPU."""
     aliases: tuple[str, ...] = ()
@@ -250,9 +226,7 @@ def device_type(device: str) -> str:
 
 
 def device_of(name: str) -> Device:
-    """The device of a name such as ``cuda:0``; raises :class:`UsageError` for an unknown type, or
-    an index that is no number.
-    """
+    """The device of a name such as ``cuda:0``; raises :class:`UsageError` for an unknown one."""
     found = DEVICES.find(device_type(name))
     if found is None or not re.fullmatch(r"[^:]*(:(0|[1-9][0-9]*))?", name.strip()):
         if found is None:

@@ -1,6 +1,4 @@
-"""How a backend compares with eager mode: its error, on changed inputs, what else it changes, and
-what it says while it compiles.
-"""
+"""How a backend compares with eager mode: errors, changed inputs, what it says and changes."""
 
 from __future__ import annotations
 
@@ -12,9 +10,7 @@ from lowprec_check.schema.verdict import Status
 # -- Whether a compiler made the output of a run worse
 
 FACTOR = 2.0
-"""The compiled output may be this many times as far from fp64 as eager's. That of
-``torch._dynamo.utils.same``.
-"""
+"""Times eager's distance from fp64 that passes, as in ``torch._dynamo.utils.same``."""
 
 CompilerVerdict = Literal["no-worse", "harmless", "worse"]
 """``harmless``: further than :data:`FACTOR` times, but within a tenth of the tolerance."""
@@ -51,9 +47,7 @@ class CompilerCheck(Struct, frozen=True, kw_only=True):
     compiled_changed: int = 0
     """Those that differ from fp64's in the compiled model."""
     emulated: CompilerVerdict | None = None
-    """The verdict with ``torch._inductor.config.emulate_precision_casts``; ``None`` if it was not
-    tried.
-    """
+    """The verdict with ``torch._inductor.config.emulate_precision_casts``, if it was tried."""
     culprit: str | None = None
     """What ``torch._inductor.compiler_bisector`` found."""
 
@@ -73,20 +67,14 @@ INPUT_CHANGES: dict[str, str] = {
 
 
 class ChangedInputs(Struct, frozen=True, kw_only=True):
-    """A run on a backend, on changed inputs, compared with eager mode in the same precision on the
-    same inputs.
-    """
+    """A run on a backend, on changed inputs, compared with eager mode in the same precision."""
 
     change: InputChange
     """How they differ from those of the scan."""
     status: Status
-    """``ok`` if the backend is within the tolerance of eager mode, or at most :data:`FACTOR` times
-    as far from the exact result.
-    """
+    """``ok``: within the tolerance, or at most :data:`FACTOR` times as far from fp64 as eager."""
     error: float | None = None
-    """rel_l2 between the backend and eager mode, or the share of integers that differ; ``None`` if
-    it is not finite.
-    """
+    """rel_l2, or the share of integers that differ from eager's; ``None`` if not finite."""
     eager_error: float | None = None
     """Of eager mode against fp64, if the backend is not within the tolerance of it."""
 
@@ -118,9 +106,7 @@ class BackendCheck(Struct, frozen=True, kw_only=True):
     reason: str | None = None
     """Why it was not tried on more."""
     changed: list[str] = []
-    """Inputs and buffers, ``buffer bn.running_mean``, whose values after two calls differ from
-    those after two calls in eager mode.
-    """
+    """Inputs and buffers, ``buffer bn.running_mean``, that two calls leave otherwise than eager."""
     dtypes: list[tuple[str, str]] = []
     """The dtypes of output tensors in eager mode and on the backend, where they differ."""
     remarks: list[CompilerRemark] = []

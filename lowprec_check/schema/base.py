@@ -18,9 +18,7 @@ from lowprec_check.errors import UsageError, encodable
 # -- Writes files. A regular file in a writable folder is replaced as a whole; others are written in place
 
 _NOT_REPLACEABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
-"""Errors if the folder allows no new files, or the file is a mount point; the file itself may still
-be writable.
-"""
+"""Errors of a folder without new files, or a mount point; the file itself may be writable."""
 
 _CHOOSE = "Choose an existing, writable folder."
 
@@ -51,17 +49,13 @@ def write_file(path: str | Path, data: bytes | str) -> None:
 
 
 def check_file(path: str | Path) -> None:
-    """Raise :class:`UsageError` if ``path`` cannot be written. Changes nothing, and does not open a
-    FIFO.
-    """
+    """Raise :class:`UsageError` if ``path`` cannot be written. Changes nothing, opens no FIFO."""
     with _usage_errors("write", path):
         _writable_target(Path(path))
 
 
 def make_folder(path: Path) -> None:
-    """Create the folder ``path`` and its parents, unless it exists; raises :class:`UsageError` if
-    that fails.
-    """
+    """Create the folder ``path`` and its parents if needed; may raise :class:`UsageError`."""
     with _usage_errors("create", path):
         path.mkdir(parents=True, exist_ok=True)
 
@@ -79,9 +73,7 @@ def _usage_errors(verb: str, path: str | Path) -> Iterator[None]:
 
 
 def _writable_target(path: Path) -> tuple[Path, os.stat_result | None]:
-    """The file that ``path`` leads to, and its status if it exists; raises ``OSError`` if it may
-    not be written.
-    """
+    """The file that ``path`` leads to, and its status if it exists; or raises ``OSError``."""
     try:
         old = path.stat()
     except FileNotFoundError:
@@ -101,16 +93,12 @@ def _writable_target(path: Path) -> tuple[Path, os.stat_result | None]:
 
 
 def _is_in_proc(path: Path) -> bool:
-    """Whether ``path`` is an open file of a process, such as ``/dev/stdout``; others may be writing
-    to it.
-    """
+    """Whether ``path`` is an open file, such as ``/dev/stdout``: others may be writing to it."""
     return str(path.parent.resolve()).startswith("/proc/")
 
 
 def _write_in_place(file: Path, content: bytes) -> None:
-    """Write a file that cannot be replaced; an open file of a process continues where others have
-    written.
-    """
+    """Write a file that cannot be replaced; an open file continues where others have written."""
     with file.open("ab" if _is_in_proc(file) else "wb") as stream:
         stream.write(content)
 
@@ -127,9 +115,7 @@ def _replace(file: Path, content: bytes, old: os.stat_result | None) -> None:
 
 
 def _write_new(new: Path, content: bytes, old: os.stat_result | None) -> None:
-    """Write a new file. Where the system can, it has no name until it is complete, so that a kill
-    leaves nothing behind.
-    """
+    """Write a new file, nameless until it is complete (if possible): a kill leaves nothing."""
     unnamed = None
     with contextlib.suppress(AttributeError, OSError):  # not every system and file system can
         unnamed = os.open(new.parent, os.O_TMPFILE | os.O_WRONLY, 0o666)
@@ -163,15 +149,11 @@ def _fill(stream: IO[bytes], content: bytes, old: os.stat_result | None) -> None
 
 
 class Struct(msgspec.Struct, frozen=True):
-    """Base of saved data: immutable; unknown fields, added by a newer version, are skipped when it
-    is read.
-    """
+    """Base of saved data: immutable; skips unknown fields, which newer versions may add."""
 
 
 class StrictStruct(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Base of files written by hand: an unknown field is an error, since it may be a typing
-    mistake.
-    """
+    """Base of files written by hand: an unknown field is an error, maybe a typing mistake."""
 
 
 def encode(value: Struct | Sequence[Struct] | dict[str, Any], indent: int = 2) -> bytes:
@@ -211,9 +193,7 @@ _HUGE = re.compile(rb"\d{19}")
 
 
 def _check_integers(value: Any) -> None:
-    """Raise ``ValueError`` for an integer that is not one of 64 bits: no figure of a scan is, and
-    floats cannot hold it.
-    """
+    """Raise ``ValueError`` for an integer beyond 64 bits: no figure of a scan is one."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("an integer has more than 64 bits")
     for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():

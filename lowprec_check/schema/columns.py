@@ -42,9 +42,7 @@ def columns_of(result: ScanResult, part: Part) -> Columns:
 
 
 def _flat(value: Any, kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every number and text in ``value`` of this ``kind``, by its dotted name, of what is ``None``
-    too; lists and objects are left out.
-    """
+    """Numbers and texts in ``value`` by dotted name, ``None`` too; no lists and no objects."""
     for field in msgspec.structs.fields(kind):
         inner, kinds = getattr(value, field.name, None), (field.type, *get_args(field.type))
         if isinstance(inner, (list, dict, tuple)) or any(get_origin(each) in (list, dict, tuple) for each in kinds):
@@ -57,8 +55,6 @@ def _flat(value: Any, kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _transposed(rows: list[dict[str, Any]], names: Sequence[str] = ()) -> Columns:
-    """A column for each of ``names`` and for each key of any row, in the order in which they first
-    appear; ``None`` where a row lacks it.
-    """
+    """A column for each of ``names`` and each key, in order; ``None`` where a row lacks it."""
     found = dict.fromkeys([*names, *(name for row in rows for name in row)])
     return {name: [row.get(name) for row in rows] for name in found}

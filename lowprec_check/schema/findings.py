@@ -35,16 +35,12 @@ RESCUES: dict[GapKind, str] = {
 
 
 class Gap(Struct, frozen=True, kw_only=True):
-    """Calls of one op at one place that fail in low precision and succeed when their inputs are
-    widened; or that a backend lacks.
-    """
+    """Calls of one op at one place that only fp32 can run; or that a backend lacks."""
 
     op: str
     """The op: an overload name (``aten.dot.default``), or a function of torch (``torch.fft.rfft``)."""
     layer: Layer
-    """``dispatch``: the op itself fails; ``function``: what is above dispatch; ``backend``: a
-    library other than torch lacks it.
-    """
+    """``dispatch``: the op fails; ``function``: what calls it; ``backend``: another library."""
     kind: GapKind
     """Why it fails."""
     phase: Phase = "forward"
@@ -54,9 +50,7 @@ class Gap(Struct, frozen=True, kw_only=True):
     source: str | None
     """``file.py:line`` of the innermost code that is not torch's."""
     caller: str | None = None
-    """The innermost line of the user's own code, if ``source`` is in an installed package; empty if
-    there is none.
-    """
+    """The user's innermost line, if ``source`` is in an installed package; empty if none."""
     dtypes: list[str]
     """The floating dtypes of its inputs."""
     message: str
@@ -64,13 +58,9 @@ class Gap(Struct, frozen=True, kw_only=True):
     calls: int = 1
     """How many calls failed there."""
     rescued: bool = True
-    """False for a ``backend``; else true: a failure that is not rescued ends the run and is saved
-    as its ``stopped_by``.
-    """
+    """False for a ``backend``; else a gap that is not rescued is saved as ``stopped_by``."""
     gives_complex: bool = False
-    """Whether a result is complex in fp32: there is no complex bf16, and few kernels of complex
-    fp16.
-    """
+    """Whether a result is complex: there is no complex bf16, and few kernels of complex fp16."""
     predicted_by: str | None = None
     """Of a predicted run: the row of the catalog that says so, in words."""
     custom_function: str | None = None
@@ -80,9 +70,7 @@ class Gap(Struct, frozen=True, kw_only=True):
 
     @property
     def is_between_casts(self) -> bool:
-        """Whether a backend computed it in fp32, between casts of its own, so that no run fails by
-        it.
-        """
+        """Whether a backend computed it in fp32, between its own casts: no run fails by it."""
         return self.layer == "backend" and self.kind == "missing-kernel"
 
     @property
@@ -120,9 +108,7 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     message: str
     """What was found."""
     template: str = ""
-    """The words of ``message``, with ``{name:type}`` in place of the figures; empty in files of
-    older versions.
-    """
+    """The words of ``message``, with ``{name:type}`` for the figures; empty in older files."""
     figures: dict[str, Figure] = {}
     """The figures of ``template``."""
     help: str | None = None
@@ -140,15 +126,11 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     accepted: bool = False
     """Whether the scan's baseline accepts it."""
     timed: bool = False
-    """Whether it rests on measured times, so that it comes and goes with the load of the machine:
-    never in a baseline.
-    """
+    """Whether it rests on measured times and so depends on the load: never in a baseline."""
     share: float | None = None
     """Share of the squared output error that its place causes, if an error budget says so."""
     matters: bool | None = None
-    """Whether it affects the output of its run; ``None`` if that is not known, or it is not about
-    the error.
-    """
+    """Whether it affects the output; ``None`` if unknown, or if it is not about the error."""
 
     @property
     def sentence(self) -> Sentence:
@@ -187,9 +169,7 @@ memory; ``nothing``: neither; ``unknown``: not smaller, and whether it is faster
 
 
 class Recommendation(Struct, frozen=True, kw_only=True):
-    """The recommended way to run the model in low precision, which was run and passed, and whether
-    it is worth it.
-    """
+    """The recommended run in low precision, which passed, and whether it is worth it."""
 
     precision: str
     """The precision to use; of a plan, its base."""
@@ -200,9 +180,7 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     keep_fp32: list[str] = []
     """Paths of the modules to keep in fp32."""
     way: str | None = None
-    """How to train, a name in :data:`~lowprec_check.schema.ways_to_train.WAYS`; ``None`` if only
-    the forward pass was run.
-    """
+    """How to train, a name in :data:`~lowprec_check.schema.ways_to_train.WAYS`, if trained."""
     evidence: Literal["measured", "predicted"] = "measured"
     """Whether the run that it rests on was measured or predicted."""
     reason: str
@@ -220,14 +198,10 @@ class Recommendation(Struct, frozen=True, kw_only=True):
     gain: str = ""
     """The same with its figures: ``1.4 times as fast as fp32, saves 50 % of the memory``."""
     stay_in_fp32: bool = False
-    """Whether fp32 is better in what is preferred; this is then the best way for those who need
-    what it gains.
-    """
+    """Whether fp32 is better in what is preferred: the run is for those who need its gain."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` for a predicted one that promises a gain, which only a run on the
-        device itself can show.
-        """
+        """Raise ``ValueError`` for a predicted one that promises a gain, which needs the device."""
         claims = self.speedup is not None or self.gain or self.stay_in_fp32 or self.worth not in (None, "unknown")
         if self.evidence == "predicted" and claims:
             raise ValueError("a predicted recommendation says nothing about times and memory")

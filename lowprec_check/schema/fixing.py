@@ -1,6 +1,4 @@
-"""What a search for fixes of the user's source found: the patch, how it was proven, and what it
-does not fix.
-"""
+"""What a search for fixes of the user's source found: the patch, its proof, what is left."""
 
 from __future__ import annotations
 
@@ -80,9 +78,7 @@ class ScriptProof(Struct, frozen=True, kw_only=True):
     steps: int
     """How many."""
     before: float | None = None
-    """The distance of the weights from those of fp32 after the steps, ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖;
-    ``None`` if it is not finite.
-    """
+    """‖Δw − Δw₃₂‖ / ‖Δw₃₂‖ of the weights after the steps; ``None`` if not finite."""
     after: float | None = None
     """The same with the patch."""
     tolerance: float
@@ -103,9 +99,7 @@ class Fixing(Struct, frozen=True, kw_only=True):
     due: bool
     """Whether there is a patch to apply."""
     passes: bool
-    """Whether each precision passes with it, or without any; of a training script, whether its
-    weights end within the tolerance.
-    """
+    """Whether each precision passes, with it or without any; of a script, whether weights do."""
     changes: list[SourceChange] = []
     """The smallest set that was found."""
     diff: str = ""
@@ -113,9 +107,7 @@ class Fixing(Struct, frozen=True, kw_only=True):
     proven: list[Proven] = []
     """Each precision that fails without the patch, before and after."""
     outputs_equal: bool | None = None
-    """Whether the patch leaves fp32's output as it is, bit for bit; ``None`` if two calls without
-    it differ.
-    """
+    """Whether fp32's output stays bit for bit; ``None`` if two calls without the patch differ."""
     gradients_equal: bool | None = None
     """The same of the gradients; ``None`` if there are none, or two calls differ."""
     left_alone: list[LeftAlone] = []
@@ -131,6 +123,4 @@ class Fixing(Struct, frozen=True, kw_only=True):
     plan: str | None = None
     """How the patch compares with a plan, if the scan found one."""
     script: ScriptProof | None = None
-    """How a training script does with the patch; ``outputs_equal`` is then about its weights after
-    the steps in fp32.
-    """
+    """How a training script does with the patch; ``outputs_equal`` is about its fp32 weights."""

@@ -22,24 +22,18 @@ class MatrixCell(Struct, frozen=True, kw_only=True):
     precision: str
     """The name of the run in reports, with the backend if it is not eager."""
     column: str | None = None
-    """The column of the matrix: the name without the base of a plan; ``None`` in older files: the
-    name.
-    """
+    """The name without the base of a plan; ``None`` in older files: the name."""
     device: str
     status: Status
     evidence: Evidence = "measured"
     degenerate: str | None = None
-    """Why the run cannot be judged by its output, whatever its status is; ``None`` if it can, and
-    in older files.
-    """
+    """Why the output cannot be judged, whatever the status; ``None`` if it can, or in old files."""
     further_inputs: InputsTried | None = None
     """How a run that passes does on further inputs; ``None`` also in older files."""
     rel_l2: float | None = None
     """Error of the output; of integers, the share that differs."""
     error: str | None = None
-    """The same in words, where it is not a relative L2, or the model was trained; ``None``
-    otherwise and in older files.
-    """
+    """The same in words, if it is no relative L2 or of training; ``None`` also in old files."""
     time: float | None = None
     """Latency relative to fp32."""
     memory: float | None = None
@@ -66,9 +60,7 @@ class MatrixRow(Struct, frozen=True, kw_only=True):
     device: str | None = None
     """The device requested; the cells name the device used."""
     slug: Annotated[str, msgspec.Meta(pattern=r"\A(?!\.)[A-Za-z0-9._-]+\Z")]
-    """The name of its files in the folder, without their suffixes: it must not lead out of the
-    folder.
-    """
+    """The name of its files, without suffix: it must not lead out of the folder."""
     made_with: dict[str, str] = {}
     state: Literal["scanned", "failed"]
     reason: str | None = None
@@ -91,15 +83,11 @@ class Matrix(Struct, frozen=True, kw_only=True):
 
     schema: int = SCHEMA
     rows: list[MatrixRow]
-    """Without a default, so that another file with a schema number is not taken for a matrix, and
-    overwritten.
-    """
+    """Without a default, so that another file with a schema number is not overwritten."""
 
 
 def load(path: Path) -> Matrix:
-    """Read a saved matrix, or an empty one if ``path`` does not exist; raises :class:`UsageError`
-    for another file.
-    """
+    """Read a saved matrix, empty without a file; raises :class:`UsageError` for another file."""
     try:
         return decode(path.read_bytes(), Matrix, SCHEMA)
     except FileNotFoundError:

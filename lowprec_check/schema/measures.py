@@ -16,15 +16,11 @@ Reference = Literal["fp32", "fp64"]
 """The precision of the reference that each op is compared with."""
 
 Scenario = Literal["offline", "realtime"]
-"""``offline``: the inputs as they are, on all cores; ``realtime``: batches of 1 in several
-instances of at most 4 cores.
-"""
+"""``offline``: the inputs on all cores; ``realtime``: batches of 1, several 4-core instances."""
 
 
 class Speedup(Struct, frozen=True, kw_only=True):
-    """How many times as fast as fp32 a run is: both are called in turns, and each round gives one
-    ratio.
-    """
+    """How many times as fast as fp32 a run is; both are called in turns, a ratio per round."""
 
     median: float
     """The median of the ratios."""
@@ -36,19 +32,13 @@ class Speedup(Struct, frozen=True, kw_only=True):
     one ratio, a factor of 3 to each side.
     """
     rounds: int
-    """Number of rounds, one ratio each; 0 if the calls of the plain parts are compared, of a run
-    that is too slow for rounds.
-    """
+    """Number of rounds; 0 if calls of plain parts are compared, of runs too slow for rounds."""
     one_core: bool = False
-    """Whether it rests on calls that used one core, less the time that they waited for it: other
-    programs used the cores.
-    """
+    """Whether other programs used the cores: it rests on one-core calls, less their waiting."""
 
 
 class Latency(Struct, frozen=True, kw_only=True):
-    """How long calls took, in rounds over all runs, so that a change of the machine's speed meets
-    each of them.
-    """
+    """How long calls took, in rounds over all runs: a change of the speed meets each of them."""
 
     median_ms: float
     """The median of the calls, in milliseconds."""
@@ -57,42 +47,28 @@ class Latency(Struct, frozen=True, kw_only=True):
     samples: int
     """Calls timed."""
     noisy: bool = False
-    """Whether the quartiles are further apart than a quarter of the median, after a second attempt
-    too.
-    """
+    """Whether the quartiles are more than a quarter of the median apart, twice."""
     speedup: Speedup | None = None
     """``None`` for fp32 itself, and for a run that was not timed in rounds with it."""
     slower_than: list[str] = []
-    """The labels of runs that are told to be faster than this one, of those timed in the same
-    rounds.
-    """
+    """The labels of runs in the same rounds that this one is slower than."""
     host_ms: float | None = None
-    """Milliseconds until the host has launched a call on an idle accelerator; ``None`` on a CPU, or
-    if they were not measured.
-    """
+    """Milliseconds to launch a call on an idle accelerator; ``None`` on a CPU, or not measured."""
     device_ms: float | None = None
-    """Milliseconds that the accelerator takes, at most, for a call that need not wait for the host;
-    ``None`` as :attr:`host_ms`.
-    """
+    """Milliseconds the accelerator takes at most for a call; ``None`` as :attr:`host_ms`."""
 
 
 class TimingConditions(Struct, frozen=True, kw_only=True):
     """What may have disturbed the times of a scan."""
 
     waited: float | None = None
-    """The share of the time that threads of the model waited for a processor core that something
-    else used; ``None`` if the system does not tell.
-    """
+    """Share of the time that the model's threads waited for a core; ``None`` if unknown."""
     speed_change: float | None = None
-    """The largest ratio, above 1, between the speeds of the processor in two rounds, by a fixed
-    piece of work.
-    """
+    """The largest ratio (above 1) of the processor's speed in two rounds, by a piece of work."""
 
 
 class Timing(Struct, frozen=True, kw_only=True):
-    """How long calls took in a scenario: in several instances of the model at a time, or in one on
-    all cores.
-    """
+    """How long calls took in a scenario: in several instances at a time, or one on all cores."""
 
     scenario: Scenario
     """How the model is served."""
@@ -122,9 +98,7 @@ class LayerError(Struct, frozen=True, kw_only=True):
     op: str
     """``conv2d``."""
     local: float | None = None
-    """The rel_l2 of the layer alone, on the inputs that it gets without quantization; ``None`` if
-    it was not measured, or is not finite.
-    """
+    """rel_l2 of the layer alone, on unquantized inputs; ``None`` if not measured or not finite."""
     accumulated: float | None = None
     """The rel_l2 in the quantized model, with the errors of the layers before it."""
 
@@ -136,9 +110,7 @@ MATTERS = 0.03
 
 
 class Share(Struct, frozen=True, kw_only=True):
-    """The share of the output error that one op causes at one place, over all its calls: what goes
-    with the module in fp32.
-    """
+    """The share of the output error that one op causes at one place, over all its calls."""
 
     module: str
     """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
@@ -158,9 +130,7 @@ class Share(Struct, frozen=True, kw_only=True):
 
 
 class ModuleShare(Struct, frozen=True, kw_only=True):
-    """What goes if one module is kept in fp32, with all inside: 1 - (error with it in fp32 /
-    error)², to first order.
-    """
+    """What goes with one module in fp32: 1 - (error with it in fp32 / error)², to first order."""
 
     module: str
     """The path of the module, ``layer1.0``."""
@@ -169,9 +139,7 @@ class ModuleShare(Struct, frozen=True, kw_only=True):
     in the share of each, so these need not add up to 1.
     """
     measured: float | None = None
-    """The same of a plain run with the module in fp32, of the tensor that the budget is about;
-    ``None`` if there was none.
-    """
+    """The same of a plain run with the module in fp32; ``None`` if there was none."""
 
     @property
     def told(self) -> float:
@@ -193,33 +161,23 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     measured: float | None = None
     """rel_l2 that the shares are about: of the first call, with missing kernels replaced."""
     unexplained: float | None = None
-    """1 less the sum of all shares: what the first order does not explain; negative if it predicts
-    too much.
-    """
+    """1 less the sum of all shares: beyond the first order; negative if that predicts too much."""
     decisions: float = 0.0
-    """The part of ``unexplained`` that is due to decisions (indices, comparisons) other than those
-    of fp32; 0 if no op shows one.
-    """
+    """The part of ``unexplained`` by indices and comparisons other than fp32's; 0 if none."""
     shares: list[Share] = []
     """The largest shares, largest first."""
     others: float = 0.0
     """The sum of the shares that are not listed."""
     modules: list[ModuleShare] = []
-    """What goes with each module in fp32, largest first; empty in a file of a version that did not
-    save it.
-    """
+    """What goes with each module in fp32, largest first; empty in older files."""
     blocked: list[str] = []
     """Ops that no derivative passes, so that errors before them are not seen."""
     output_rms: float | None = None
     """Root mean square of the fp32 output."""
     spread: float = 0.0
-    """How far, by chance, a share differs from what a plain run shows (standard deviation): later
-    results are rounded otherwise then.
-    """
+    """Standard deviation of a share from a plain run, in which later results round otherwise."""
     next_error: float | None = 0.0
-    """rel_l2 of the floating tensor of the output with the next largest error, which other ops may
-    cause; 0 if there is none.
-    """
+    """rel_l2 of the output's tensor with the next largest error, maybe of other ops; or 0."""
     reason: str | None = None
     """Why there is no budget, in words."""
 
@@ -233,9 +191,7 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
 
 
 class PlaceRange(Struct, frozen=True, kw_only=True):
-    """The range of one op at one place, over all its calls there; each list has an item per batch,
-    the first one first.
-    """
+    """The range of one op at one place, over its calls there; each list has an item per batch."""
 
     module: str
     """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
@@ -256,16 +212,12 @@ class PlaceRange(Struct, frozen=True, kw_only=True):
 
 
 class BatchRanges(Struct, frozen=True, kw_only=True):
-    """A run on several batches; each list but ``places`` has an item per batch, the first one
-    first.
-    """
+    """A run on several batches; each list but ``places`` has an item per batch."""
 
     statuses: list[str]
     """The status on each batch, ``ok``; the batches after one that fails are not run."""
     output_errors: list[float | None]
-    """The error of the output that the status rests on; ``None`` if there is none, or if it is
-    infinite.
-    """
+    """The error of the output that the status rests on; ``None`` if there is none, or infinite."""
     places: list[PlaceRange] = []
     """In the order in which they were called first; empty if the run was not analyzed op by op."""
 
@@ -290,23 +242,15 @@ class InputsTried(Struct, frozen=True, kw_only=True):
     statuses: dict[str, int] = {}
     """How often it ended in each status: ``{"ok": 15, "inaccurate": 1}``."""
     worst: float | None = None
-    """The largest error of an output, rel_l2 or the share of integers that differ; ``None`` if one
-    is not finite, or none was tried.
-    """
+    """The largest rel_l2, or share of integers that differ; ``None`` if not finite or untried."""
     low: float = 0.0
     """The lower end of the interval."""
     high: float = 1.0
-    """``low`` to ``high`` contains the share of such inputs that fail with a probability of at
-    least 95 % (Clopper-Pearson).
-    """
+    """95 % interval (Clopper-Pearson) of the share of such inputs that fail."""
     first_failed: int | None = None
-    """The number of the first batch that fails, ``inputs(17)``; of resampled values, the number
-    added to the seed.
-    """
+    """The first batch that fails, ``inputs(17)``; of resampled values, the seed's increment."""
     left_out: int = 0
-    """Inputs that were not tried: fp32 fails on them or has NaN or Inf, or they have other shapes,
-    or their outputs hold nothing to compare.
-    """
+    """Inputs left out: fp32 fails or is not finite, shapes differ, or nothing can be compared."""
     seed: int = 0
     """The seed that they were drawn with."""
     reason: str | None = None
@@ -330,9 +274,7 @@ class ModuleMagnitudes(Struct, frozen=True, kw_only=True):
     module: str
     """The path of the module; empty for the model itself."""
     lowest: int = 0
-    """The exponent of the first bucket: ``counts[i]`` is the number of values with 2**(lowest + i)
-    <= magnitude < 2**(lowest + i + 1).
-    """
+    """``counts[i]``: how many values have 2**(lowest + i) <= magnitude < 2**(lowest + i + 1)."""
     counts: list[int] = []
     """Number of values per bucket."""
     zeros: int = 0
@@ -359,9 +301,7 @@ be the cause.
 
 
 class Ablation(Struct, frozen=True, kw_only=True):
-    """A plain run like the one that failed, with some modules in fp32: the test of what the
-    analysis blames.
-    """
+    """A plain run like the failed one, with the modules in fp32 that the analysis blames."""
 
     keep_fp32: list[str]
     """The modules blamed, none inside another, in the order of the analysis."""
@@ -372,15 +312,11 @@ class Ablation(Struct, frozen=True, kw_only=True):
     rel_l2: float | None = None
     """Error of the output; ``None`` if it is not finite, or the run gave no output."""
     predicted: float | None = None
-    """``rel_l2`` that the shares predict to first order; ``None`` if the modules are not blamed for
-    their shares.
-    """
+    """``rel_l2`` that the shares predict to first order; ``None`` if these are not the reason."""
 
 
 class RangeTrial(Struct, frozen=True, kw_only=True):
-    """A run of the fp32 model in which the values of one place that a run's format cannot hold
-    became Inf or zero, and nothing else.
-    """
+    """The fp32 model in which only what a format cannot hold at one place is Inf or zero."""
 
     module: str
     """Dotted path, ``""`` for the model itself."""
@@ -428,14 +364,10 @@ class InputLayout(Struct, frozen=True, kw_only=True):
     """Where the tensors are in the inputs, so that code can cast and move them."""
 
     kind: Literal["tensor", "sequence", "mapping", "nested"]
-    """``inputs`` is one tensor; a sequence or mapping of tensors and other values; or one with
-    tensors deeper inside.
-    """
+    """``inputs`` is a tensor; a sequence or mapping with tensors; or has tensors deeper inside."""
     tensors: list[str] = []
     """Positions or keys of the tensors."""
     floating: list[str] = []
     """Positions or keys of those with floating-point values; for one tensor, one empty key."""
     images: list[str] = []
-    """Positions or keys of those with 4 dimensions, which have a memory format; for one tensor, one
-    empty key.
-    """
+    """Positions or keys of those with 4 dimensions; for one tensor, one empty key."""

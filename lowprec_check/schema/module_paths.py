@@ -6,9 +6,7 @@ from collections.abc import Collection, Iterator
 
 
 def paths_above(path: str) -> Iterator[str]:
-    """The modules above ``path``, the innermost first, without the model itself: ``encoder.layer``,
-    ``encoder``.
-    """
+    """The modules above ``path``, the innermost first, without the model: ``a.b``, ``a``."""
     while "." in path:
         path = path.rpartition(".")[0]
         yield path

@@ -19,24 +19,18 @@ from lowprec_check.schema.run_key import Phase
 # Schema and the documentation are derived from it. With a :class:`Quantity` it is also a column of the reports.
 
 PRODUCTS = re.compile(r"mm\.|conv(?!ert)|scaled_dot_product|(?<!bi)linear|rnn|lstm|gru")
-"""Names of the ops that autocast runs in 16 bits whatever their inputs: matrix products,
-convolutions, attention.
-"""
+"""Ops that autocast runs in 16 bits whatever their inputs: products, convolutions, attention."""
 
 CallOutcome = Literal["ok", "rescued", "emulated"]
 
 
 class Quantity(NamedTuple):
-    """How reports show a field of op calls. A count or a percentage of 0 is left out, and a column
-    in which nothing is.
-    """
+    """How reports show a field of op calls; they leave out 0 and empty columns."""
 
     title: str
     """The heading of the column, for all calls of an op or a place together."""
     type: Literal["error", "share", "percent", "number", "figure", "ms", "text"]
-    """How a value is shown: a type of cells in ``report/blocks.py``. A share needs an error budget
-    that can be trusted.
-    """
+    """A type of cells in ``report/blocks.py``; a share needs an error budget to be trusted."""
     total: Literal["sum", "max", "most common"]
     """How the values of several calls are taken together."""
     meaning: str = ""
@@ -44,9 +38,7 @@ class Quantity(NamedTuple):
     of_call: str | None = None
     """The heading of the column for single calls if it is another; empty: not shown for them."""
     table: Literal["operators", "ranges"] = "operators"
-    """The table that shows it: operators and their worst calls, or places at the ends of the range
-    of the dtype.
-    """
+    """The table that shows it: operators and their worst calls, or places near range ends."""
     rank: int = 9
     """Columns with a lower rank come first."""
     plus: str = ""
@@ -82,9 +74,7 @@ class OpCall(msgspec.Struct, gc=False):
             rank=3,
         ),
     ] = None
-    """rel_l2 of the op on its own inputs, against the op on the same inputs widened; the worst over
-    its outputs.
-    """
+    """rel_l2 of the op against itself on the same inputs widened; the worst of its outputs."""
     accumulated_error: Annotated[
         float | None,
         Quantity(
@@ -124,18 +114,14 @@ class OpCall(msgspec.Struct, gc=False):
         float | None,
         Quantity("become zero", "percent", "max", "Share of fp32's non-zeros that are zero here.", table="ranges"),
     ] = None
-    """Share (0 to 1) of the reference's non-zeros that are too small for the dtype and zero here
-    (fp16 runs only).
-    """
+    """Share (0 to 1) of the reference's non-zeros that are flushed to zero here (fp16 only)."""
     subnormal: Annotated[
         float | None,
         Quantity(
             "subnormal", "percent", "max", "Share of fp32's non-zeros below the smallest normal number.", table="ranges"
         ),
     ] = None
-    """Share (0 to 1) of the reference's non-zeros below the dtype's smallest normal number, those
-    flushed included.
-    """
+    """Share (0 to 1) of the reference's non-zeros below the smallest normal number, or flushed."""
     input_flushed: float | None = None
     """The largest such share among the inputs."""
     flips: int = 0
@@ -148,9 +134,7 @@ class OpCall(msgspec.Struct, gc=False):
     ] = 0
     """1 for a cast that repeats or undoes another of the same tensor."""
     to_python: int = 0
-    """1 for a value that is read into Python (``.item()``): the reference continues with the run's
-    value.
-    """
+    """1 for a value read into Python (``.item()``): the reference continues with the run's."""
     time_ms: float | None = None
     """Milliseconds of the call; ``None`` if it was not run as given, or ran on an accelerator."""
     reference_ms: float | None = None
@@ -159,9 +143,7 @@ class OpCall(msgspec.Struct, gc=False):
     divide single calls by it.
     """
     compared_values: int = 0
-    """Number of elements among which ``introduced_inf`` and ``introduced_nan`` were counted; 0 if
-    both are 0.
-    """
+    """Elements among which ``introduced_inf`` and ``introduced_nan`` were counted, or 0."""
     compared_choices: int = 0
     """Number of indices and booleans among which ``flips`` were counted."""
     share: Annotated[
@@ -175,9 +157,7 @@ class OpCall(msgspec.Struct, gc=False):
             rank=1,
         ),
     ] = None
-    """Share of the squared output error, to first order, that this call adds with the rounding of
-    its result; ``None`` without an error budget.
-    """
+    """Share of the squared output error by the rounding of its result; ``None`` without budget."""
     phase: Phase | None = None
     """The part of a training step that it belongs to; ``None`` if only the forward pass was run."""
     vanished: float | None = None
@@ -185,24 +165,18 @@ class OpCall(msgspec.Struct, gc=False):
     takes it in: that of the output, or of the input of a comparison.
     """
     caller: str | None = None
-    """The innermost line of the user's own code, if ``source`` is in an installed package; empty if
-    there is none.
-    """
+    """The user's innermost line, if ``source`` is in an installed package; empty if none."""
     reads: tuple[int, ...] = ()
     """For each op call that wrote a floating input, how many calls before this one it is: 1 is the
     call right before; 0 is an input of the model. Parameters are left out.
     """
     leaving: float | None = None
-    """The part of ``share`` that is the rounding of the result where it leaves the module: it stays
-    if the module is kept in fp32.
-    """
+    """The part of ``share`` that stays with the module in fp32: rounding of what leaves it."""
 
     nth: int = 0
     """Which op of this name on its line it is, from 0: ``x * 2 * 3`` has two."""
     reaches_output: bool | None = None
-    """Whether its Inf or NaN lead to one in the output; ``None`` if it gives none, or that is not
-    known.
-    """
+    """Whether its Inf or NaN lead to one in the output; ``None`` if it has none, or if unknown."""
     span: str | None = None
     """The expression in the user's own code that calls it, ``25:17-25:55``: lines from 1, columns
     in UTF-8 from 0, as Python's ``ast`` counts; ``None`` before Python 3.11.
@@ -225,9 +199,7 @@ class OpCall(msgspec.Struct, gc=False):
 
     @property
     def spoils_output(self) -> bool:
-        """Whether it turns finite values into Inf or NaN, and these reach the output, as far as
-        that is known.
-        """
+        """Whether it turns finite values into Inf or NaN that reach the output, if known."""
         return self.gives_nonfinite and self.reaches_output is not False
 
     @property
@@ -313,9 +285,7 @@ class _Columns(Struct, frozen=True, kw_only=True):
 if TYPE_CHECKING:
 
     class OpCalls(_Columns, frozen=True):
-        """Every op call of an instrumented run: a list for each field of :class:`OpCall`, all of
-        the same length.
-        """
+        """Every op call of an instrumented run: a list per field of :class:`OpCall`."""
 
         def __init__(self, **columns: list[Any]) -> None: ...
 
@@ -361,9 +331,7 @@ FALLBACK_WARNING = r"aten::(\S+) falls back to the CPU: each call copies its inp
 
 
 def fallback_warning(op: str, size: int) -> str:
-    """The warning about a call of ``dot`` whose inputs have ``size`` bytes; :func:`fallback_of`
-    reads it.
-    """
+    """The warning about ``dot`` with inputs of ``size`` bytes; :func:`fallback_of` reads it."""
     return f"aten::{op} falls back to the CPU: each call copies its inputs ({size} bytes) there, and its result back (predicted)"
 
 

@@ -96,9 +96,7 @@ def option(default: Any, text: str, **more: Any) -> Any:
 
 
 def declared_in(options: type[DeclaredOptions]) -> Iterator[tuple[str, Any, Any, Declared]]:
-    """The name, the type, the default value and the declaration of each option; other fields are
-    left out.
-    """
+    """The name, type, default value and declaration of each option, without other fields."""
     types = get_type_hints(options)
     for each in dataclasses.fields(options):  # type: ignore[arg-type]
         if "declared" in each.metadata:
@@ -107,16 +105,12 @@ def declared_in(options: type[DeclaredOptions]) -> Iterator[tuple[str, Any, Any,
 
 
 class DeclaredOptions:
-    """Options whose values are checked and put into one form when they are given; raises
-    :class:`UsageError` for a wrong value.
-    """
+    """Options whose values are checked when they are given; raises :class:`UsageError`."""
 
     device: DeviceName
 
     def __post_init__(self) -> None:
-        """Names become those registered, each once; texts that hold several words become these
-        words.
-        """
+        """Replace names by those registered, and texts that hold several words by these."""
         for name, kind, default, declared in declared_in(type(self)):
             given = getattr(self, name)
             if declared.takes_several:
@@ -203,9 +197,7 @@ def _without_kernel() -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ScanOptions(DeclaredOptions):
-    """What to run and how; the fields are arguments of :func:`lowprec_check.scan` and options of
-    ``lowprec-check scan``.
-    """
+    """What to run and how: arguments of :func:`lowprec_check.scan`, options of ``scan``."""
 
     precisions: Names = option(
         None,
@@ -398,9 +390,7 @@ class ScanOptions(DeclaredOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class FixOptions(DeclaredOptions):
-    """What a patch must make pass, and how long it is searched; the options of ``lowprec-check
-    fix``.
-    """
+    """What a patch must make pass, and how long it is searched; the options of ``fix``."""
 
     precisions: Names = option(
         None,
@@ -438,9 +428,7 @@ class FixOptions(DeclaredOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class PlanOptions(DeclaredOptions):
-    """What to search for and how; the fields are arguments of :func:`lowprec_check.find_plan` and
-    options of ``lowprec-check plan``.
-    """
+    """What to search for: arguments of :func:`lowprec_check.find_plan`, options of ``plan``."""
 
     dtype: Dtypes = option(
         None,
@@ -489,9 +477,7 @@ class PlanOptions(DeclaredOptions):
     seed: int = _seed()
     without_kernel: Words = _without_kernel()
     predict: bool = True
-    """Whether sets are proposed by the error budget; otherwise each is found by trials alone, which
-    takes more of them.
-    """
+    """Whether the error budget proposes sets; trials alone find them too, in more trials."""
 
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for options that do not go together, too."""

@@ -73,19 +73,13 @@ class Plan(Struct, frozen=True, kw_only=True):
     evidence: Literal["measured", "predicted"] = "measured"
     """``predicted``: its runs were those of a device that is not here, emulated on a CPU."""
     keep_fp32: list[str]
-    """Paths of the modules that stay in fp32, in the model's order; empty if the base passes as it
-    is.
-    """
+    """Paths of the modules in fp32, in the model's order; empty if the base passes as it is."""
     untied: list[str] = []
-    """Shared parameters of kept modules that get their own copy, since a parameter cannot have two
-    dtypes.
-    """
+    """Shared parameters of kept modules that get a copy, since one cannot have two dtypes."""
     minimal: bool
     """Whether moving any one kept module to low precision was tried and failed."""
     unconfirmed: int = 0
-    """Number of kept modules that were not tried in low precision, as they are predicted to be
-    needed or were tried only with more modules in fp32.
-    """
+    """Kept modules not tried in low precision: predicted to be needed, or tried among more."""
     stopped: str | None = None
     """Why the search ended early, if it did: the plan is verified, but a smaller one may exist."""
     tolerance: float | None = None
@@ -93,9 +87,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     rel_l2: float | None = None
     """Error of the output against fp32, the worst over the batches."""
     predicted: float | None = None
-    """``rel_l2`` that the error budget predicted for these modules before they were tried; ``None``
-    if nothing was predicted.
-    """
+    """``rel_l2`` that the error budget predicted for these modules; ``None`` if it did not."""
     metric: float | None = None
     """The value of the file's ``metric(model)``; ``None`` if it did not decide."""
     fp32_metric: float | None = None
@@ -121,9 +113,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     environment: dict[str, Any] = {}
     """The machine and the versions of packages."""
     modules: dict[str, str]
-    """Every module of the model, with its type and the shapes of its own parameters: the models
-    that the plan fits.
-    """
+    """Every module with its type and the shapes of its parameters: models that the plan fits."""
     code: str
     """Code to paste: the same as :func:`lowprec_check.apply`, in pure PyTorch."""
 
@@ -139,9 +129,7 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     @classmethod
     def load(cls, path: str | Path) -> Plan:
-        """Read a file that :meth:`save` wrote; raises :class:`UsageError` naming the key that is
-        wrong.
-        """
+        """Read what :meth:`save` wrote; raises :class:`UsageError` naming the key that is wrong."""
         try:
             plan = decode(Path(path).read_bytes(), cls, SCHEMA)
         except (OSError, ValueError) as error:
@@ -160,9 +148,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         return plan
 
     def check_modules(self, modules: dict[str, str]) -> None:
-        """Raise :class:`UsageError` naming the modules in which a model differs from the one
-        planned for.
-        """
+        """Raise :class:`UsageError` naming the modules that differ from those planned for."""
         times_kept = Counter(self.keep_fp32)
         for name in self.keep_fp32:
             if not name or name not in self.modules:
@@ -202,9 +188,7 @@ class Attempt(Struct, frozen=True, kw_only=True):
     rel_l2: float | None = None
     """Error of the output without a plan; ``None`` if it is not known."""
     kept: int | None = None
-    """Number of modules in fp32 in the plan, those inside others too; ``None`` if no plan was
-    found.
-    """
+    """Number of modules in fp32 in the plan, with those inside; ``None`` if none was found."""
     predicted: float | None = None
     """rel_l2 of the output that the error budget predicted for the plan before it was tried."""
     proven: float | None = None

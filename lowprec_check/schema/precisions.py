@@ -43,9 +43,7 @@ class FloatFormat:
     cpp_name: str = ""
     """The dtype's name in error messages of torch's C++ code, ``Half``."""
     specials: Specials | None = None
-    """By default what torch's names end with: ``fn`` for ``float8_e4m3fn``, ``ieee`` for
-    ``float8_e5m2``.
-    """
+    """By default as torch's names end: ``fn`` of ``float8_e4m3fn``, ``ieee`` of ``e5m2``."""
 
     def __post_init__(self) -> None:
         """Derive ``specials`` from the name if it is not given."""
@@ -55,9 +53,7 @@ class FloatFormat:
 
     @property
     def spellings(self) -> tuple[str, ...]:
-        """All names that users may write, in lower case and without ``torch.``: ``float16``,
-        ``fp16``, ``f16``, ``half``.
-        """
+        """All names that users may write: ``float16``, ``fp16``, ``f16``, ``half``."""
         return tuple(dict.fromkeys((self.name, self.short, self.mark, *self.aliases)))
 
     def is_called(self, name: str) -> bool:
@@ -92,9 +88,7 @@ class FloatFormat:
 
     @property
     def underflows(self) -> bool:
-        """Whether values that are not 0 in fp32 can become 0, since the range ends above that of
-        fp32.
-        """
+        """Whether values can become 0 that are not 0 in fp32, since the range ends above it."""
         return self.min_exponent > FP32.min_exponent
 
 
@@ -116,9 +110,7 @@ class SnippetWriter(Protocol):
     """Writes the code to paste for a ``custom`` precision."""
 
     def __call__(self, device: str, keep_fp32: Sequence[str]) -> str:
-        """Code that prepares ``model`` and ``inputs`` in place, without the call; ``device`` is a
-        type, ``cuda``.
-        """
+        """Code that prepares ``model`` and ``inputs``, without the call; ``device`` is a type."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,18 +131,14 @@ class Precision:
     tolerance: float = -1.0
     """Default tolerance for the rel_l2 of the output; if not given, that of the format."""
     application: str | None = None
-    """``package.module:attribute`` of a :class:`~lowprec_check.engine.model.prepared.Application`;
-    only for ``custom``.
-    """
+    """``package.module:attribute`` of an ``engine.model.prepared.Application`` (``custom``)."""
     snippet: SnippetWriter | None = None
     """Writes the code to paste; only for ``custom``."""
     keeps_modules: bool = True
     """Whether modules can stay in fp32 inside it, so that a plan can start from it."""
 
     def __post_init__(self) -> None:
-        """Fill in the defaults; raise ``ValueError`` unless exactly the ``custom`` ones have an
-        application and a snippet.
-        """
+        """Fill in the defaults; raise ``ValueError`` unless just ``custom`` has an application."""
         if not self.short:
             object.__setattr__(self, "short", self.name)
         if self.tolerance < 0:
@@ -203,9 +191,7 @@ def low_names() -> list[str]:
 
 
 def plan_bases() -> list[Precision]:
-    """The precisions that a plan can start from, in the order of the search: the widest range
-    first, since it is the most likely to pass, and autocast before casts.
-    """
+    """Bases of plans in the order of the search: widest range first, autocast before casts."""
     bases = [precision for precision in low_precisions() if precision.keeps_modules]
     return sorted(bases, key=lambda base: (-base.format.max_exponent, base.kind != "autocast"))
 

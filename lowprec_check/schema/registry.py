@@ -22,9 +22,7 @@ from lowprec_check.errors import UsageError, message_of, type_name
 
 ENTRY_POINTS = "lowprec_check.axes"
 _KINDS = ("Precision", "Backend", "Device", "ReportFormat", "WhatIfFormat", "WayToTrain")
-"""The classes of what other packages add; by name, since they are defined in modules that import
-this one.
-"""
+"""The classes of what other packages add; by name, since their modules import this one."""
 
 
 class Named(Protocol):
@@ -56,9 +54,7 @@ def objects_in(package: str, kind: type[Item]) -> list[Item]:
 
 @functools.cache
 def added_by_packages() -> tuple[tuple[str, Any], ...]:
-    """The objects that installed packages register, each with the name of its package; raises
-    :class:`UsageError` naming the package that registers something wrong.
-    """
+    """What packages register, with their names; raises :class:`UsageError` naming a wrong one."""
     found = []
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         package = entry.dist.name if entry.dist else entry.value
@@ -86,9 +82,7 @@ def added_by_packages() -> tuple[tuple[str, Any], ...]:
 
 
 class Registry(Generic[Item]):
-    """The values of one axis in the order in which reports show them: those built in, then those of
-    other packages.
-    """
+    """The values of one axis as reports order them: built in, then those of other packages."""
 
     def __init__(
         self,
@@ -136,9 +130,7 @@ class Registry(Generic[Item]):
         return list(self._items)
 
     def find(self, name: str) -> Item | None:
-        """The value of that name or alias, in any case, with ``-`` or ``_``; ``None`` if there is
-        none.
-        """
+        """The value of that name or alias, in any case, with ``-`` or ``_``; or ``None``."""
         wanted = _plain(str(name))
         return next((item for item in self if wanted in _spellings(item)), None)
 

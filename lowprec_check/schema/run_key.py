@@ -38,9 +38,7 @@ class RunKey(NamedTuple):
 
     @property
     def label(self) -> str:
-        """``half``, or ``half · inductor · channels_last``: without the device and without
-        defaults.
-        """
+        """``half``, or ``half · inductor · channels_last``: without the device and defaults."""
         return qualified(self.precision, self.backend, self.memory_format)
 
 

@@ -52,9 +52,7 @@ class DiffSide(Struct, frozen=True, kw_only=True):
 
 
 class ScanDiff(Struct, frozen=True, kw_only=True):
-    """All differences; ``warnings`` lists the conditions that differ and make the results hard to
-    compare.
-    """
+    """All differences; ``warnings`` lists differing conditions, which make comparison hard."""
 
     schema: int = 1
     old: DiffSide

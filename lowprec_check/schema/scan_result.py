@@ -76,18 +76,14 @@ MEASURED = (
 
 
 class Run(Struct, frozen=True, kw_only=True):
-    """One precision × backend × device × memory format: the plain part and the instrumented part
-    that explains it.
-    """
+    """One precision × backend × device × memory format: a plain and an instrumented part."""
 
     precision: str
     """Its name: ``fp32``, ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``, ``plan``."""
     backend: str = EAGER
     """How the model is executed: ``eager``, ``inductor``, …"""
     quantized: bool | None = None
-    """Whether the backend computes in fewer bits than the precision, as ``int8`` does; ``None`` in
-    older files.
-    """
+    """Whether the backend computes in fewer bits, as ``int8`` does; ``None`` in older files."""
     device: str
     """The device: ``cpu``, ``cuda:0``."""
     memory_format: MemoryFormat = "contiguous"
@@ -105,13 +101,9 @@ class Run(Struct, frozen=True, kw_only=True):
     failed_call: int | None = None
     """The call, counted from 1, in which it failed; ``None`` if it did not fail, or in the first."""
     failed_batch: int | None = None
-    """The batch on which it failed, if not the first: 1 for the second, ``inputs(1)``. All but time
-    and memory is about it.
-    """
+    """The batch on which it failed, if not the first: all but time and memory is about it."""
     batches: BatchRanges | None = None
-    """The status and the range of each op on every batch, if the scan was asked for more than one
-    and the first passed.
-    """
+    """Status and range of each op per batch, if several were asked for and the first passed."""
     further_inputs: InputsTried | None = None
     """How it does on further inputs; ``None`` if it does not pass, or they were not asked for."""
     output_error: ErrorStats | None = None
@@ -121,21 +113,15 @@ class Run(Struct, frozen=True, kw_only=True):
     ``logits.0``; ``None`` if there is only one, and for the output of ``compared_module``.
     """
     compared_module: str | None = None
-    """The module whose output was compared, because that of the model holds nothing to compare (all
-    zeros, ``None``).
-    """
+    """The module whose output was compared, since the model's holds nothing to compare."""
     budget: ErrorBudget | None = None
     """Where the output error comes from; ``None`` if the run was not analyzed op by op."""
     ablation: Ablation | None = None
-    """What keeping the modules blamed for its error in fp32 changed; ``None`` if it passes, or no
-    module is blamed.
-    """
+    """What fp32 in the modules blamed for its error changed; ``None`` if it passes, or none is."""
     range_trials: list[RangeTrial] = []
     """What single places with values out of range do to the output of fp32; of a run that fails."""
     lockstep_error: ErrorStats | None = None
-    """Error of the instrumented part's output against its reference, which takes the decisions of
-    the run.
-    """
+    """Error of the instrumented output against its reference, which decides as the run does."""
     latency_ms: float | None = None
     """``latency.median_ms``; of a run that was not timed, the calls of its plain part."""
     latency: Latency | None = None
@@ -153,25 +139,15 @@ class Run(Struct, frozen=True, kw_only=True):
     timing: Timing | None = None
     """Times in the scenario that the scan was asked for."""
     setup_seconds: float | None = None
-    """What the first call took longer than later ones: preparing and compiling; ``None`` for a
-    model that is not compiled.
-    """
+    """What the first call took longer (preparing, compiling); ``None`` if not compiled."""
     explained_by: str | None = None
-    """The label of the eager run whose op-by-op analysis explains this one, which has no op calls
-    of its own.
-    """
+    """The label of the eager run whose op calls explain this one, which has none of its own."""
     compiler: CompilerCheck | None = None
-    """Whether the compiler made the output worse; ``None`` for a run that is not compiled, or draws
-    random numbers.
-    """
+    """Whether the compiler made the output worse; ``None`` if not compiled, or it is random."""
     backend_check: BackendCheck | None = None
-    """What the backend does otherwise than eager mode; ``None`` for an eager run, or one that gave
-    no output.
-    """
+    """What the backend does otherwise than eager mode; ``None`` for eager, or without output."""
     failed_input: str | None = None
-    """The changed inputs, as :class:`ChangedInputs` names them, on which it failed and which its
-    status and error are about; ``None`` if it did not fail, or on those of the scan.
-    """
+    """The :class:`ChangedInputs` on which it failed, which its status is about; or ``None``."""
     gaps: list[Gap] = []
     """What fails in low precision and succeeds when its inputs are widened."""
     op_calls: OpCalls = OpCalls()
@@ -187,21 +163,15 @@ class Run(Struct, frozen=True, kw_only=True):
     untied: list[str] = []
     """Shared parameters of kept modules that get their own copy, for a ``plan`` run."""
     tolerance: float | None = None
-    """The largest ``output_error`` that passes: rel_l2, or the share of integers that differ;
-    ``None`` for fp32.
-    """
+    """The largest ``output_error`` that passes: rel_l2, or the share of integers that differ."""
     loss: float | None = None
     """The value of the file's loss; ``None`` if it defines none, or it is not finite."""
     metric: float | None = None
     """The value of the file's ``metric(model)``; ``None`` if it defines none."""
     perturbed: bool | None = None
-    """Whether the instrumented output differed from the plain one; ``None`` if they cannot be
-    compared.
-    """
+    """Whether the instrumented output differed from the plain one; ``None`` if unknown."""
     function_mode: bool = False
-    """Whether a second pass with a function mode was needed (it keeps modules from their fast
-    paths).
-    """
+    """Whether a second pass with a function mode was needed, which keeps fast paths out."""
     complete: bool = True
     """Whether the instrumented pass reached the end of the model."""
     stopped_by: ExceptionInfo | None = None
@@ -215,29 +185,21 @@ class Run(Struct, frozen=True, kw_only=True):
     fallbacks: list[str] = []
     """Warnings about falling back to the CPU."""
     nondeterministic: bool = False
-    """Of fp32: whether two runs of it gave different outputs, which widens the tolerance of the
-    others.
-    """
+    """Of fp32: whether two runs of it differed, which widens the tolerance of the others."""
     compiled: bool = False
     """Whether the plain part ran compiled code; the instrumented part runs in eager mode."""
     judged_by_one_call: bool = False
-    """Whether its first call took 20 times as long as fp32's, in a format that the device does not
-    accelerate, so that there was no other.
-    """
+    """Whether one call, 20 times as slow as fp32's in a format without acceleration, sufficed."""
     random: bool = False
     """Whether the model drew random numbers."""
     output_is_zero: bool = False
     """Whether the floating output is all zeros, so that a relative error is meaningless."""
     output_rms: float | None = None
-    """Root mean square of the fp32 tensor that the status is about; of the fp32 run, that of its
-    largest tensor. ``None`` if unknown.
-    """
+    """Root mean square of the fp32 tensor judged; of fp32, of its largest; or ``None``."""
     training: TrainingRun | None = None
     """What training in this precision does, for a scan with ``--train``."""
     magnitudes: list[ModuleMagnitudes] = []
-    """How the fp32 reference's values are distributed in each module, in the order in which the
-    modules first ran.
-    """
+    """How the fp32 reference's values are distributed in each module, in order of first run."""
     layer_errors: list[LayerError] = []
     """The errors of the layers that a quantizing backend measured, in the order of the model."""
     known_ops: list[str] = []
@@ -282,9 +244,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def is_eager(self) -> bool:
-        """Whether the plain part ran the ops that the instrumented part ran; if not, these explain
-        it only in part.
-        """
+        """Whether both parts ran the same ops; if not, op calls explain it only in part."""
         return self.backend == EAGER and not self.compiled
 
     @property
@@ -361,34 +321,22 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     attempts: list[Attempt] = []
     """What the search for a plan found from each base; empty if there was none."""
     prediction: PredictedDevice | None = None
-    """The device that is not here, and what the predictions for it rest on; ``None`` if the runs
-    were measured.
-    """
+    """The device that is not here, and what predictions rest on; ``None`` if measured."""
     training: TrainingSetup | None = None
     """How the model was trained; ``None`` if only the forward pass was run."""
     what_if: list[WhatIf] = []
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
     fixing: Fixing | None = None
-    """The patch of the user's source that ``lowprec-check fix`` found; ``None`` if it was not asked
-    for.
-    """
+    """The patch of the user's source that ``lowprec-check fix`` found, if it was asked for."""
     source_lines: dict[str, str] = {}
-    """The text of the lines that op calls and gaps name, ``model.py:41``, as far as their files
-    were found.
-    """
+    """The text of the lines that op calls and gaps name, ``model.py:41``, if found."""
     complete: bool = True
-    """Whether the scan reached its end; if not, its runs, its times or its search for a plan may be
-    missing.
-    """
+    """Whether the scan reached its end; if not, runs, times or the search may be missing."""
     digest: str | None = None
-    """With streamed weights, the SHA-256 of the user's source files and fp32's output: a scan is
-    resumed only if they are the same.
-    """
+    """SHA-256 of source files and fp32's output, with streamed weights: what resuming needs."""
 
     def __post_init__(self) -> None:
-        """Raise ``ValueError`` if a prediction holds a measured run, times or advice, or measured
-        runs one that is predicted.
-        """
+        """Raise ``ValueError`` if measured and predicted runs, times or advice are mixed."""
         claims: list[Run | Recommendation | Plan | None] = [*self.runs, self.recommendation, self.plan]
         if any(claim is not None and claim.evidence != self.evidence for claim in claims):
             raise ValueError("measured and predicted runs are mixed: a scan either measures or predicts")
@@ -397,9 +345,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
 
     @property
     def torch(self) -> str:
-        """The version of torch that the runs are about: the predicted release, else that of the
-        machine; empty if unknown.
-        """
+        """The version of torch that the runs are about: predicted, or the machine's; or empty."""
         if self.prediction is not None:
             return self.prediction.torch
         return str(self.environment.get("torch") or "")

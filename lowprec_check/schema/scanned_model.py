@@ -8,9 +8,7 @@ from lowprec_check.schema.base import Struct
 from lowprec_check.schema.measures import InputLayout
 
 WeightsOrigin = Literal["unknown", "random", "scaled", "loaded"]
-"""``scaled``: random, then scaled where outputs of layers vanish or explode; ``unknown``: the
-user's file made them.
-"""
+"""``scaled``: random, then scaled since the output vanished; ``unknown``: the user's file."""
 
 STREAMED = "weights are read from their files when a module uses them (--stream): no times, memory and further inputs; shares of the output error with --budget-error on"
 """The note of a model whose weights stay in their files."""
@@ -34,9 +32,7 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     call: str = "model(*inputs)"
     """How the model is called, as code."""
     calibration: str = ""
-    """The file's calibration batches, as code; empty if a quantized model is calibrated on the
-    inputs.
-    """
+    """The file's calibration batches, as code; empty if the inputs calibrate."""
     setup: list[str] = []
     """Code that makes ``model`` and ``inputs`` from the file's definitions."""
     castable: bool = True

@@ -64,9 +64,7 @@ def share_figure(share: float | None) -> str:
 
 
 def percent(share: float | None) -> str:
-    """``0.2 %`` of 0.002; ``< 0.1 %`` for less than can be shown; ``> 99.9 %`` for less than all;
-    ``0 %``; ``–`` if it is unknown.
-    """
+    """``0.2 %`` of 0.002; ``< 0.1 %`` and ``> 99.9 %`` for the ends; ``–`` if unknown."""
     if share is None:
         return "–"
     if 0 < abs(share) < 0.0005:
@@ -117,9 +115,7 @@ def times(ratio: float) -> str:
 
 
 def short_op(op: str) -> str:
-    """``linalg_cholesky_ex`` of ``aten.linalg_cholesky_ex.default``; ``torch.quantile``, a function
-    above dispatch, as it is.
-    """
+    """``linalg_cholesky_ex`` of ``aten.linalg_cholesky_ex.default``; functions as they are."""
     parts = op.split(".")
     is_overload = len(parts) == 3 and parts[0] != "torch" and " " not in op
     if is_overload:
@@ -231,9 +227,7 @@ def words(sentence: Sentence) -> tuple[str, ...]:
 
 
 def joined(sentences: Sequence[Sentence]) -> str:
-    """One sentence that is true of all, which have the same :func:`words`: figures that differ are
-    a range.
-    """
+    """One sentence true of all, which have the same :func:`words`: figures become ranges."""
     first = sentences[0]
     parts = []
     for text, name, kind, _ in string.Formatter().parse(first.template):
@@ -269,9 +263,7 @@ def _range(figures: Sequence[Figure], kind: str) -> str:
 
 
 def _range_of(pairs: Sequence[list[Any]], noun: str) -> str:
-    """``417 – 884 of 200,704 values (0.2 – 0.4 %)``; of differing totals ``417 – 884 of 576 – 1,024
-    values (41 – 98 %)``.
-    """
+    """``417 – 884 of 200,704 values (0.2 – 0.4 %)``; totals that differ become a range too."""
     numbers, totals, count = [number for number, _ in pairs], [total for _, total in pairs], f"count {noun}"
     if any(not total or total < number for number, total in pairs):
         return _range(numbers, count)
@@ -293,9 +285,7 @@ class Joined(NamedTuple):
 
 
 def join(said: Sequence[tuple[str, Sentence]], same: Mapping[str, object] | None = None) -> list[Joined]:
-    """The sentences of several runs, ``(label, sentence)``, joined where one holds for all;
-    ``same`` keeps runs apart by label.
-    """
+    """The sentences of ``(label, sentence)``, joined where equal; ``same`` keeps runs apart."""
     found: dict[object, Joined] = {}
     for label, sentence in said:
         key = None

@@ -1,6 +1,4 @@
-"""What ``scan --train`` saves: how the model is trained, and what each precision does to gradients,
-updates and the loss.
-"""
+"""What ``scan --train`` saves: how the model is trained, and what each precision does."""
 
 from __future__ import annotations
 
@@ -12,29 +10,21 @@ from lowprec_check.schema.verdict import ExceptionInfo, Status
 from lowprec_check.schema.ways_to_train import WayToTrain, way_named
 
 Values = Literal["weight", "buffer", "optimizer state", "average"]
-"""What an update changes: a parameter, a buffer (running statistics), the state of the optimizer,
-or an average of the weights.
-"""
+"""What an update changes: a parameter, buffer, state of the optimizer, or average of weights."""
 
 
 NOISE_ALONE = "1 % noise on the initial weights"
 """What differs between runs from other seeds where all else is fixed."""
 
 STALLED = 0.5
-"""Weights that have moved less than this part of the way of fp32 do not train as fp32 does, however
-few the steps were.
-"""
+"""Weights that move less than this part of fp32's way do not train as fp32 does."""
 
 BEYOND = 2.0
-"""How many times the largest distance of another seed to fp32 the weights of a run may be from
-those of fp32.
-"""
+"""Times another seed's largest distance to fp32 that the weights of a run may be off."""
 
 
 class TrainingPhase(Struct, frozen=True, kw_only=True):
-    """A part of a step with several optimizers: gradients are cleared, a loss is computed and
-    differentiated, optimizers make steps.
-    """
+    """A part of a step with several optimizers: clear gradients, backward, optimizer steps."""
 
     clears: list[int] = []
     """Numbers of the optimizers whose gradients are cleared, counted from 0."""
@@ -61,25 +51,15 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     the inputs.
     """
     loss_code: str = ""
-    """The loss as an expression of ``output``, and perhaps ``inputs`` and ``targets``:
-    ``loss(output, *targets)``.
-    """
+    """The loss as an expression of ``output``, ``inputs``, ``targets``: ``loss(output)``."""
     optimizer_code: str = ""
-    """The optimizer as an expression of ``parameters``, a list: ``torch.optim.AdamW(parameters,
-    lr=0.001)``, ``optimizer(parameters)``.
-    """
+    """The optimizer as an expression of the list ``parameters``: ``SGD(parameters, lr=0.1)``."""
     script: str = ""
-    """The line of a script that calls the model, ``train.py:36``, if the step is that of the
-    script; its `optimizer` exists then.
-    """
+    """The line of a script that calls the model, if the step is the script's, or empty."""
     framework: str = ""
-    """What trains in the script: ``lightning``, ``transformers`` or ``accelerate``; empty if it has
-    a loop of its own.
-    """
+    """What trains: ``lightning``, ``transformers`` or ``accelerate``; empty for a plain loop."""
     clip_code: list[str] = []
-    """Calls that clip the gradients of ``parameters`` before each step of the optimizer; of
-    several, of the first.
-    """
+    """Calls that clip ``parameters``' gradients before each step of the (first) optimizer."""
     optimizers: list[str] = []
     """The lines that make the optimizers of a script with several; empty for one."""
     clips: list[list[str]] = []
@@ -107,9 +87,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     loss_low: list[float] = []
     """The lower end of the loss of the other seeds, after each step."""
     loss_high: list[float] = []
-    """Between these, the loss of the other seeds lies, counted from the loss of fp32 before the
-    first step.
-    """
+    """Between these lies the loss of the other seeds, less fp32's before the first step."""
     limit_low: list[float] = []
     """The lower limit of the loss of a run in low precision, after each step."""
     limit_high: list[float] = []
@@ -117,9 +95,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     pass computes the loss of fp32; if not, its limits are wider.
     """
     distances: list[float] = []
-    """After each step, the largest distance of another seed to fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖, where Δw
-    is how far the weights moved.
-    """
+    """Per step, other seeds' largest ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖; Δw is how far weights moved."""
 
     @property
     def loss_tells(self) -> bool:
@@ -136,25 +112,17 @@ class Divergence(Struct, frozen=True, kw_only=True):
     """Where a run leaves the range of the fp32 runs for good."""
 
     step: int
-    """The first step after which it is outside, counted from 1; 0 if its loss is wrong before any
-    step.
-    """
+    """The first step after which it is outside, from 1; 0 if its loss is wrong before any."""
     what: Literal["loss", "weights", "progress"]
     """What leaves the range first."""
     value: float
-    """Of the loss: its change since the first step. Of the weights: their distance to fp32. Of the
-    progress: how far they moved, ‖Δw‖ / ‖Δw₃₂‖.
-    """
+    """The change of the loss, the distance of the weights to fp32, or ‖Δw‖ / ‖Δw₃₂‖."""
     limit: float
     """The limit that it crosses."""
     parameter: str | None = None
-    """The parameter that adds most to the distance to fp32 after this step, or the one that stands
-    still.
-    """
+    """The parameter that adds most to the distance after this step, or that stands still."""
     stands_still: bool = False
-    """Whether the value of the progress is that of the parameter alone, which hardly moves, while
-    others do.
-    """
+    """Whether the progress is that of the parameter alone, which hardly moves."""
 
 
 class TrainingWay(Struct, frozen=True, kw_only=True):
@@ -169,15 +137,11 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     failed_step: int | None = None
     """The step in which it failed or first gave a loss that is not finite, counted from 1."""
     losses: list[float | None] = []
-    """The loss before each step, and after the last that of the first batch; ``None`` where it is
-    not finite.
-    """
+    """The loss before each step, and after the last on the first batch; ``None``: not finite."""
     distances: list[float] = []
     """After each step, how far the weights are from those of fp32: ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖."""
     progress: float | None = None
-    """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved in the direction of
-    fp32, relative to fp32.
-    """
+    """After the last step: Δw · Δw₃₂ / ‖Δw₃₂‖², how far the weights have moved fp32's way."""
     moved: float | None = None
     """After the last step: ‖Δw‖ / ‖Δw₃₂‖, how far the weights have moved in any direction, relative
     to fp32; that of one parameter, if it moves notably in fp32 (a tenth of the squared way) and
@@ -196,9 +160,7 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     ``None`` if gradients were not compared.
     """
     peak_memory_bytes: int | None = None
-    """Peak bytes of a step, if the first way fails and this one passes; that of the first way is
-    the run's.
-    """
+    """Peak bytes of a step, if the first way fails and this one passes."""
     skipped_steps: int = 0
     """Steps that ``GradScaler`` skipped, because gradients overflowed."""
     scales: list[float] = []
@@ -217,9 +179,7 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
 
 
 class ParameterGradient(Struct, frozen=True, kw_only=True):
-    """The gradient of one parameter in the first step, compared with that of fp32; without loss
-    scaling.
-    """
+    """A parameter's gradient in the first step, compared with fp32's, without loss scaling."""
 
     parameter: str
     """The name of the parameter."""
@@ -236,9 +196,7 @@ class ParameterGradient(Struct, frozen=True, kw_only=True):
     overflow: float = 0.0
     """Share of the elements that are finite in fp32 and not here."""
     is_rounding: bool = False
-    """Whether it is zero but for rounding in fp32, as that of a bias before a batch norm: there is
-    nothing to compare.
-    """
+    """Whether it is zero but for rounding in fp32, as of a bias before a batch norm."""
 
 
 class LostUpdates(Struct, frozen=True, kw_only=True):
@@ -248,9 +206,7 @@ class LostUpdates(Struct, frozen=True, kw_only=True):
     """
 
     name: str
-    """The parameter, the buffer, or the parameter and the key of the state: ``fc.weight ·
-    exp_avg_sq``.
-    """
+    """The parameter, buffer, or parameter and key of the state: ``fc.weight · exp_avg_sq``."""
     values: Values
     """What is updated."""
     elements: int
@@ -258,28 +214,20 @@ class LostUpdates(Struct, frozen=True, kw_only=True):
     lost: float
     """Share (0 to 1) of the updates that are lost, over all steps."""
     updates: int = 0
-    """How many updates of single elements that is a share of; 0 in a file of a version that did not
-    count them.
-    """
+    """How many updates of single elements that is a share of; 0 in older files."""
     group: int | None = None
     """The parameter group of the optimizer, for a weight."""
     decay_lost: float | None = None
-    """The same share for weight decay alone (a step with zero gradients); ``None`` if it does not
-    move the fp32 copy.
-    """
+    """The same share for weight decay alone; ``None`` if it does not move the fp32 copy."""
 
 
 def lost_of(tensors: Sequence[LostUpdates]) -> float | None:
-    """The share of the updates of all ``tensors`` together that is lost; ``None`` if there are
-    none.
-    """
+    """The share of the updates of all ``tensors`` that is lost; ``None`` if there are none."""
     return _together([(one.lost, one.updates or one.elements) for one in tensors])
 
 
 def decay_lost_of(tensors: Sequence[LostUpdates]) -> float | None:
-    """The same for weight decay alone, which changes each element once; ``None`` if it changes
-    none.
-    """
+    """The same for weight decay alone, once per element; ``None`` if it changes none."""
     return _together([(one.decay_lost, one.elements) for one in tensors if one.decay_lost is not None])
 
 
@@ -296,9 +244,7 @@ class LossScale(Struct, frozen=True, kw_only=True):
     scale: float
     """The scale, a power of two."""
     largest: float
-    """The largest magnitude of a 16-bit gradient in the backward pass of the first step, without
-    scaling.
-    """
+    """The largest 16-bit gradient in the backward pass of the first step, without scaling."""
     largest_at: str | None = None
     """The module whose op gets it."""
     underflow_unscaled: float
@@ -310,9 +256,7 @@ class LossScale(Struct, frozen=True, kw_only=True):
 
 
 class EpsilonCheck(Struct, frozen=True, kw_only=True):
-    """What a step with gradients that are all zero does to weights in low precision, by
-    implementation of the optimizer.
-    """
+    """What zero gradients do to weights in low precision, by optimizer implementation."""
 
     implementation: Literal["as given", "loop", "foreach", "fused"]
     """The implementation of the optimizer; ``as given`` is the one that the file chose."""

@@ -66,21 +66,15 @@ class ErrorStats(Struct, frozen=True, kw_only=True):
     cosine: float | None
     """Cosine similarity with the reference; ``None`` if it is not defined."""
     sqnr_db: float | None
-    """Signal-to-quantisation-noise ratio, −20·log₁₀(rel_l2), in dB; ``None`` also if the error is
-    0.
-    """
+    """Signal-to-quantization-noise ratio, −20·log₁₀(rel_l2), in dB; ``None`` if the error is 0."""
     top1: float | None = None
     """Share of rows whose argmax agrees, for outputs shaped like a classifier's (N × classes)."""
     mismatched: float | None = None
-    """Share of the integers and booleans that differ, the largest over those leaves; ``None`` if
-    there are none.
-    """
+    """Share of the integers and booleans that differ, at most over leaves; ``None`` if none."""
 
     @property
     def distance(self) -> float | None:
-        """What is held against the tolerance: ``rel_l2``, or ``mismatched`` for an output without
-        floating leaves.
-        """
+        """What is held against the tolerance: ``rel_l2``, else ``mismatched``."""
         return self.mismatched if self.rel_l2 is None and self.max_abs is None else self.rel_l2
 
 
@@ -96,9 +90,7 @@ class ExceptionInfo(Struct, frozen=True, kw_only=True):
     source: str | None = None
     """``file.py:line`` of the innermost code that is not torch's."""
     caller: str | None = None
-    """The innermost line of the user's own code, if ``source`` is in an installed package; empty if
-    there is none.
-    """
+    """The user's innermost line, if ``source`` is in an installed package; empty if none."""
     phase: Phase | None = None
     """The part of a training step that raised it; ``None`` if only the forward pass was run."""
     hint: str | None = None
@@ -106,9 +98,7 @@ class ExceptionInfo(Struct, frozen=True, kw_only=True):
 
     @property
     def text(self) -> str:
-        """Type and message: ``KeyError: 'scale'``; of one without a message, ``AssertionError (no
-        message)``.
-        """
+        """``KeyError: 'scale'``; ``AssertionError (no message)`` without a message."""
         if self.message.strip():
             return f"{self.type}: {self.message}"
         return f"{self.type} (no message)"

@@ -21,15 +21,11 @@ DEFAULT_SCALE = 2.0**16
 """The initial scale of ``torch.amp.GradScaler``."""
 
 Trial = Literal["each run", "suggested scale", "own process"]
-"""When a way is tried: in each run; with the loss scale that the first step suggests; in a process
-that it changes for good.
-"""
+"""When a way is tried: in each run; with the suggested loss scale; in a process of its own."""
 
 
 class Updates(Protocol):
-    """What a training loop calls around its forward pass; state in lists of tensors counts as
-    memory of the training.
-    """
+    """What a loop calls around its forward pass; state in lists of tensors counts as memory."""
 
     parameters: list[Any]
     """The parameters of the model that are trained."""
@@ -60,16 +56,12 @@ class WayToTrain:
     summary: str
     """What it does, as a sentence that follows its name in the documentation."""
     order: int
-    """Ways are tried in this order, and recommended in it if no run passes as its user would write
-    it.
-    """
+    """Ways are tried in this order, and recommended in it if none passes as written."""
     aliases: tuple[str, ...] = ()
     kinds: tuple[Kind, ...] | None = None
     """The kinds of precision that it suits; ``None`` for all."""
     dtype: str | None = None
-    """torch's name of the only dtype that it suits, ``bfloat16``; ``None`` for all, with a
-    ``GradScaler`` all that underflow.
-    """
+    """torch's name of the only dtype it suits; ``None``: all, or with a scale what underflows."""
     scale: float | None = None
     """The initial scale of a ``GradScaler``; ``None`` without one."""
     updater: Callable[[], Callable[..., Updates]] | None = None
@@ -78,13 +70,9 @@ class WayToTrain:
     of parameters, and a ``GradScaler`` if there is a scale, whose ``update()`` the loop calls.
     """
     weights: Callable[[Any], list[Any]] = _of_the_model
-    """The weights that are trained: those of the model, or what is kept of them in more bits, in
-    the order of the parameters.
-    """
+    """The weights that are trained: the model's, or copies in more bits, in the same order."""
     is_random: bool = False
-    """Whether it rounds at random: the weights are right on average, so their distance from those
-    of fp32 is not judged.
-    """
+    """Whether it rounds at random: then the distance of the weights from fp32 is not judged."""
     one_context: bool = False
     """Whether autocast is entered once, around all steps."""
     usual_scale: bool = False
@@ -143,9 +131,7 @@ def way_named(name: str) -> WayToTrain:
 
 
 def ways_of(precision: Precision, steps: int) -> list[WayToTrain]:
-    """The ways to try in each run of a precision, for that many steps. The first is what people
-    write: the status of the run is its.
-    """
+    """The ways to try in each run, for that many steps; the first one gives the status."""
     usual = WAYS.get("grad-scaler" if precision.kind == "autocast" and precision.format.underflows else "plain")
     tried = (
         way for way in WAYS if way.trial == "each run" and way.suits(precision) and (steps > 1 or not way.one_context)

@@ -15,9 +15,7 @@ from lowprec_check.schema.registry import Registry
 # To add one, add an entry to :data:`WHAT_IF_FORMATS`, or register it from another package (CONTRIBUTING.md).
 
 Scale = Literal["none", "tensor", "channel"]
-"""What shares a factor that maps its largest magnitude to the largest number: nothing (no factor),
-a tensor, or an output channel.
-"""
+"""What shares a factor to the largest number: nothing, a tensor, or an output channel."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +23,13 @@ class OperandFormat:
     """How an operand of a product is rounded."""
 
     dtype: str
-    """A floating dtype of torch, ``float8_e4m3fn``; ``tf32``; or a symmetric integer of a number of
-    bits, ``int8``.
-    """
+    """A floating dtype of torch, ``float8_e4m3fn``; ``tf32``; or a symmetric integer, ``int8``."""
     scale: Scale = "none"
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIfFormat:
-    """A way to compute matrix products and convolutions that this device may not have; all other
-    ops stay in fp32.
-    """
+    """A way to compute matrix products and convolutions that the device may lack."""
 
     name: str
     summary: str
@@ -46,15 +40,11 @@ class WhatIfFormat:
     weights: OperandFormat | None = None
     """How weights are rounded."""
     block: int | None = None
-    """Products whose sum is exact before it is added to the running sum, which is rounded to
-    ``result``; ``None``: all of them.
-    """
+    """Products summed exactly before a sum rounded to ``result``; ``None``: all of them."""
     result: str | None = None
     """The dtype that the result is rounded to, the bias included, ``bfloat16``; ``None``: fp32."""
     weights_only: bool = False
-    """Whether it applies to layers only, which have weights, and not to products of two
-    activations.
-    """
+    """Whether it applies to layers with weights only, not to products of activations."""
 
 
 def _problem(format: WhatIfFormat) -> str | None:
