@@ -97,7 +97,7 @@ def check_writable(path: Path | None, option: str) -> None:
 
 
 def output_files(output: list[Path] | None, format: str | None) -> list[Path]:
-    """The values of ``-o``; raises :class:`UsageError` if there are several with one ``--format``."""
+    """The values of ``-o``; raises :class:`UsageError` for several with one ``--format``."""
     files = output or []
     if format is not None and len(files) > 1:
         raise UsageError(

@@ -60,8 +60,8 @@ def compat(
     ] = 1800.0,
     quiet: Quiet = False,
 ) -> None:
-    """Scan many models and write a compatibility matrix. Run the same command again to resume after an
-    interruption; it also repeats the scans that failed.
+    """Scan many models and write a compatibility matrix. Run the same command again to resume
+    after an interruption; it also repeats the scans that failed.
     """
     from lowprec_check.compat.report_folder import ReportFolder
     from lowprec_check.compat.runner import scan_all
@@ -105,7 +105,8 @@ def compat(
     print(f"{rows}, {failed} could not be scanned: {visible(str(output / 'index.md'))}")
     if without_pages:
         print_status(
-            f"warning: No page could be written for {some([row.target for row in without_pages], 5)}: the saved scans were removed.\n"
+            f"warning: No page could be written for {some([row.target for row in without_pages], 5)}: "
+            "the saved scans were removed.\n"
             "Run compat with these models again to scan them again."
         )
     raise typer.Exit(FINDINGS if failed or without_pages else 0)

@@ -42,7 +42,8 @@ def diff(
         typer.Option(
             "--format",
             "-f",
-            help=f"{choices(diff_formats())}. Default: by the suffix of FILE; without -o, text on a terminal and md in a pipe.",
+            help=f"{choices(diff_formats())}. Default: by the suffix of FILE; without -o, text on a terminal "
+            "and md in a pipe.",
         ),
     ] = None,
     output: Annotated[

@@ -180,7 +180,7 @@ def _declared(options: type[DeclaredOptions], name: str, more: str = "; repeatab
 
 
 def grouped(group: str, *flags: str, listed: bool = True, **more: Any) -> Any:
-    """An option that only commands have, in a group of their help; ``more`` as in ``typer.Option``."""
+    """An option of commands only, in a group of their help; ``more`` as in ``typer.Option``."""
     return typer.Option(*flags, rich_help_panel=group if listed else f"{UNLISTED}{group}", **more)
 
 
@@ -209,8 +209,8 @@ Stream = Annotated[
         RUN,
         "--stream",
         listed=False,
-        help="Leave weights in their .safetensors files (hf:FOLDER, or --weights) until a module uses them: for models larger than "
-        "memory. Automatic where the weights of hf:FOLDER do not fit.",
+        help="Leave weights in their .safetensors files (hf:FOLDER, or --weights) until a module uses them: "
+        "for models larger than memory. Automatic where the weights of hf:FOLDER do not fit.",
     ),
 ]
 Isolation = Annotated[
@@ -220,8 +220,8 @@ Isolation = Annotated[
         "--isolation",
         listed=False,
         help="Where the runs happen: in copies of this process (fork), in fresh interpreters that load the file again "
-        "(spawn, slower), one after another in one worker (shared), or in this process (none: no time limits, no protection "
-        "from crashes). Default: fork if possible; on an accelerator shared.",
+        "(spawn, slower), one after another in one worker (shared), or in this process (none: no time limits, "
+        "no protection from crashes). Default: fork if possible; on an accelerator shared.",
     ),
 ]
 Quiet = Annotated[bool, grouped(OUTPUT, "--quiet", "-q", help="Do not show progress.")]

@@ -67,7 +67,8 @@ def report(
     fail_on: Annotated[
         FailOn | None,
         typer.Option(
-            help="Exit 1 as scan --fail-on does, and decide so what fails in JUnit. Default: exit 0; JUnit as the scan was asked."
+            help="Exit 1 as scan --fail-on does, and decide so what fails in JUnit. Default: exit 0; JUnit as "
+            "the scan was asked."
         ),
     ] = None,
     verbose: Verbose = False,
@@ -89,14 +90,14 @@ def report(
 
 
 def check_reports(files: list[Path], format: str | None = None, option: str = "--report") -> None:
-    """Raise :class:`UsageError` before the work starts if a report cannot be rendered or written."""
+    """Raise :class:`UsageError` early if a report cannot be rendered or written."""
     for file in files:
         check_writable(file, option)
         (FORMATS.get(format) if format else format_of(file)).check_available()
 
 
 def print_report(result: ScanResult, format: str, *, verbose: bool = False) -> None:
-    """Print ``result`` to stdout; text as the terminal is, with all findings and notes if ``verbose``."""
+    """Print ``result``; text as wide as the terminal, with all findings if ``verbose``."""
     chosen = FORMATS.get(format)
     if chosen.name != "text":
         (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render(result))

@@ -142,7 +142,7 @@ def _texts(option: Any, value: Any) -> Any:
 
 
 def _given(option: Any, value: Any, context: Any, folder: Path) -> Any:
-    """An accepted value as the option takes it; a path is relative to ``folder``, that of the file."""
+    """An accepted value as the option takes it; paths are relative to ``folder``, the file's."""
     texts, taken = _texts(option, value), option.process_value(context, _texts(option, value))
     if not any(isinstance(item, Path) for item in (taken if isinstance(taken, (list, tuple)) else [taken])):
         return texts

@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 
 # -- The backends: each a way to execute a model in its precision
 #
-# To add one, add a module with an instance of :class:`Backend` to :mod:`lowprec_check.engine.backends`, or register it from another package
-# (CONTRIBUTING.md).
+# To add one, add a module with an instance of :class:`Backend` to
+# :mod:`lowprec_check.engine.backends`, or register it from another package (CONTRIBUTING.md).
 
 
 class Replacement(NamedTuple):
@@ -89,7 +89,7 @@ class Backend:
     calibrates: ClassVar[bool] = False
     """Whether it depends on :attr:`Example.calibration`."""
     project: ClassVar[str] = ""
-    """Where its faults are reported, ``pytorch/pytorch``; empty for the package that registers it."""
+    """Where its faults are reported, ``pytorch/pytorch``; empty for the registering package."""
 
     def skip_reason(self, precision: Precision, device: str, memory_format: str) -> str | None:
         """Why the backend cannot run a precision on a device; ``None`` if it can."""
@@ -145,7 +145,8 @@ def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
         if replacement:
             replaced_by.setdefault(replacement, []).append(name)
     notes = [
-        f"{choices(given, 'and')} {'runs' if len(given) == 1 else 'run'} as {replacement.backend} here: {replacement.why}"
+        f"{choices(given, 'and')} {'runs' if len(given) == 1 else 'run'} as {replacement.backend} here: "
+        f"{replacement.why}"
         for replacement, given in replaced_by.items()
     ]
     return list(dict.fromkeys(running)), notes
@@ -191,8 +192,8 @@ def calibrates(name: str) -> bool:
 
 # -- The device types that a scan, the catalog or a test can name
 #
-# To add one, add an entry to :data:`DEVICES` and its data to the catalog, or register it from another package
-# (CONTRIBUTING.md).
+# To add one, add an entry to :data:`DEVICES` and its data to the catalog, or register it from
+# another package (CONTRIBUTING.md).
 
 
 @dataclass(frozen=True, kw_only=True)

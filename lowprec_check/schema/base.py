@@ -15,7 +15,7 @@ import msgspec
 
 from lowprec_check.errors import UsageError, encodable
 
-# -- Writes files. A regular file in a writable folder is replaced as a whole; others are written in place
+# -- Writes files: regular ones in a writable folder are replaced as a whole, others in place
 
 _NOT_REPLACEABLE = (errno.EACCES, errno.EPERM, errno.EBUSY, errno.EROFS)
 """Errors of a folder without new files, or a mount point; the file itself may be writable."""
@@ -144,8 +144,9 @@ def _fill(stream: IO[bytes], content: bytes, old: os.stat_result | None) -> None
 
 # -- The base classes of saved data, and how it is read
 #
-# The rule for saved files: a field that is added does not change the schema number, and older readers of that number skip
-# it; removing a field or changing its meaning raises the number. A reader that meets a higher number asks for an upgrade.
+# The rule for saved files: a field that is added does not change the schema number, and older
+# readers of that number skip it; removing a field or changing its meaning raises the number. A
+# reader that meets a higher number asks for an upgrade.
 
 
 class Struct(msgspec.Struct, frozen=True):

@@ -38,7 +38,7 @@ class Gap(Struct, frozen=True, kw_only=True):
     """Calls of one op at one place that only fp32 can run; or that a backend lacks."""
 
     op: str
-    """The op: an overload name (``aten.dot.default``), or a function of torch (``torch.fft.rfft``)."""
+    """The op: an overload name, ``aten.dot.default``, or a function, ``torch.fft.rfft``."""
     layer: Layer
     """``dispatch``: the op fails; ``function``: what calls it; ``backend``: another library."""
     kind: GapKind

@@ -73,7 +73,7 @@ class Timing(Struct, frozen=True, kw_only=True):
     scenario: Scenario
     """How the model is served."""
     batch: int | None
-    """Items in the inputs, the size of their first dimension; ``None`` if they do not agree on one."""
+    """Size of the first dimension of the inputs; ``None`` if they do not agree on one."""
     instances: int
     """Processes that ran the model at the same time."""
     cores: int
@@ -187,7 +187,7 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
         return self.predicted is not None
 
 
-# -- What further batches of inputs show of a run: whether it passes on them, and the range of each op
+# -- What further batches show of a run: whether it passes on them, and the range of each op
 
 
 class PlaceRange(Struct, frozen=True, kw_only=True):
@@ -208,7 +208,7 @@ class PlaceRange(Struct, frozen=True, kw_only=True):
     flushed: list[float | None]
     """The largest share of fp32's non-zeros that are zero; ``None`` if it was not measured."""
     subnormal: list[float | None]
-    """The largest share of them below the dtype's smallest normal number, those flushed included."""
+    """The largest share of them below the dtype's smallest normal number, or flushed."""
 
 
 class BatchRanges(Struct, frozen=True, kw_only=True):
@@ -222,7 +222,7 @@ class BatchRanges(Struct, frozen=True, kw_only=True):
     """In the order in which they were called first; empty if the run was not analyzed op by op."""
 
 
-# -- Further inputs that a run was tried on: how many fail, and how near the others are to the tolerance
+# -- Further inputs that a run was tried on: how many fail, how near the others are to failing
 
 InputKind = Literal["drawn", "batches", "resampled"]
 """``drawn``: made anew, by the function ``inputs`` or by this tool; ``batches``: the next ones of a

@@ -13,10 +13,11 @@ import msgspec
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import Phase
 
-# -- The op calls of an instrumented run: :class:`OpCall` is one row, :class:`OpCalls` holds all rows as columns
+# -- The op calls of a run: :class:`OpCall` is one row, :class:`OpCalls` all rows as columns
 #
-# A quantity is declared once, as a field of :class:`OpCall` with a default (older files lack it); the columnar :class:`OpCalls`, the JSON
-# Schema and the documentation are derived from it. With a :class:`Quantity` it is also a column of the reports.
+# A quantity is declared once, as a field of :class:`OpCall` with a default (older files lack it);
+# the columnar :class:`OpCalls`, the JSON Schema and the documentation are derived from it. With a
+# :class:`Quantity` it is also a column of the reports.
 
 PRODUCTS = re.compile(r"mm\.|conv(?!ert)|scaled_dot_product|(?<!bi)linear|rnn|lstm|gru")
 """Ops that autocast runs in 16 bits whatever their inputs: products, convolutions, attention."""
@@ -62,7 +63,7 @@ class OpCall(msgspec.Struct, gc=False):
     shape: str = ""
     """Shape of the first tensor out: ``4×64×56×56``."""
     outcome: CallOutcome = "ok"
-    """``rescued``: failed and was computed another way; ``emulated``: computed in fp32 and rounded."""
+    """``rescued``: failed, was computed another way; ``emulated``: in fp32, then rounded."""
     local_error: Annotated[
         float | None,
         Quantity(
@@ -217,7 +218,7 @@ _ZERO = 0.0
 
 
 def _with_shared_numbers(column: list[float | None], known: dict[float, float]) -> list[float | None]:
-    """``column`` with every number replaced by its equal in ``known``; -0.0 stays apart from 0.0."""
+    """``column`` with each number replaced by its equal in ``known``; -0.0 is not 0.0."""
     return [
         number
         if number is None
@@ -305,7 +306,7 @@ else:
 
 
 def to_columns(rows: Sequence[OpCall]) -> OpCalls:
-    """Transpose ``rows``; a float that is not finite becomes ``None``, since JSON has no infinity."""
+    """Transpose ``rows``; floats that are not finite become ``None``: JSON has no infinity."""
     columns = {field.name: list(map(attrgetter(field.name), rows)) for field in _FIELDS}
     for name in _FLOATS:
         columns[name] = [value if value is not None and isfinite(value) else None for value in columns[name]]
@@ -332,7 +333,10 @@ FALLBACK_WARNING = r"aten::(\S+) falls back to the CPU: each call copies its inp
 
 def fallback_warning(op: str, size: int) -> str:
     """The warning about ``dot`` with inputs of ``size`` bytes; :func:`fallback_of` reads it."""
-    return f"aten::{op} falls back to the CPU: each call copies its inputs ({size} bytes) there, and its result back (predicted)"
+    return (
+        f"aten::{op} falls back to the CPU: each call copies its inputs ({size} bytes) there, "
+        "and its result back (predicted)"
+    )
 
 
 class Fallback(NamedTuple):
@@ -353,7 +357,7 @@ def fallback_of(warning: str) -> Fallback | None:
     return Fallback(f"aten.{name}.{overload or 'default'}", int(found[2]))
 
 
-# -- The reason for emulating an op whose calls were ended because they took too long, and the time in it
+# -- The reason for emulating an op whose calls took too long, and the time in it
 
 _KILLED = re.compile(r"a call took more than (\d+(?:\.\d+)?) s, twice$")
 

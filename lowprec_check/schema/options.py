@@ -20,7 +20,10 @@ from lowprec_check.schema.registry import Registry, choices, words_in
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.what_if import WHAT_IF_FORMATS
 
-FORMS = "mymodel.py, mymodel.py:make_model, package.module:attr, torchvision:NAME, timm:NAME, transformers:NAME or hf:FOLDER"
+FORMS = (
+    "mymodel.py, mymodel.py:make_model, package.module:attr, torchvision:NAME, timm:NAME, "
+    "transformers:NAME or hf:FOLDER"
+)
 """The ways to name a target, for help and messages."""
 
 Names = str | Sequence[str] | None
@@ -288,14 +291,16 @@ class ScanOptions(DeclaredOptions):
     thorough: bool = option(
         False,
         "Run every precision as often as those that the device accelerates.",
-        details="Otherwise one whose first call takes 20 times as long as fp32's, and that is not accelerated, is judged by this call.",
+        details="Otherwise one whose first call takes 20 times as long as fp32's, and that is not "
+        "accelerated, is judged by this call.",
         group=THOROUGH,
         listed=False,
     )
     scenario: Scenario | None = option(
         None,
         "Also time every run as it is served.",
-        details="offline: the inputs on all cores; realtime: batches of 1, in several instances of at most 4 cores at a time.",
+        details="offline: the inputs on all cores; realtime: batches of 1, in several instances of at most "
+        "4 cores at a time.",
         group=THOROUGH,
         listed=False,
     )
@@ -432,7 +437,8 @@ class PlanOptions(DeclaredOptions):
 
     dtype: Dtypes = option(
         None,
-        f"{choices(list(dict.fromkeys(base.format.short for base in plan_bases())))}, or a precision such as autocast-fp16.",
+        f"{choices(list(dict.fromkeys(base.format.short for base in plan_bases())))}, "
+        "or a precision such as autocast-fp16.",
         unset="try all, keep the best",
         flags=("--dtype", "--precision", "-p"),
         metavar="NAME",

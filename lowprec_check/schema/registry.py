@@ -1,9 +1,11 @@
 """Named values of one axis: found by name or alias, extended by other packages.
 
-Other packages add to an axis through the entry-point group ``lowprec_check.axes``: each entry point names a
-:class:`~lowprec_check.schema.precisions.Precision`, a :class:`~lowprec_check.schema.axes.Backend`, a
-:class:`~lowprec_check.schema.axes.Device`, a :class:`~lowprec_check.report.registry.ReportFormat`, a
-:class:`~lowprec_check.schema.what_if.WhatIfFormat` or a :class:`~lowprec_check.schema.ways_to_train.WayToTrain`.
+Other packages add to an axis through the entry-point group ``lowprec_check.axes``: each entry point
+names a :class:`~lowprec_check.schema.precisions.Precision`, a
+:class:`~lowprec_check.schema.axes.Backend`, a :class:`~lowprec_check.schema.axes.Device`, a
+:class:`~lowprec_check.report.registry.ReportFormat`, a
+:class:`~lowprec_check.schema.what_if.WhatIfFormat` or a
+:class:`~lowprec_check.schema.ways_to_train.WayToTrain`.
 """
 
 from __future__ import annotations
@@ -75,7 +77,8 @@ def added_by_packages() -> tuple[tuple[str, Any], ...]:
                 found_kind = f"the class {item.__name__}"
             raise UsageError(
                 f"{package} registers {entry.name!r} with lowprec-check, which is {found_kind}.",
-                "Register a Precision, a Backend, a Device, a ReportFormat, a WhatIfFormat or a WayToTrain: an object, not its class.",
+                "Register a Precision, a Backend, a Device, a ReportFormat, a WhatIfFormat or a WayToTrain: "
+                "an object, not its class.",
             )
         found.append((package, item))
     return tuple(found)

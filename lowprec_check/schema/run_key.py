@@ -11,7 +11,7 @@ EAGER = "eager"
 """The backend whose fp32 run is the reference."""
 
 PLAN = "plan"
-"""The precision of a run that keeps modules in fp32; its ``base`` is the precision of the others."""
+"""The precision of a run that keeps modules in fp32; ``base`` is that of the others."""
 
 MemoryFormat = Literal["contiguous", "channels_last"]
 

@@ -79,7 +79,7 @@ class Run(Struct, frozen=True, kw_only=True):
     """One precision × backend × device × memory format: a plain and an instrumented part."""
 
     precision: str
-    """Its name: ``fp32``, ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``, ``plan``."""
+    """``fp32``, ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``, ``plan``."""
     backend: str = EAGER
     """How the model is executed: ``eager``, ``inductor``, …"""
     quantized: bool | None = None
@@ -99,7 +99,7 @@ class Run(Struct, frozen=True, kw_only=True):
     calls: int = 1
     """Calls in a row that the status rests on. The outputs of the first three are compared."""
     failed_call: int | None = None
-    """The call, counted from 1, in which it failed; ``None`` if it did not fail, or in the first."""
+    """The call, from 1, in which it failed; ``None`` if it passed, or failed in the first."""
     failed_batch: int | None = None
     """The batch on which it failed, if not the first: all but time and memory is about it."""
     batches: BatchRanges | None = None
@@ -269,7 +269,7 @@ class Run(Struct, frozen=True, kw_only=True):
 
     @property
     def distance(self) -> float | None:
-        """What is held against the tolerance; ``None`` if nothing was compared, or it is infinite."""
+        """What is held against the tolerance; ``None``: nothing compared, or infinite."""
         return self.output_error.distance if self.output_error else None
 
 
@@ -315,7 +315,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     recommendation: Recommendation | None = None
     """What to use; ``None`` if nothing passed."""
     statements: list[Statement] = []
-    """What the result means, in sentences: every report says these, and no others, about its runs."""
+    """What the result means: every report has these sentences about its runs, no others."""
     plan: Plan | None = None
     """The plan of the ``plan`` run, if there is one."""
     attempts: list[Attempt] = []

@@ -10,7 +10,10 @@ from lowprec_check.schema.measures import InputLayout
 WeightsOrigin = Literal["unknown", "random", "scaled", "loaded"]
 """``scaled``: random, then scaled since the output vanished; ``unknown``: the user's file."""
 
-STREAMED = "weights are read from their files when a module uses them (--stream): no times, memory and further inputs; shares of the output error with --budget-error on"
+STREAMED = (
+    "weights are read from their files when a module uses them (--stream): no times, memory and further inputs; "
+    "shares of the output error with --budget-error on"
+)
 """The note of a model whose weights stay in their files."""
 
 

@@ -14,8 +14,9 @@ from lowprec_check.schema.base import Struct
 # -- Sentences with typed figures: one formatter for each type, and sentences of several runs joined where that is
 # true of each
 #
-# A template names its figures and their types: ``"error {error:error} is over the tolerance {limit:limit}"``. What a user, a file or
-# an exception wrote is always a figure (of type ``text``), never part of a template.
+# A template names its figures and their types: ``"error {error:error} is over the tolerance
+# {limit:limit}"``. What a user, a file or an exception wrote is always a figure (of type ``text``),
+# never part of a template.
 
 Figure = float | int | str | list[Any] | None
 """A number, a text, names, or ``[part, total]`` of type ``of``."""
@@ -190,7 +191,7 @@ class Sentence(Struct, frozen=True, kw_only=True):
 
 
 def say(template: str, **figures: Figure) -> Sentence:
-    """A sentence; raises ``ValueError`` if a figure of the template is missing or one is not used."""
+    """A sentence; raises ``ValueError`` if a figure is missing or is not in the template."""
     named = {name for _, name, _, _ in string.Formatter().parse(template) if name}
     if named != figures.keys():
         raise ValueError(f"{template!r} does not name {sorted(named ^ figures.keys())}")

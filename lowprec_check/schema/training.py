@@ -33,7 +33,7 @@ class TrainingPhase(Struct, frozen=True, kw_only=True):
 
 
 class TrainingSetup(Struct, frozen=True, kw_only=True):
-    """How the model is trained in every precision, and how far fp32 runs from other seeds differ."""
+    """How the model is trained, in every precision, and how far other seeds differ."""
 
     steps: int
     """Steps of each run: forward, loss, backward, optimizer."""

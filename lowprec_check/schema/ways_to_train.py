@@ -47,7 +47,7 @@ def _of_the_model(updates: Updates) -> list[Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WayToTrain:
-    """A way to train in a precision. A module that makes one imports torch inside functions only."""
+    """A way to train in a precision. Its module imports torch inside functions only."""
 
     name: str
     """The name in saved results: ``master-weights``."""

@@ -12,7 +12,8 @@ from lowprec_check.schema.registry import Registry
 
 # -- The formats of ``scan --what-if``: how hardware computes a matrix product in each
 #
-# To add one, add an entry to :data:`WHAT_IF_FORMATS`, or register it from another package (CONTRIBUTING.md).
+# To add one, add an entry to :data:`WHAT_IF_FORMATS`, or register it from another package
+# (CONTRIBUTING.md).
 
 Scale = Literal["none", "tensor", "channel"]
 """What shares a factor to the largest number: nothing, a tensor, or an output channel."""
