@@ -100,9 +100,8 @@ def output_files(output: list[Path] | None, format: str | None) -> list[Path]:
     """The values of ``-o``; raises :class:`UsageError` for several with one ``--format``."""
     files = output or []
     if format is not None and len(files) > 1:
-        raise UsageError(
-            "--format works with only one output file.", "Leave --format out: the suffix of each file sets its format."
-        )
+        hint = "Leave --format out: the suffix of each file sets its format."
+        raise UsageError("--format works with only one output file.", hint)
     return files
 
 
@@ -115,8 +114,10 @@ def print_text(document: Document, **options: Any) -> None:
 
 def print_document(data: bytes | str) -> None:
     """Print what a program reads in UTF-8, whatever the encoding of the terminal."""
+    if isinstance(data, str):
+        data = encodable(data).encode()
     sys.stdout.flush()
-    sys.stdout.buffer.write(encodable(data).encode() if isinstance(data, str) else data)
+    sys.stdout.buffer.write(data)
     sys.stdout.buffer.flush()
 
 
@@ -130,16 +131,16 @@ def stdout_kept() -> Iterator[None]:
     from lowprec_check.process.process_group import PRIVATE
 
     sys.stdout.flush()
-    kept, folder = os.dup(1), current_folder()
+    stdout, folder = os.dup(1), current_folder()
     os.dup2(2, 1)
-    PRIVATE.add(kept)
+    PRIVATE.add(stdout)  # the model's processes do not inherit it
     try:
         yield
     finally:
-        PRIVATE.remove(kept)
+        PRIVATE.remove(stdout)
         sys.stdout.flush()
-        os.dup2(kept, 1)
-        os.close(kept)
+        os.dup2(stdout, 1)
+        os.close(stdout)
         change_folder(folder)
 
 
@@ -167,16 +168,16 @@ def interrupts_ignored_after(error: BaseException | None) -> Iterator[None]:
     if not isinstance(error, KeyboardInterrupt) or not in_main_thread:
         yield
         return
-    kept = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
         yield
     finally:
-        signal.signal(signal.SIGINT, kept)
+        signal.signal(signal.SIGINT, handler)
 
 
 def print_error(error: UsageError) -> None:
     """Print a usage error and its hint to stderr."""
-    print_status("\n".join([f"error: {error.message}", *([error.hint] if error.hint else [])]))
+    print_status("\n".join(filter(None, [f"error: {error.message}", error.hint])))
 
 
 def close_stdout() -> None:
@@ -216,6 +217,7 @@ def load_result(path: Path, data: bytes | None = None) -> ScanResult:
     except ResultError as error:
         from lowprec_check.analysis.suite_coverage import kind_of
 
+        # Both are saved by this package, and easily mixed up.
         if kind_of(data) == "coverage":
             hint = "Compare two of them with: lowprec-check diff OLD.json NEW.json"
             raise UsageError(f"{path} is the coverage of a test suite, not a scan.", hint) from None

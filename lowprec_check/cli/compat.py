@@ -68,12 +68,10 @@ def compat(
     from lowprec_check.compat.scan_process import Request, expand_requests, read_list
     from lowprec_check.report.foreign_text import visible
 
-    listed = []
+    requests = list(map(Request, targets or []))
     if from_file:
-        listed = read_list(from_file)
-    requests = expand_requests(
-        [*map(Request, targets or []), *listed], _options(precision, backend, budget, scan_options), device or []
-    )
+        requests += read_list(from_file)
+    requests = expand_requests(requests, _options(precision, backend, budget, scan_options), device or [])
     if not requests:
         raise UsageError("There is nothing to scan.", "Pass at least one target, or --from-file LIST.")
     with ReportFolder(output) as folder:
@@ -98,10 +96,13 @@ def compat(
             print_status("Progress is saved; run the same command to resume.")
             raise
         without_pages = folder.index(matrix)
+    # Rows of other models, which the folder has from earlier calls, do not decide the exit code.
     asked = {request.slug for request in requests}
     failed = sum(row.state == "failed" and row.slug in asked for row in matrix.rows)
-    kept = len(matrix.rows) - len(scanned)
-    rows = counted(len(matrix.rows), "row") + (f" ({kept} of earlier runs)" if kept else "")
+    earlier = len(matrix.rows) - len(scanned)
+    rows = counted(len(matrix.rows), "row")
+    if earlier:
+        rows += f" ({earlier} of earlier runs)"
     print(f"{rows}, {failed} could not be scanned: {visible(str(output / 'index.md'))}")
     if without_pages:
         print_status(
@@ -121,9 +122,12 @@ def _options(
         raise UsageError(f"Cannot parse --scan-options: {error}.", "Quote it as in a shell.") from None
     if any(word.partition("=")[0] == "--json" for word in words):
         raise UsageError("--json cannot be in --scan-options: each scan is saved under -o.", "Leave it out.")
+    # Names as registered: an alias would be another model to the folder.
     named = [word for name in PRECISIONS.names_in(precision or []) for word in ("-p", name)]
     named += [word for name in BACKENDS.names_in(backend or []) for word in ("--backend", name)]
-    return (*named, *(("--budget", f"{budget:g}") if budget is not None else ()), *words)
+    if budget is not None:
+        named += ["--budget", f"{budget:g}"]
+    return (*named, *words)
 
 
 def _line(row: MatrixRow) -> str:
@@ -131,7 +135,9 @@ def _line(row: MatrixRow) -> str:
     from lowprec_check.report.matrix import status_of
     from lowprec_check.schema.verdict import look
 
-    name = row.target + (f" on {row.device}" if row.device else "")
+    name = row.target
+    if row.device:
+        name += f" on {row.device}"
     if row.state == "failed":
         return visible(f"{name} · {row.seconds:.0f} s · failed: {row.reason}")
     statuses = ", ".join(f"{cell.precision} {look(status_of(cell)).word}" for cell in row.cells)

@@ -57,6 +57,7 @@ def diff(
     may differ in torch release, device or commit. Exits 1 if something got worse: for coverages, if
     there are new gaps.
     """
+    # What can be wrong with the options is checked before the files are read.
     files = output_files(output, format)
     if str(old) == str(new) == "-":
         raise UsageError("Only one of the two files can come from stdin.", "Save the other to a file.")
@@ -67,9 +68,9 @@ def diff(
     for file in files:
         check_writable(file, "-o")
     data = read_saved(old, _SAVE), read_saved(new, _SAVE)
-    found: ScanDiff | CoverageDiff
+    difference: ScanDiff | CoverageDiff
     if _are_coverages((old, new), data):
-        found = diff_coverages(coverage_of(data[0], old), coverage_of(data[1], new))
+        difference = diff_coverages(coverage_of(data[0], old), coverage_of(data[1], new))
     else:
         before, after = load_result(old, data[0]), load_result(new, data[1])
         if (before.training is None) != (after.training is None):
@@ -78,18 +79,18 @@ def diff(
                 f"{old} is a scan of {kinds[0]} and {new} one of {kinds[1]}, which cannot be compared.",
                 "Scan both with --train, or both without.",
             )
-        found = diff_scans(before, after)
+        difference = diff_scans(before, after)
     if not files:
-        shown = chosen or FORMATS.get("text" if sys.stdout.isatty() else "md")
-        if shown.name == "text":
-            print_text(document_of(found))
+        printed = chosen or FORMATS.get("text" if sys.stdout.isatty() else "md")
+        if printed.name == "text":
+            print_text(document_of(difference))
         else:
-            (sys.stdout.write if shown.for_terminals else print_document)(shown.render_diff(found))
-    for file, wanted in zip(files, formats, strict=True):
-        write_file(file, wanted.render_diff(found))
-    if files and found.warnings:
-        print_status(f"warning: the two were recorded under different conditions: {'; '.join(found.warnings)}")
-    raise typer.Exit(FINDINGS if found.regressions else 0)
+            (sys.stdout.write if printed.for_terminals else print_document)(printed.render_diff(difference))
+    for file, file_format in zip(files, formats, strict=True):
+        write_file(file, file_format.render_diff(difference))
+    if files and difference.warnings:  # which a reader of the output alone would see
+        print_status(f"warning: the two were recorded under different conditions: {'; '.join(difference.warnings)}")
+    raise typer.Exit(FINDINGS if difference.regressions else 0)
 
 
 def _are_coverages(paths: tuple[Path, Path], data: tuple[bytes, bytes]) -> bool:

@@ -84,39 +84,35 @@ def fix(
     isolation: Isolation = None,
     quiet: Quiet = False,
 ) -> None:
-    """Find a patch of the model's source with which it passes in low precision. Shows it, and
-    writes nothing unless asked to.
-    """
+    """Find a patch of the model's source with which it passes. Writes nothing unless asked to."""
     check_writable(json, "--json")
     check_reports(report or [])
     if check and apply:
         raise UsageError("--check writes nothing.", "Leave out --apply or --check.")
     if options.train:
-        of_models: dict[str, object] = {
-            "--from": scanned,
-            "--json": json,
-            "--report": report,
-        }
+        # Options about the scan of a model are refused, not ignored: a script has none.
+        of_models: dict[str, object] = {"--from": scanned, "--json": json, "--report": report}
         of_models |= {"--inputs": inputs, "--weights": weights}
         for name, _, default, declared in declared_in(FixOptions):
             if name not in _OF_SCRIPTS:
-                given = getattr(options, name)
-                of_models[declared.flags[0] if declared.flags else f"--{name.replace('_', '-')}"] = (
-                    given if declared.takes_several else given != default
-                )
-        unfit = ", ".join(flag for flag, given in of_models.items() if given)
+                flags, value = declared.flags or (f"--{name.replace('_', '-')}",), getattr(options, name)
+                of_models[flags[0]] = value if declared.takes_several else value != default
+        unfit = ", ".join(flag for flag, value in of_models.items() if value)
         if unfit:
             raise UsageError(f"--train has no {unfit}: a script runs by itself, without a scan.", f"Leave out {unfit}.")
     elif options.steps is not None:
         raise UsageError("--steps is the number of training steps of a script.", "Add --train.")
     printed = "scan" if prints_json(json, format) else format
-    known = load_result(scanned) if scanned is not None else None
-    with stdout_kept(), progress(quiet) as shown:
+    earlier = None
+    if scanned is not None:
+        earlier = load_result(scanned)
+    with stdout_kept(), progress(quiet) as display:
         from lowprec_check.engine.run.target_spec import TargetSpec
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, arguments=script_arguments(context))
-        options = options if known is None else _as_scanned(options, target, known)
-        result, fixing, texts = _found(spec, options, isolation, shown.step, known)
+        if earlier is not None:
+            options = _as_scanned(options, target, earlier)
+        result, fixing, texts = _searched(spec, options, isolation, display.step, earlier)
     try:
         _print(result, fixing, printed)
         sys.stdout.flush()
@@ -145,23 +141,21 @@ def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOpt
     missing = sorted({*(options.precisions or ())}.difference(run.precision for run in scanned.runs))
     if missing:
         raise UsageError(f"The saved scan did not run {', '.join(missing)}.", without)
-    known = scanned.options | {"device": scanned.runs[0].device if scanned.runs else None}
+    # The options that both commands have: those of the scan, unless others are asked for.
+    scan_options = scanned.options | {"device": scanned.runs[0].device if scanned.runs else None}
     taken: dict[str, Any] = {}
-    for name, _, default, _ in declared_in(FixOptions):
-        if name in ("device", "tolerance", "seed", "further_inputs", "without_kernel"):
-            given, saved = getattr(options, name), known.get(name, default)
-            if isinstance(saved, list):
-                taken[name] = tuple(saved)
-            else:
-                taken[name] = saved
-            if name == "device":
-                differs = device_type(given or "") != saved
-            else:
-                differs = given != taken[name]
-            if given != default and differs:
-                raise UsageError(f"The saved scan used a different --{name.replace('_', '-')}.", without)
+    for name in ("device", "tolerance", "seed", "further_inputs", "without_kernel"):
+        default = getattr(FixOptions, name)
+        asked, saved = getattr(options, name), scan_options.get(name, default)
+        if isinstance(saved, list):
+            saved = tuple(saved)
+        taken[name] = saved
+        as_saved = device_type(asked or "") if name == "device" else asked
+        if asked != default and as_saved != saved:
+            raise UsageError(f"The saved scan used a different --{name.replace('_', '-')}.", without)
     from lowprec_check.analysis.fixes.source_text import texts_of_lines
 
+    # The findings name lines of the files as they were.
     now = texts_of_lines(scanned.source_lines, target)
     for place, text in scanned.source_lines.items():
         file, _, number = place.rpartition(":")
@@ -170,14 +164,14 @@ def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOpt
     return replace(options, **taken)
 
 
-def _found(
+def _searched(
     spec: TargetSpec,
     options: FixOptions,
     isolation: ProcessIsolation | None,
     on_progress: OnProgress,
     scanned: ScanResult | None,
 ) -> tuple[ScanResult | None, Fixing, Mapping[SourceText, str]]:
-    """The scan, of a model, the patch, and the texts of the files with it."""
+    """The scan, unless it is a script's, the patch, and the texts of the files with it."""
     if options.train:
         from lowprec_check.engine.script_fixing import fix_script
 
@@ -215,7 +209,7 @@ def _write(texts: Mapping[SourceText, str]) -> None:
         for source, text in texts.items():
             written.append(source)
             write_file(source.path, text.encode(source.encoding))
-    except BaseException:
+    except BaseException:  # also Ctrl+C: half a patch may not run
         for source in written:
             write_file(source.path, old[source])
         raise

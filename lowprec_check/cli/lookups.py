@@ -23,12 +23,12 @@ app.add_typer(catalog, name="catalog")
 OneDevice = Annotated[str, typer.Option(help=f"Device: {choices(catalogued())}.")]
 
 
-def _print(found: Any, document: Callable[[Any], Document], json: bool) -> None:
+def _print(answer: Any, document: Callable[[Any], Document], json: bool) -> None:
     """A struct, a list of structs or a dictionary: as indented JSON, or as text."""
     if json:
-        print_document(encode(found))
+        print_document(encode(answer))
     else:
-        print_text(document(found))
+        print_text(document(answer))
 
 
 @app.command()
@@ -64,10 +64,11 @@ def explain(
     if code is None:
         print_text(list_document(rules().values()))
         return
-    found = rules().get(code.upper()) or next((rule for rule in rules().values() if rule.name == code.lower()), None)
-    if found is None:
+    by_name = (rule for rule in rules().values() if rule.name == code.lower())
+    rule = rules().get(code.upper()) or next(by_name, None)
+    if rule is None:
         raise UsageError(f"Unknown diagnostic code {code!r}.", f"Choose from {', '.join(sorted(rules()))}.")
-    print(render_page(found, screen_size()["width"]))
+    print(render_page(rule, screen_size()["width"]))
 
 
 @app.command()
@@ -83,15 +84,13 @@ def op(
     ] = None,
     json: Json = False,
 ) -> None:
-    """Show whether an operator runs in a dtype on a device. Also shows since which torch release,
-    how accurately and how fast.
-    """
+    """Show whether an operator runs in a dtype on a device, since which torch, and how well."""
     from lowprec_check.catalog.answers import lookup
     from lowprec_check.catalog.versions import installed_release
     from lowprec_check.report.answers import answers_document
 
-    found = lookup(name, device=device, dtype=dtype, torch=torch, installed=installed_release())
-    _print(found, answers_document, json)
+    answers = lookup(name, device=device, dtype=dtype, torch=torch, installed=installed_release())
+    _print(answers, answers_document, json)
 
 
 @catalog.command()

@@ -91,20 +91,20 @@ def _report(error: BaseException) -> int:
 def _bug_report(error: Exception) -> str:
     """What to print of a bug: one line, and the file with its traceback."""
     text = traceback_of(error)
-    lines = text.rstrip().splitlines()
+    # The innermost line of this package: what it calls is seldom at fault.
     places = re.findall(r'File ".*?(lowprec_check[/\\][^"]+)", line (\d+)', text)
     where = ""
     if places:
         where = f" at {places[-1][0]}:{places[-1][1]}"
-    said = f"lowprec-check failed{where}: {first_line(lines[-1])[:LONGEST_MESSAGE]}"
+    failure = f"lowprec-check failed{where}: {first_line(text.rstrip().splitlines()[-1])[:LONGEST_MESSAGE]}"
     try:
         with tempfile.NamedTemporaryFile(
             "w", encoding="utf-8", prefix="lowprec-check-", suffix=".txt", delete=False
         ) as file:
             file.write(text)
     except OSError as problem:
-        return f"{said}\nPlease report this bug. Its traceback could not be saved: {problem.strerror}."
-    return f"{said}\nPlease report this bug with the traceback in {file.name}"
+        return f"{failure}\nPlease report this bug. Its traceback could not be saved: {problem.strerror}."
+    return f"{failure}\nPlease report this bug with the traceback in {file.name}"
 
 
 def _report_output_error(error: OSError) -> int:
@@ -141,6 +141,7 @@ def _end_workers_when_terminated() -> list[signal.Signals]:
         number = getattr(lost.exc_value, "number", signal.SIGINT)
         threading.Timer(0.05, signal.pthread_kill, (threading.main_thread().ident, number)).start()
 
+    # Signals that are ignored, as under nohup, stay ignored.
     report, sys.unraisablehook = sys.unraisablehook, raise_again
     numbers = [signal.Signals[name] for name in ("SIGTERM", "SIGHUP") if name in signal.Signals.__members__]
     numbers = [number for number in numbers if signal.getsignal(number) == signal.SIG_DFL]

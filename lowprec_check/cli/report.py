@@ -100,6 +100,7 @@ def print_report(result: ScanResult, format: str, *, verbose: bool = False) -> N
     """Print ``result``; text as wide as the terminal, with all findings if ``verbose``."""
     chosen = FORMATS.get(format)
     if chosen.name != "text":
+        # What programs read is UTF-8; the terminal has an encoding of its own.
         (sys.stdout.write if chosen.for_terminals else print_document)(chosen.render(result))
         return
     from lowprec_check.report.scan_document import scan_document
@@ -115,7 +116,9 @@ def save_files(
     result: ScanResult, json: Path | None, reports: Sequence[Path], more: Saves | None = None, *, verbose: bool = False
 ) -> bool:
     """Write the files; false if one could not be written, which loses nothing else."""
-    files = [*(more or []), *([(result.save, json)] if json is not None and str(json) != "-" else [])]
+    files = list(more or [])
+    if json is not None and str(json) != "-":
+        files.append((result.save, json))
     files += [(functools.partial(write, result, verbose=verbose), file) for file in reports]
     complete = True
     for save, path in files:

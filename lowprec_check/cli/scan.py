@@ -101,16 +101,18 @@ def scan(
     """Run a model in fp32, half, bfloat16 and autocast. Shows which of them run, how accurate and
     fast they are, and what to do.
     """
+    # What can be wrong is checked first: a scan takes minutes.
     check_writable(json, "--json")
     check_reports(report or [])
-    printed = FORMATS.get("json" if prints_json(json, format) else format or "text")
+    is_printed = prints_json(json, format)
+    printed = FORMATS.get("json" if is_printed else format or "text")
     printed.check_available()
-    accepted = _known_findings(baseline, update_baseline)
+    accepted = _load_baseline(baseline, update_baseline)
     check_writable(save_plan, "--save-plan")
     from lowprec_check.analysis.rules.registry import check_codes
 
     check_codes([*options.select, *options.ignore])
-    with stdout_kept(), progress(quiet) as shown:
+    with stdout_kept(), progress(quiet) as display:
         from lowprec_check.engine.run.target_spec import TargetSpec
         from lowprec_check.engine.session import scan_file
 
@@ -119,11 +121,12 @@ def scan(
         earlier = _unfinished(json)
 
         def grown(so_far: ScanResult) -> None:
-            shown.done(so_far)
-            if json is not None and not prints_json(json, format):
+            display.done(so_far)
+            if json is not None and not is_printed:
                 _save_so_far(so_far, json)
 
-        result, ended_by = last_before_end(scan_file(spec, options, isolation, shown.step, earlier), grown)
+        result, ended_by = last_before_end(scan_file(spec, options, isolation, display.step, earlier), grown)
+    # What was finished is reported and saved, also if the scan ended early.
     saves: Saves = []
     with interrupts_ignored_after(ended_by):
         concluded = asked_to_fail_on(_conclude(result, ended_by), fail_on, with_baseline=baseline is not None)
@@ -134,14 +137,17 @@ def scan(
         sys.stdout.flush()
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
         with interrupts_ignored_after(ended_by):
-            saves = [*saves, *_save_plan(concluded, save_plan)]
+            if save_plan is not None and concluded.plan is None:
+                print_status("no plan was needed or found; nothing saved")
+            elif save_plan is not None and concluded.plan is not None:
+                saves = [*saves, (concluded.plan.save, save_plan)]
             complete = save_files(concluded, json, report or [], saves, verbose=verbose)
     if not complete:
         raise typer.Exit(USAGE_ERROR)
     raise ended_by or typer.Exit(FINDINGS if failure(concluded).fails else 0)
 
 
-def _known_findings(path: Path | None, update: bool) -> Baseline | None:
+def _load_baseline(path: Path | None, update: bool) -> Baseline | None:
     """Load the baseline at ``path``; raises :class:`UsageError` before the scan starts."""
     from lowprec_check.analysis.baseline import load
 
@@ -149,10 +155,11 @@ def _known_findings(path: Path | None, update: bool) -> Baseline | None:
         if path is None:
             raise UsageError("--update-baseline needs a file to write.", "Add --baseline FILE.")
         check_writable(path, "--baseline")
-        return load(path) if path.exists() and path.stat().st_size else None  # never overwrite another file
-    if path is not None:
-        return load(path)
-    return None
+        if not path.exists() or not path.stat().st_size:
+            return None
+    if path is None:
+        return None
+    return load(path)  # also if it is updated: another file is never overwritten
 
 
 def _apply_baseline(
@@ -170,11 +177,9 @@ def _apply_baseline(
         return result, saves
     result, stale = accept(result, accepted)
     if stale:
-        what = (
-            "finding in the baseline no longer occurs"
-            if len(stale) == 1
-            else "findings in the baseline no longer occur"
-        )
+        what = "findings in the baseline no longer occur"
+        if len(stale) == 1:
+            what = "finding in the baseline no longer occurs"
         print_status(f"{len(stale)} {what}; --update-baseline removes them")
     return result, saves
 
@@ -184,10 +189,12 @@ def _unfinished(path: Path | None) -> ScanResult | None:
     if path is None or str(path) == "-" or not path.is_file():
         return None
     try:
-        found = load_result(path)
+        earlier = load_result(path)
     except UsageError:  # it is another file, and replaced
         return None
-    return None if found.complete else found
+    if earlier.complete:
+        return None
+    return earlier
 
 
 def _save_so_far(result: ScanResult, path: Path) -> None:
@@ -195,9 +202,9 @@ def _save_so_far(result: ScanResult, path: Path) -> None:
     from lowprec_check.analysis.conclusion import conclude_early
     from lowprec_check.schema.scanned_model import STREAMED
 
-    so_far = None
-    if STREAMED in result.model.notes:
-        so_far = conclude_early(result)
+    if STREAMED not in result.model.notes:
+        return
+    so_far = conclude_early(result)
     if so_far is not None:
         with contextlib.suppress(UsageError):  # the whole result is saved at the end, or that says why it cannot be
             so_far.save(path)
@@ -218,15 +225,6 @@ def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
     if concluded is None:
         raise ended_by
     return concluded
-
-
-def _save_plan(result: ScanResult, path: Path | None) -> Saves:
-    """What saves its plan, if one is to be saved, and was found."""
-    if path is not None and result.plan is None:
-        print_status("no plan was needed or found; nothing saved")
-    if path is not None and result.plan is not None:
-        return [(result.plan.save, path)]
-    return []
 
 
 @app.command(cls=WithScriptArguments)
@@ -250,26 +248,28 @@ def plan(
     bits.
     """
     check_writable(save, "--save")
-    with stdout_kept(), progress(quiet) as shown:
+    with stdout_kept(), progress(quiet) as display:
         from lowprec_check.engine.run.target_spec import TargetSpec
         from lowprec_check.engine.session import plan_file
 
         spec = TargetSpec(target, tuple(inputs or ()), weights, stream, arguments=script_arguments(context))
-        found, ended_by = last_before_end(plan_file(spec, options, isolation, shown.step))
+        planning, ended_by = last_before_end(plan_file(spec, options, isolation, display.step))
     try:
         if json:
-            print_document(found.to_json())
+            print_document(planning.to_json())
         else:
             from lowprec_check.report.plan import plan_document
 
-            print_text(plan_document(found))
+            print_text(plan_document(planning))
         sys.stdout.flush()
     finally:  # standard output may be full or closed, or Ctrl+C be pressed in a pager
         if save is not None:
             with interrupts_ignored_after(ended_by):
-                if found.plan is not None:
-                    found.plan.save(save)
-                print_status("no plan was found; nothing saved" if found.plan is None else f"plan saved to {save}")
+                if planning.plan is None:
+                    print_status("no plan was found; nothing saved")
+                else:
+                    planning.plan.save(save)
+                    print_status(f"plan saved to {save}")
     if ended_by is not None:
         raise ended_by
-    raise typer.Exit(0 if found.plan is not None else FINDINGS)
+    raise typer.Exit(FINDINGS if planning.plan is None else 0)

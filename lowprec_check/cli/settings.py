@@ -23,15 +23,13 @@ def default_options(group: Any, context: Any) -> dict[str, Any]:
     for an unknown key or a wrong value.
     """
     folder = current_folder()
-    above = []
-    if folder is not None:
-        above = [Path(folder), *Path(folder).parents]
-    path = next((file for parent in above if (file := parent / "pyproject.toml").is_file()), None)
-    table = None
-    if path is not None:
-        table = _read(path)
-    if path is not None and table is not None:
-        return _of_group(group, context, table, path, TABLE, {})
+    if folder is None:  # it was removed
+        return {}
+    for parent in (Path(folder), *Path(folder).parents):
+        path = parent / "pyproject.toml"
+        if path.is_file():
+            table = _read(path)
+            return {} if table is None else _of_group(group, context, table, path, TABLE, {})
     return {}
 
 
@@ -46,49 +44,52 @@ def _read(path: Path) -> Mapping[str, Any] | None:
         raise UsageError(f"{path}: tool is not a table.", f"Write [{TABLE}].")
     if "lowprec_check" in tool:
         raise UsageError(f"{path}: [tool.lowprec_check] is not a table of settings.", f"Did you mean [{TABLE}]?")
-    found = tool.get("lowprec-check")
-    if found is not None and not isinstance(found, dict):
+    table = tool.get("lowprec-check")
+    if table is not None and not isinstance(table, dict):
         raise UsageError(f"{path}: {TABLE} is not a table.", f"Write [{TABLE}].")
-    return found
+    return table
 
 
 def _of_group(
     group: Any, context: Any, table: Mapping[str, Any], path: Path, name: str, inherited: Mapping[str, Any]
 ) -> dict[str, Any]:
+    # A key is a command if its value is a table, else an option of any command.
     commands = {command: group.get_command(context, command) for command in group.list_commands(context)}
     tables = {key: value for key, value in table.items() if key in commands and isinstance(value, dict)}
     general = {key: value for key, value in table.items() if key not in tables}
     _check(general, _options(group, context), context, path, name, list(commands))
     general = {**inherited, **general}
-    found: dict[str, Any] = {}
+    defaults: dict[str, Any] = {}
     for command, child in commands.items():
         own, of_child = tables.get(command, {}), f"{name}.{command}"
         if hasattr(child, "list_commands"):
-            found[command] = _of_group(child, context, own, path, of_child, general)
+            defaults[command] = _of_group(child, context, own, path, of_child, general)
             continue
         options = _options(child, context)
         _check(own, options, context, path, of_child)
+        # Another command may have an option of that name with other values.
         usable = {key: value for key, value in general.items() if _accepted_by(options.get(key, []), value, context)}
-        found[command] = {
+        defaults[command] = {
             option.name: _given(option, value, context, path.parent)
             for key, value in (usable | own).items()
             for option in options[key]
         }
-    return found
+    return defaults
 
 
 def _options(command: Any, context: Any) -> dict[str, list[Any]]:
     """The options of a command, or of all below it, by the name behind ``--``."""
-    found: dict[str, list[Any]] = {}
+    by_name: dict[str, list[Any]] = {}
     if hasattr(command, "list_commands"):
         for name in command.list_commands(context):
             for key, options in _options(command.get_command(context, name), context).items():
-                found.setdefault(key, []).extend(options)
-        return found
+                by_name.setdefault(key, []).extend(options)
+        return by_name
     for parameter in command.params:
         if parameter.param_type_name == "option" and parameter.name not in ("help", "help_all"):
-            found |= {option.removeprefix("--"): [parameter] for option in parameter.opts if option.startswith("--")}
-    return found
+            flags = [option for option in parameter.opts if option.startswith("--")]
+            by_name |= {flag.removeprefix("--"): [parameter] for flag in flags}
+    return by_name
 
 
 def _check(
@@ -135,7 +136,8 @@ def _problem(option: Any, value: Any, context: Any) -> str | None:
 
 def _texts(option: Any, value: Any) -> Any:
     """The value as on the command line: a text, a list of them, or whether a flag is given."""
-    texts = [item if isinstance(item, bool) else str(item) for item in (value if isinstance(value, list) else [value])]
+    items = value if isinstance(value, list) else [value]
+    texts = [item if isinstance(item, bool) else str(item) for item in items]
     if option.multiple:
         return texts
     return texts[0]
@@ -143,12 +145,15 @@ def _texts(option: Any, value: Any) -> Any:
 
 def _given(option: Any, value: Any, context: Any, folder: Path) -> Any:
     """An accepted value as the option takes it; paths are relative to ``folder``, the file's."""
-    texts, taken = _texts(option, value), option.process_value(context, _texts(option, value))
-    if not any(isinstance(item, Path) for item in (taken if isinstance(taken, (list, tuple)) else [taken])):
+    texts = _texts(option, value)
+    taken = option.process_value(context, texts)
+    items = taken if isinstance(taken, (list, tuple)) else [taken]
+    if not any(isinstance(item, Path) for item in items):
         return texts
-    below = [
-        item if item == "-" else os.path.relpath(folder / item) for item in (texts if option.multiple else [texts])
-    ]
+
+    def below(text: str) -> str:
+        return text if text == "-" else os.path.relpath(folder / text)
+
     if option.multiple:
-        return below
-    return below[0]
+        return list(map(below, texts))
+    return below(texts)
