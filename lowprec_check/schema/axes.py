@@ -144,11 +144,10 @@ def replaced(names: Iterable[str]) -> tuple[list[str], list[str]]:
         running.append(replacement.backend if replacement else name)
         if replacement:
             replaced_by.setdefault(replacement, []).append(name)
-    notes = [
-        f"{choices(given, 'and')} {'runs' if len(given) == 1 else 'run'} as {replacement.backend} here: "
-        f"{replacement.why}"
-        for replacement, given in replaced_by.items()
-    ]
+    notes = []
+    for replacement, backends in replaced_by.items():
+        verb = "runs" if len(backends) == 1 else "run"
+        notes.append(f"{choices(backends, 'and')} {verb} as {replacement.backend} here: {replacement.why}")
     return list(dict.fromkeys(running)), notes
 
 
@@ -228,14 +227,12 @@ def device_type(device: str) -> str:
 
 def device_of(name: str) -> Device:
     """The device of a name such as ``cuda:0``; raises :class:`UsageError` for an unknown one."""
-    found = DEVICES.find(device_type(name))
-    if found is None or not re.fullmatch(r"[^:]*(:(0|[1-9][0-9]*))?", name.strip()):
-        if found is None:
-            choices = DEVICES.names()
-        else:
-            choices = [found.name, f"{found.name}:0"]
-        raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(choices)}.")
-    return found
+    device = DEVICES.find(device_type(name))
+    if device is None:
+        raise UsageError(f"Unknown device {name!r}.", f"Choose from {', '.join(DEVICES.names())}.")
+    if not re.fullmatch(r"[^:]*(:(0|[1-9][0-9]*))?", name.strip()):
+        raise UsageError(f"Unknown device {name!r}.", f"Choose from {device.name}, {device.name}:0.")
+    return device
 
 
 def accelerators() -> list[str]:
@@ -250,8 +247,8 @@ def catalogued(kind: Literal["measured", "declared"] | None = None) -> list[str]
 
 def is_declared(device: str) -> bool:
     """Whether the catalog's data for a device is declared, not measured."""
-    found = DEVICES.find(device_type(device))
-    return found is not None and found.catalog == "declared"
+    known = DEVICES.find(device_type(device))
+    return known is not None and known.catalog == "declared"
 
 
 # -- The memory formats by name

@@ -7,7 +7,7 @@ import errno
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, TypeVar
 
@@ -37,12 +37,13 @@ def write_file(path: str | Path, data: bytes | str) -> None:
     content = encodable(data).encode() if isinstance(data, str) else data
     with _usage_errors("write", path):
         file, old = _writable_target(Path(path))
+        # What is no regular file, as a terminal or a FIFO, has nothing to replace.
         if old is not None and (not stat.S_ISREG(old.st_mode) or _is_in_proc(file)):
             _write_in_place(file, content)
             return
         try:
             _replace(file, content, old)
-        except OSError as error:
+        except OSError as error:  # a folder may allow to write its files and to add none
             if old is None or error.errno not in _NOT_REPLACEABLE:
                 raise
             _write_in_place(file, content)
@@ -78,10 +79,11 @@ def _writable_target(path: Path) -> tuple[Path, os.stat_result | None]:
         old = path.stat()
     except FileNotFoundError:
         old = None
+    # A link is followed by hand: its target is replaced, and may not exist yet.
     while path.is_symlink() and not _is_in_proc(path):
         path = path.parent / path.readlink()
     if old is None:
-        path.parent.stat()
+        path.parent.stat()  # raises if there is no such folder
         allowed = os.access(path.parent, os.W_OK | os.X_OK)
     else:
         allowed = os.access(path, os.W_OK)
@@ -197,7 +199,12 @@ def _check_integers(value: Any) -> None:
     """Raise ``ValueError`` for an integer beyond 64 bits: no figure of a scan is one."""
     if isinstance(value, int) and not -(2**63) <= value < 2**63:
         raise ValueError("an integer has more than 64 bits")
-    for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+    items: Iterable[Any] = ()
+    if isinstance(value, dict):
+        items = value.values()
+    elif isinstance(value, list):
+        items = value
+    for item in items:
         _check_integers(item)
 
 
@@ -210,6 +217,7 @@ def decode(data: bytes | str, kind: type[Saved], schema: int) -> Saved:
     try:
         head = msgspec.json.decode(data, type=_Head)
         if head.schema == schema:
+            # The decoder takes an integer of any size for a float; most files have no such digits.
             if _HUGE.search(data.encode() if isinstance(data, str) else data):
                 _check_integers(msgspec.json.decode(data))
             return msgspec.json.decode(data, type=kind)

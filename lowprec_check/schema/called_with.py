@@ -28,10 +28,7 @@ class OfModel(Protocol[Model_contra, P, Found_co]):
 def called_with(
     arguments: Callable[P, Given],
 ) -> Callable[[Callable[[Model, Any, Given], Found]], OfModel[Model, P, Found]]:
-    """Makes ``f(model, inputs, given)`` a function of the Python API, ``f(model, inputs, *,
-    option=…)``, with the fields of ``arguments`` as keyword arguments, also in its signature and
-    documentation.
-    """
+    """Makes ``f(model, inputs, given)`` a function with options as keyword arguments."""
 
     def decorated(function: Callable[[Model, Any, Given], Found]) -> OfModel[Model, P, Found]:
         @functools.wraps(function)
@@ -42,13 +39,14 @@ def called_with(
                 raise TypeError(f"{function.__name__}(): {error}") from None
             return function(model, inputs, arguments(*args, **given))
 
+        # The signature and the documentation say what the function takes, not ``arguments``.
         positional = list(inspect.signature(function).parameters.values())[:2]
         options = inspect.signature(arguments).parameters.values()
         types = get_type_hints(function) | get_type_hints(arguments)
-        parameters = [each.replace(annotation=types[each.name]) for each in (*positional, *options)]
+        parameters = [option.replace(annotation=types[option.name]) for option in (*positional, *options)]
         signature = inspect.Signature(parameters, return_annotation=types["return"])
         called.__signature__ = signature  # type: ignore[attr-defined]
-        called.__annotations__ = {each: types[each] for each in (*signature.parameters, "return")}
+        called.__annotations__ = {name: types[name] for name in (*signature.parameters, "return")}
         more = ("", "; one, several, or several in a string with commas")
         texts = [
             textwrap.fill(

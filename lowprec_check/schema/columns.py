@@ -28,6 +28,7 @@ def columns_of(result: ScanResult, part: Part) -> Columns:
     if part == "runs":
         return _transposed([dict(_flat(run, type(run))) for run in result.runs])
     if part == "op_calls":
+        # They are columns already; there may be 100,000 rows in each run.
         keys = {name: [getattr(run, name) for run in result.runs for _ in range(len(run.op_calls))] for name in _KEY}
         calls = [run.op_calls for run in result.runs]
         names = OpCall.__struct_fields__
@@ -56,5 +57,5 @@ def _flat(value: Any, kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 def _transposed(rows: list[dict[str, Any]], names: Sequence[str] = ()) -> Columns:
     """A column for each of ``names`` and each key, in order; ``None`` where a row lacks it."""
-    found = dict.fromkeys([*names, *(name for row in rows for name in row)])
-    return {name: [row.get(name) for row in rows] for name in found}
+    all_names = dict.fromkeys([*names, *(name for row in rows for name in row)])
+    return {name: [row.get(name) for row in rows] for name in all_names}

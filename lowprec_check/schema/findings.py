@@ -82,18 +82,21 @@ class Gap(Struct, frozen=True, kw_only=True):
 class Diagnostic(Struct, frozen=True, kw_only=True):
     """One finding, at one place."""
 
+    # The rule.
     code: str
     """The rule, ``LP101``; ``lowprec-check explain`` prints its manual."""
     name: str
     """The name of the rule, ``missing-kernel``."""
     severity: Severity
     """How much it matters."""
+    # The run.
     precision: str | None = None
     """The precision of its run; ``None`` if it concerns the whole scan."""
     backend: str = EAGER
     """The backend of its run: ``eager``, ``inductor``, …"""
     memory_format: MemoryFormat = "contiguous"
     """The memory format of its run."""
+    # The place.
     module: str | None = None
     """Dotted path of the module, empty for the model itself; ``None`` if it is about none."""
     op: str | None = None
@@ -105,6 +108,7 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     the call of the package, or the line that makes the model. Empty if there is none, as of a model
     that is scanned by its name.
     """
+    # What is said: as text, and as a template with typed figures.
     message: str
     """What was found."""
     template: str = ""
@@ -121,6 +125,7 @@ class Diagnostic(Struct, frozen=True, kw_only=True):
     """The reported issue of torch, if there is one."""
     rests_on: str | None = None
     """Of a predicted run: what this is known from, in words; a row of the catalog, for example."""
+    # How much it matters.
     calls: int = 1
     """The op calls that show it."""
     accepted: bool = False

@@ -89,9 +89,7 @@ class Timing(Struct, frozen=True, kw_only=True):
 
 
 class LayerError(Struct, frozen=True, kw_only=True):
-    """How far the output of a quantized layer is from that of the layer that is not quantized, in
-    the precision of the run, over the calibration inputs.
-    """
+    """Distance of a quantized layer's output from the unquantized one's, on calibration inputs."""
 
     module: str
     """The path of the module, ``layer1.0.conv1``; empty for the model itself."""
@@ -135,9 +133,7 @@ class ModuleShare(Struct, frozen=True, kw_only=True):
     module: str
     """The path of the module, ``layer1.0``."""
     share: float
-    """Of the squared error; negative if the error grows. What goes with any of several modules is
-    in the share of each, so these need not add up to 1.
-    """
+    """Of the squared error; negative if that grows. Modules share parts: the sum may not be 1."""
     measured: float | None = None
     """The same of a plain run with the module in fp32; ``None`` if there was none."""
 
@@ -156,6 +152,7 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     tensor of the output with the largest error.
     """
 
+    # How much of the error the shares explain.
     predicted: float | None = None
     """rel_l2 of the output to first order; ``None`` if there is no budget."""
     measured: float | None = None
@@ -164,12 +161,14 @@ class ErrorBudget(Struct, frozen=True, kw_only=True):
     """1 less the sum of all shares: beyond the first order; negative if that predicts too much."""
     decisions: float = 0.0
     """The part of ``unexplained`` by indices and comparisons other than fp32's; 0 if none."""
+    # The shares.
     shares: list[Share] = []
     """The largest shares, largest first."""
     others: float = 0.0
     """The sum of the shares that are not listed."""
     modules: list[ModuleShare] = []
     """What goes with each module in fp32, largest first; empty in older files."""
+    # What limits them.
     blocked: list[str] = []
     """Ops that no derivative passes, so that errors before them are not seen."""
     output_rms: float | None = None
@@ -225,9 +224,7 @@ class BatchRanges(Struct, frozen=True, kw_only=True):
 # -- Further inputs that a run was tried on: how many fail, how near the others are to failing
 
 InputKind = Literal["drawn", "batches", "resampled"]
-"""``drawn``: made anew, by the function ``inputs`` or by this tool; ``batches``: the next ones of a
-loader; ``resampled``: the values of the inputs, drawn with replacement from their own.
-"""
+"""``drawn``: made anew; ``batches``: the loader's next; ``resampled``: from the inputs' values."""
 
 
 class InputsTried(Struct, frozen=True, kw_only=True):
@@ -241,12 +238,14 @@ class InputsTried(Struct, frozen=True, kw_only=True):
     """Those on which the run does not pass."""
     statuses: dict[str, int] = {}
     """How often it ended in each status: ``{"ok": 15, "inaccurate": 1}``."""
+    # How near the others are to failing, and how sure that is.
     worst: float | None = None
     """The largest rel_l2, or share of integers that differ; ``None`` if not finite or untried."""
     low: float = 0.0
     """The lower end of the interval."""
     high: float = 1.0
     """95 % interval (Clopper-Pearson) of the share of such inputs that fail."""
+    # For trying them again.
     first_failed: int | None = None
     """The first batch that fails, ``inputs(17)``; of resampled values, the seed's increment."""
     left_out: int = 0

@@ -49,6 +49,7 @@ class Quantity(NamedTuple):
 class OpCall(msgspec.Struct, gc=False):
     """One operator call. A field is ``None`` if it was not measured."""
 
+    # Which op, where.
     op: str
     """Overload name, ``aten.mm.default``."""
     module: str = ""
@@ -64,6 +65,7 @@ class OpCall(msgspec.Struct, gc=False):
     """Shape of the first tensor out: ``4×64×56×56``."""
     outcome: CallOutcome = "ok"
     """``rescued``: failed, was computed another way; ``emulated``: in fp32, then rounded."""
+    # Its errors against fp32.
     local_error: Annotated[
         float | None,
         Quantity(
@@ -90,6 +92,7 @@ class OpCall(msgspec.Struct, gc=False):
     """rel_l2 against the lockstep reference; the worst over its outputs."""
     input_error: float | None = None
     """The largest accumulated error among the inputs."""
+    # The range of its results, and what does not fit the dtype.
     absmax: Annotated[
         float | None,
         Quantity("largest", "figure", "max", "The largest finite magnitude of the results.", table="ranges"),
@@ -125,6 +128,7 @@ class OpCall(msgspec.Struct, gc=False):
     """Share (0 to 1) of the reference's non-zeros below the smallest normal number, or flushed."""
     input_flushed: float | None = None
     """The largest such share among the inputs."""
+    # What else it does with values.
     flips: int = 0
     """Number of indices or booleans that differ from the reference's."""
     recast: Annotated[
@@ -136,6 +140,7 @@ class OpCall(msgspec.Struct, gc=False):
     """1 for a cast that repeats or undoes another of the same tensor."""
     to_python: int = 0
     """1 for a value read into Python (``.item()``): the reference continues with the run's."""
+    # Its times.
     time_ms: float | None = None
     """Milliseconds of the call; ``None`` if it was not run as given, or ran on an accelerator."""
     reference_ms: float | None = None
@@ -147,6 +152,7 @@ class OpCall(msgspec.Struct, gc=False):
     """Elements among which ``introduced_inf`` and ``introduced_nan`` were counted, or 0."""
     compared_choices: int = 0
     """Number of indices and booleans among which ``flips`` were counted."""
+    # What it does to the output of the model.
     share: Annotated[
         float | None,
         Quantity(
@@ -162,15 +168,12 @@ class OpCall(msgspec.Struct, gc=False):
     phase: Phase | None = None
     """The part of a training step that it belongs to; ``None`` if only the forward pass was run."""
     vanished: float | None = None
-    """The number in the arguments that is not zero and rounds to zero in the dtype that the op
-    takes it in: that of the output, or of the input of a comparison.
-    """
+    """The number in the arguments that rounds to zero in the dtype that the op takes it in."""
+    # For finding its expression in the source, and the ops that it reads from.
     caller: str | None = None
     """The user's innermost line, if ``source`` is in an installed package; empty if none."""
     reads: tuple[int, ...] = ()
-    """For each op call that wrote a floating input, how many calls before this one it is: 1 is the
-    call right before; 0 is an input of the model. Parameters are left out.
-    """
+    """Calls back to those that wrote its floating inputs; 1: right before; 0: a model input."""
     leaving: float | None = None
     """The part of ``share`` that stays with the module in fp32: rounding of what leaves it."""
 
@@ -179,9 +182,7 @@ class OpCall(msgspec.Struct, gc=False):
     reaches_output: bool | None = None
     """Whether its Inf or NaN lead to one in the output; ``None`` if it has none, or if unknown."""
     span: str | None = None
-    """The expression in the user's own code that calls it, ``25:17-25:55``: lines from 1, columns
-    in UTF-8 from 0, as Python's ``ast`` counts; ``None`` before Python 3.11.
-    """
+    """Its expression in the source, ``25:17-25:55``, as Python's ``ast`` counts (from 3.11)."""
 
     @property
     def is_forward(self) -> bool:
@@ -219,14 +220,15 @@ _ZERO = 0.0
 
 def _with_shared_numbers(column: list[float | None], known: dict[float, float]) -> list[float | None]:
     """``column`` with each number replaced by its equal in ``known``; -0.0 is not 0.0."""
-    return [
-        number
-        if number is None
-        else known.setdefault(number, number)
-        if number
-        else (_ZERO if copysign(1.0, number) > 0 else number)
-        for number in column
-    ]
+    numbers: list[float | None] = []
+    for number in column:
+        if number:
+            numbers.append(known.setdefault(number, number))
+        elif number is not None and copysign(1.0, number) > 0:
+            numbers.append(_ZERO)
+        else:
+            numbers.append(number)
+    return numbers
 
 
 _TIMES = ("time_ms", "reference_ms")

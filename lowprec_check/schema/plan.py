@@ -62,6 +62,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     """What saved it."""
     target: str
     """What was planned for, as its user wrote it."""
+    # What runs in low precision, and what stays in fp32.
     base: str
     """The precision of all other modules."""
     backend: str = EAGER
@@ -76,12 +77,14 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Paths of the modules in fp32, in the model's order; empty if the base passes as it is."""
     untied: list[str] = []
     """Shared parameters of kept modules that get a copy, since one cannot have two dtypes."""
+    # How sure it is that all of them are needed.
     minimal: bool
     """Whether moving any one kept module to low precision was tried and failed."""
     unconfirmed: int = 0
     """Kept modules not tried in low precision: predicted to be needed, or tried among more."""
     stopped: str | None = None
     """Why the search ended early, if it did: the plan is verified, but a smaller one may exist."""
+    # How the model does with it.
     tolerance: float | None = None
     """The largest ``rel_l2`` that passes; ``None`` if the metric decides."""
     rel_l2: float | None = None
@@ -96,6 +99,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     """The largest drop of the metric that passes."""
     batches: int = 1
     """Number of batches on which it passed."""
+    # What the search and the model took.
     trials: int
     """Number of trial runs in the search."""
     first_pass: int | None = None
@@ -110,6 +114,7 @@ class Plan(Struct, frozen=True, kw_only=True):
     """Peak memory of a call, in bytes."""
     blame: list[Blame] = []
     """Why each module stays in fp32."""
+    # For applying it to a model.
     environment: dict[str, Any] = {}
     """The machine and the versions of packages."""
     modules: dict[str, str]

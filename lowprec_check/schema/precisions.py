@@ -101,9 +101,7 @@ LOW_FORMATS = (BF16, FP16)
 """The 16-bit formats that a device may accelerate."""
 
 Kind = Literal["reference", "cast", "autocast", "custom"]
-"""``reference``: the model as it is; ``cast``: weights and inputs cast, as ``model.half()`` does;
-``autocast``: inside ``torch.autocast``; ``custom``: through the precision's own ``application``.
-"""
+"""As it is; cast as ``model.half()`` does; in ``torch.autocast``; or by its ``application``."""
 
 
 class SnippetWriter(Protocol):

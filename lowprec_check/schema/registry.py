@@ -57,9 +57,10 @@ def objects_in(package: str, kind: type[Item]) -> list[Item]:
 @functools.cache
 def added_by_packages() -> tuple[tuple[str, Any], ...]:
     """What packages register, with their names; raises :class:`UsageError` naming a wrong one."""
-    found = []
+    added = []
     for entry in sorted(importlib.metadata.entry_points(group=ENTRY_POINTS), key=lambda entry: entry.name):
         package = entry.dist.name if entry.dist else entry.value
+        # Whatever goes wrong is the package's fault: its name is in the message.
         try:
             item = entry.load()
         except Exception as error:
@@ -71,17 +72,18 @@ def added_by_packages() -> tuple[tuple[str, Any], ...]:
         kinds = {base.__name__ for base in type(item).__mro__}
         is_named = isinstance(getattr(item, "name", None), str)
         if isinstance(item, type) or not is_named or kinds.isdisjoint(_KINDS):
-            instance = f"a {type(item).__name__}{'' if is_named else ' without a name'}"
-            found_kind = instance
+            what = f"a {type(item).__name__}"
             if isinstance(item, type):
-                found_kind = f"the class {item.__name__}"
+                what = f"the class {item.__name__}"
+            elif not is_named:
+                what += " without a name"
             raise UsageError(
-                f"{package} registers {entry.name!r} with lowprec-check, which is {found_kind}.",
+                f"{package} registers {entry.name!r} with lowprec-check, which is {what}.",
                 "Register a Precision, a Backend, a Device, a ReportFormat, a WhatIfFormat or a WayToTrain: "
                 "an object, not its class.",
             )
-        found.append((package, item))
-    return tuple(found)
+        added.append((package, item))
+    return tuple(added)
 
 
 class Registry(Generic[Item]):
@@ -110,6 +112,7 @@ class Registry(Generic[Item]):
         for package, item in added_by_packages():
             if not isinstance(item, self._kind):
                 continue
+            # A name that is taken would replace a value that others rely on.
             taken = next((spelling for spelling in _spellings(item) if spelling in owners), None)
             problem = self._problem(item)
             if taken is not None:
@@ -184,10 +187,11 @@ def words_in(given: object) -> list[str]:
 def nearest(word: str, spellings: Iterable[str]) -> str | None:
     """The spelling that was probably meant, for "did you mean"; ``None`` if none is near."""
     plain, wanted = {_plain(spelling): spelling for spelling in spellings}, _plain(word)
+    # What begins so is meant, however long the rest is; two letters begin too many.
     begun = [spelling for spelling in plain if len(wanted) > 2 and spelling.startswith(wanted)]
-    found = begun or difflib.get_close_matches(wanted, plain, 1)
-    if found:
-        return plain[found[0]]
+    near = begun or difflib.get_close_matches(wanted, plain, 1)
+    if near:
+        return plain[near[0]]
     return None
 
 

@@ -78,6 +78,7 @@ MEASURED = (
 class Run(Struct, frozen=True, kw_only=True):
     """One precision × backend × device × memory format: a plain and an instrumented part."""
 
+    # What was run.
     precision: str
     """``fp32``, ``half``, ``bfloat16``, ``autocast-fp16``, ``autocast-bf16``, ``plan``."""
     backend: str = EAGER
@@ -90,6 +91,7 @@ class Run(Struct, frozen=True, kw_only=True):
     """The memory format of the model and its inputs."""
     evidence: Evidence = "measured"
     """``predicted``: the ops ran emulated, for a device that is not here."""
+    # How it ended, and on which call, batch or input it failed.
     status: Status
     """How the plain part ended."""
     reason: str | None = None
@@ -106,12 +108,11 @@ class Run(Struct, frozen=True, kw_only=True):
     """Status and range of each op per batch, if several were asked for and the first passed."""
     further_inputs: InputsTried | None = None
     """How it does on further inputs; ``None`` if it does not pass, or they were not asked for."""
+    # How far its output is from that of fp32, and where that comes from.
     output_error: ErrorStats | None = None
     """The largest of the calls compared."""
     compared_output: str | None = None
-    """Where in the output the tensor is that ``output_error`` and the status are about,
-    ``logits.0``; ``None`` if there is only one, and for the output of ``compared_module``.
-    """
+    """The place of the tensor that the status is about, ``logits.0``; ``None`` if the only one."""
     compared_module: str | None = None
     """The module whose output was compared, since the model's holds nothing to compare."""
     budget: ErrorBudget | None = None
@@ -122,6 +123,7 @@ class Run(Struct, frozen=True, kw_only=True):
     """What single places with values out of range do to the output of fp32; of a run that fails."""
     lockstep_error: ErrorStats | None = None
     """Error of the instrumented output against its reference, which decides as the run does."""
+    # Time and memory, of the plain part.
     latency_ms: float | None = None
     """``latency.median_ms``; of a run that was not timed, the calls of its plain part."""
     latency: Latency | None = None
@@ -140,6 +142,7 @@ class Run(Struct, frozen=True, kw_only=True):
     """Times in the scenario that the scan was asked for."""
     setup_seconds: float | None = None
     """What the first call took longer (preparing, compiling); ``None`` if not compiled."""
+    # Of a backend: what it does otherwise than eager mode.
     explained_by: str | None = None
     """The label of the eager run whose op calls explain this one, which has none of its own."""
     compiler: CompilerCheck | None = None
@@ -148,6 +151,7 @@ class Run(Struct, frozen=True, kw_only=True):
     """What the backend does otherwise than eager mode; ``None`` for eager, or without output."""
     failed_input: str | None = None
     """The :class:`ChangedInputs` on which it failed, which its status is about; or ``None``."""
+    # What the instrumented part found.
     gaps: list[Gap] = []
     """What fails in low precision and succeeds when its inputs are widened."""
     op_calls: OpCalls = OpCalls()
@@ -156,18 +160,21 @@ class Run(Struct, frozen=True, kw_only=True):
     """Modules whose parameters no op read; for a whole subtree, its root."""
     called_modules: list[str] = []
     """Submodules whose ``forward`` ran, in the model's order."""
+    # Of a ``plan`` run.
     keep_fp32: list[str] = []
     """Modules kept in fp32, for a ``plan`` run."""
     base: str | None = None
     """The precision that a ``plan`` run starts from."""
     untied: list[str] = []
     """Shared parameters of kept modules that get their own copy, for a ``plan`` run."""
+    # What it is judged by.
     tolerance: float | None = None
     """The largest ``output_error`` that passes: rel_l2, or the share of integers that differ."""
     loss: float | None = None
     """The value of the file's loss; ``None`` if it defines none, or it is not finite."""
     metric: float | None = None
     """The value of the file's ``metric(model)``; ``None`` if it defines none."""
+    # Whether the instrumented part can be relied on, and how far it came.
     perturbed: bool | None = None
     """Whether the instrumented output differed from the plain one; ``None`` if unknown."""
     function_mode: bool = False
@@ -184,6 +191,7 @@ class Run(Struct, frozen=True, kw_only=True):
     """What else to know of the run, in words."""
     fallbacks: list[str] = []
     """Warnings about falling back to the CPU."""
+    # What else affects the comparison with fp32.
     nondeterministic: bool = False
     """Of fp32: whether two runs of it differed, which widens the tolerance of the others."""
     compiled: bool = False
@@ -196,6 +204,7 @@ class Run(Struct, frozen=True, kw_only=True):
     """Whether the floating output is all zeros, so that a relative error is meaningless."""
     output_rms: float | None = None
     """Root mean square of the fp32 tensor judged; of fp32, of its largest; or ``None``."""
+    # What further parts of a scan found.
     training: TrainingRun | None = None
     """What training in this precision does, for a scan with ``--train``."""
     magnitudes: list[ModuleMagnitudes] = []
@@ -298,6 +307,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The version of the format."""
     tool: str
     """What saved it: ``lowprec-check 0.2.0``."""
+    # What was scanned, where, and with which options.
     target: str
     """What was scanned, as its user wrote it; of the Python API, the class of the model."""
     model: ModelInfo
@@ -306,10 +316,12 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The machine and the versions of packages."""
     options: dict[str, Any] = {}
     """What the scan was asked for."""
+    # What was measured.
     runs: list[Run]
     """One for each precision, backend and memory format; fp32 first."""
     timing_conditions: TimingConditions | None = None
     """What may have disturbed the times of the runs; ``None`` if they were not timed in rounds."""
+    # What follows from that: the conclusion is made from the rest alone.
     diagnostics: list[Diagnostic] = []
     """The findings."""
     recommendation: Recommendation | None = None
@@ -320,6 +332,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The plan of the ``plan`` run, if there is one."""
     attempts: list[Attempt] = []
     """What the search for a plan found from each base; empty if there was none."""
+    # What only some scans have.
     prediction: PredictedDevice | None = None
     """The device that is not here, and what predictions rest on; ``None`` if measured."""
     training: TrainingSetup | None = None
@@ -328,6 +341,7 @@ class ScanResult(Struct, frozen=True, kw_only=True):
     """The output errors predicted for the formats of ``--what-if``, none of which was run."""
     fixing: Fixing | None = None
     """The patch of the user's source that ``lowprec-check fix`` found, if it was asked for."""
+    # For the reader of a report, and for resuming.
     source_lines: dict[str, str] = {}
     """The text of the lines that op calls and gaps name, ``model.py:41``, if found."""
     complete: bool = True

@@ -43,15 +43,11 @@ class ModelInfo(Struct, frozen=True, kw_only=True):
     layout: InputLayout = InputLayout(kind="nested")
     """The tensors in the inputs."""
     taken: str = ""
-    """What of the user's file was scanned, and why: ``model of mymodel.py``, whose inputs are its
-    own unless others are named; empty if the model was not taken from a file.
-    """
+    """What of the file was scanned, and why: ``model of mymodel.py``; empty without a file."""
     source: str | None = None
     """The line that makes the model, or defines its class: ``file.py:line``."""
     caller: str | None = None
-    """The line of the user's own code that makes the model, or scans it, if ``source`` is in an
-    installed package or unknown; empty if there is none.
-    """
+    """The user's line that makes or scans the model, if ``source`` is not theirs; or empty."""
     notes: list[str] = []
     """What to know of the model and its inputs, in words."""
 

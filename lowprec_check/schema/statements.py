@@ -11,8 +11,7 @@ from typing import Any, Literal, NamedTuple
 
 from lowprec_check.schema.base import Struct
 
-# -- Sentences with typed figures: one formatter for each type, and sentences of several runs joined where that is
-# true of each
+# -- Sentences with typed figures; those of several runs are joined where one is true of each
 #
 # A template names its figures and their types: ``"error {error:error} is over the tolerance
 # {limit:limit}"``. What a user, a file or an exception wrote is always a figure (of type ``text``),
@@ -208,14 +207,16 @@ def chained(*sentences: Sentence | None, between: str = "; ") -> Sentence:
     templates: list[str] = []
     figures: dict[str, Figure] = {}
     for sentence in filter(None, sentences):
+        # Figures of the same name are numbered; one of a chained sentence may be already.
         names: dict[str, str] = {}
-        for name in sentence.figures:  # one of a chained sentence may be numbered already
-            free = (f"{name}_{number}" if number else name for number in itertools.count())
+        for name in sentence.figures:
+            free = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(1)))
             names[name] = next(new for new in free if new not in figures and new not in names.values())
         template = ""
         for text, field, kind, _ in string.Formatter().parse(sentence.template):
             template += text.replace("{", "{{").replace("}", "}}")
-            template += "" if field is None else f"{{{names[field]}:{kind}}}"
+            if field is not None:
+                template += f"{{{names[field]}:{kind}}}"
         templates.append(template)
         figures |= {names[name]: value for name, value in sentence.figures.items()}
     return Sentence(template=between.join(templates), figures=figures)
@@ -234,8 +235,8 @@ def joined(sentences: Sequence[Sentence]) -> str:
     for text, name, kind, _ in string.Formatter().parse(first.template):
         figure = ""
         if name is not None:
-            figure = _range([one.figures.get(name) for one in sentences], kind or "text")
-        is_bound = figure.startswith(("<", ">"))  # which is not about a number
+            figure = _range([sentence.figures.get(name) for sentence in sentences], kind or "text")
+        is_bound = figure.startswith(("<", ">"))  # which is not "about" a number
         parts.append((text.removesuffix("about ") if is_bound else text) + figure)
     return "".join(parts)
 
@@ -253,10 +254,12 @@ def _range(figures: Sequence[Figure], kind: str) -> str:
     name, _, noun = kind.partition(" ")
     if name == "of":
         return _range_of([figure for figure in figures if isinstance(figure, list)], noun)
+    # What is unknown is shown last.
     order = sorted((math.inf if isinstance(figure, list | str) or figure is None else figure) for figure in figures)
     if name == "count":
         return f"{order[0]:,} – {shown(order[-1], kind)}"
     low, high = (shown(None if end == math.inf else end, kind) for end in (order[0], order[-1]))
+    # A unit that both ends have is shown once.
     unit = low.rpartition(" ")[2]
     if " " in low and high.endswith(f" {unit}"):
         return f"{low.removesuffix(f' {unit}')} – {high}"
@@ -287,25 +290,21 @@ class Joined(NamedTuple):
 
 def join(said: Sequence[tuple[str, Sentence]], same: Mapping[str, object] | None = None) -> list[Joined]:
     """The sentences of ``(label, sentence)``, joined where equal; ``same`` keeps runs apart."""
-    found: dict[object, Joined] = {}
+    by_words: dict[object, Joined] = {}
     for label, sentence in said:
-        key = None
-        if same:
-            key = same.get(label)
-        known = found.setdefault((key, words(sentence)), Joined([], []))
-        known.runs.append(label)
-        known.sentences.append(sentence)
-    return list(found.values())
+        key = (same.get(label) if same else None, words(sentence))
+        group = by_words.setdefault(key, Joined([], []))
+        group.runs.append(label)
+        group.sentences.append(sentence)
+    return list(by_words.values())
 
 
-# -- What a result means, as typed statements: made by :mod:`lowprec_check.analysis.statements` from the saved
-# result alone
+# -- What a result means, as typed statements
+#
+# :mod:`lowprec_check.analysis.statements` makes them from the saved result alone.
 
 Evidence = Literal["measured", "derived", "predicted", "declared"]
-"""``measured``: by running it; ``derived``: computed from what was measured, such as a share of an
-error; ``predicted``: emulated, for a device that is not here; ``declared``: by the user, by an
-option, or by the sources of torch.
-"""
+"""By running it; computed from that; emulated for a device that is not here; or as declared."""
 
 Tone = Literal["good", "warn", "bad", "none"]
 """What a statement means to its reader: the colour and the sign of a report."""

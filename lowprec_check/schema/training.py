@@ -45,6 +45,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     """Whether the file defines no loss, so that a default is used."""
     default_optimizer: bool = False
     """Whether the file defines no optimizer, so that a default is used."""
+    # The step as code, for reports.
     loss_setup: list[str] = []
     """Lines of code before the first step, which define what ``loss_code`` and ``optimizer_code``
     need; if they set ``targets``, a tuple with the rest of the batch, these are cast and moved like
@@ -54,6 +55,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     """The loss as an expression of ``output``, ``inputs``, ``targets``: ``loss(output)``."""
     optimizer_code: str = ""
     """The optimizer as an expression of the list ``parameters``: ``SGD(parameters, lr=0.1)``."""
+    # Of a script that trains itself.
     script: str = ""
     """The line of a script that calls the model, if the step is the script's, or empty."""
     framework: str = ""
@@ -68,6 +70,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     """The parts of a step with several optimizers."""
     average_code: str = ""
     """The average of the weights as an expression of ``model``; empty if the file defines none."""
+    # The batches, and how repeatable the steps are.
     new_batches: bool = False
     """Whether steps get different batches; otherwise all steps use the same one."""
     batches: int = 0
@@ -82,6 +85,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     ``1 % noise on the initial weights`` if all else is fixed. Empty in a file of a version that
     added such noise to all.
     """
+    # The runs in fp32, which say how far a run in low precision may be off.
     losses: list[float] = []
     """The loss of fp32 before each step, and after the last that of the first batch."""
     loss_low: list[float] = []
@@ -91,9 +95,7 @@ class TrainingSetup(Struct, frozen=True, kw_only=True):
     limit_low: list[float] = []
     """The lower limit of the loss of a run in low precision, after each step."""
     limit_high: list[float] = []
-    """Outside of these, counted alike, the loss of a run in low precision diverges, if its forward
-    pass computes the loss of fp32; if not, its limits are wider.
-    """
+    """Outside these, the loss diverges if the forward pass computes fp32's loss; else later."""
     distances: list[float] = []
     """Per step, other seeds' largest ‖Δw − Δw₃₂‖ / ‖Δw₃₂‖; Δw is how far weights moved."""
 
@@ -136,6 +138,7 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     """What it raised; ``None`` if it did not."""
     failed_step: int | None = None
     """The step in which it failed or first gave a loss that is not finite, counted from 1."""
+    # How far it gets from the training in fp32.
     losses: list[float | None] = []
     """The loss before each step, and after the last on the first batch; ``None``: not finite."""
     distances: list[float] = []
@@ -149,6 +152,7 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     """
     divergence: Divergence | None = None
     """Where it leaves the range of the fp32 runs for good; ``None`` if it does not."""
+    # What rounding does to updates and gradients.
     lost_updates: float | None = None
     """Share (0 to 1) of the updates of weights that are lost to rounding, over all steps; ``None``
     if none was counted: the weights are in fp32, or NaN or Inf after the first step. Those of fp32
@@ -159,6 +163,7 @@ class TrainingWay(Struct, frozen=True, kw_only=True):
     zero and not zero in fp32, in the first step that was not skipped; without those that lose none.
     ``None`` if gradients were not compared.
     """
+    # Memory, and the loss scale.
     peak_memory_bytes: int | None = None
     """Peak bytes of a step, if the first way fails and this one passes."""
     skipped_steps: int = 0
@@ -278,9 +283,7 @@ class TrainingRun(Struct, frozen=True, kw_only=True):
     underflow: float | None = None
     """Share of all elements of gradients that underflow in the first step, without loss scaling."""
     same_draws: bool = False
-    """Whether the gradients and the output of the first step are compared with those of fp32 for
-    the same random numbers: those that this precision draws.
-    """
+    """Whether fp32's gradients and output of the first step have this precision's draws."""
     lost_updates: list[LostUpdates] = []
     """Of the first way; empty if everything is in fp32."""
     loss_scale: LossScale | None = None

@@ -65,6 +65,10 @@ WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry(
     "what-if format",
     WhatIfFormat,
     (
+        # torchao's ``Float8DynamicActivationFloat8WeightConfig`` with its default granularity, one
+        # scale per tensor, amax / 448, found from the values of the call; ``torch._scaled_mm``
+        # multiplies, adds up in fp32 and returns bf16. Like there, and in Transformer Engine's
+        # recipes, layers are in fp8, and products of two activations are not.
         WhatIfFormat(
             name="fp8-e4m3",
             summary="layers in 8 bits, e4m3",
@@ -74,6 +78,8 @@ WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry(
             result="bfloat16",
             weights_only=True,
         ),
+        # The same with activations in e5m2, amax / 57344. Weights stay in e4m3:
+        # ``torch._scaled_mm`` and cuBLASLt multiply no two e5m2 matrices.
         WhatIfFormat(
             name="fp8-e5m2",
             summary="layers in 8 bits, activations e5m2",
@@ -83,6 +89,9 @@ WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry(
             result="bfloat16",
             weights_only=True,
         ),
+        # ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.backends.cudnn.allow_tf32``. Both
+        # operands are rounded to 10 bits of mantissa, to nearest, halves away from zero, as PTX's
+        # ``cvt.rna.tf32.f32`` does; sums and result are fp32.
         WhatIfFormat(
             name="tf32",
             summary="matrix products and convolutions in TF32",
@@ -90,6 +99,9 @@ WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry(
             activations=_TF32,
             weights=_TF32,
         ),
+        # torchao's ``Int8WeightOnlyConfig``: symmetric int8 with a scale per output channel, amax /
+        # 127. Activations and results stay in fp32 here, so that the error is that of the weights
+        # alone.
         WhatIfFormat(
             name="int8-weights",
             summary="weights of layers in int8",
@@ -97,6 +109,10 @@ WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry(
             weights=OperandFormat("int8", "channel"),
             weights_only=True,
         ),
+        # Operands in bf16 and a running sum that is rounded to bf16 after every 32 products, the
+        # depth of one tile instruction (AMX's ``TDPBF16PS``).
+        # ``allow_bf16_reduced_precision_reduction`` permits sums in bf16 on CUDA; this is a
+        # pessimistic model of it, since its kernels round the sums of larger parts.
         WhatIfFormat(
             name="bf16-accumulate",
             summary="bf16 with sums in bf16",
@@ -109,22 +125,7 @@ WHAT_IF_FORMATS: Registry[WhatIfFormat] = Registry(
     ),
     _problem,
 )
-"""All formats, in the order of reports: those of this package, each with the source of what it
-models.
-
-* ``fp8-e4m3``: torchao's ``Float8DynamicActivationFloat8WeightConfig`` with its default granularity, one scale per
-  tensor, amax / 448, found from the values of the call; ``torch._scaled_mm`` multiplies, adds up in fp32 and returns
-  bf16. Like there, and in Transformer Engine's recipes, layers are in fp8, and products of two activations are not.
-* ``fp8-e5m2``: the same with activations in e5m2, amax / 57344. Weights stay in e4m3: ``torch._scaled_mm`` and cuBLASLt
-  multiply no two e5m2 matrices.
-* ``tf32``: ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.backends.cudnn.allow_tf32``. Both operands are rounded to
-  10 bits of mantissa, to nearest, halves away from zero, as PTX's ``cvt.rna.tf32.f32`` does; sums and result are fp32.
-* ``int8-weights``: torchao's ``Int8WeightOnlyConfig``: symmetric int8 with a scale per output channel, amax / 127.
-  Activations and results stay in fp32 here, so that the error is that of the weights alone.
-* ``bf16-accumulate``: operands in bf16 and a running sum that is rounded to bf16 after every 32 products, the depth of one
-  tile instruction (AMX's ``TDPBF16PS``). ``allow_bf16_reduced_precision_reduction`` permits sums in bf16 on CUDA; this is
-  a pessimistic model of it, since its kernels round the sums of larger parts.
-"""
+"""All formats, in the order of reports; the comments name the source of what each models."""
 
 
 # -- Output errors that were predicted, for formats in which nothing was run
