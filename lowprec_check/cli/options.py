@@ -135,7 +135,7 @@ class GroupedHelp(TyperCommand):
                     formatter.write_dl(records)
         if not (lists_all or is_complete):
             formatter.write_paragraph()
-            formatter.write_text(f"All options: {ctx.command_path} --help-all")
+            formatter.write(f"All options: {ctx.command_path} --help-all\n")
 
 
 class WithScriptArguments(GroupedHelp):

@@ -89,8 +89,7 @@ def _what_compiling_does(run: Run, check: CompilerCheck) -> Sentence:
 
 @rule("LP308", "backend-differs", "warning")
 def backend_differs(result: ScanResult) -> Iterator[Finding]:
-    """A backend gives another dtype than eager mode, or changes inputs or buffers that eager mode
-    does not.
+    """A backend gives another dtype, or changes other inputs or buffers, than eager mode.
 
     Observed: the run in its precision, on its backend and in eager mode, on the same inputs. The
     dtype of a tensor of the output differs; or, after two calls, the values of an input or a buffer
