@@ -599,6 +599,7 @@ def main() -> None:
     parser = arguments(__doc__ or "")
     parser.add_argument("--device", default="cpu", help="cpu or cuda; a GPU is used in one process")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # processes that are forked cannot use a pool of threads
     chosen, missing = cases(options.only)
     chosen = chosen[: options.limit]
     started = time.monotonic()
