@@ -75,6 +75,9 @@ def _global_options(
         context.default_map = default_options(context.command, context)
 
 
+# -- What is printed, and where
+
+
 def print_status(text: str) -> None:
     """Print ``text`` to stderr at once, with control characters made visible: it may be foreign."""
     from lowprec_check.report.foreign_text import visible_text
@@ -83,8 +86,12 @@ def print_status(text: str) -> None:
         print(visible_text(text), file=sys.stderr, flush=True)
 
 
+# -- Files to write, which are checked before the work starts
+
+
 def check_writable(path: Path | None, option: str) -> None:
     """Raise :class:`UsageError` early if ``path``, the value of ``option``, cannot be written."""
+    # Only JSON can go to stdout by the name of a file: reports are chosen by their suffix.
     if path is None or (str(path) == "-" and option == "--json"):
         return
     if str(path) == "-":
@@ -103,6 +110,9 @@ def output_files(output: list[Path] | None, format: str | None) -> list[Path]:
         hint = "Leave --format out: the suffix of each file sets its format."
         raise UsageError("--format works with only one output file.", hint)
     return files
+
+
+# -- Standard output, which programs read
 
 
 def print_text(document: Document, **options: Any) -> None:
@@ -144,10 +154,14 @@ def stdout_kept() -> Iterator[None]:
         change_folder(folder)
 
 
+# -- Work that may end early
+
+
 def last_before_end(results: Iterable[Result], on_result: Callable[[Any], object] = lambda _: None) -> Ended[Result]:
     """Take all ``results`` of a scan or search, which grow; what ends it early is returned, so that
     the last is not lost, or raised if there is none.
     """
+    # An exception may come from anywhere: from the search, from Ctrl+C, or from ``on_result``.
     last = None
     try:
         for result in results:
@@ -192,6 +206,8 @@ def screen_size() -> dict[str, Any]:
 
     return {"width": max(NARROWEST, shutil.get_terminal_size((100, 40)).columns), "color": sys.stdout.isatty()}
 
+
+# -- Saved files to read
 
 SAVE_SCAN = "Save a scan with: lowprec-check scan TARGET --json FILE"
 

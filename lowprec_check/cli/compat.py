@@ -77,6 +77,7 @@ def compat(
     with ReportFolder(output) as folder:
         scanned: list[MatrixRow] = []
 
+        # Each row is written at once: a list may take hours.
         def on_row(done: int, of: int, row: MatrixRow, result: ScanResult | None) -> None:
             scanned.append(row)
             folder.model(row, result)

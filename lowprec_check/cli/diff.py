@@ -73,6 +73,7 @@ def diff(
         difference = diff_coverages(coverage_of(data[0], old), coverage_of(data[1], new))
     else:
         before, after = load_result(old, data[0]), load_result(new, data[1])
+        # Their errors are about different things: of an output, and of weights after steps.
         if (before.training is None) != (after.training is None):
             kinds = ["inference" if result.training is None else "training" for result in (before, after)]
             raise UsageError(

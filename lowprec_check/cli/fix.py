@@ -125,6 +125,9 @@ def fix(
     raise typer.Exit(FINDINGS if not fixing.passes or (check and fixing.due) else 0)
 
 
+# -- What is searched
+
+
 def _as_scanned(options: FixOptions, target: str, scanned: ScanResult) -> FixOptions:
     """``options`` with those of a saved scan; raises :class:`UsageError` if that is not of
     ``target``, or others were asked for.
@@ -182,6 +185,9 @@ def _searched(
     if ended_by is not None or result.fixing is None or texts is None:
         raise ended_by or UsageError("The search ended early.", None)
     return result, result.fixing, texts
+
+
+# -- What is shown and written
 
 
 def _print(result: ScanResult | None, fixing: Fixing, format: str | None) -> None:

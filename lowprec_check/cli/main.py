@@ -60,15 +60,20 @@ def main() -> None:
     sys.exit(code)
 
 
+# -- What is printed of what ended a command
+
+
 def _report(error: BaseException) -> int:
     """Print what ended the command, and return the exit code."""
     if isinstance(error, SystemExit) and isinstance(error.__context__, BrokenPipeError):
         error = error.__context__  # the parser turns it into exit code 1, which means findings
+    # How the user, or a signal, ended it.
     if isinstance(error, (KeyboardInterrupt, typer.Abort)):
         return INTERRUPTED
     if isinstance(error, Terminated):
         print_status(f"ended by {error.name}")
         return 128 + error.number
+    # What the user can fix: the output, the call, a file.
     if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
         return _report_output_error(error)
     if (wrong := usage_error_of(error)) is not None:
@@ -79,6 +84,7 @@ def _report(error: BaseException) -> int:
         error.show(text)
         print_status(text.getvalue())
         return int(error.exit_code)
+    # What is left is not the user's: it has exit code 3.
     if not isinstance(error, Exception):
         raise error
     if isinstance(error, ProcessLostError):
@@ -114,6 +120,9 @@ def _report_output_error(error: OSError) -> int:
         return 128 + signal.SIGPIPE
     print_status(f"error: Cannot write to standard output: {error.strerror}.")
     return USAGE_ERROR
+
+
+# -- Signals
 
 
 def _end_workers_when_terminated() -> list[signal.Signals]:

@@ -48,6 +48,7 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
         values = {name: arguments.pop(name) for name in declared}
         command(options=kind(**{name: value for name, value in values.items() if value is not None}), **arguments)
 
+    # Where the command has ``options``, the parser gets them one by one.
     parameters: list[inspect.Parameter] = []
     for name, parameter in signature.parameters.items():
         parameters += declared.values() if name == "options" else [parameter]
@@ -99,6 +100,9 @@ def _option(name: str, declared: Declared, text: str) -> Any:
     )
 
 
+# -- Commands: their help, and what follows ``--``
+
+
 class GroupedHelp(TyperCommand):
     """A command whose help lists options in groups: their panels.
 
@@ -122,8 +126,9 @@ class GroupedHelp(TyperCommand):
                 is_complete = False
                 continue
             own: str = getattr(parameter, "help", None) or ""
+            # The first paragraph is short; the record has all of them, and the default behind.
             first, _, details = own.partition("\n\n")
-            added = text.removeprefix(own)  # the default and the limits
+            added = text.removeprefix(own)
             if lists_all and details:
                 first = f"{first} {details}"
             else:
@@ -146,6 +151,7 @@ class WithScriptArguments(GroupedHelp):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Keep what follows ``--`` for :func:`script_arguments`."""
         if "--" in args:
+            # The parser would take what follows for arguments of its own.
             at = args.index("--")
             named = self.make_parser(ctx).parse_args(args[:at])[0].get("target")
             end = at if isinstance(named, str) else at + 2  # ``scan -- -odd-name.py``
@@ -159,8 +165,11 @@ class WithScriptArguments(GroupedHelp):
 
 def script_arguments(context: typer.Context) -> tuple[str, ...]:
     """The arguments given to the script."""
-    found: tuple[str, ...] = context.meta.get(__name__, ())
-    return found
+    arguments: tuple[str, ...] = context.meta.get(__name__, ())
+    return arguments
+
+
+# -- Options of several commands
 
 
 def completing(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:

@@ -14,6 +14,9 @@ LINE_SECONDS = 30.0
 """Without a terminal, a line is printed this often."""
 
 
+# -- What goes on, as one line
+
+
 class Progress:
     """What goes on, as one line: which run of how many, its step, the time so far and left."""
 
@@ -56,16 +59,21 @@ class Progress:
         now = f"{run} · {doing} · {_clock(elapsed)}"
         if self._done >= self._total:
             return now
-        if len(self._done_after) > 1:  # from the times of the runs in lower precision so far: fp32 is the first run
+        # The runs in lower precision so far tell how long another takes; fp32, the first, does not.
+        if len(self._done_after) > 1:
             first, *_, last = self._done_after
-            each = (last - first) / (len(self._done_after) - 1)
-            now += f", about {_clock(max(0.0, last + each * (self._total - self._done) - elapsed))} left"
+            run_seconds = (last - first) / (len(self._done_after) - 1)
+            left = last + run_seconds * (self._total - self._done) - elapsed
+            now += f", about {_clock(max(0.0, left))} left"
         return f"run {self._done + 1} of {self._total} · {now}"
 
 
 def _clock(seconds: float) -> str:
     """``1:05`` of 65 seconds."""
     return f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+# -- Where it is shown
 
 
 @contextlib.contextmanager

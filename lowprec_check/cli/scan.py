@@ -147,6 +147,9 @@ def scan(
     raise ended_by or typer.Exit(FINDINGS if failure(concluded).fails else 0)
 
 
+# -- The baseline, the scan so far, and its conclusion
+
+
 def _load_baseline(path: Path | None, update: bool) -> Baseline | None:
     """Load the baseline at ``path``; raises :class:`UsageError` before the scan starts."""
     from lowprec_check.analysis.baseline import load
@@ -225,6 +228,9 @@ def _conclude(result: ScanResult, ended_by: BaseException | None) -> ScanResult:
     if concluded is None:
         raise ended_by
     return concluded
+
+
+# -- The search for a plan alone
 
 
 @app.command(cls=WithScriptArguments)

@@ -42,12 +42,16 @@ def _read(path: Path) -> Mapping[str, Any] | None:
         raise UsageError(error.message, "Fix it, or use --no-settings to go without it.") from None
     if not isinstance(tool, dict):
         raise UsageError(f"{path}: tool is not a table.", f"Write [{TABLE}].")
+    # The name of the package is an easy mistake, and would be ignored.
     if "lowprec_check" in tool:
         raise UsageError(f"{path}: [tool.lowprec_check] is not a table of settings.", f"Did you mean [{TABLE}]?")
     table = tool.get("lowprec-check")
     if table is not None and not isinstance(table, dict):
         raise UsageError(f"{path}: {TABLE} is not a table.", f"Write [{TABLE}].")
     return table
+
+
+# -- The tables of a group and its commands
 
 
 def _of_group(
@@ -92,6 +96,9 @@ def _options(command: Any, context: Any) -> dict[str, list[Any]]:
     return by_name
 
 
+# -- Values, which the parser checks as on the command line
+
+
 def _check(
     values: Mapping[str, Any],
     options: Mapping[str, list[Any]],
@@ -127,6 +134,7 @@ def _problem(option: Any, value: Any, context: Any) -> str | None:
     for item in items:
         if not isinstance(item, (str, int, float)) or (isinstance(item, bool) and not option.is_flag):
             return f"a text or a number is expected, not {item!r}."
+    # The option itself says what it accepts, as for a value on the command line.
     try:
         option.process_value(context, _texts(option, value))
     except Exception as error:  # of a class that the parser keeps to itself

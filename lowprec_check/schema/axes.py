@@ -165,9 +165,10 @@ BACKENDS: Registry[Backend] = Registry(
     "backend",
     Backend,
     lambda: sorted(
-        objects_in("lowprec_check.engine.backends", Backend), key=lambda each: (each.name != EAGER, each.name)
+        objects_in("lowprec_check.engine.backends", Backend),
+        key=lambda backend: (backend.name != EAGER, backend.name),
     ),
-    lambda each: None if isinstance(getattr(each, "summary", None), str) else "it has no summary",
+    lambda backend: None if isinstance(getattr(backend, "summary", None), str) else "it has no summary",
 )
 """All backends, eager first."""
 

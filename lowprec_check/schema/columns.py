@@ -32,7 +32,7 @@ def columns_of(result: ScanResult, part: Part) -> Columns:
         keys = {name: [getattr(run, name) for run in result.runs for _ in range(len(run.op_calls))] for name in _KEY}
         calls = [run.op_calls for run in result.runs]
         names = OpCall.__struct_fields__
-        return keys | {name: [value for each in calls for value in getattr(each, name)] for name in names}
+        return keys | {name: [value for columns in calls for value in getattr(columns, name)] for name in names}
     if part == "gaps":
         keyed = [({name: getattr(run, name) for name in _KEY}, gap) for run in result.runs for gap in run.gaps]
         return _transposed([key | msgspec.structs.asdict(gap) for key, gap in keyed], _KEY + Gap.__struct_fields__)
@@ -46,9 +46,10 @@ def _flat(value: Any, kind: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Numbers and texts in ``value`` by dotted name, ``None`` too; no lists and no objects."""
     for field in msgspec.structs.fields(kind):
         inner, kinds = getattr(value, field.name, None), (field.type, *get_args(field.type))
-        if isinstance(inner, (list, dict, tuple)) or any(get_origin(each) in (list, dict, tuple) for each in kinds):
+        if isinstance(inner, (list, dict, tuple)) or any(get_origin(kind) in (list, dict, tuple) for kind in kinds):
             continue
-        within = next((each for each in kinds if isinstance(each, msgspec.StructMeta)), None)
+        # A column is there whether the run has the part or not: its type says so.
+        within = next((kind for kind in kinds if isinstance(kind, msgspec.StructMeta)), None)
         if within is not None:
             yield from _flat(inner, within, f"{prefix}{field.name}.")
         else:

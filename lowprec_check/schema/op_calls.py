@@ -239,7 +239,7 @@ _FLOATS = [name for name, kind in _TYPES.items() if kind == float | None]
 
 
 _HINTS = get_type_hints(OpCall, include_extras=True).items()
-_QUANTITIES = [(name, each) for name, hint in _HINTS for each in get_args(hint) if isinstance(each, Quantity)]
+_QUANTITIES = [(name, about) for name, hint in _HINTS for about in get_args(hint) if isinstance(about, Quantity)]
 QUANTITIES = dict(sorted(_QUANTITIES, key=lambda item: item[1].rank))
 """What reports show of op calls, by the name of the field, in the order of their columns."""
 
@@ -259,11 +259,13 @@ class _Columns(Struct, frozen=True, kw_only=True):
         reads: dict[tuple[int, ...], tuple[int, ...]] = {}
         for field in _FIELDS:
             column = getattr(self, field.name)
+            # A file of an older version lacks columns.
             if column is msgspec.UNSET:
                 column = [field.default] * len(self)
                 msgspec.structs.force_setattr(self, field.name, column)
             elif len(column) != len(self):
                 raise ValueError(f"column {field.name!r} has {len(column)} entries, {_FIRST!r} has {len(self)}")
+            # Each object is there once, whatever has decoded the columns.
             if field.name in _FLOATS:
                 column[:] = _with_shared_numbers(column, numbers)
             elif field.name == "reads":
@@ -352,11 +354,11 @@ class Fallback(NamedTuple):
 
 def fallback_of(warning: str) -> Fallback | None:
     """What the warning of a predicted device says; ``None`` for a warning of torch itself."""
-    found = re.match(FALLBACK_WARNING, warning)
-    if found is None:
+    match = re.match(FALLBACK_WARNING, warning)
+    if match is None:
         return None
-    name, _, overload = found[1].partition(".")
-    return Fallback(f"aten.{name}.{overload or 'default'}", int(found[2]))
+    name, _, overload = match[1].partition(".")
+    return Fallback(f"aten.{name}.{overload or 'default'}", int(match[2]))
 
 
 # -- The reason for emulating an op whose calls took too long, and the time in it
@@ -371,7 +373,7 @@ def killed_reason(seconds: float) -> str:
 
 def seconds_killed(reason: str) -> float | None:
     """The seconds of a :func:`killed_reason`; ``None`` for any other."""
-    found = _KILLED.match(reason)
-    if found:
-        return float(found[1])
+    match = _KILLED.match(reason)
+    if match:
+        return float(match[1])
     return None

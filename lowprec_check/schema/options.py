@@ -101,10 +101,10 @@ def option(default: Any, text: str, **more: Any) -> Any:
 def declared_in(options: type[DeclaredOptions]) -> Iterator[tuple[str, Any, Any, Declared]]:
     """The name, type, default value and declaration of each option, without other fields."""
     types = get_type_hints(options)
-    for each in dataclasses.fields(options):  # type: ignore[arg-type]
-        if "declared" in each.metadata:
-            declared = each.metadata["declared"]
-            yield each.name, declared.kind or types[each.name], each.default, declared
+    for field_ in dataclasses.fields(options):  # type: ignore[arg-type]
+        declared = field_.metadata.get("declared")
+        if declared is not None:
+            yield field_.name, declared.kind or types[field_.name], field_.default, declared
 
 
 class DeclaredOptions:
@@ -115,16 +115,13 @@ class DeclaredOptions:
     def __post_init__(self) -> None:
         """Replace names by those registered, and texts that hold several words by these."""
         for name, kind, default, declared in declared_in(type(self)):
-            given = getattr(self, name)
+            value = getattr(self, name)
             if declared.takes_several:
                 words = words_in if declared.registry is None else declared.registry.names_in
-                if given is None:
-                    given = default
-                else:
-                    given = tuple(words(given))
-            elif name != "device":
-                _check_value(name, kind, given, declared)
-            object.__setattr__(self, name, given)
+                value = default if value is None else tuple(words(value))
+            elif name != "device":  # which the engine checks: torch knows what is here
+                _check_value(name, kind, value, declared)
+            object.__setattr__(self, name, value)
 
     @property
     def device_name(self) -> str | None:
@@ -134,25 +131,24 @@ class DeclaredOptions:
         return str(self.device)
 
 
-def _check_value(name: str, kind: Any, given: Any, declared: Declared) -> None:
-    allowed = [value for part in (kind, *get_args(kind)) for value in get_args(part) if isinstance(value, str)]
-    if given is None and type(None) in get_args(kind):
+def _check_value(name: str, kind: Any, value: Any, declared: Declared) -> None:
+    """Raise :class:`UsageError` for a value of another type, or beyond the limits."""
+    kinds = (kind, *get_args(kind))
+    if value is None and type(None) in kinds:
         return
-    if allowed and given not in allowed:
-        raise UsageError(f"Unknown {name} {given!r}.", f"Choose from {', '.join(allowed)}.")
-    least, above, whole = declared.least, declared.above, float not in (kind, *get_args(kind))
+    allowed = [text for part in kinds for text in get_args(part) if isinstance(text, str)]
+    if allowed and value not in allowed:
+        raise UsageError(f"Unknown {name} {value!r}.", f"Choose from {', '.join(allowed)}.")
+    least, above, is_whole = declared.least, declared.above, float not in kinds
     if least is not None or above is not None:
-        fits = isinstance(given, int if whole else (int, float))
-        if not fits or (above is not None and not given > above) or (least is not None and not given >= least):
-            if above is not None:
-                limit = f"above {above:g}"
-            else:
-                limit = f"of at least {least:g}"
-            raise UsageError(f"{name} is {given!r}.", f"Give {'an integer' if whole else 'a number'} {limit}.")
-    elif kind is int and not isinstance(given, int):
-        raise UsageError(f"{name} is {given!r}.", "Give an integer.")
-    elif str in (kind, *get_args(kind)) and not isinstance(given, str):
-        raise UsageError(f"{name} is {given!r}.", "Give a string.")
+        fits = isinstance(value, int if is_whole else (int, float))
+        if not fits or (above is not None and not value > above) or (least is not None and not value >= least):
+            limit = f"of at least {least:g}" if above is None else f"above {above:g}"
+            raise UsageError(f"{name} is {value!r}.", f"Give {'an integer' if is_whole else 'a number'} {limit}.")
+    elif kind is int and not isinstance(value, int):
+        raise UsageError(f"{name} is {value!r}.", "Give an integer.")
+    elif str in kinds and not isinstance(value, str):
+        raise UsageError(f"{name} is {value!r}.", "Give a string.")
 
 
 # -- Options that a scan and a search have in common
@@ -347,6 +343,7 @@ class ScanOptions(DeclaredOptions):
     def __post_init__(self) -> None:
         """Raise :class:`UsageError` for options that do not go together, too."""
         super().__post_init__()
+        # An option that would be ignored is refused: its user expects something of it.
         if self.steps is not None and not self.train:
             raise UsageError("steps is the number of training steps of a scan of training.", "Add --train.")
         if not self.train:
@@ -387,10 +384,12 @@ class ScanOptions(DeclaredOptions):
             "what_if": self.what_if or (),
             "steps": self.training_steps,
         }
-        named = {
-            name: getattr(self, name) for name, _, _, declared in declared_in(ScanOptions) if declared.saved
-        } | chosen
-        return {"isolation": isolation} | {k: list(v) if isinstance(v, tuple) else v for k, v in named.items()}
+        names = [name for name, _, _, declared in declared_in(ScanOptions) if declared.saved]
+        values = {name: getattr(self, name) for name in names} | chosen
+        for name, value in values.items():
+            if isinstance(value, tuple):  # as JSON has it
+                values[name] = list(value)
+        return {"isolation": isolation} | values
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -124,8 +124,8 @@ class Plan(Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raise ``ValueError`` for a predicted plan with times or memory."""
-        found = (self.latency_ms, self.speedup, self.peak_memory_bytes)
-        if self.evidence == "predicted" and any(value is not None for value in found):
+        measures = (self.latency_ms, self.speedup, self.peak_memory_bytes)
+        if self.evidence == "predicted" and any(value is not None for value in measures):
             raise ValueError("a predicted plan has no times and no memory: they would be those of another device")
 
     def save(self, path: str | Path) -> None:
@@ -138,22 +138,22 @@ class Plan(Struct, frozen=True, kw_only=True):
         try:
             plan = decode(Path(path).read_bytes(), cls, SCHEMA)
         except (OSError, ValueError) as error:
-            not_a_plan = f"{path} is not a plan: {error}."
-            problem = not_a_plan
+            problem = f"{path} is not a plan: {error}."
             if isinstance(error, OSError):
                 problem = f"Cannot read {path}: {error.strerror}."
             raise UsageError(problem, "Save a plan with: lowprec-check plan TARGET --save FILE") from None
         bases = [base.name for base in plan_bases()]
-        for field, value, known in (("base", plan.base, bases), ("backend", plan.backend, BACKENDS.names())):
-            if value not in known:
+        for field, value, names in (("base", plan.base, bases), ("backend", plan.backend, BACKENDS.names())):
+            if value not in names:
                 raise UsageError(
-                    f"{path} has the unknown {field} {value!r}; known are {', '.join(known)}.",
+                    f"{path} has the unknown {field} {value!r}; known are {', '.join(names)}.",
                     "Install the package that adds it.",
                 )
         return plan
 
     def check_modules(self, modules: dict[str, str]) -> None:
         """Raise :class:`UsageError` naming the modules that differ from those planned for."""
+        # The file may have been edited by hand: the plan itself must fit together.
         times_kept = Counter(self.keep_fp32)
         for name in self.keep_fp32:
             if not name or name not in self.modules:
@@ -163,6 +163,7 @@ class Plan(Struct, frozen=True, kw_only=True):
         for path in self.untied:
             if path.rpartition(".")[0] not in self.modules:
                 raise UsageError(f"The plan unties {path!r}, which is in none of its modules.", _SEARCH_AGAIN)
+        # Then the model must be the one that it was searched for.
         differences = [
             *(f"{name!r} is missing" for name in self.modules if name not in modules),
             *(f"{name!r} is new" for name in modules if name not in self.modules),

@@ -145,22 +145,17 @@ class Registry(Generic[Item]):
 
         ``offered``: the names to choose from, where the caller does not take all; by default all.
         """
-        found = self.find(name)
-        if found is None:
-            if offered is None:
-                choice = self.names()
-            else:
-                choice = list(offered)
-            spellings = [spelling for item in self if item.name in choice for spelling in (item.name, *item.aliases)]
-            near = nearest(str(name), spellings)
-            meant = None
-            if near:
-                meant = self.find(near)
-            suggestion = ""
-            if meant:
-                suggestion = f"Did you mean {meant.name}? "
-            raise UsageError(f"Unknown {self._noun} {str(name)!r}.", f"{suggestion}Choose from {', '.join(choice)}.")
-        return found
+        item = self.find(name)
+        if item is not None:
+            return item
+        choice = self.names() if offered is None else list(offered)
+        spellings = [spelling for item in self if item.name in choice for spelling in (item.name, *item.aliases)]
+        near = nearest(str(name), spellings)
+        meant = self.find(near) if near else None
+        suggestion = ""
+        if meant:
+            suggestion = f"Did you mean {meant.name}? "
+        raise UsageError(f"Unknown {self._noun} {str(name)!r}.", f"{suggestion}Choose from {', '.join(choice)}.")
 
     def names_in(self, given: object, offered: Sequence[str] | None = None) -> list[str]:
         """The names for one name or alias, or for several: in a sequence or separated by commas;

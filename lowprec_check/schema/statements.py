@@ -26,10 +26,10 @@ NAMED = 3
 
 def some(names: Sequence[str], most: int = NAMED) -> str:
     """The first few names, and how many more there are."""
-    shown = ", ".join(names[:most])
+    listed = ", ".join(names[:most])
     if len(names) <= most:
-        return shown
-    return f"{shown} and {len(names) - most} more"
+        return listed
+    return f"{listed} and {len(names) - most} more"
 
 
 def counted(number: int, noun: str) -> str:

@@ -228,12 +228,13 @@ class LostUpdates(Struct, frozen=True, kw_only=True):
 
 def lost_of(tensors: Sequence[LostUpdates]) -> float | None:
     """The share of the updates of all ``tensors`` that is lost; ``None`` if there are none."""
-    return _together([(one.lost, one.updates or one.elements) for one in tensors])
+    return _together([(tensor.lost, tensor.updates or tensor.elements) for tensor in tensors])
 
 
 def decay_lost_of(tensors: Sequence[LostUpdates]) -> float | None:
     """The same for weight decay alone, once per element; ``None`` if it changes none."""
-    return _together([(one.decay_lost, one.elements) for one in tensors if one.decay_lost is not None])
+    decayed = [tensor for tensor in tensors if tensor.decay_lost is not None]
+    return _together([(tensor.decay_lost, tensor.elements) for tensor in decayed])
 
 
 def _together(shares: Sequence[tuple[float | None, int]]) -> float | None:

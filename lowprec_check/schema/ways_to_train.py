@@ -108,8 +108,8 @@ class WayToTrain:
         if self.updater is None:
             return ""
         text = textwrap.dedent(inspect.getsource(self.updater))
-        (found,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
-        return textwrap.dedent("\n".join(text.splitlines()[found.lineno - 1 : found.end_lineno]))
+        (definition,) = (node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef))
+        return textwrap.dedent("\n".join(text.splitlines()[definition.lineno - 1 : definition.end_lineno]))
 
     def optimizer_code(self, optimizer: str) -> list[str]:
         """Lines of code to paste after ``optimizer``, a variable, is made."""
@@ -117,8 +117,8 @@ class WayToTrain:
 
 
 def _built_in() -> list[WayToTrain]:
-    found: list[WayToTrain] = [way for module in modules_in("lowprec_check.engine.train.ways") for way in module.WAYS]
-    return sorted(found, key=lambda way: way.order)
+    ways: list[WayToTrain] = [way for module in modules_in("lowprec_check.engine.train.ways") for way in module.WAYS]
+    return sorted(ways, key=lambda way: way.order)
 
 
 WAYS: Registry[WayToTrain] = Registry("way to train", WayToTrain, _built_in)
@@ -132,9 +132,12 @@ def way_named(name: str) -> WayToTrain:
 
 def ways_of(precision: Precision, steps: int) -> list[WayToTrain]:
     """The ways to try in each run, for that many steps; the first one gives the status."""
-    usual = WAYS.get("grad-scaler" if precision.kind == "autocast" and precision.format.underflows else "plain")
-    tried = (
-        way for way in WAYS if way.trial == "each run" and way.suits(precision) and (steps > 1 or not way.one_context)
-    )
-    others = (dataclasses.replace(way, scale=usual.scale) if way.usual_scale else way for way in tried)
-    return [usual, *(way for way in others if way.name != usual.name)]
+    # What people write: autocast to a format that underflows comes with a scaler.
+    is_scaled = precision.kind == "autocast" and precision.format.underflows
+    usual = WAYS.get("grad-scaler" if is_scaled else "plain")
+    ways = [usual]
+    for way in WAYS:
+        fits = way.trial == "each run" and way.suits(precision) and (steps > 1 or not way.one_context)
+        if fits and way.name != usual.name:
+            ways.append(dataclasses.replace(way, scale=usual.scale) if way.usual_scale else way)
+    return ways
