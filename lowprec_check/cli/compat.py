@@ -85,14 +85,7 @@ def compat(
                 print_status(f"[{done}/{of}] {_line(row)}")
 
         try:
-            matrix = scan_all(
-                requests,
-                output,
-                jobs=jobs,
-                engine=engine,
-                timeout=timeout,
-                on_row=on_row,
-            )
+            matrix = scan_all(requests, output, jobs=jobs, engine=engine, timeout=timeout, on_row=on_row)
         except (KeyboardInterrupt, Terminated):
             print_status("Progress is saved; run the same command to resume.")
             raise

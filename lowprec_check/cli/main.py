@@ -16,19 +16,12 @@ import warnings
 import typer
 
 from lowprec_check.cli.app import INTERRUPTED, TOOL_FAILED, USAGE_ERROR, app, close_stdout, print_error, print_status
-from lowprec_check.errors import (
-    LONGEST_MESSAGE,
-    ProcessLostError,
-    Terminated,
-    first_line,
-    traceback_of,
-    usage_error_of,
-)
+from lowprec_check.errors import LONGEST_MESSAGE, ProcessLostError, Terminated, first_line, traceback_of, usage_error_of
 from lowprec_check.process.interpreter import open_standard_streams
 from lowprec_check.report.foreign_text import TRANSLITERATE
 from lowprec_check.schema.registry import modules_in
 
-_OUTPUT_ERRORS = (errno.EPIPE, errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
+_OUTPUT_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EBADF, errno.EIO)
 """Errors of printing; those of files are usage errors when they get here."""
 
 
@@ -74,8 +67,12 @@ def _report(error: BaseException) -> int:
         print_status(f"ended by {error.name}")
         return 128 + error.number
     # What the user can fix: the output, the call, a file.
+    if isinstance(error, OSError) and error.errno == errno.EPIPE:  # the reader of standard output has gone
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at exit
+        return 128 + signal.SIGPIPE
     if isinstance(error, OSError) and error.errno in _OUTPUT_ERRORS:
-        return _report_output_error(error)
+        print_status(f"error: Cannot write to standard output: {error.strerror}.")
+        return USAGE_ERROR
     if (wrong := usage_error_of(error)) is not None:
         print_error(wrong)
         return USAGE_ERROR
@@ -111,15 +108,6 @@ def _bug_report(error: Exception) -> str:
     except OSError as problem:
         return f"{failure}\nPlease report this bug. Its traceback could not be saved: {problem.strerror}."
     return f"{failure}\nPlease report this bug with the traceback in {file.name}"
-
-
-def _report_output_error(error: OSError) -> int:
-    """The reader of standard output has gone, which is not an error, or it cannot be written."""
-    if error.errno == errno.EPIPE:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # for what Python writes at exit
-        return 128 + signal.SIGPIPE
-    print_status(f"error: Cannot write to standard output: {error.strerror}.")
-    return USAGE_ERROR
 
 
 # -- Signals

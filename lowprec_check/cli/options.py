@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -40,7 +40,15 @@ def takes_options(command: Callable[..., None]) -> Callable[..., None]:
     """
     signature = inspect.signature(command, eval_str=True)
     kind: type[DeclaredOptions] = signature.parameters["options"].annotation
-    declared = {parameter.name: parameter for parameter in _parameters(kind)}
+    declared: dict[str, inspect.Parameter] = {}
+    for name, value_kind, default, about in declared_in(kind):
+        if about.takes_several:
+            details = f"{about.details} Repeatable or comma-separated.".lstrip()
+            info = _option(name, about, f"{about.head()}\n\n{details}")
+            declared[name] = _keyword(name, list[str] | None, None, info)
+        else:
+            info = _option(name, about, f"{about.head()}\n\n{about.details}".rstrip())
+            declared[name] = _keyword(name, value_kind, default, info)
 
     @functools.wraps(command)
     def with_options(**arguments: Any) -> None:
@@ -67,20 +75,6 @@ def _print_help(context: typer.Context, value: bool) -> None:
         context.meta[_ALL] = True
         print(context.get_help())
         raise typer.Exit
-
-
-def _parameters(options: type[DeclaredOptions]) -> Iterator[inspect.Parameter]:
-    """The declared options as parameters of a command."""
-    for name, kind, default, declared in declared_in(options):
-        details = [declared.details]
-        if declared.takes_several:
-            details.append("Repeatable or comma-separated.")
-        text = "\n\n".join(filter(None, [declared.head(), " ".join(filter(None, details))]))
-        info = _option(name, declared, text)
-        if declared.takes_several:
-            yield _keyword(name, list[str] | None, None, info)
-        else:
-            yield _keyword(name, kind, default, info)
 
 
 def _option(name: str, declared: Declared, text: str) -> Any:

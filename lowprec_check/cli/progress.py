@@ -89,7 +89,11 @@ def progress(quiet: bool) -> Iterator[Progress]:
         from rich.spinner import Spinner
         from rich.text import Text
 
+        from lowprec_check.analysis.conclusion import without_early_times
+        from lowprec_check.report.blocks import Document
         from lowprec_check.report.foreign_text import visible
+        from lowprec_check.report.layout.text import NARROWEST, text
+        from lowprec_check.report.runs_table import runs_table
 
         console, spinner = Console(stderr=True), Spinner("dots")
         with Live(spinner, console=console, transient=True) as live:  # the report has the rows too
@@ -98,31 +102,19 @@ def progress(quiet: bool) -> Iterator[Progress]:
                 spinner.update(text=Text(visible(line)[: console.width - 4]))
 
             def show_rows(result: ScanResult) -> None:
-                live.update(Group(Text.from_ansi(_rows_so_far(result, console.width)), spinner))
+                # Times so far were taken one after another, not in rounds: they would mislead.
+                document = Document(title="", blocks=[runs_table(without_early_times(result))])
+                rows = text(document, width=max(NARROWEST, console.width), color=True)
+                live.update(Group(Text.from_ansi(rows), spinner))
 
             yield Progress(show, show_rows, lambda line: console.print(Text(visible(line))))
     else:
-        yield Progress(_every(LINE_SECONDS), keep=print_status)
+        last = system.monotonic()
 
+        def show_sometimes(line: str) -> None:
+            nonlocal last
+            if system.monotonic() - last >= LINE_SECONDS:
+                last = system.monotonic()
+                print_status(line)
 
-def _rows_so_far(result: ScanResult, width: int) -> str:
-    """The table of runs, without times that were not yet taken in rounds."""
-    from lowprec_check.analysis.conclusion import without_early_times
-    from lowprec_check.report.blocks import Document
-    from lowprec_check.report.layout.text import NARROWEST, text
-    from lowprec_check.report.runs_table import runs_table
-
-    table = runs_table(without_early_times(result))
-    return text(Document(title="", blocks=[table]), width=max(NARROWEST, width), color=True)
-
-
-def _every(seconds: float) -> Callable[[str], None]:
-    last = system.monotonic()
-
-    def show(line: str) -> None:
-        nonlocal last
-        if system.monotonic() - last >= seconds:
-            last = system.monotonic()
-            print_status(line)
-
-    return show
+        yield Progress(show_sometimes, keep=print_status)

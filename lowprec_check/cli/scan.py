@@ -62,11 +62,7 @@ def scan(
     save_plan: Annotated[
         Path | None,
         grouped(
-            OUTPUT,
-            "--save-plan",
-            listed=False,
-            metavar="FILE",
-            help="Save the plan found, for lowprec_check.apply.",
+            OUTPUT, "--save-plan", listed=False, metavar="FILE", help="Save the plan found, for lowprec_check.apply."
         ),
     ] = None,
     json: Annotated[

@@ -165,8 +165,7 @@ BACKENDS: Registry[Backend] = Registry(
     "backend",
     Backend,
     lambda: sorted(
-        objects_in("lowprec_check.engine.backends", Backend),
-        key=lambda backend: (backend.name != EAGER, backend.name),
+        objects_in("lowprec_check.engine.backends", Backend), key=lambda backend: (backend.name != EAGER, backend.name)
     ),
     lambda backend: None if isinstance(getattr(backend, "summary", None), str) else "it has no summary",
 )

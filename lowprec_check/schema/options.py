@@ -472,12 +472,7 @@ class PlanOptions(DeclaredOptions):
         least=1,
     )
     seconds: float = option(
-        600.0,
-        "Seconds for the whole search.",
-        group=THOROUGH,
-        flags=("--budget",),
-        metavar="SECONDS",
-        above=0.0,
+        600.0, "Seconds for the whole search.", group=THOROUGH, flags=("--budget",), metavar="SECONDS", above=0.0
     )
     seed: int = _seed()
     without_kernel: Words = _without_kernel()

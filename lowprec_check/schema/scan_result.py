@@ -63,15 +63,7 @@ SCHEMA = 1
 
 Evidence = Literal["measured", "predicted"]
 
-MEASURED = (
-    "latency_ms",
-    "latency",
-    "peak_memory_bytes",
-    "process_memory_bytes",
-    "timing",
-    "setup_seconds",
-    "compiler",
-)
+MEASURED = ("latency_ms", "latency", "peak_memory_bytes", "process_memory_bytes", "timing", "setup_seconds", "compiler")
 """What only a run on the device itself can tell, and the times of its op calls."""
 
 

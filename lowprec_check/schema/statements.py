@@ -310,17 +310,7 @@ Tone = Literal["good", "warn", "bad", "none"]
 """What a statement means to its reader: the colour and the sign of a report."""
 
 About = Literal[
-    "advice",
-    "margin",
-    "runs",
-    "error",
-    "training",
-    "inputs",
-    "weights",
-    "times",
-    "analysis",
-    "not run",
-    "prediction",
+    "advice", "margin", "runs", "error", "training", "inputs", "weights", "times", "analysis", "not run", "prediction"
 ]
 """The part of a report that it belongs to."""
 
