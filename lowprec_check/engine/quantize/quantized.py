@@ -53,7 +53,7 @@ class SquaredError:
 
     @property
     def rel_l2(self) -> float | None:
-        """√(Σ‖y − r‖² / Σ‖r‖²), 0/0 is 0; ``None`` if infinite, NaN, or without a pair."""
+        """Relative L2 error of all pairs (0/0 is 0); ``None`` if infinite, NaN, or no pair."""
         if not self._pairs:
             return None
         if self._reference:
