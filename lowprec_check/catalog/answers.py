@@ -1,6 +1,4 @@
-"""Questions about operators: where one works, what is missing, what changed between two versions,
-which release fixes a gap.
-"""
+"""Questions about operators: where one works, what is missing or changed, what fixes a gap."""
 
 from __future__ import annotations
 
@@ -50,15 +48,11 @@ class OpAnswer(Struct, frozen=True, kw_only=True):
     cells: list[SupportCell]
     issues: list[KnownIssue]
     dispatching: str | None = None
-    """The aten op that was looked up, if it is not an operator itself but this operator dispatches
-    it.
-    """
+    """The aten op that was looked up, if no operator has its name but this one dispatches it."""
     elsewhere: dict[str, list[str]] = {}
     """Devices without data for the requested version, with the versions that have data."""
     installed: str | None = None
-    """The release of the installed torch, whose cells come first; empty if torch is not installed,
-    ``None`` if not asked.
-    """
+    """The installed release, whose cells come first; empty: no torch; ``None``: not asked."""
 
 
 def lookup(
@@ -124,9 +118,7 @@ def lookup(
 
 
 def _releases(device: str | None, torch: str | None, *, extensions: bool = True) -> list[TorchRelease]:
-    """What the catalog has of a version of torch, by default the newest: sweeps on the device or on
-    all, then declarations.
-    """
+    """What the catalog has of a version of torch, by default the newest: sweeps come first."""
     found: list[TorchRelease] = []
     for name in [device] if device else catalogued("measured"):
         plain = history(name)
@@ -174,9 +166,7 @@ def _issues(record: OpRecord, device: str | None, dtype: Dtype | None, torch: st
 
 
 def _release(device: str, torch: str | None) -> TorchRelease:
-    """A version of torch on a device, by default the newest; raises :class:`UsageError` if the
-    catalog does not have it.
-    """
+    """A version of torch on a device, by default the newest; else a :class:`UsageError`."""
     if is_declared(device):
         return declared.load(device, torch or declared.known_release(device))
     return sweep_of(device, torch)
@@ -209,17 +199,13 @@ class Gaps(Struct, frozen=True, kw_only=True):
     """The number of operators that run in fp32 and to which the dtype applies."""
     missing: list[MissingOp]
     not_applicable: list[str] = []
-    """Operators that run in fp32 to which the dtype does not apply, since they take complex
-    numbers; not among the runnable.
-    """
+    """Operators that take complex numbers, so that the dtype does not apply; not runnable."""
     on_cpu: list[str] = []
     """On a declared device: operators that run, but copy tensors to the CPU and back."""
 
 
 def gaps(device: AnyDevice = "cpu", dtype: AnyDtype = "float16", torch: str | None = None) -> Gaps:
-    """Operators that run in fp32 on the device but fail, at least for some inputs, in ``dtype``;
-    ``torch`` defaults to the newest version.
-    """
+    """Operators that run in fp32 on the device, but not in ``dtype`` for all inputs."""
     low, release = low_dtype_of(dtype), _release(catalog_device(device), torch)
     in_fp32 = [op for op in release.operators if release.state(op, "float32", "forward") in ("all", "some")]
     runnable = [op for op in in_fp32 if not why_operator_not_applicable(op, low)]

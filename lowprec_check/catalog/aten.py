@@ -42,9 +42,7 @@ _NO_KERNEL = ("missing-kernel", "no-backend-kernel", "crash")
 """Failures of the op itself; other failures depend on the arguments of a sample."""
 
 AutocastDtype = Literal["low", "fp32", "inputs"]
-"""What autocast runs an op in: its 16-bit dtype, fp32, or the dtype of the op's inputs, which may
-be either.
-"""
+"""What autocast runs an op in: its 16-bit dtype, fp32, or the dtype of the op's inputs."""
 FROM_WORST: tuple[State | None, ...] = ("none", "some", None, "all")
 Policies = Mapping[str, AutocastDtype]
 """By the name of the function, those that autocast casts the inputs of: ``linear``, ``linalg_inv``."""
@@ -70,9 +68,7 @@ class AtenSupport(Struct, frozen=True, kw_only=True):
     shown_by: list[str] = []
     """Operators that fail in this aten op."""
     tried_here: bool = False
-    """Whether one call of the tests was made again in the dtype on this machine, which ``message``
-    or ``condition`` tells.
-    """
+    """Whether one call of the tests was made again in the dtype on this machine."""
 
 
 class _Use(NamedTuple):
@@ -194,9 +190,7 @@ class AtenCatalog:
         return any(self._records_named.get(name.partition(".")[0]) for name in _spellings(op))
 
     def _of_counterparts(self, op: str) -> AtenSupport:
-        """The support of what this device dispatches in place of an op of another device: of the
-        worst, if they are several.
-        """
+        """The worst support of what this device dispatches in place of another device's op."""
         stated = counterpart(op, self.device)
         names = []
         if not self.declared:
@@ -318,9 +312,7 @@ def _family(op: str) -> str:
 
 
 def _spellings(op: str) -> Iterator[str]:
-    """The op, then its base op: ``add_.Tensor`` and ``add.out`` share kernels with ``add.Tensor``
-    and ``add``.
-    """
+    """The op, then its base op: ``add_.Tensor`` and ``add.out`` have kernels of ``add``."""
     name = overload_name(op)
     yield name
     base, _, overload = name.partition(".")

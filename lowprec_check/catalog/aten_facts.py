@@ -21,9 +21,7 @@ FILE, LAYOUTS, COUNTERPARTS = "one-device-ops.toml", "other-layout-ops.toml", "d
 
 
 class OneDevice(StrictStruct, frozen=True, kw_only=True):
-    """The ops that a release of torch has kernels of for one type of device only, by
-    ``native_functions.yaml``.
-    """
+    """Ops that a release has kernels of for one type of device, by ``native_functions.yaml``."""
 
     device: str
     torch: str
@@ -32,9 +30,7 @@ class OneDevice(StrictStruct, frozen=True, kw_only=True):
 
 
 class OtherLayouts(StrictStruct, frozen=True, kw_only=True):
-    """The ops that a release of torch has no kernels of for dense tensors, by
-    ``native_functions.yaml``.
-    """
+    """Ops that a release has no dense kernels of, by ``native_functions.yaml``."""
 
     torch: str
     ops: list[str]
@@ -103,16 +99,12 @@ def _failing() -> frozenset[tuple[str, str | None]]:
 
 
 def only_device(op: str) -> str | None:
-    """The only type of device with a kernel of an op, in any usual spelling; ``None`` if there are
-    several, or for a composite op.
-    """
+    """The only type of device with a kernel of an op; ``None`` if several, or composite."""
     return _one_device().get(overload_name(op))
 
 
 def has_other_layouts_only(op: str) -> bool:
-    """Whether an op has kernels for sparse, nested, quantized and MKL-DNN tensors only, which
-    declarations of devices do not cover.
-    """
+    """Whether an op has kernels for sparse, nested, quantized or MKL-DNN tensors only."""
     return overload_name(op) in _other_layouts()
 
 
@@ -146,17 +138,13 @@ def measured_counterparts(op: str, sweep: Sweep) -> list[str]:
 
 
 def dispatched_elsewhere(op: str) -> bool:
-    """Whether a function dispatches the op on another device too: a sweep of a device without it
-    shows that it fails there.
-    """
+    """Whether a function dispatches the op on another device too, where it then fails."""
     own = only_device(op)
     return any((device, overload_name(op)) in _failing() for device in ("cpu", "cuda") if device != own)
 
 
 def corrected_state(device: str, op: str, state: State) -> State:
-    """The state of an op, ``_cdist_forward``, for one that runs in part (``some``) by the samples
-    of operators.
-    """
+    """The state of an op; for one that runs in part, that in the samples of operators."""
     if state == "some":
         return _corrections().get((device, op), state)
     return state

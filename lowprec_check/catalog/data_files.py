@@ -1,6 +1,4 @@
-"""The folder of the catalog's data, and TOML files that people edit: an array of tables, read
-strictly.
-"""
+"""The folder of the catalog's data, and TOML files that people edit: arrays of tables."""
 
 from __future__ import annotations
 
@@ -44,9 +42,7 @@ _LONG_KEY = re.compile(
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    """Read a file; raises ``OSError``, and :class:`UsageError` that names the file and the line for
-    one that is not valid TOML.
-    """
+    """Read a file; raises ``OSError``, or :class:`UsageError` with the line if it is not TOML."""
     try:
         text = path.read_text(encoding="utf-8-sig")  # editors on Windows write a byte-order mark
         if _LONG_KEY.search(text):

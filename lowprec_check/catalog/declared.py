@@ -46,9 +46,7 @@ _WHY: dict[Registration, tuple[FailureKind, str]] = {
 
 
 def why_missing(registration: Registration, device: str) -> tuple[FailureKind, str]:
-    """Why an aten op does not run in a dtype, by how it is registered on the device: the kind of
-    failure and a message.
-    """
+    """The kind of failure and a message, by how an aten op is registered on the device."""
     kind, message = _WHY[registration]
     return kind, message.format(device=device)
 
@@ -94,9 +92,7 @@ class DeclaredRow(StrictStruct, frozen=True, array_like=True):
     half: bool | None = None
     bfloat16: bool | None = None
     half_source: str | None = None
-    """A key in :attr:`DeclaredVersion.sources`, a colon, and the name of the function or kernel
-    there.
-    """
+    """A key in :attr:`DeclaredVersion.sources`, a colon, and a function or kernel there."""
     bfloat16_source: str | None = None
 
     def supports(self, dtype: str) -> bool | None:
@@ -142,9 +138,7 @@ def releases(device: str) -> tuple[str, ...]:
 
 
 def known_release(device: str, version: str | None = None) -> str:
-    """The release of a version if it has declarations, else the newest one that has; raises
-    :class:`UsageError` if none has.
-    """
+    """The release of a version if it has declarations, else the newest one that has."""
     known = releases(device)
     if not known:
         raise UsageError(f"The catalog has no declarations for {device}.")
@@ -159,9 +153,7 @@ def known_release(device: str, version: str | None = None) -> str:
 
 @cache
 def load(device: str, version: str) -> Release:
-    """The declarations for the release of a version, `2.13` or `2.13.0+cpu`; raises
-    :class:`UsageError` if there are none.
-    """
+    """The declarations for the release of a version, `2.13` or `2.13.0+cpu`."""
     release, file, known = release_of(version), _file(device), releases(device)
     if file is None or has_extension(version) or release not in known:
         raise UsageError(
@@ -194,22 +186,16 @@ class Release(TorchRelease):
     modes = MODES[:2]
 
     def __init__(self, device: str, torch: str, sources: Mapping[str, Source], ops: VersionRows[DeclaredRow]) -> None:
-        """``torch`` is the release, `2.13`; ``ops`` are by overload name without a namespace:
-        `add.Tensor`, `dot`.
-        """
+        """``torch`` is the release, `2.13`; ``ops`` are by overload name: `add.Tensor`."""
         self.device, self.torch, self.sources, self.ops = device, torch, sources, ops
         self.release, self.key = torch, version_key(torch)
 
     def row(self, op: str) -> DeclaredRow | None:
-        """The row of an overload, in any usual spelling; `None` if this release does not have the
-        op.
-        """
+        """The row of an overload, in any usual spelling; `None` for an op it does not have."""
         return self.ops.get(overload_name(op))
 
     def worst(self, ops: Iterable[str]) -> Registration:
-        """The worst registration among the ops that a function dispatches. Ops that the release
-        does not have count as *none*.
-        """
+        """The worst registration among ``ops``; ops that the release lacks are *none*."""
         found = [row.registration if (row := self.row(op)) else "none" for op in ops]
         return max(found, key=ORDER.index, default="native")
 
@@ -229,9 +215,7 @@ class Release(TorchRelease):
         return [load(self.device, release) for release in releases(self.device)]
 
     def dispatched(self, record: OpRecord, mode: Mode) -> list[str]:
-        """The aten ops that an operator dispatches on the device: its own, and those of a CPU sweep
-        that are not specific to CPUs.
-        """
+        """The aten ops that an operator dispatches on the device, as on CPUs, and its own."""
         names = [_own_name(record.op), *record.aten, *(record.backward_aten if mode.endswith("backward") else [])]
         known = (name for name in names if name in self.ops and "_for_cpu" not in name and "mkldnn" not in name)
         return list(dict.fromkeys(known))
@@ -291,9 +275,7 @@ class Release(TorchRelease):
         return failing.get("none") or failing.get("native") or (None if falls_back else failing.get("composite"))
 
     def _refused_everywhere(self, record: OpRecord, dtype: Dtype, mode: Mode) -> bool:
-        """Whether Python code or a backward formula refuses the dtype, on the CPU and on every
-        other device that was measured.
-        """
+        """Whether Python code or a formula refuses the dtype on every measured device."""
         forward: Mode = "autocast" if mode.startswith("autocast") else "forward"
         if _own_name(record.op) in self.ops and (mode == forward or record.state(dtype, forward) == "none"):
             return False  # C++ code may check the device, as torch.fft does, before any formula of the backward pass

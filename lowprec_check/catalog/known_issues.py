@@ -88,9 +88,7 @@ class KnownIssue(StrictStruct, frozen=True, kw_only=True):
 
 @cache
 def known_issues(path: Path | None = None) -> tuple[KnownIssue, ...]:
-    """All issues in the order of the file; raises :class:`UsageError` that names the file, the
-    entry and the invalid key.
-    """
+    """All issues in the order of the file; errors name the file, the entry and the key."""
     path = path or data_folder() / "known_issues.toml"
     issues = read_tables(path, "issue", KnownIssue)
     seen: set[str] = set()

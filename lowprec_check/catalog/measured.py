@@ -39,9 +39,7 @@ _REBUILD = "Restore the file, or measure again as docs/catalog.md shows."
 
 
 class TimedBuilds(StrictStruct, frozen=True):
-    """The one version of a file of times: sweeps share no times, so each row has a column per
-    sweep.
-    """
+    """The one version of a file of times: each row has a column per sweep."""
 
     builds: list[str]
     """:attr:`Header.build` of each sweep."""
@@ -51,9 +49,7 @@ class TimedBuilds(StrictStruct, frozen=True):
 
 
 class TimeColumns(StrictStruct, frozen=True, kw_only=True):
-    """The times of an operator in each sweep: ``float32_us``, and in each low dtype the ratio to
-    it.
-    """
+    """The times of an operator in each sweep: ``float32_us``, and ratios in low dtypes."""
 
     forward: dict[str, list[float | None]] = {}
     training: dict[str, list[float | None]] = {}
@@ -120,9 +116,7 @@ class Sweep(TorchRelease):
         self.release = ".".join(map(str, self.key[:2]))
 
     def failing(self, dtype: Dtype, mode: Mode) -> dict[str, str | None]:
-        """The operators that fail in a dtype and mode, each with the aten overload that raised;
-        ``None``: above dispatch.
-        """
+        """The operators that fail, each with the overload that raised; ``None``: none did."""
         known = self._failing.get((dtype, mode))
         if known is None:
             failures = ((record.op, record.failure(dtype, mode)) for record in self.records.values())
@@ -140,9 +134,7 @@ class Sweep(TorchRelease):
         return self.records
 
     def state(self, op: str, dtype: Dtype, mode: Mode) -> State | None:
-        """Whether all, some or none of the samples of ``op`` run; ``None`` if it was not measured,
-        or ``dtype`` does not apply.
-        """
+        """Whether all, some or none of the samples of ``op`` run; ``None`` if unknown."""
         record = self.records.get(op)
         if record is None or (mode.startswith("autocast") and dtype not in self.header.autocast):
             return None
@@ -180,9 +172,7 @@ class Sweep(TorchRelease):
 
 
 def read_sweeps(path: Path) -> list[Sweep]:
-    """The sweeps of one file in its order; raises :class:`CatalogError` that names file, line and
-    key.
-    """
+    """The sweeps of one file in its order; a :class:`CatalogError` names file, line and key."""
     file = VersionedFile(path, Header, OpRecord, rebuild=_REBUILD)
     all_times = cache(partial(read_times, times_path(path)))
     return [Sweep(header, file.table(index, header.ops), all_times) for index, header in enumerate(file.versions)]
@@ -190,9 +180,7 @@ def read_sweeps(path: Path) -> list[Sweep]:
 
 @cache
 def sweeps() -> tuple[Sweep, ...]:
-    """All sweeps by device, then extension, then version; raises :class:`CatalogError` that names
-    file and line.
-    """
+    """All sweeps by device, extension and version; a :class:`CatalogError` names the line."""
     paths = sorted(path for path in data_folder().glob("measured-*.jsonl") if not path.name.endswith(TIMES))
     found = [sweep for path in paths for sweep in read_sweeps(path)]
     return tuple(sorted(found, key=lambda sweep: (sweep.device, *sweep.header.order)))
@@ -200,9 +188,7 @@ def sweeps() -> tuple[Sweep, ...]:
 
 @cache
 def history(device: str, extension: str | None = None) -> tuple[Sweep, ...]:
-    """The sweeps of one device, oldest first; if a version was measured on several machines, the
-    last file by name is used.
-    """
+    """The sweeps of one device, oldest first; for each version the last file by name."""
     found = [sweep for sweep in sweeps() if sweep.device == device and sweep.extension == extension]
     return tuple({sweep.key: sweep for sweep in found}.values())
 
@@ -230,9 +216,7 @@ def catalog_device(device: AnyDevice) -> str:
 
 
 def sweep_of(device: str, version: str | None = None) -> Sweep:
-    """The sweep of a version (``2.13``, ``2.13.0+cpu``, ``2.8+ipex``), by default the newest;
-    raises :class:`UsageError` if there is none.
-    """
+    """The sweep of a version (``2.13``, ``2.13.0+cpu``, ``2.8+ipex``), by default the newest."""
     measured = history(device)
     among = measured
     if version and has_extension(version):

@@ -71,9 +71,7 @@ _FUNCTION = {
 """The function that a module calls, if it has another name than the module."""
 
 _OTHERS = {"sparse.mm": "sparse.mm.reduce", "cond": "linalg.cond", "vander": "linalg.vander"}
-"""Functions that OpInfo does not describe, and an operator with the same name or a variant, which
-is another one.
-"""
+"""Functions that OpInfo does not describe, and another operator with the same name."""
 
 _RECURRENT = re.compile(r"^_*(mkldnn_|thnn_fused_|quantized_)?(lstm|gru|rnn)|transformer")
 _NOT_IN_OPINFO = re.compile(r"^(fold|lp_?pool(\dd)?|crossmaplrn2d|adaptivelogsoftmaxwithloss)$")
@@ -81,9 +79,7 @@ _CONTAINERS = re.compile(r"^((base|data|distributed)?(module|parameter|parallel)
 
 
 def functions_of(module: str, ops: Iterable[str]) -> list[str]:
-    """The functions that a module of ``torch.nn`` calls, variants included:
-    ``nn.functional.batch_norm`` for ``LazyBatchNorm2d``.
-    """
+    """The functions that a module of ``torch.nn`` calls, variants included."""
     name = re.sub(r"^(lazy|sync)", "", module.lower())
     stem = re.sub(r"\dd$", "", name)
     ops = [op for op in ops if not op.startswith("__")]
@@ -97,9 +93,7 @@ def functions_of(module: str, ops: Iterable[str]) -> list[str]:
 
 
 def why_unmeasured(name: str) -> tuple[str, str] | None:
-    """Why the catalog has no operator of that name, and what to do instead; ``None`` if the name is
-    unknown.
-    """
+    """Why the catalog has no operator of that name, and what to do; ``None`` if unknown."""
     name = name.lower()
     if _CONTAINERS.search(name):
         return (
@@ -131,9 +125,7 @@ _PREFIX = re.compile(
 
 
 def dtype_of(dtype: AnyDtype) -> Dtype:
-    """``float16`` for ``half``, ``fp16`` and ``torch.float16``; raises :class:`UsageError` for an
-    unknown dtype.
-    """
+    """``float16`` for ``half``, ``fp16`` and ``torch.float16``; else a :class:`UsageError`."""
     word = str(dtype).strip()
     found = _DTYPES.get(word.lower().removeprefix("torch."))
     if found is not None:
@@ -154,9 +146,7 @@ def dtype_of(dtype: AnyDtype) -> Dtype:
 
 
 def low_dtype_of(dtype: AnyDtype) -> Dtype:
-    """``half`` or ``bfloat16`` in any usual spelling; raises :class:`UsageError` for other dtypes
-    and for fp32.
-    """
+    """``half`` or ``bfloat16`` in any usual spelling; else a :class:`UsageError`."""
     low = dtype_of(dtype)
     if low not in LOW:
         raise UsageError("fp32 is the baseline.", "Choose half or bfloat16.")
@@ -164,9 +154,7 @@ def low_dtype_of(dtype: AnyDtype) -> Dtype:
 
 
 def why_not_covered(precision: Precision) -> str | None:
-    """Why the catalog does not say what runs in a precision, which another package registers;
-    ``None`` if it does.
-    """
+    """Why the catalog does not know a precision (of another package); ``None`` if it does."""
     if precision.kind == "custom":
         return f"{precision.name} changes a model by its own code, and the catalog covers casts and autocast"
     if precision.format.name not in FORMATS:
@@ -175,24 +163,18 @@ def why_not_covered(precision: Precision) -> str | None:
 
 
 def bare(name: str) -> str:
-    """An operator without namespace and parentheses: ``dot`` for ``torch.dot``, ``aten::dot``,
-    ``Tensor.dot``, ``dot()``.
-    """
+    """``dot`` for ``torch.dot``, ``aten::dot``, ``Tensor.dot`` and ``dot()``."""
     name = name.strip().removesuffix("()").removesuffix(".default")
     return _PREFIX.sub("", name)
 
 
 def overload_name(op: str) -> str:
-    """`add.Tensor` for `aten.add.Tensor`, `aten::add.Tensor` and `torch.ops.aten.add.Tensor`;
-    `.default` is removed.
-    """
+    """`add.Tensor` for `aten.add.Tensor` and `torch.ops.aten.add.Tensor`; no `.default`."""
     return re.sub(r"^(torch\.ops\.)?aten(\.|::)", "", op).removesuffix(".default")
 
 
 def function_name(op: str) -> str:
-    """The aten name of an operator's function: ``fft_rfft`` for ``torch.fft.rfft``, ``std`` for
-    ``std.unbiased``, ``add`` for ``add_.Tensor``.
-    """
+    """``fft_rfft`` for ``torch.fft.rfft``, ``std`` for ``std.unbiased``, ``add`` for ``add_``."""
     parts = bare(op).split(".")
     spaces = 2
     if parts[:2] != ["signal", "windows"]:
@@ -262,9 +244,7 @@ def _spelled(name: str, forms: Mapping[str, set[str]]) -> list[str]:
 
 
 def _spellings(name: str) -> Iterator[str]:
-    """The name, then without overload, then without the underscore of in-place ops, then its
-    aliases.
-    """
+    """The name, then without overload, then not in place, then its aliases."""
     name = name.lower()
     yield name
     yield (base := _without_overload(name))
@@ -286,9 +266,7 @@ def _functional(name: str) -> str:
 
 
 def _last_parts(op: str) -> set[str]:
-    """Short names of an operator: ``conv2d`` for ``nn.functional.conv2d``, ``std`` for
-    ``std.unbiased``, ``fft_rfft`` for ``fft.rfft``.
-    """
+    """``conv2d`` for ``nn.functional.conv2d``, ``std`` for ``std.unbiased``, ``fft_rfft``."""
     short = bare(op).lower()
     head, _, tail = short.rpartition(".")
     if head and head.rpartition(".")[2] not in _SPACES:

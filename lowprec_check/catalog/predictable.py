@@ -80,9 +80,7 @@ class ReadHeader(NamedTuple):
 
 
 class HeaderChanges(StrictStruct, frozen=True, kw_only=True, rename="kebab"):
-    """What the header of a release changed since the release before it; the first release has all
-    ops.
-    """
+    """What the header of a release changed; the first release has all ops."""
 
     torch: str
     """The release, `2.13`."""
@@ -149,9 +147,7 @@ def releases() -> dict[str, ReadHeader]:
 
 
 def read_releases(path: Path) -> dict[str, ReadHeader]:
-    """The headers in a file by release, oldest first; :mod:`tools.autocast_policies` checks what it
-    writes.
-    """
+    """The headers in a file that :mod:`tools.autocast_policies` wrote, oldest first."""
     found: dict[str, ReadHeader] = {}
     policies: dict[str, HeaderPolicy] = {}
     for changes in read_tables(path, "release", HeaderChanges):
@@ -204,7 +200,5 @@ def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
 
 
 def has_kernels(device: str, release: str) -> bool:
-    """Whether the catalog says which kernels a device has in a release; a measured one counts for
-    all releases.
-    """
+    """Whether the kernels of a device are known; measured ones count for all releases."""
     return not is_declared(device) or release in declared.releases(device)

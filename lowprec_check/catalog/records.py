@@ -25,9 +25,7 @@ SHORT: dict[Dtype, str] = {"float32": "float32", "float16": "half", "bfloat16": 
 """The names that users, declarations and known issues use."""
 Mode = Literal["forward", "backward", "autocast", "autocast-backward"]
 MODES: tuple[Mode, ...] = ("forward", "backward", "autocast", "autocast-backward")
-"""How an operator was called. Under autocast its floating inputs were low-precision, as they are
-after a Linear layer.
-"""
+"""How an operator was called. Under autocast its floating inputs were low-precision too."""
 
 CellName = Annotated[str, msgspec.Meta(pattern=f"^({'|'.join(DTYPES)})/({'|'.join(MODES)})$")]
 State = Literal["all", "some", "none"]
@@ -79,18 +77,12 @@ class Failure(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     message: str
     """The message for the dtype of the first cell; see :meth:`message_in`."""
     at: str | None = None
-    """The aten overload that raised, ``_linalg_svd``; ``None`` if the error was raised above
-    dispatch.
-    """
+    """The aten overload that raised, ``_linalg_svd``; ``None``: raised above dispatch."""
     condition: str | None = None
-    """The property that separates failing samples from passing ones, if there is one; shown by
-    :func:`in_samples`.
-    """
+    """The property that separates failing samples from passing ones, if there is one."""
 
     def of(self, dtype: Dtype) -> Failure | None:
-        """The failure in one dtype: its cells and its message; ``None`` if it does not occur in the
-        dtype.
-        """
+        """The failure in one dtype, with its cells and message; ``None`` if there is none."""
         cells = [cell for cell in self.cells if cell.startswith(f"{dtype}/")]
         if cells:
             return msgspec.structs.replace(self, cells=cells, message=self.message_in(dtype))
@@ -107,18 +99,14 @@ class Failure(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 def in_samples(condition: str | None) -> str:
-    """A condition as text after a failure. It was derived from the measured samples and may not
-    apply to others.
-    """
+    """A condition as text after a failure; it may not apply to other than measured samples."""
     if condition:
         return f"; in the measured samples it {condition}"
     return ""
 
 
 class Ulp(NamedTuple):
-    """Error against fp64 on the same inputs, in units in the last place of the dtype, over all
-    output elements.
-    """
+    """Error against fp64 on the same inputs, in ULP of the dtype, over all output elements."""
 
     median: float | None
     """``None``: not finite although fp64 rounded to the dtype is."""
@@ -131,9 +119,7 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     op: str
     """The name in OpInfo, with the variant after a dot: ``std.unbiased``."""
     samples: tuple[int, int]
-    """The number of samples that run in any dtype, forward and backward: the totals for the counts
-    below.
-    """
+    """The number of samples that run in any dtype, forward and backward."""
     passed: dict[Dtype, list[int]] = {}
     """For dtypes in which not all samples run: how many do, in each measured mode of :data:`MODES`."""
     ulp: dict[Dtype, list[Ulp | None]] = {}
@@ -177,9 +163,7 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
         return "none"
 
     def failure(self, dtype: Dtype, mode: Mode) -> Failure | None:
-        """The failure in a dtype and mode, with the cells and the message of that dtype; ``None``
-        if it does not fail.
-        """
+        """The failure in a dtype and mode, with the message of that dtype, if it fails."""
         cell = f"{dtype}/{mode}"
         return next((failure.of(dtype) for failure in self.failures if cell in failure.cells), None)
 
@@ -193,9 +177,7 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class OpTimes(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
-    """The time of an operator's largest sample in fp32, and the ratio of the time in low precision
-    to it.
-    """
+    """The time of an operator's largest sample in fp32, and ratios to it in low precision."""
 
     op: str
     float32_us: list[float | None] = []
@@ -207,13 +189,9 @@ class OpTimes(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
 # -- The numbers that an op computes with, and whether a low precision applies to them
 
 Numbers = Literal["integer", "complex", "float64", "floating"]
-"""``integer``: integers and booleans; ``floating``: floating-point numbers other than float64, or
-both.
-"""
+"""``integer``: booleans too; ``floating``: floating-point numbers other than float64, or both."""
 NUMBERS: tuple[Numbers, ...] = ("integer", "complex", "float64", "floating")
-"""From weakest to strongest: an op that was called with several counts as the strongest, since more
-precisions apply to it.
-"""
+"""From weakest to strongest, by the number of precisions that apply."""
 
 COMPLEX_OPERATORS = frozenset({"imag", "istft", "nn.functional.silu.complex", "view_as_real"})
 """Operators of the catalog whose samples are complex: they stay complex64 in bfloat16."""

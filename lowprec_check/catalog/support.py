@@ -1,6 +1,4 @@
-"""The support of one operator in one dtype and mode: what each release of torch does on a device,
-since when, and which one fixes it.
-"""
+"""The support of an operator in a dtype and mode, since when, and which release fixes it."""
 
 from __future__ import annotations
 
@@ -55,9 +53,7 @@ class SupportCell(Struct, frozen=True, kw_only=True):
     passed: int | None = None
     samples: int | None = None
     since: str | None = None
-    """The release since which it has always run; if declared, also in the same way (with a kernel,
-    or on the CPU).
-    """
+    """Since when it has always run; if declared, also with a kernel, or always on the CPU."""
     since_oldest: bool = False
     """Whether that is the oldest release in the catalog: it may have run before."""
     failed_before: bool = False
@@ -112,16 +108,12 @@ class TorchRelease(abc.ABC):
         """All releases on the device, oldest first."""
 
     def state(self, op: str, dtype: Dtype, mode: Mode) -> State | None:
-        """Whether all, some or none of the samples of an operator run; ``None`` as in
-        :meth:`support`.
-        """
+        """The state alone; ``None`` as in :meth:`support`."""
         support = self.support(op, dtype, mode)
         return support.state if support else None
 
     def counts_for(self, op: str) -> bool:
-        """Whether the release says since when an operator runs: a measured one that does not have
-        it is passed over.
-        """
+        """Whether the release has the operator, so that it says since when it runs."""
         return True
 
     def cell(self, op: str, dtype: Dtype, mode: Mode) -> SupportCell:

@@ -108,9 +108,7 @@ class VersionedFile(Generic[AnyVersion, Row]):
         if len(indices) != len(self.versions) or sorted(self.versions, key=lambda one: one.order) != self.versions:
             raise CatalogError(f"{path.name}: the versions are not sorted, or one is a duplicate", rebuild)
         self._chains: list[frozenset[int]] = []
-        """For each version the indices of the versions whose changes apply to it: itself, its base,
-        the base of that, and so on.
-        """
+        """For each version the indices of those that it consists of: itself, its base, …"""
         for index, base in enumerate(bases(self.versions)):
             self._chains.append(frozenset({index}) | (frozenset() if base is None else self._chains[base]))
         self._changes: dict[str, list[_Change]] = {}
@@ -151,9 +149,7 @@ class VersionedFile(Generic[AnyVersion, Row]):
         return last is not None and last.content != REMOVED
 
     def row(self, op: str, index: int) -> Row:
-        """The row of an operator in a version that has it; versions without a change between them
-        share the object.
-        """
+        """The row of an operator, the same object as in a version without a change since."""
         changes: list[_Change] = []
         for change in self._changes[op]:
             if change.since in self._chains[index]:
@@ -229,9 +225,7 @@ class VersionRows(Mapping[str, Row]):
 
 
 def bases(versions: Sequence[Version]) -> list[int | None]:
-    """The index of the base of each version: the last one before it that has no extension and is
-    not newer; ``None`` for the first.
-    """
+    """The index of each version's base: the last one before it, not newer, no extension."""
     found: list[int | None] = []
     for index, version in enumerate(versions):
         before = [other.order for other in versions[:index]]

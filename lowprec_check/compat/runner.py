@@ -153,9 +153,7 @@ def _map_on_dask(
 def _completed(
     client: Any, call: Callable[[Item], Result], items: list[Item], alone: bool
 ) -> Iterator[tuple[Item, Any]]:
-    """Yield each item with its future, in order of completion; two calls per thread are submitted,
-    or one at a time.
-    """
+    """Yield each item with its future as it completes; two per thread are submitted, or one."""
     from distributed import CancelledError
     from distributed import TimeoutError as DaskTimeoutError
     from distributed import wait as wait_on_dask
@@ -280,15 +278,11 @@ def scan_all(
 
 
 SMALL_FILE = 1 << 20
-"""Bytes of a file that is read to find out whether it was changed; of a larger one, size and time
-tell.
-"""
+"""Bytes of a file that is read to see whether it changed; of a larger one, size and time tell."""
 
 
 def _digest_of_files(request: Request) -> dict[str, str]:
-    """A digest of the files that a scan reads: of the target, with what it imports from its folder,
-    and of options, such as weights.
-    """
+    """A digest of the files that a scan reads: the target, its imports, files in options."""
     target = re.sub(r"(\.py):[^:]*$", r"\1", request.target)
     words = [Path(part) for word in request.options for part in (word, word.partition("=")[2])]
     files = [*_with_imports(Path(target)), *filter(_is_file, words)]
@@ -307,9 +301,7 @@ def _digest_of_files(request: Request) -> dict[str, str]:
 
 
 def _with_imports(path: Path) -> list[Path]:
-    """A file of Python, and the modules that it or they import from its folder or its package;
-    nothing if there is no such file.
-    """
+    """A file of Python, and what it imports from its folder or its package; none if missing."""
     root, found, waiting = path.parent, dict[Path, None](), [path] if _is_file(path) else []
     while waiting and _is_file(root / "__init__.py"):
         waiting.append(root / "__init__.py")

@@ -70,9 +70,7 @@ def read_list(path: Path) -> list[Request]:
 
 
 def expand_requests(requests: Iterable[Request], options: tuple[str, ...], devices: Iterable[str]) -> list[Request]:
-    """Return each model on each device, without duplicates; ``options`` are placed before the
-    model's own options.
-    """
+    """Each model on each device once; ``options`` come before the model's own options."""
     chosen: list[str | None] = [*devices] or [None]
     return with_slugs(
         request._replace(options=(*options, *request.options), device=device)
@@ -119,9 +117,7 @@ def request_of(row: MatrixRow) -> Request:
 
 
 def _as_given(saved: str) -> str:
-    r"""Undo :func:`~lowprec_check.errors.encodable` for bytes of a file name that are not UTF-8:
-    ``\udcff``.
-    """
+    r"""Undo :func:`~lowprec_check.errors.encodable` for bytes that are not UTF-8: ``\udcff``."""
     return re.sub(r"\\u(dc[89a-f][0-9a-f])", lambda match: chr(int(match[1], 16)), saved)
 
 
@@ -258,9 +254,7 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
 
 
 def temporary_file() -> IO[bytes]:
-    """A file without a name for the output of a scan; raises :class:`UsageError` if there is no
-    usable temporary folder.
-    """
+    """A file without a name for what a scan prints."""
     try:
         return tempfile.TemporaryFile()
     except OSError as error:
@@ -277,9 +271,7 @@ def end_running_scans() -> None:
 
 
 def _watch(worker: CommandWorker) -> int | None:
-    """Wait for a scan to end, and return its exit code; ``None`` if it took too long. An
-    interruption kills it.
-    """
+    """The exit code of a scan; ``None``: it took too long. An interruption kills it."""
     _running.add(worker)
     try:
         with Supervisor[CommandWorker, NoReturn]([worker]) as supervisor:
@@ -290,9 +282,7 @@ def _watch(worker: CommandWorker) -> int | None:
 
 
 def _reason(ended: int | None, errors: IO[bytes], limits: ScanLimits) -> str | None:
-    """Why there is no result: the last line that starts with ``error:``, or the last line written
-    to standard error.
-    """
+    """The last line that starts with ``error:``, or the last line on standard error."""
     if ended is None:
         return f"timed out after {limits.seconds:.0f} s"
     if ended == 0:

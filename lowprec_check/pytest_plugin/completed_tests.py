@@ -15,15 +15,11 @@ _COLLECTED = "lowprec_collected"
 _PHASES = {"setup", "call", "teardown"}
 _SKIPPED, _RERUN = "skipped", "rerun"
 _FAILED = {"setup": "error in setup", "call": "failed", "teardown": "error in teardown"}
-"""By the phase that failed. pytest-xdist and pytest-forked report a test whose process died in a
-phase without a name.
-"""
+"""By the phase that failed; of a process that died, pytest-xdist and pytest-forked name none."""
 
 
 class CompletedTests:
-    """A plugin of pytest. A test is complete if its setup, call and teardown passed, and the
-    fixtures that it shares were torn down: only then it has used all its operators.
-    """
+    """A test is complete if its phases passed, and the fixtures that it shares were torn down."""
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
@@ -78,9 +74,7 @@ class CompletedTests:
             known.update(found)
 
     def note(self, test: str, report: pytest.TestReport, uses: Collection[str], torn_down: Collection[str]) -> None:
-        """Note how a phase of a test went, which shared fixtures the test uses, and which were torn
-        down in it.
-        """
+        """Note how a phase went, and which shared fixtures were used and torn down."""
         self._uses[test].update(uses)
         outcome: str = report.outcome  # plugins have more than those of pytest
         if outcome == "failed":
@@ -113,9 +107,7 @@ class CompletedTests:
         return found
 
     def removed(self, known: Collection[str]) -> set[str]:
-        """Those of ``known`` tests that the suite no longer has; none unless all their files that
-        exist were collected, as a whole.
-        """
+        """Of ``known`` tests those that are gone; none unless all their files were collected."""
         files = {test.partition("::")[0] for test in known}
         root, args, option = self.config.rootpath, self.config.args, self.config.option
         partly = any("::" in arg for arg in args) or getattr(option, "lf", False) or self._collected.isdisjoint(known)

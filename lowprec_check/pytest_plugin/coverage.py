@@ -40,15 +40,11 @@ if TYPE_CHECKING:
 
 _POLICIES = "lowprec_autocast_policies"
 _ATTACHED = ("lowprec_ops", "lowprec_fixtures", "lowprec_torn_down", "lowprec_uses")
-"""What is attached to a report: the operators of the test, those of shared fixtures by their ids,
-the ids of those that were torn down, and of those that the test uses.
-"""
+"""Attached to a report: operators of the test and of shared fixtures, and which of these ended."""
 
 
 def register(config: pytest.Config) -> None:
-    """Check the options and register the plugin; raises :class:`pytest.UsageError` if an option is
-    wrong.
-    """
+    """Check the options and register the plugin; a wrong one is a :class:`pytest.UsageError`."""
     found = checked_options(config)
     if found is not None and not config.option.collectonly:
         recorder = CoverageRecorder(config, found)
@@ -64,16 +60,12 @@ class CoverageRecorder:
     def __init__(self, config: pytest.Config, asked: CoverageOptions) -> None:
         self.config, self.columns, self.report, self.how, self.gate = config, *asked
         self.root = config.rootpath
-        """The folder that lines of the project are relative to: on GitHub the checkout, where
-        annotations look for them.
-        """
+        """The folder that lines are relative to: on GitHub the checkout, for annotations."""
         checkout = os.environ.get("GITHUB_WORKSPACE")
         if checkout and self.root.is_relative_to(os.path.realpath(checkout)):
             self.root = Path(os.path.realpath(checkout))
         self.places: dict[str, tuple[str, int]] = {}
-        """By test, where it is defined: the path, relative to pytest's root directory, and the
-        line.
-        """
+        """By test, where it is defined: the path, relative to pytest's root, and the line."""
         self.ran: set[str] = set()
         """Tests that were not skipped."""
         self.ops: defaultdict[str, Ops] = defaultdict(dict)
@@ -134,9 +126,7 @@ class CoverageRecorder:
     def pytest_fixture_setup(
         self, fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
     ) -> Generator[None, object, object]:
-        """Tell the operators of a fixture that tests share from those of the test that is the first
-        to use it.
-        """
+        """Tell the operators of a shared fixture from those of the test that uses it first."""
         if self._shared is None or fixturedef.scope == "function":
             return (yield)
         before = self._shared.begin(fixturedef, request)
@@ -152,9 +142,7 @@ class CoverageRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-        """Attach the operators to the report, and those of fixtures from the one before, if a
-        plugin that runs tests again drops it.
-        """
+        """Attach the operators to the report, also if a plugin that runs tests again drops it."""
         report = yield
         if self._shared is None:
             return report
@@ -169,9 +157,7 @@ class CoverageRecorder:
         return report
 
     def _autocast_policies(self) -> dict[str, AutocastDtype]:
-        """What autocast of the installed torch does on the device; empty if it is not needed or not
-        known.
-        """
+        """What autocast of the installed torch does on the device; empty if not known."""
         asked = [column for column in self.columns if column.precision.kind == "autocast"]
         if self._watch is None or not asked:
             return {}
@@ -300,9 +286,7 @@ class CoverageRecorder:
         return encodable(f"{os.path.relpath(self.config.rootpath / path, self.root)}:{line}")
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Print new gaps and the table: with ``-v`` all operators, else only those that do not run
-        in all cases.
-        """
+        """Print new gaps and the table; without ``-v`` only operators that fail somewhere."""
         if is_worker(self.config):
             return
         terminalreporter.section("lowprec coverage")

@@ -1,6 +1,4 @@
-"""The options of ``--lowprec-coverage``, whether gaps fail a run that passes otherwise, and what it
-prints and adds to JUnit files.
-"""
+"""The options of ``--lowprec-coverage``, and whether gaps fail a run that passes otherwise."""
 
 from __future__ import annotations
 
@@ -48,9 +46,7 @@ FAIL_ON = (NEVER, "gaps", "new")
 
 
 def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
-    """Read the coverage that gaps are compared with; raises :class:`UsageError` if it is not one of
-    this device and precisions.
-    """
+    """Read the coverage that gaps are compared with, of the same device and precisions."""
     names = ",".join(map(precision_of, keys))
     command = f"pytest --lowprec-coverage {names} --lowprec-report {shlex.quote(str(path))}"
     try:
@@ -118,9 +114,7 @@ class CoverageGate:
 
     @property
     def verdict(self) -> str | None:
-        """One sentence on what was found and whether the run fails for it; ``None`` without a gate
-        and a baseline.
-        """
+        """What was found and whether the run fails; ``None`` without gate and baseline."""
         fails = ""
         if self.fails:
             fails = f": the run fails (--lowprec-fail-on {self.fail_on})"
@@ -190,9 +184,7 @@ class CoverageColumn(NamedTuple):
 
     @property
     def key(self) -> str:
-        """In saved coverage: the dtype of a cast, ``float16``; the name of others,
-        ``autocast-bf16``.
-        """
+        """In saved coverage: ``float16`` for a cast, else the name, ``autocast-bf16``."""
         dtype = self.precision.format.name
         return dtype if PRECISIONS.find(dtype) == self.precision else self.precision.name
 
@@ -208,9 +200,7 @@ class CoverageOptions(NamedTuple):
 
 
 def checked_options(config: pytest.Config) -> CoverageOptions | None:
-    """The options; ``None`` if no coverage was asked for. Raises :class:`pytest.UsageError` if one
-    is wrong.
-    """
+    """The options; ``None`` without coverage. A wrong one is a :class:`pytest.UsageError`."""
     names = option_value(config, "coverage")
     if not names:
         for name in _NEED_COVERAGE:
@@ -257,9 +247,7 @@ def _device(device: str) -> str:
 
 
 def _columns(names: list[str], device: str) -> list[CoverageColumn]:
-    """The precisions asked for; raises :class:`UsageError` for one that the catalog has no data
-    for.
-    """
+    """The precisions asked for; the catalog must have data for each."""
     low = low_precisions()
     known = [precision.name for precision in low if why_not_covered(precision) is None]
     hint, columns = f"Choose from {', '.join(known)}.", []
@@ -298,9 +286,7 @@ def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | N
 
 
 def _saved(report: Path, device: str) -> Coverage | None:
-    """The coverage in the file of the report, which the run updates; ``None`` if it has none, or
-    one of another device.
-    """
+    """The coverage that the run updates, of the same device, if the report has one."""
     try:
         found = coverage_of(report.read_bytes(), report)
     except (OSError, UsageError):
@@ -329,9 +315,7 @@ def lines(found: Coverage, gate: CoverageGate, how: str, *, every: bool) -> list
 
 
 def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
-    """Append to the summary of GitHub's step, which several commands share; returns what to print
-    if that fails.
-    """
+    """Append to the summary of GitHub's step; returns what to print if that fails."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if not path:
         return None

@@ -34,16 +34,12 @@ class SharedFixtures:
     """Separates the ops of shared fixtures from those of the test that happens to run."""
 
     def __init__(self, take: Callable[[], Mapping[str, Recorded]], prefix: str) -> None:
-        """``take`` returns what was recorded since it was called last; ``prefix`` is unique to this
-        process.
-        """
+        """``take`` returns what was recorded since; ``prefix`` is unique to this process."""
         self._take, self._prefix = take, prefix
         self._ids: dict[Any, str] = {}
         """Of fixtures that are set up."""
         self._uses: dict[str, set[str]] = {}
-        """Ids of the fixtures that a fixture asked for while it was set up, by name or by
-        ``getfixturevalue``.
-        """
+        """Ids of the fixtures that a fixture asked for while it was set up."""
         self._setting_up: list[str] = []
         self._set_up: set[str] = set()
         """Ids of the fixtures that were set up since the last report, also if that failed."""
@@ -69,9 +65,7 @@ class SharedFixtures:
         return None
 
     def begin(self, fixture: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> set[Any]:
-        """A fixture is about to be set up; returns the fixtures that the test uses now, for
-        :meth:`end`.
-        """
+        """A fixture is about to be set up; returns what :meth:`end` needs."""
         self._assign(self._owner)
         key = f"{self._prefix}{len(self._uses)}"
         active = _fixtures_of(request)
@@ -100,9 +94,7 @@ class SharedFixtures:
                 self._torn_down.append(key)
 
     def ids(self, item: pytest.Item) -> list[str]:
-        """Ids of the shared fixtures that a test uses, sorted; directly, through others, or by
-        setting them up.
-        """
+        """Ids of the shared fixtures that a test uses, sorted, also through others."""
         if not self._ids and not self._set_up:
             return []
         pending = {self._ids[other] for other in _fixtures_of(item) if other in self._ids} | self._set_up
@@ -113,9 +105,7 @@ class SharedFixtures:
         return sorted(found)
 
     def take_all(self) -> tuple[Ops, dict[str, Ops], list[str]]:
-        """The ops of the test, those of fixtures, and the ids of the fixtures that were torn down,
-        since the last report.
-        """
+        """Since the last report: the test's ops, fixtures' ops, and fixtures torn down."""
         self._assign(self._owner)
         taken = self._own, self._found, self._torn_down
         self._own, self._found, self._torn_down = {}, {}, []

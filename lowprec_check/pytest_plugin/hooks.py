@@ -143,9 +143,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Fail marked tests that do not run once per precision: methods of ``unittest.TestCase``, and
-    tests that were marked too late.
-    """
+    """Fail marked tests that would not run once per precision."""
     is_function = isinstance(item, pytest.Function)  # not a doctest of a marked module
     if not is_function or item.get_closest_marker("lowprec") is None:
         return
@@ -187,15 +185,11 @@ _NOT_MEASURED = {
     "lowprec_predicted": "predicted from the catalog, not measured",
     "lowprec_skipped": "skipped",
 }
-"""By the name of a test's property, whose value is the device that is not available, what is said
-of the test.
-"""
+"""By the name of a test's property (its value: a device that is not available), what to say."""
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
-    """Count the tests that were skipped since their device is not available, and those that
-    predicted what it does.
-    """
+    """Count the tests that were skipped or predicted, since their device is not available."""
     found: set[tuple[str, str, str]] = set()
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     for report in (report for report in reports if isinstance(report, pytest.TestReport)):

@@ -1,6 +1,4 @@
-"""Known failures: ``--lowprec-manifest`` and ``--lowprec-update-manifest``, and which entry applies
-to which test.
-"""
+"""Known failures: the options of the manifest, and which entry applies to which test."""
 
 from __future__ import annotations
 
@@ -86,9 +84,7 @@ def _file(nodeid: str) -> str:
 
 
 def as_in_ids(file: str) -> str:
-    """A path as pytest writes it in ids, on every system: ``tests/test_a.py`` for
-    ``./tests/test_a.py`` and for one with backslashes.
-    """
+    """A path as pytest writes it in ids on every system: ``tests/test_a.py``."""
     return posixpath.normpath(file.replace("\\", "/"))
 
 
@@ -117,9 +113,7 @@ _UNUSED = "lowprec_unused"
 
 
 def register(config: pytest.Config) -> None:
-    """Read the manifest and register the plugin; raises :class:`pytest.UsageError` if it cannot be
-    read.
-    """
+    """Read the manifest and register the plugin."""
     path, update = option_path(config, "manifest"), bool(config.getoption("lowprec_update_manifest"))
     if path is None:
         raise pytest.UsageError(

@@ -38,9 +38,7 @@ class KnownFailure(StrictStruct, frozen=True, kw_only=True):
     """Tests that are known to fail."""
 
     test: str
-    r"""The id of a test, ``tests/test_model.py::test_half[dot]``, or a pattern in which ``*`` stands
-    for any characters, also for none; ``\*`` is a star.
-    """
+    r"""The id of a test, or a pattern: ``*`` stands for any characters, ``\*`` for a star."""
     exception: str | list[str]
     """Name of the exception's class, ``NotImplementedError``; several if subtests raise several."""
     match: str | None = None
@@ -78,9 +76,7 @@ class KnownFailure(StrictStruct, frozen=True, kw_only=True):
         return test in (self.test, _literal(self.test))
 
     def matches(self, error: BaseException) -> bool:
-        """Whether the message, with the notes below it as in ``pytest.raises``, has a match; raises
-        ``TimeoutError``.
-        """
+        """Whether the message and its notes have a match; raises ``TimeoutError``."""
         try:
             message = "\n".join([str(error), *getattr(error, "__notes__", [])])
         except Exception:
@@ -102,9 +98,7 @@ MATCH_SECONDS = 1.0
 
 @contextlib.contextmanager
 def _limited(seconds: float) -> Iterator[None]:
-    """Raise ``TimeoutError`` after so much processor time, where a signal can: in the main thread,
-    not on Windows.
-    """
+    """Raise ``TimeoutError`` after so much processor time, if a signal can: not on Windows."""
     if not hasattr(signal, "SIGVTALRM") or threading.current_thread() is not threading.main_thread():
         yield
         return

@@ -42,17 +42,13 @@ _MEANT: dict[str, tuple[str, ...]] = {
 } | dict.fromkeys(
     ("tolerance", "tol", "atol", "rtol", "abs_tol", "rel_tol", "threshold", "max_error", "eps"), ("tolerance",)
 )
-"""What someone means who writes an argument that another library, or another method, has; the first
-that is taken.
-"""
+"""What an argument that another library or method has means here; the first that is taken."""
 _OURS = frozenset(_MEANT) - {"tol", "atol", "rtol", "grad", "input", "args", "eps", "threshold"}
 """Names that no function of torch has: whoever gives one to a function means this library."""
 
 
 def unknown_argument(where: str, name: str, known: Iterable[str]) -> UsageError:
-    """The error about a keyword that ``where`` (``check()``) does not take: the one that was
-    probably meant.
-    """
+    """The error about a keyword that ``where`` (``check()``) does not take."""
     names = list(known)
     meant = next((other for other in _MEANT.get(name, ()) if other in names), None) or nearest(name, names)
     if meant is None:
@@ -68,9 +64,7 @@ def unknown_argument(where: str, name: str, known: Iterable[str]) -> UsageError:
 
 
 def explained(method: Callable[_P, _T]) -> Callable[_P, _T]:
-    """A method of the fixture whose wrong arguments are a :class:`UsageError`, which has no
-    traceback: its message is sufficient.
-    """
+    """Wrong arguments of a fixture's method are a :class:`UsageError` without a traceback."""
 
     @functools.wraps(method)
     def called(*args: _P.args, **kwargs: _P.kwargs) -> _T:
@@ -87,9 +81,7 @@ def explained(method: Callable[_P, _T]) -> Callable[_P, _T]:
 
 
 def _in_words_of(method: Callable[..., Any], error: UsageError) -> UsageError:
-    """The error with the arguments of ``method`` in place of options of the command line:
-    ``budget`` for ``--budget``.
-    """
+    """The error with arguments of ``method`` in place of options: ``budget``, not ``--budget``."""
     names = inspect.signature(method).parameters
 
     def argument(option: re.Match[str]) -> str:
@@ -133,9 +125,7 @@ def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
 
 
 def check_passed_on(function: Any, kwargs: dict[str, Any]) -> None:
-    """Raise :class:`UsageError` for an argument meant for ``assert_no_gaps`` that ``function``,
-    which gets it, does not have.
-    """
+    """Raise :class:`UsageError` for an argument of ours that ``function`` would get."""
     call = getattr(function, "forward", function)
     try:
         parameters = inspect.signature(call).parameters
@@ -150,16 +140,12 @@ def check_passed_on(function: Any, kwargs: dict[str, Any]) -> None:
 
 
 def checked_tolerance(value: Any) -> float | None:
-    """A tolerance, or ``None`` if none is given; raises :class:`UsageError` unless it is a
-    positive, finite number.
-    """
+    """A tolerance, or ``None``; it must be a positive, finite number."""
     return positive(value, "tolerance", "Give the largest rel_l2 that passes, such as tolerance=0.01.")
 
 
 def positive(value: Any, name: str, hint: str) -> float | None:
-    """``value`` as a float, or ``None``; raises :class:`UsageError` with ``hint`` unless it is a
-    positive, finite number.
-    """
+    """``value`` as a float, or ``None``; it must be a positive, finite number."""
     if value is None:
         return None
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
@@ -240,9 +226,7 @@ class Case(NamedTuple):
 
     @property
     def same(self) -> RunKey:
-        """Equal for cases that run the same: ``half-cpu`` and ``half-cpu:0``, ``half-cuda`` and
-        ``half-cuda:0`` if that is the default.
-        """
+        """Equal for cases that run the same, such as ``half-cpu`` and ``half-cpu:0``."""
         kind, _, index = self.key.device.partition(":")
         if kind != "cpu" and not index:
             index = "0"
@@ -342,9 +326,7 @@ def cases_of(node: pytest.Item) -> list[Case]:
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
-    """Run a test with the marker ``mark`` once per case; a wrong marker, or a test without the
-    fixture, is a collection error.
-    """
+    """Run a test once per case of ``mark``; wrong ones are collection errors."""
     problem, found = None, list[Case]()
     try:
         found = cases_of(metafunc.definition)

@@ -85,9 +85,7 @@ class Support(NamedTuple):
 
 
 def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False) -> Support:
-    """The support of the operators named ``asked``; raises :class:`UsageError` for an unknown name
-    or device.
-    """
+    """The support of the operators named ``asked`` on a device that the catalog has."""
     if device not in catalogued():
         raise UsageError(f"Unknown device {device!r}.", f"Choose from {', '.join(catalogued())}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
@@ -184,9 +182,7 @@ WIDTH = 110
 
 
 def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_fp32: bool = False) -> str:
-    """A summary line, the table of runs, and all findings. ``exception`` stopped the call;
-    ``in_fp32``: it occurs in fp32 too.
-    """
+    """All findings below a summary; ``exception`` stopped the call, ``in_fp32`` too."""
     low = [run for run in result.runs if not run.is_reference]
     failed = [label(run) for run in low if run.status != "ok"] or [label(run) for run in low]
     torch, device = result.torch.partition("+")[0], result.environment.get("device")

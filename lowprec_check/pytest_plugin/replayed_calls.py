@@ -74,16 +74,12 @@ class KeptCall(NamedTuple):
 
     @property
     def rank(self) -> tuple[bool, int]:
-        """Of the calls of an op, the one with the lowest rank is kept, however tests are spread
-        over processes.
-        """
+        """Of an op the call with the lowest rank is kept, however tests are spread."""
         return self.data is None, self.position
 
 
 class KeptCalls:
-    """A plugin of pytest: keeps calls in the processes that run tests, and tries them in the one
-    that collects results.
-    """
+    """A plugin: keeps calls where tests run, and tries them where results are collected."""
 
     def __init__(self, config: pytest.Config, catalogs: Iterable[AtenCatalog]) -> None:
         self.config, self.catalogs = config, list(catalogs)
@@ -158,9 +154,7 @@ def _can_learn(support: AtenSupport) -> bool:
 
 
 def with_answer(op: str, support: AtenSupport, answer: ReplayAnswer) -> AtenSupport:
-    """The support of an op that the catalog does not know, or that runs in part, with what a call
-    of it has shown.
-    """
+    """The support of an op that a call has shown, beyond what the catalog knows."""
     raised = answer.raised
     if not answer.tried:
         message = support.message or f"not tried here: {answer.why_not}"
@@ -191,9 +185,7 @@ ALL_SECONDS = 120.0
 
 
 def replay_calls(tasks: Iterable[ReplayTask], folder: Path) -> Answers:
-    """Make calls in a process, and in another after a call that ends it, until every call is tried
-    or the time is up.
-    """
+    """Make calls in a process, and in another after one that ends it, in the time given."""
     queue: TaskQueue[ReplayTask, ReplayAnswer] = TaskQueue(
         module_command(WORKER),
         _DECODER.decode,

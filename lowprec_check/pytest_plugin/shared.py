@@ -1,6 +1,4 @@
-"""What the parts of the plugin share: values of options, and tracebacks without the plugin's
-frames.
-"""
+"""What the plugin's parts share: options, and tracebacks without the plugin's frames."""
 
 from __future__ import annotations
 
@@ -17,16 +15,12 @@ from lowprec_check.report.foreign_text import visible_text
 
 
 def option_value(config: pytest.Config, name: str) -> Any:
-    """The value of ``--lowprec-NAME``, else of the ini key ``lowprec_NAME``; ``None`` or empty if
-    neither is given.
-    """
+    """The value of ``--lowprec-NAME``, else of the ini key ``lowprec_NAME``, if any."""
     return config.getoption(f"lowprec_{name}") or config.getini(f"lowprec_{name}")
 
 
 def option_path(config: pytest.Config, name: str) -> Path | None:
-    """A path: in an option relative to the directory pytest was started in, in an ini key to the
-    ini file.
-    """
+    """A path: in an option relative to pytest's start directory, in an ini key to the file."""
     given = config.getoption(f"lowprec_{name}")
     if given:
         return config.invocation_params.dir / str(given)
@@ -98,9 +92,7 @@ class OwnFrames:
 
 
 def without_own_frames(error: BaseException) -> bool:
-    """Remove the frames from the tracebacks of an exception and of those that it was raised from;
-    returns whether there were any.
-    """
+    """Remove the frames from an exception and its causes; whether there were any."""
     seen: dict[int, BaseException] = {}
     left: list[BaseException | None] = [error]
     while left:
@@ -122,9 +114,7 @@ def _of_doctest(error: BaseException) -> Iterator[BaseException]:
 
 
 def _cut(error: BaseException) -> bool:
-    """Remove the frames from the traceback of one exception, unless they explain a bug of this
-    package.
-    """
+    """Remove the frames from one exception, unless they explain a bug of this package."""
     frames, frame = list[TracebackType](), error.__traceback__
     while frame is not None:
         frames.append(frame)

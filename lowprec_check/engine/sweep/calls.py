@@ -73,9 +73,7 @@ class Caller:
         return Trial(result is not None or not mode.endswith("backward"), result)
 
     def run(self, sample: Sample, dtype: torch.dtype, mode: Mode) -> Any:
-        """Call ``sample`` and return the output, or the gradients (``None`` if there are none).
-        Exceptions are not caught.
-        """
+        """The output, or the gradients (``None`` if there are none). Errors are not caught."""
         if mode.endswith("backward"):
             with self._autocast(dtype, mode):
                 out = self._forward(sample)
@@ -103,9 +101,7 @@ class Caller:
         return None
 
     def comparable(self, sample: Sample, out: Any) -> list[Tensor]:
-        """The floating leaves of an output in the reference's dtype, without what is not unique,
-        such as signs of singular vectors.
-        """
+        """The floating leaves of an output in ``wide``, without what is not unique."""
         return [
             tensor
             for _, tensor in leaves(sample.comparable(map_tensors(out, lambda tensor: widen(tensor, self.wide))))
@@ -160,8 +156,6 @@ def _widest(device: str) -> torch.dtype:
 
 
 def exit_if_device_lost(error: BaseException) -> None:
-    """End the process if an assertion on the device makes every later call fail; the parent then
-    starts another.
-    """
+    """End the process if an assertion on the device makes every later call fail."""
     if "CUDA error" in message_of(error) or type_name(error) == "AcceleratorError":
         os._exit(DEVICE_LOST)

@@ -19,9 +19,7 @@ _MISMATCH = re.compile(
 )
 _NO_BACKEND = re.compile(r"Could not run 'aten::|not currently implemented for the|not currently supported on the")
 DEVICE_LOST = 86
-"""Exit code of a worker that lost its device: after an assertion in a kernel, every later call of
-the process fails.
-"""
+"""Exit code of a worker that lost its device: every later call of the process fails."""
 MAX_MESSAGE = 160
 """Maximum number of characters of a message."""
 
@@ -36,18 +34,14 @@ class Raised(NamedTuple):
 
     @classmethod
     def of(cls, error: BaseException) -> Raised:
-        """Type and first line of ``error``; memory addresses, which differ between runs, are
-        replaced.
-        """
+        """Type and first line of ``error``, without memory addresses, which differ."""
         text = message_of(error).strip() or type_name(error)
         line = re.sub(r"0x[0-9a-f]+", "0x…", text.splitlines()[0])
         return cls(type_name(error), line if len(line) <= MAX_MESSAGE else line[: MAX_MESSAGE - 1] + "…")
 
     @classmethod
     def of_end(cls, exit_code: int | None, timeout: str) -> Raised:
-        """How a worker ended; ``None``: it was killed because a call took too long, which
-        ``timeout`` says.
-        """
+        """How a worker ended; ``None``: a call took too long, as ``timeout`` says."""
         if exit_code is None:
             return cls("timeout", timeout, died=True)
         if exit_code == DEVICE_LOST:
@@ -56,9 +50,7 @@ class Raised(NamedTuple):
 
 
 def kind_of(raised: Raised, at: str | None, *, fails_in_fp32: bool) -> FailureKind:
-    """The kind of failure. Whether it also fails in fp32 has been measured; the message only
-    selects the name.
-    """
+    """The kind of failure. ``fails_in_fp32`` was measured; the message selects the name."""
     if raised.died:
         return "timeout" if raised.type == "timeout" else "crash"
     if "without overflow" in raised.message:
@@ -73,9 +65,7 @@ def kind_of(raised: Raised, at: str | None, *, fails_in_fp32: bool) -> FailureKi
 
 
 def merged(failures: Iterable[Failure]) -> list[Failure]:
-    """Merge failures that differ only in their cells and in the name of their own dtype in the
-    message.
-    """
+    """Merge failures that differ only in their cells and the name of their own dtype."""
     groups: dict[Any, Failure] = {}
     for failure in failures:
         key = (failure.type, failure.message_in(None), failure.kind, failure.at, failure.condition)

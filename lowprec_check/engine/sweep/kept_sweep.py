@@ -74,9 +74,7 @@ _decode: Decode = msgspec.json.Decoder(FromWorker).decode
 
 
 def open_channel() -> Callable[[Struct], None]:
-    """In a worker: a function that sends a message. What ops print goes to standard error from now
-    on, and warnings are ignored.
-    """
+    """In a worker: a function that sends. What ops print goes to standard error from now on."""
     stream = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
     warnings.simplefilter("ignore")
@@ -93,16 +91,12 @@ SAMPLES = 24
 CALL_SECONDS = 30.0
 """The worker is killed if one call takes longer."""
 MAX_DEATHS = 8
-"""An operator is given up after this many deaths of its worker, or after one in fp32, which all
-others are compared with.
-"""
+"""An operator is given up after so many deaths of its worker, or after one in fp32."""
 START_SECONDS = 300.0
 WORKER = "lowprec_check.engine.sweep.operator_worker"
 
 REPRODUCIBLE = {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "MKL_CBWR": "AUTO", "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-"""Environment that makes sweeps reproducible: the order of sets, the choice of samples, and the
-order of MKL's additions.
-"""
+"""Makes sweeps reproducible: the order of sets, the choice of samples, MKL's additions."""
 
 
 class NotMeasurableError(UsageError):
@@ -221,9 +215,7 @@ _sweeping = ForkLock()
 
 _Key = tuple[int, str, str]
 _kept: dict[_Key, OperatorSweep] = {}
-"""By process, device and the module that a worker runs. A fork cannot use the worker of its parent:
-they would share its pipes.
-"""
+"""By process, device and worker. A fork cannot use the worker of its parent, nor its pipes."""
 
 
 def measure_briefly(
@@ -247,9 +239,7 @@ def measure_briefly(
 
 
 def start_early(device: str, *, worker: str = WORKER, call_seconds: float = CALL_SECONDS) -> None:
-    """Start the worker of :func:`measure_briefly`, which imports torch in the background; does
-    nothing if that fails.
-    """
+    """Start the worker of :func:`measure_briefly`, which imports torch meanwhile."""
     with _sweeping, contextlib.suppress(OSError):
         queue = _sweep_of((os.getpid(), device, worker), call_seconds).queue
         if not queue.workers:

@@ -104,9 +104,7 @@ class OperatorMeasurement:
     def record(self) -> OpRecord:
         """The results."""
         valid: list[list[int]] = []
-        """For forward and backward, the samples that run in at least one dtype; only these are
-        counted.
-        """
+        """The samples that count, forward and backward: they run in a dtype."""
         for mode in MODES[:2]:
             tried = [self.outcomes[dtype, mode] for dtype in DTYPES]
             valid.append([i for i in range(len(self.samples)) if any(outcomes[i] is True for outcomes in tried)])
@@ -131,9 +129,7 @@ class OperatorMeasurement:
         )
 
     def _failure(self, dtype: Dtype, mode: Mode, valid: list[list[int]]) -> Failure | None:
-        """The most frequent failure of one cell, among the counted samples (all samples, if none
-        runs forward).
-        """
+        """The most frequent failure of a cell, among counted samples, or all if none runs."""
         outcomes, direction = self.outcomes[dtype, mode], MODES.index(mode) % 2
         counted = valid[direction] if valid[0] else range(len(outcomes))
         failed = [index for index in counted if isinstance(outcomes[index], Raised)]
@@ -183,9 +179,7 @@ def serve(
     *,
     prepare: Callable[[], None] = lambda: None,
 ) -> None:
-    """Send a greeting about the operators, then the answer to each task, until stdin ends;
-    ``prepare`` is called first.
-    """
+    """Call ``prepare``, send a greeting, then the answer to each task, until stdin ends."""
     send = open_channel()
     torch.set_num_threads(1)
     try:

@@ -25,9 +25,7 @@ from lowprec_check.errors import UsageError, message_of
 MAX_GENERATED = 256
 """Maximum number of samples taken from OpInfo; some operators have thousands."""
 MAX_ELEMENTS = 1 << 15
-"""Maximum number of elements in all tensors of an enlarged sample; a software half kernel can
-compute these in time.
-"""
+"""Maximum number of elements of an enlarged sample; a software half kernel is slow."""
 MAX_TRIED, MAX_GROWN = 12, 8
 """How many samples to try to enlarge, and how many enlarged samples to keep."""
 
@@ -35,9 +33,7 @@ _WANTED = (torch.float32, torch.complex64, torch.float16, torch.bfloat16)
 
 
 def load_operators() -> dict[str, Any]:
-    """OpInfo's operators by name and variant, in its order; raises :class:`UsageError` if OpInfo
-    cannot be imported.
-    """
+    """OpInfo's operators by name and variant; a :class:`UsageError` if it is not importable."""
     try:
         from torch.testing._internal.common_methods_invocations import op_db
     except ImportError as error:
@@ -67,9 +63,7 @@ class Sample:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     comparable: Callable[[Any], Any]
-    """Reduces an output to what is unique in it; the signs of singular vectors, for example, are
-    not.
-    """
+    """Reduces an output to what is unique in it; signs of singular vectors are not."""
 
     def tensors(self) -> list[Tensor]:
         """All tensors among the arguments."""
@@ -97,9 +91,7 @@ _FLOATING = (torch.float32, torch.float16, torch.bfloat16)
 
 
 def _target(dtype: torch.dtype, wanted: torch.dtype) -> torch.dtype:
-    """The dtype to use for ``dtype`` if floating values are ``wanted``; there is no complex bf16
-    dtype.
-    """
+    """What ``dtype`` becomes if floating values are ``wanted``; there is no complex bf16."""
     if dtype in _FLOATING or (wanted == torch.float64 and dtype.is_floating_point):
         return wanted
     if dtype in (torch.complex64, torch.complex32):
@@ -186,9 +178,7 @@ def _elements(sample: Sample) -> int:
 
 
 def _larger_shape(tensor: Tensor, factor: int, powers: bool) -> list[int]:
-    """Every size over 1 multiplied, with ``powers`` after it was rounded up to one of two; sparse
-    tensors stay as they are.
-    """
+    """Sizes over 1 multiplied, first rounded up with ``powers``; sparse ones stay."""
     if tensor.layout != torch.strided:
         return list(tensor.shape)
     whole = [int(2 ** math.ceil(math.log2(size))) if powers and size > 1 else size for size in tensor.shape]
@@ -196,9 +186,7 @@ def _larger_shape(tensor: Tensor, factor: int, powers: bool) -> list[int]:
 
 
 def _grow(sample: Sample, factor: int, powers: bool) -> Sample:
-    """``sample`` with larger tensors: repeated, square matrices along their diagonal, so that they
-    stay invertible.
-    """
+    """``sample`` with tensors repeated; square matrices along the diagonal: invertible."""
 
     def change(value: Any) -> Any:
         if not isinstance(value, Tensor) or (shape := _larger_shape(value, factor, powers)) == list(value.shape):
@@ -217,9 +205,7 @@ def _grow(sample: Sample, factor: int, powers: bool) -> Sample:
 
 
 def features(sample: Sample, names: list[str], *, sizes: bool = True) -> Features:
-    """Properties of a sample by name, the most useful first: arguments (``names`` for the
-    positional ones), then sizes.
-    """
+    """Properties of a sample, the most useful first: arguments (``names``), then sizes."""
     found = {name: _describe(value) for name, value in sample.kwargs.items()}
     for index, value in enumerate(sample.args[1:], 1):
         if not isinstance(value, (Tensor, list)):
@@ -242,9 +228,7 @@ def _describe(value: Any) -> Any:
 
 
 def argument_names(operator: Any) -> list[str]:
-    """Names of an operator's positional arguments, from its Python signature or its aten schema;
-    empty if unknown.
-    """
+    """Names of an operator's positional arguments, by signature or schema, if known."""
     try:
         return list(inspect.signature(operator.op).parameters)
     except (TypeError, ValueError):
