@@ -76,8 +76,7 @@ def map_unordered(
     kind, _, address = (engine or "").partition("://")
     if kind not in ("", "dask"):
         raise UsageError(
-            f"Unknown engine {engine!r}.",
-            "Choose dask://HOST:PORT or dask; omit --engine to run on this machine.",
+            f"Unknown engine {engine!r}.", "Choose dask://HOST:PORT or dask; omit --engine to run on this machine."
         )
     guarded = functools.partial(_guarded, call, on_error)
     try:

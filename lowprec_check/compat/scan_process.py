@@ -259,8 +259,7 @@ def temporary_file() -> IO[bytes]:
         return tempfile.TemporaryFile()
     except OSError as error:
         raise UsageError(
-            f"Cannot create a temporary file: {error.strerror}.",
-            "Set TMPDIR to a writable folder with free space.",
+            f"Cannot create a temporary file: {error.strerror}.", "Set TMPDIR to a writable folder with free space."
         ) from None
 
 

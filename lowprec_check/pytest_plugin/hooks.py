@@ -181,10 +181,7 @@ def lowprec(request: pytest.FixtureRequest) -> Lowprec:
 
 # -- What was not checked on the device that was asked for
 
-_NOT_MEASURED = {
-    "lowprec_predicted": "predicted from the catalog, not measured",
-    "lowprec_skipped": "skipped",
-}
+_NOT_MEASURED = {"lowprec_predicted": "predicted from the catalog, not measured", "lowprec_skipped": "skipped"}
 """By the name of a test's property (its value: a device that is not available), what to say."""
 
 

@@ -44,12 +44,7 @@ class OperatorMeasurement:
     """
 
     def __init__(
-        self,
-        name: str,
-        caller: Caller,
-        bound: int,
-        lost: dict[str, Raised],
-        enter: Callable[[str, str], None],
+        self, name: str, caller: Caller, bound: int, lost: dict[str, Raised], enter: Callable[[str, str], None]
     ) -> None:
         self.name, self.caller, self.bound, self.lost, self.enter = name, caller, bound, lost, enter
         self.samples: list[Sample] = []
