@@ -145,9 +145,7 @@ def _releases(device: str | None, torch: str | None, *, extensions: bool = True)
 
 def _issues(record: OpRecord, device: str | None, dtype: Dtype | None, torch: str | None) -> list[KnownIssue]:
     """The issues about the operator, each once: by its name, its aliases, and aten ops with the
-    same function.
-
-    Not by ``full``, which many operators dispatch.
+    same function; not by ``full``, which many operators dispatch.
     """
 
     def core(name: str) -> str:
@@ -271,10 +269,8 @@ class Difference(Struct, frozen=True, kw_only=True):
 
 
 def difference(before: str, after: str, device: AnyDevice = "cpu", dtype: AnyDtype | None = None) -> Difference:
-    """The support that operators gained and lost from one version (``2.13``, ``2.8+ipex``) to
-    another, newer or older.
-
-    Raises :class:`UsageError` if the catalog does not have one of them.
+    """The support that operators gained and lost between two versions (``2.13``, ``2.8+ipex``),
+    newer or older. Raises :class:`UsageError` if the catalog does not have one of them.
     """
     kind, lows = catalog_device(device), LOW if dtype is None else (low_dtype_of(dtype),)
     old, new = _release(kind, before), _release(kind, after)
@@ -334,11 +330,9 @@ def find_fix(
     op: str, *, device: AnyDevice, dtype: AnyDtype, torch: str, phase: str = "forward", autocast: bool = False
 ) -> Fix | None:
     """The release that fixes the gap of an op call (``aten.linalg_inv_ex.default``,
-    ``torch.fft.rfft``).
-
-    Derived from the operators that fail in that aten op in the sweep of version ``torch``, or from
-    the declarations of the aten op. ``None`` if the catalog does not have that version on the
-    device, or if nothing fails in that op.
+    ``torch.fft.rfft``). It is derived from operators that fail in that aten op in the sweep of
+    ``torch``, or from declarations. ``None`` if the catalog does not have that version, or nothing
+    fails in the op.
     """
     kind, low = device_of(str(device)).name, dtype_of(dtype)
     release = release_of(torch)  # raises if it is not a version

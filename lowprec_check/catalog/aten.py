@@ -81,11 +81,9 @@ class _Use(NamedTuple):
 
 
 class AtenCatalog:
-    """The support of all aten ops in ``dtype`` on ``device``, for the release of ``torch`` if it is
-    known, else for the newest one.
-
-    With ``autocast``, the support under autocast to ``dtype``. Raises :class:`UsageError` if the
-    catalog has no data for the device.
+    """The support of all aten ops in ``dtype`` on ``device``, by a cast or under ``autocast``, for
+    the release of ``torch`` or else the newest; a :class:`UsageError` if there is no data for the
+    device.
     """
 
     def __init__(self, device: str, dtype: Dtype, torch: str, *, autocast: bool = False) -> None:
@@ -136,11 +134,9 @@ class AtenCatalog:
     def of(
         self, op: str, numbers: Numbers = "floating", policies: Policies | None = None, phase: Phase = "forward"
     ) -> AtenSupport:
-        """The support of an op in any usual spelling, ``aten.linalg_inv_ex.default``, if it
-        computes with ``numbers``.
-
-        ``policies`` of autocast tell which dtype it runs in. In the phase ``backward``, the support
-        of the formula of its derivative; the ops that this dispatches count by themselves.
+        """The support of an op, ``aten.linalg_inv_ex.default``, that computes with ``numbers``.
+        ``policies`` of autocast tell its dtype. In the phase ``backward``, the formula of its
+        derivative; ops that this dispatches count by themselves.
         """
         reason = why_not_applicable(numbers, self.dtype, self._modes[0])
         if reason is not None:
@@ -176,9 +172,8 @@ class AtenCatalog:
         return msgspec.structs.replace(found, autocast=self._autocast_dtype(op, policies))
 
     def _run_in_fp32(self, op: str, policies: Policies) -> list[str]:
-        """The functions that autocast runs in fp32 and that dispatch the op, if users cannot call
-        the op itself: a test that dispatches ``_linalg_solve_ex`` most likely calls
-        ``linalg.solve``.
+        """The functions that autocast runs in fp32 and that dispatch an op that users cannot call:
+        ``linalg.solve`` for ``_linalg_solve_ex``.
         """
         if self._is_function(op):
             return []
@@ -228,10 +223,9 @@ class AtenCatalog:
         return AtenSupport(state="all")
 
     def _autocast_dtype(self, op: str, policies: Policies) -> AutocastDtype:
-        """The policy of the op; else of the functions it belongs to (``cdist`` for
-        ``_cdist_forward``); none if it is a function itself (``sqrt_``), which users call too;
-        else, if it is part of functions of other names only (``convolution``), the one that they
-        share.
+        """The policy of the op, else of functions it belongs to (``cdist`` for ``_cdist_forward``),
+        else the one that all its callers share (``convolution``), unless users call it too
+        (``sqrt_``).
         """
         for name in _spellings(op):
             if own := policies.get(name.partition(".")[0]):

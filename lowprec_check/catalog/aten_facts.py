@@ -1,9 +1,7 @@
-"""What sweeps do not show of aten ops: which ones only one type of device has, and what other
-devices dispatch instead.
+"""Which aten ops only one type of device has, and what other devices dispatch instead.
 
-A composite function selects such an op by the device of its inputs:
-``scaled_dot_product_attention`` dispatches ``_scaled_dot_product_flash_attention_for_cpu`` on a
-CPU. So a device without it may well run the function.
+A composite function selects them by the device of its inputs, so a device without
+``_scaled_dot_product_flash_attention_for_cpu`` runs ``scaled_dot_product_attention``.
 """
 
 from __future__ import annotations
@@ -114,9 +112,8 @@ def counterpart(op: str, device: str) -> Counterpart | None:
 
 
 def measured_counterparts(op: str, sweep: Sweep) -> list[str]:
-    """What the device of ``sweep`` dispatches in place of an op, by measurement: in every operator
-    that dispatches the op on its own device, and in no other, the ops that the same operator
-    dispatches only here. Empty if no operator shows it.
+    """What the device of ``sweep`` dispatches in place of an op: in every operator that dispatches
+    the op on its own device, and in no other, the ops that are dispatched only here.
     """
     own = only_device(op)
     other = None

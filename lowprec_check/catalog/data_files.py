@@ -23,11 +23,7 @@ Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 @cache
 def data_folder() -> Path:
-    """The folder with the catalog's files: `lowprec_check/data` of a wheel, `catalog` of a
-    checkout.
-
-    Raises `UsageError` if neither exists (a broken installation).
-    """
+    """The folder of the catalog's files: `lowprec_check/data` of a wheel, `catalog` of a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "data", package.parent / "catalog"):
         if folder.is_dir():
@@ -60,11 +56,8 @@ def read_toml(path: Path) -> dict[str, Any]:
 
 
 def read_tables(path: Path, name: str, kind: type[Entry]) -> list[Entry]:
-    """The `[[name]]` tables of a file, in order, as `kind` (a msgspec struct that forbids unknown
-    fields).
-
-    Raises ``OSError``, and :class:`UsageError` that names the file and the line, or the entry (by
-    `id` or number) and the key.
+    """The `[[name]]` tables of a file, in order, as `kind` (a struct that forbids unknown fields).
+    Raises ``OSError``, or :class:`UsageError` that names the line, or the entry and the key.
     """
     content = read_toml(path)
     if unknown := sorted(content.keys() - {name}):

@@ -1,9 +1,7 @@
 """Declarations for devices that were not measured: for each aten op of a torch release, how it is
-registered on the device and whether it supports half and bfloat16, each with its source; and the
-support of operators that follows.
-
-A declaration is not a measurement: docs/declared-xpu.md describes the sources, the rules that merge
-them and their limits.
+registered and whether it supports half and bfloat16, each with its source, and the support of
+operators that follows. docs/declared-xpu.md describes the sources, the rules that merge them, and
+limits.
 """
 
 from __future__ import annotations
@@ -221,13 +219,12 @@ class Release(TorchRelease):
         return list(dict.fromkeys(known))
 
     def support(self, op: str, dtype: Dtype, mode: Mode) -> OpSupport | None:
-        """The support of the worst aten op that the operator dispatches; ``None`` if no source
-        covers it.
+        """The support of the worst aten op that the operator dispatches; ``None`` if it is not
+        known.
 
-        If an aten op runs on the CPU, the result is that of the CPU sweep. If an aten op fails, the
-        state is *none*; it is *some* if the CPU runs some samples although the same op fails there
-        (those do not dispatch it), or the op is composite, so that it behaves the same on every
-        device.
+        If an aten op runs on the CPU, the result is that of the CPU sweep. If one fails, the state
+        is *none*, or *some* if the CPU runs some samples although the same op fails there (they do
+        not dispatch it), or the op is composite, so that it behaves the same on every device.
         """
         sweep = measured.at_release("cpu", self.torch)
         record = None
@@ -263,11 +260,9 @@ class Release(TorchRelease):
         return OpSupport(state, on_cpu, at, failure if state == "some" else None)
 
     def _failing(self, names: Sequence[str], dtype: Dtype) -> str | None:
-        """An op that is not registered or does not support the dtype; one with a kernel rather than
-        a composite one.
-
-        If another op runs on the CPU, composite ops do not count: what they do not support fails in
-        the CPU sweep too.
+        """An op that is not registered or lacks the dtype; one with a kernel rather than a
+        composite one. If another op runs on the CPU, composite ops do not count: they fail in the
+        CPU sweep too.
         """
         rows = {name: self.ops[name] for name in reversed(names)}
         failing = {row.registration: name for name, row in rows.items() if row.runs_in(dtype) is False}

@@ -1,8 +1,6 @@
-"""The sweeps that ship with this package: every operator measured with one version of torch on one
-device.
+"""The sweeps that ship with this package, of one version of torch on one device each.
 
-A file `measured-DEVICE-CAPABILITY.jsonl` has the records of all sweeps on one kind of machine, and
-`….times.jsonl` their times.
+A file `measured-DEVICE-CAPABILITY.jsonl` has the records, `….times.jsonl` the times.
 """
 
 from __future__ import annotations

@@ -197,14 +197,12 @@ def find(query: str, records: Mapping[str, OpRecord]) -> list[OpRecord]:
 
 
 def search(query: str, records: Mapping[str, OpRecord]) -> FoundOps:
-    """The operators that ``query`` refers to.
-
-    The first of these that finds any:
+    """The operators that ``query`` refers to, by the first rule that finds any.
 
     - the operator of exactly that name (``linalg.svd``);
-    - operators that the module calls (``LayerNorm``), or whose last part is the name, variants included (``svd``: ``svd``,
-      ``linalg.svd``), also without overload, without the underscore of in-place ops (``aten::add_.Tensor``), or by alias (``clip``);
-    - operators that dispatch an aten op of that name, in training too (``_linalg_svd``, ``gelu_backward``).
+    - operators that the module calls (``LayerNorm``), or whose last part is the name (``svd``),
+      also without overload, not in place (``aten::add_.Tensor``), or by alias (``clip``);
+    - operators that dispatch an aten op of that name, in training too (``_linalg_svd``).
 
     Raises :class:`UsageError` that suggests similar names if there is none.
     """

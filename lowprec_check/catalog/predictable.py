@@ -38,9 +38,7 @@ be cast.
 """
 HEADER_POLICIES: tuple[HeaderPolicy, ...] = get_args(HeaderPolicy)
 CastPolicy = Literal[HeaderPolicy, "fp16", "banned"]
-"""A policy of the header, or one of a device alone. ``fp16``: casts to fp16, whatever the autocast
-dtype is. ``banned``: raises.
-"""
+"""A policy of the header, or of one device: ``fp16`` casts to fp16 always, ``banned`` raises."""
 
 FILE = "autocast-policies.toml"
 DEVICES = ("cuda", "xpu")
@@ -101,10 +99,9 @@ class HeaderChanges(StrictStruct, frozen=True, kw_only=True, rename="kebab"):
 
 
 def policies_of(device: str, torch: str) -> dict[str, CastPolicy]:
-    """The policy of each op that autocast on a device wraps in a release (`2.13`, `2.13.0+cpu`), by
-    overload name.
-
-    Raises :class:`UsageError` if the catalog does not have the policies of this device or release.
+    """By overload name, the policy of each op that autocast wraps in a release (`2.13`,
+    `2.13.0+cpu`). Raises :class:`UsageError` if the catalog does not have the policies of this
+    device or release.
     """
     known = releases()
     if has_extension(torch) or release_of(torch) not in known:
@@ -123,10 +120,8 @@ def policies_of(device: str, torch: str) -> dict[str, CastPolicy]:
 
 
 def installed_policies(device: str, torch: str, registered: Iterable[str]) -> dict[str, CastPolicy]:
-    """The policies of the installed torch, whose version is ``torch``.
-
-    ``registered`` are the ops (`aten::mm`) that this build registers for autocast on the device;
-    raises :class:`UsageError` if the catalog has others for its release.
+    """The policies of the installed torch, whose version is ``torch``. Its build must have
+    ``registered`` the same ops (`aten::mm`) for autocast on the device; else :class:`UsageError`.
     """
     found = policies_of(device, torch)
     ops = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}

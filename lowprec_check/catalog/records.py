@@ -1,8 +1,5 @@
-"""What is measured of an operator: its record, its times, and on which machine; and which
-precisions apply to it.
-
-Times differ from run to run. They are stored in a separate file, so that measuring again on the
-same machine gives the same records, byte for byte.
+"""What is measured of an operator, on which machine, and which precisions apply to it. Times, which
+differ from run to run, are in another file, so that records are the same when measured again.
 """
 
 from __future__ import annotations
@@ -203,11 +200,8 @@ def stronger(one: Numbers, other: Numbers) -> Numbers:
 
 
 def why_not_applicable(numbers: Numbers, dtype: Dtype, mode: Mode = "forward") -> str | None:
-    """Why a low precision changes nothing for an op that computes with ``numbers``; ``None`` if it
-    applies.
-
-    A cast to half makes complex numbers complex32. Autocast casts neither complex numbers nor
-    float64.
+    """Why a low precision changes nothing for an op that computes with ``numbers``, if so. A cast
+    to half makes complex numbers complex32. Autocast casts neither these nor float64.
     """
     under_autocast = mode.startswith("autocast")
     if numbers == "integer":

@@ -147,10 +147,8 @@ class TorchRelease(abc.ABC):
 def fixed_since(
     release: TorchRelease, ops: Sequence[str], dtype: Dtype, mode: Mode, at: str | None = None
 ) -> str | None:
-    """The first later release since which all ``ops`` run in all samples; ``None`` if there is none
-    yet.
-
-    ``at``: the aten op that they fail in. Those that fail in another one there do not count.
+    """The first later release since which all ``ops`` run in all samples, if there is one. Those
+    that fail there in another aten op than ``at`` do not count.
     """
     since = None
     for other in release.history():

@@ -1,12 +1,11 @@
-"""The files of the catalog: a table of operators for each version of torch, where rows that
-versions share are stored once.
+"""The files of the catalog: tables of operators, where rows that versions of torch share are stored
+once.
 
 The first line counts the others. Then comes a line for each version, oldest first, those with an
-extension last; then the changes, sorted by operator and version: ``["dot","2.2.0",{…}]`` is what is
-new of an operator since that version. An object has the keys that differ from the base version
-(``null`` removes a key), an array the whole row; ``null`` removes the operator. The base of a
-version is the one before it; of one with an extension, the same version of torch without it, or the
-newest older one.
+extension last; then the changes, sorted by operator and version: ``["dot","2.2.0",{…}]`` has the
+keys that differ from the base version (``null`` removes one), an array the whole row; ``null``
+removes the operator. The base of a version is the one before it; with an extension, the newest that
+is not newer, without one.
 """
 
 from __future__ import annotations
@@ -71,11 +70,9 @@ class _Change(NamedTuple):
 
 
 class VersionedFile(Generic[AnyVersion, Row]):
-    """A file whose lines for versions are of the type ``version``, and whose rows are of the type
-    ``row``.
-
-    ``check`` returns what is wrong with a row of a version. Raises :class:`CatalogError` with the
-    hint ``rebuild``, for a row when it is read first.
+    """A file with lines of the type ``version`` and rows of the type ``row``, which are read on
+    first use. ``check`` returns what is wrong with one. A :class:`CatalogError` has the hint
+    ``rebuild``.
     """
 
     def __init__(

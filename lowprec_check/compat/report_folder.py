@@ -60,8 +60,8 @@ def _is_complete(page: Path) -> bool:
 
 
 def is_done(folder: Path, row: MatrixRow) -> bool:
-    """Whether a saved row is complete: it has no scan since that failed, the scan is saved, or at
-    least the pages are, and no part of a scan.
+    """Whether a saved row need not be scanned again, since its scan or at least its pages are
+    saved.
     """
     if row.state == "failed":
         return True
@@ -74,12 +74,10 @@ def is_done(folder: Path, row: MatrixRow) -> bool:
 
 
 class ReportFolder:
-    """Context manager that makes ``folder``, locks it so that a second run cannot overwrite its
-    rows, and writes the report into it.
+    """Makes ``folder``, locks it against other runs, and writes the report into it.
 
-    The lock is on the folder itself and leaves no file; the system releases it when the process
-    ends. Entering the folder and its methods raise :class:`UsageError` if it cannot be written or
-    another run writes to it.
+    The lock is on the folder itself and leaves no file; it ends with the process. What cannot be
+    written is a :class:`UsageError`.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -131,10 +129,7 @@ class ReportFolder:
                 write(result, page_path(self.folder, row, suffix))
 
     def index(self, found: Matrix) -> list[MatrixRow]:
-        """Write the index, and the pages missing because an earlier call was interrupted.
-
-        Returns the rows whose pages cannot be made, because their saved scans are missing too.
-        """
+        """Write the index and missing pages; return rows without page and saved scan."""
         self._prepare()
         without = [row for row in found.rows if not self._complete(row)]
         for suffix in _ENDS:

@@ -64,12 +64,9 @@ def map_unordered(
     """Yield ``call(item)`` for all ``items``, in order of completion; ``jobs`` run at once, or one
     per thread of ``engine``.
 
-    The result of a call that raises, or that kills its worker, is ``on_error(item, error)``. At the
-    end, ``stop`` is called in the processes of this machine that make calls: it ends those still
-    running after an interruption.
-
-    Raises:
-        UsageError: the engine is unknown, not installed or not reachable.
+    A call that raises, or kills its worker, yields ``on_error(item, error)``. ``stop`` ends the
+    calls that still run after an interruption, in each process of this machine that makes some. A
+    wrong ``engine`` is a :class:`UsageError`.
     """
     if not items:
         return
@@ -128,9 +125,8 @@ def _map_on_dask(
     on_error: Callable[[Item, Exception], Result],
     stop: Callable[[], None],
 ) -> Iterator[Result]:
-    """Yield the results. dask blames the death of a worker on every call that the worker had
-    accepted, and an accepted call fails after a few deaths; a result that was not transferred yet
-    is lost as well. So calls without a result run again, one at a time: then the blame is certain.
+    """Yield the results. dask blames the death of a worker on every call that it had accepted, so
+    that calls without a result run again, one at a time: then the blame is certain.
     """
     with _dask_client(address, jobs, stop) as client:
         suspects: list[Item] = []
@@ -184,10 +180,8 @@ def _completed(
 
 @contextlib.contextmanager
 def _dask_client(address: str, jobs: int, stop: Callable[[], None]) -> Iterator[Any]:
-    """Connect to the scheduler at ``address``; without one, start it here, with a worker of
-    ``jobs`` threads.
-
-    At the end, running calls are ended by ``stop`` first, which the worker would wait for.
+    """Connect to the scheduler at ``address``, or start one with a worker of ``jobs`` threads,
+    which waits for its calls: ``stop`` ends them first.
     """
     try:
         import dask
@@ -229,17 +223,13 @@ def scan_all(
     timeout: float = 1800.0,
     on_row: OnRow | None = None,
 ) -> Matrix:
-    """Scan the models that ``folder`` does not contain yet, or that failed; every row is saved as
-    soon as its scan has ended.
+    """Scan the models that ``folder`` does not contain yet, and save each row when its scan has
+    ended.
 
-    ``matrix.json`` and ``scans/<slug>.json`` are written into ``folder``, which is made again if it
-    is removed meanwhile. A model whose scan is gone is done if it has all pages.
-    ``on_row`` is called with the number of finished rows, the number of all rows, the row, and its
-    result (``None`` if the scan failed).
-
-    Raises:
-        UsageError: the engine is unknown, not installed or not reachable, ``matrix.json`` in the folder is not valid, or
-            a file cannot be written.
+    ``folder`` gets ``matrix.json`` and ``scans/<slug>.json``, and is made again if it is removed. A
+    model without a scan is done if it has all ``pages`` (suffixes). ``on_row`` gets the numbers of
+    finished and all rows, the row, and its result, ``None`` if the scan failed. Raises
+    :class:`UsageError`.
     """
     make_folder(folder)
     installed = {"tool": installed_version("lowprec-check"), "torch": installed_version("torch")}

@@ -44,9 +44,8 @@ _LONGEST_LINE = 10_000
 
 
 def read_list(path: Path) -> list[Request]:
-    """Read one target per line, followed by options of ``scan``; ``#`` starts a comment.
-
-    A file name that is not UTF-8 is read as it would be from the command line.
+    """Read one target per line, followed by options of ``scan``; ``#`` starts a comment. File names
+    need not be UTF-8.
     """
     hint, text = "one target per line, followed by scan options.", ""
     try:
@@ -80,9 +79,8 @@ def expand_requests(requests: Iterable[Request], options: tuple[str, ...], devic
 
 
 def with_slugs(requests: Iterable[Request]) -> list[Request]:
-    """Return the requests without duplicates, each with its slug: the target and the device.
-
-    If several requests have the same slug, a digest of their options is appended.
+    """The requests once, each with its slug: the target, the device, and if others have the same, a
+    digest of options.
     """
     plain = {request: _plain_slug(request) for request in requests}
     taken = Counter(plain.values())
@@ -228,11 +226,8 @@ _running: set[CommandWorker] = set()
 
 
 def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
-    """Scan in a new process; a crash or a timeout is an outcome too. Runs on any machine that has
-    this package.
-
-    Raises:
-        UsageError: no temporary file can be created.
+    """Scan in a new process; a crash or a timeout is an outcome too. Needs this package only, on
+    any machine, and temporary files.
     """
     started = system.monotonic()
     device = []

@@ -56,8 +56,8 @@ class CompletedTests:
     def finish(self) -> None:
         """At the end of the session: a worker of pytest-xdist sends what it has collected."""
         if is_worker(self.config):
-            found = [sorted(each) for each in (self._collected, self._files, self._not_collected)]
-            self.config.workeroutput[_COLLECTED] = found  # type: ignore[attr-defined]
+            sent = [sorted(nodes) for nodes in (self._collected, self._files, self._not_collected)]
+            self.config.workeroutput[_COLLECTED] = sent  # type: ignore[attr-defined]
 
     # -- in the process that collects results
 
@@ -70,8 +70,8 @@ class CompletedTests:
     def pytest_testnodedown(self, node: Any) -> None:
         """Take what a worker of pytest-xdist has collected."""
         sent = getattr(node, "workeroutput", {}).get(_COLLECTED, ([], [], []))
-        for known, found in zip((self._collected, self._files, self._not_collected), sent, strict=True):
-            known.update(found)
+        for own, nodes in zip((self._collected, self._files, self._not_collected), sent, strict=True):
+            own.update(nodes)
 
     def note(self, test: str, report: pytest.TestReport, uses: Collection[str], torn_down: Collection[str]) -> None:
         """Note how a phase went, and which shared fixtures were used and torn down."""
@@ -83,6 +83,7 @@ class CompletedTests:
             why = "xfailed" if hasattr(report, "wasxfail") else _SKIPPED
         else:
             why = "" if outcome == "passed" else outcome
+        # A teardown that fails or skips may have left its fixture half torn down.
         if outcome == "passed" or (outcome == "skipped" and report.when != "teardown"):
             self._torn_down.update(torn_down)
         if not why:
@@ -92,7 +93,7 @@ class CompletedTests:
 
     def incomplete(self) -> dict[str, str]:
         """By test, why it was not completed; without those that were skipped."""
-        found = {}
+        incomplete = {}
         for test in sorted({*self._selected, *self._passed, *self._why}):
             passed = self._passed.get(test, set())
             why = self._why.get(test)
@@ -103,11 +104,12 @@ class CompletedTests:
             elif why == _SKIPPED and "call" in passed:
                 why = "skipped in part"  # a subtest, or the rest of a teardown
             if why not in (None, _SKIPPED):
-                found[test] = str(why)
-        return found
+                incomplete[test] = str(why)
+        return incomplete
 
     def removed(self, known: Collection[str]) -> set[str]:
         """Of ``known`` tests those that are gone; none unless all their files were collected."""
+        # A test of a file that was collected in part, or not at all, may still be there.
         files = {test.partition("::")[0] for test in known}
         root, args, option = self.config.rootpath, self.config.args, self.config.option
         partly = any("::" in arg for arg in args) or getattr(option, "lf", False) or self._collected.isdisjoint(known)

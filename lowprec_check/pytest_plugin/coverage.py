@@ -32,11 +32,9 @@ if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.watch import Watch
 
 
-# -- ``--lowprec-coverage``: the operators that a project's tests use, and which of them do not support a low
-# precision
-#
-# Tests run unchanged. The process that runs a test attaches the operators to the test report. pytest-xdist sends the reports to
-# one process, which looks the operators up in the catalog. Only processes that run tests import torch.
+# Tests run unchanged. The process that runs a test attaches the operators to the test report.
+# pytest-xdist sends the reports to one process, which looks the operators up in the catalog. Only
+# processes that run tests import torch.
 
 _POLICIES = "lowprec_autocast_policies"
 _ATTACHED = ("lowprec_ops", "lowprec_fixtures", "lowprec_torn_down", "lowprec_uses")
@@ -45,9 +43,9 @@ _ATTACHED = ("lowprec_ops", "lowprec_fixtures", "lowprec_torn_down", "lowprec_us
 
 def register(config: pytest.Config) -> None:
     """Check the options and register the plugin; a wrong one is a :class:`pytest.UsageError`."""
-    found = checked_options(config)
-    if found is not None and not config.option.collectonly:
-        recorder = CoverageRecorder(config, found)
+    options = checked_options(config)
+    if options is not None and not config.option.collectonly:
+        recorder = CoverageRecorder(config, options)
         config.pluginmanager.register(recorder, "lowprec-coverage")
         config.pluginmanager.register(recorder.kept, "lowprec-kept-calls")
         config.pluginmanager.register(recorder.completed, "lowprec-completed-tests")
@@ -104,9 +102,8 @@ class CoverageRecorder:
                 wants_line=lambda op: self._may_fail(op) or self.kept.wants(op) or self._may_fail(op, "backward"),
                 wants_call=self.kept.wants,
                 keep=self.kept.keeper,
-                wants_backward=lambda op: self._may_fail(
-                    op, "backward"
-                ),  # what others dispatch is recorded in any case
+                # What other derivatives dispatch is recorded in any case.
+                wants_backward=lambda op: self._may_fail(op, "backward"),
             )
             process = getattr(self.config, "workerinput", {}).get("workerid", "")
             self._shared = SharedFixtures(watch.take, f"{process}:")
@@ -148,8 +145,9 @@ class CoverageRecorder:
             return report
         ids = self._shared.ids(item)
         own, fixtures, torn_down = self._shared.take_all()
+        # The report before this one was not logged until now: it was dropped if it still has operators.
         before, self._last = self._last, report
-        for key, ops in getattr(before, "lowprec_fixtures", {}).items():  # it was not logged until now
+        for key, ops in getattr(before, "lowprec_fixtures", {}).items():
             merge(fixtures.setdefault(key, {}), ops)
         if before is not None and before.outcome != "failed":
             torn_down += getattr(before, "lowprec_torn_down", [])
@@ -158,10 +156,10 @@ class CoverageRecorder:
 
     def _autocast_policies(self) -> dict[str, AutocastDtype]:
         """What autocast of the installed torch does on the device; empty if not known."""
-        asked = [column for column in self.columns if column.precision.kind == "autocast"]
-        if self._watch is None or not asked:
+        catalogs = [column.catalog for column in self.columns if column.precision.kind == "autocast"]
+        if self._watch is None or not catalogs:
             return {}
-        return self._watch.autocast_policies(asked[0].catalog.device, asked[0].catalog.dtype)
+        return self._watch.autocast_policies(catalogs[0].device, catalogs[0].dtype)
 
     # -- in the process that collects results
 
@@ -196,6 +194,7 @@ class CoverageRecorder:
     @pytest.hookimpl(tryfirst=True)
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
         """Look up the operators, write the report, and fail the run if that was asked for."""
+        # A worker of pytest-xdist only sends what it has recorded.
         self.kept.finish()
         self.completed.finish()
         if self._watch is not None:
@@ -206,6 +205,7 @@ class CoverageRecorder:
         if not self.ran:
             self.not_written = "no test ran"
             return
+        # Look up the operators; the gate may fail the run.
         stopped = session.shouldstop or session.shouldfail or session.exitstatus == pytest.ExitCode.INTERRUPTED
         self.stopped_early = bool(stopped)
         self.policies = self.policies or self._autocast_policies()
@@ -213,6 +213,7 @@ class CoverageRecorder:
         self.gate.judge(self.found)
         if self.gate.fails and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
+        # Write the results, but do not replace a baseline by a coverage that it would not accept.
         self.junit.add(self.found, self.gate)
         if self.how == "github":
             self.no_summary = coverage_gate.write_summary(self.found, self.gate)
@@ -224,7 +225,7 @@ class CoverageRecorder:
                 self.not_written = error.message
 
     def _coverage(self) -> Coverage:
-        first = self.columns[0].catalog
+        # By operator, the tests that use it, through fixtures too.
         uses: defaultdict[str, dict[str, Recorded]] = defaultdict(dict)
         for test in self.ran:
             ops = dict(self.ops.get(test, {}))
@@ -234,10 +235,14 @@ class CoverageRecorder:
                 uses[op][test] = recorded
         tests = sorted(self.ran)
         index, weakest = indexed(tests, uses), NUMBERS[0]
-        numbers = {op: reduce(stronger, (one for one, _ in by.values()), weakest) for op, by in uses.items()}
+        numbers = {
+            op: reduce(stronger, (called_with for called_with, _ in by_test.values()), weakest)
+            for op, by_test in uses.items()
+        }
+        # What the catalog does not know of an op is tried first, for all ops in one process.
         pairs = [(op, column) for op in numbers for column in self.columns if " " not in op]
         self.kept.try_all((op, column.catalog.dtype, self._support(op, numbers[op], column)) for op, column in pairs)
-        found = []
+        op_uses = []
         for name, by_test in sorted(uses.items()):
             op, _, backward = name.partition(" ")
             phase: Phase = "backward" if backward else "forward"
@@ -245,8 +250,10 @@ class CoverageRecorder:
             use = OpUse(op=op, phase=phase, tests=index[name], numbers=numbers[name], support=support)
             if use.is_gap:
                 lines = {source or self._line_of(test) for test, (_, source) in by_test.items()}
-                use = msgspec.structs.replace(use, sources=sorted(lines, key=_by_line))
-            found.append(use)
+                path_and_number = [(path, int(number)) for path, _, number in (line.rpartition(":") for line in lines)]
+                use = msgspec.structs.replace(use, sources=[f"{path}:{n}" for path, n in sorted(path_and_number)])
+            op_uses.append(use)
+        first = self.columns[0].catalog
         return Coverage(
             tool=f"lowprec-check {installed_version('lowprec-check') or ''}".strip(),  # a checkout has none
             device=first.device,
@@ -256,20 +263,20 @@ class CoverageRecorder:
             dtypes=[column.key for column in self.columns],
             tests=tests,
             incomplete=self.completed.incomplete(),
-            ops=found,
+            ops=op_uses,
         )
 
-    def _to_save(self, found: Coverage) -> Coverage:
+    def _to_save(self, coverage: Coverage) -> Coverage:
         """In JSON, with what was known of the tests that this run did not complete."""
         saved, columns = self.gate.saved, {column.key: column for column in self.columns}
         if saved is None:
-            return found
+            return coverage
 
         def look_up(use: OpUse, key: str) -> AtenSupport:
             return self._support(use.op, use.numbers, columns[key], use.phase)
 
-        both = updated(saved, found, self.completed.removed({*saved.tests, *saved.incomplete}), look_up)
-        completed = {*found.tests} - found.incomplete.keys()
+        both = updated(saved, coverage, self.completed.removed({*saved.tests, *saved.incomplete}), look_up)
+        completed = {*coverage.tests} - coverage.incomplete.keys()
         self.kept_tests = len({*saved.tests} & {*both.tests} - completed)
         return both
 
@@ -298,18 +305,13 @@ class CoverageRecorder:
             return
         if self.stopped_early:
             terminalreporter.write_line("The run stopped early: only the tests that ran are counted.")
-        every = self.config.get_verbosity() > 0
-        for line in coverage_gate.lines(self.found, self.gate, self.how, every=every):
+        is_verbose = self.config.get_verbosity() > 0
+        for line in coverage_gate.lines(self.found, self.gate, self.how, every=is_verbose):
             terminalreporter.write_line(line)
         if self.no_summary is not None:
             terminalreporter.write_line(self.no_summary)
         if self.report is not None:
-            kept = ""
+            earlier = ""
             if self.kept_tests:
-                kept = f"; it has earlier runs of {counted(self.kept_tests, 'test')}"
-            terminalreporter.write_line(self.not_written or f"Full report: {self.report}{kept}")
-
-
-def _by_line(source: str) -> tuple[str, int]:
-    path, _, line = source.rpartition(":")
-    return path, int(line)
+                earlier = f"; it has earlier runs of {counted(self.kept_tests, 'test')}"
+            terminalreporter.write_line(self.not_written or f"Full report: {self.report}{earlier}")

@@ -55,20 +55,20 @@ def load_baseline(path: Path, device: str, keys: Sequence[str]) -> Coverage:
         raise UsageError(f"The baseline {path} does not exist.", f"Save one with: {command}") from None
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
-    found = coverage_of(data, path)
-    if found.device != device:
+    baseline = coverage_of(data, path)
+    if baseline.device != device:
         raise UsageError(
-            f"The baseline {path} is for {found.device}, and this run for {device}.",
-            f"Add --lowprec-device {found.device}, or give a baseline for {device}.",
+            f"The baseline {path} is for {baseline.device}, and this run for {device}.",
+            f"Add --lowprec-device {baseline.device}, or give a baseline for {device}.",
         )
-    missing = [precision_of(key) for key in keys if key not in found.dtypes]
+    missing = [precision_of(key) for key in keys if key not in baseline.dtypes]
     if missing:
-        has = ", ".join(map(precision_of, found.dtypes))
+        has = ", ".join(map(precision_of, baseline.dtypes))
         raise UsageError(
             f"The baseline {path} lacks {', '.join(missing)}: it has {has or 'no precision'}.",
             f"Save it again with: {command}",
         )
-    return found
+    return baseline
 
 
 class CoverageGate:
@@ -83,20 +83,20 @@ class CoverageGate:
         saved: Coverage | None = None,
         replaces: bool = False,
     ) -> None:
-        """``shown`` names the baseline in messages; ``saved``: the coverage that the JSON report of
-        the run updates; ``replaces``: it is written to the file of the baseline.
+        """``shown`` names the baseline in messages. The JSON report of the run updates ``saved``;
+        ``replaces``: it is written to the file of the baseline.
         """
         self.fail_on, self.baseline, self.shown, self.saved, self.replaces = fail_on, baseline, shown, saved, replaces
         self.changes: CoverageDiff | None = None
         self.gaps = 0
         self.tests = 0
 
-    def judge(self, found: Coverage) -> None:
+    def judge(self, coverage: Coverage) -> None:
         """Compare the coverage of the run."""
-        self.gaps, self.tests = len(found.gaps), len(found.tests)
+        self.gaps, self.tests = len(coverage.gaps), len(coverage.tests)
         if self.baseline is not None:
-            compared = msgspec.structs.replace(self.baseline, dtypes=found.dtypes)  # what else it has is not
-            self.changes = diff_coverages(compared, found)
+            # Only the precisions of this run are compared.
+            self.changes = diff_coverages(msgspec.structs.replace(self.baseline, dtypes=coverage.dtypes), coverage)
 
     @property
     def fails(self) -> bool:
@@ -120,12 +120,12 @@ class CoverageGate:
             fails = f": the run fails (--lowprec-fail-on {self.fail_on})"
         compared = f"{counted(len(self.new), 'new gap') if self.new else 'No new gap'}, compared with {self.shown}"
         if self.fail_on == "gaps":
-            every = "No gap"
+            all_gaps = "No gap"
             if self.gaps:
-                every = f"{counted(self.gaps, 'gap')}{fails}"
+                all_gaps = f"{counted(self.gaps, 'gap')}{fails}"
             if self.changes:
-                return f"{every}. {compared}."
-            return f"{every}."
+                return f"{all_gaps}. {compared}."
+            return f"{all_gaps}."
         if self.changes:
             return f"{compared}{fails}."
         return None
@@ -141,6 +141,7 @@ class CoverageGate:
         if changes.gone_gaps:
             gone = len(changes.gone_gaps)
             notes.append(f"{counted(gone, 'gap')} of {shown} {'is' if gone == 1 else 'are'} gone.")
+        # Gaps of tests that one of the two runs did not complete may be old, or gone.
         for gaps, why in (
             (changes.first_gaps, f"{shown} has no complete run of the tests"),
             ([] if changes.gone_tests else changes.unchecked_gaps, "this run did not complete the tests"),
@@ -153,16 +154,18 @@ class CoverageGate:
         return notes
 
     def why_kept(self) -> str | None:
-        """Why the report must not replace the baseline, if it is the same file; ``None`` if it may.
-
-        A new gap that it accepted would pass the next run, and a run in a precision that it lost
-        would be an error.
+        """Why the report must not replace the baseline in the same file; ``None`` if it may. A new
+        gap that it accepted would pass the next run; a run in a precision that it lost would be an
+        error.
         """
         if not self.replaces or self.changes is None or self.baseline is None:
             return None
         lost = [precision_of(key) for key in self.baseline.dtypes if key not in self.changes.new.dtypes]
         if self.changes.new_gaps:
-            what = "it would accept the new gaps. To accept them, run with -o lowprec_baseline= -o lowprec_fail_on=, without these two options"
+            what = (
+                "it would accept the new gaps. To accept them, run with -o lowprec_baseline= -o lowprec_fail_on=, "
+                "without these two options"
+            )
         elif lost:
             what = f"it would lose {', '.join(lost)}. Add --lowprec-coverage {','.join(lost)}"
         else:
@@ -186,7 +189,9 @@ class CoverageColumn(NamedTuple):
     def key(self) -> str:
         """In saved coverage: ``float16`` for a cast, else the name, ``autocast-bf16``."""
         dtype = self.precision.format.name
-        return dtype if PRECISIONS.find(dtype) == self.precision else self.precision.name
+        if PRECISIONS.find(dtype) == self.precision:
+            return dtype
+        return self.precision.name
 
 
 class CoverageOptions(NamedTuple):
@@ -210,6 +215,7 @@ def checked_options(config: pytest.Config) -> CoverageOptions | None:
                     f"Without --lowprec-coverage, {option} does nothing: add --lowprec-coverage half."
                 )
         return None
+    # The report: pytest would fail to write it only after all tests have run.
     how, report = _one_of(config, "format", FORMATS), option_path(config, "report")
     if report is not None:
         if report.is_dir():
@@ -218,40 +224,35 @@ def checked_options(config: pytest.Config) -> CoverageOptions | None:
             raise wrong_option(config, "report", f"unknown format {report.name!r}: use {choices([*RENDERERS])}.")
         if not report.parent.is_dir():
             raise wrong_option(config, "report", f"the folder {report.parent} does not exist.")
-    wrong = "device"
+    # The device, ``cuda`` for ``cuda:0`` (all of a type have the same kernels), and the precisions.
+    option, device = "device", option_value(config, "device") or "cpu"
     try:
-        device = _device(option_value(config, "device") or "cpu")
-        wrong = "coverage"
-        columns = _columns(names, device)
+        kind = catalog_device(device)
+        _, colon, index = device.strip().partition(":")
+        if colon and not index.isdecimal():
+            raise UsageError(f"Unknown device {device!r}.", f"Use {kind}, or {kind}:0.")
+        option = "coverage"
+        columns = _columns(names, kind)
     except UsageError as error:
-        raise wrong_option(config, wrong, error) from None
+        raise wrong_option(config, option, error) from None
     return CoverageOptions(columns, report, how, _gate(config, columns, report))
 
 
-def _one_of(config: pytest.Config, name: str, known: tuple[str, ...]) -> str:
+def _one_of(config: pytest.Config, name: str, allowed: tuple[str, ...]) -> str:
     """The value of an option that has a few; by default the first."""
-    given = option_value(config, name) or known[0]
-    if given not in known:
+    value = option_value(config, name) or allowed[0]
+    if value not in allowed:
         what = name.replace("_", "-")
-        raise wrong_option(config, name, f"unknown {what} {given!r}: use {choices([*known])}.")
-    return str(given)
-
-
-def _device(device: str) -> str:
-    """The type of the device, ``cuda`` for ``cuda:0``: all devices of a type have the same kernels."""
-    kind = catalog_device(device)
-    index = device.strip().partition(":")
-    if index[1] and not index[2].isdecimal():
-        raise UsageError(f"Unknown device {device!r}.", f"Use {kind}, or {kind}:0.")
-    return kind
+        raise wrong_option(config, name, f"unknown {what} {value!r}: use {choices([*allowed])}.")
+    return str(value)
 
 
 def _columns(names: list[str], device: str) -> list[CoverageColumn]:
     """The precisions asked for; the catalog must have data for each."""
     low = low_precisions()
-    known = [precision.name for precision in low if why_not_covered(precision) is None]
-    hint, columns = f"Choose from {', '.join(known)}.", []
-    for name in PRECISIONS.names_in(names, known) if any(words_in(names)) else []:
+    covered = [precision.name for precision in low if why_not_covered(precision) is None]
+    hint, columns = f"Choose from {', '.join(covered)}.", []
+    for name in PRECISIONS.names_in(names, covered) if any(words_in(names)) else []:
         precision = PRECISIONS.get(name)
         problem = why_not_covered(precision) if precision in low else "fp32 is the baseline"
         if problem is not None:
@@ -267,16 +268,20 @@ def _columns(names: list[str], device: str) -> list[CoverageColumn]:
 def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | None) -> CoverageGate:
     """The gate, with the baseline, which is read now, since the report of this run may replace it."""
     fail_on, path = _one_of(config, "fail_on", FAIL_ON), option_path(config, "baseline")
-    is_json = report is not None and report.suffix == ".json"
+    device, is_json = columns[0].catalog.device, report is not None and report.suffix == ".json"
     if path is None:
         if fail_on == "new":
             problem = "new gaps are those that a baseline does not have: add --lowprec-baseline FILE.json."
             raise wrong_option(config, "fail_on", problem)
-        return CoverageGate(fail_on, saved=_saved(report, columns[0].catalog.device) if report and is_json else None)
+        saved = None
+        if report is not None and is_json:  # the run updates a coverage of the same device
+            with contextlib.suppress(OSError, UsageError):
+                saved = coverage_of(report.read_bytes(), report)
+        return CoverageGate(fail_on, saved=saved if saved is not None and saved.device == device else None)
     if is_worker(config):  # the process that collects the results compares them
         return CoverageGate(NEVER)
     try:
-        baseline = load_baseline(path, columns[0].catalog.device, [column.key for column in columns])
+        baseline = load_baseline(path, device, [column.key for column in columns])
     except UsageError as error:
         raise wrong_option(config, "baseline", error) from None
     replaces = report is not None and report.resolve() == path.resolve()
@@ -285,36 +290,27 @@ def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | N
     )
 
 
-def _saved(report: Path, device: str) -> Coverage | None:
-    """The coverage that the run updates, of the same device, if the report has one."""
-    try:
-        found = coverage_of(report.read_bytes(), report)
-    except (OSError, UsageError):
-        return None
-    return found if found.device == device else None
-
-
 # -- What a run with coverage prints, and what it adds to GitHub's summary of the step
 
 _LIMIT = 2**20
 """Bytes. GitHub drops the summary of a step that has more."""
 
 
-def lines(found: Coverage, gate: CoverageGate, how: str, *, every: bool) -> list[str]:
+def lines(coverage: Coverage, gate: CoverageGate, how: str, *, every: bool) -> list[str]:
     """The lines of the section: what is new comes first."""
-    shown = text(coverage_document(found), width=WIDTH, detail="more" if every else "first")
+    section = text(coverage_document(coverage), width=WIDTH, detail="more" if every else "first")
     if gate.verdict is not None:
         new = []
         if gate.changes:
             new = change_blocks(gate.changes.new_gaps)
-        said = Document("", [Say(gate.verdict), *new, *map(Say, gate.notes())])
-        shown = f"{text(said, width=WIDTH)}\n{shown}"
+        verdict = Document("", [Say(gate.verdict), *new, *map(Say, gate.notes())])
+        section = f"{text(verdict, width=WIDTH)}\n{section}"
     if how == "github":
-        shown += coverage_github(found, gate.new)
-    return shown.splitlines()
+        section += coverage_github(coverage, gate.new)
+    return section.splitlines()
 
 
-def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
+def write_summary(coverage: Coverage, gate: CoverageGate) -> str | None:
     """Append to the summary of GitHub's step; returns what to print if that fails."""
     path = os.environ.get("GITHUB_STEP_SUMMARY")
     if not path:
@@ -322,7 +318,7 @@ def write_summary(found: Coverage, gate: CoverageGate) -> str | None:
     try:
         with Path(path).open("a", encoding="utf-8") as stream:
             room = min(LONGEST_SUMMARY, _LIMIT - stream.tell())
-            summary = step_summary(found, gate.changes, gate.verdict, room)
+            summary = step_summary(coverage, gate.changes, gate.verdict, room)
             if len(summary.encode()) > room:
                 return "The summary of the step has no room left for the coverage (GitHub allows 1 MiB)."
             stream.write(summary)
@@ -340,15 +336,12 @@ _COUNTS: dict[str, tuple[Cell, ...]] = {
     "not_known": ("unknown",),
     "does_not_apply": ("inapplicable",),
 }
-"""The counts, by the end of their names."""
+"""The counts, by the ends of their names."""
 
 
 class JunitProperties:
-    """Adds them at the end of the session, before pytest writes the file: only then is known what
-    calls of the tests have shown.
-
-    ``record_property`` would be too early, so the test cases that pytest makes are kept; pytest has
-    no public name for them.
+    """Adds them at the end of the session, before pytest writes the file: only then calls have been
+    tried. So the test cases that pytest makes are kept; pytest has no public name for them.
     """
 
     def __init__(self, config: pytest.Config) -> None:
@@ -374,20 +367,20 @@ class JunitProperties:
         if len(cases) > before:
             self._cases[test] += cases[before:]
 
-    def add(self, found: Coverage, gate: CoverageGate) -> None:
+    def add(self, coverage: Coverage, gate: CoverageGate) -> None:
         """Add the counts of each precision to the suite, and to each test the operators that fail."""
         if self._xml is None:
             return
-        counts: dict[str, object] = {"lowprec_device": found.device, "lowprec_torch": found.torch}
-        failing: defaultdict[tuple[str, str], list[str]] = defaultdict(list)
-        for key in found.dtypes:
-            cells = Counter(cell_of(use.support[key]) for use in found.ops)
+        counts: dict[str, object] = {"lowprec_device": coverage.device, "lowprec_torch": coverage.torch}
+        failing: defaultdict[tuple[str, str], list[str]] = defaultdict(list)  # by test and precision
+        for key in coverage.dtypes:
+            cells = Counter(cell_of(use.support[key]) for use in coverage.ops)
             for name, summed in _COUNTS.items():
                 counts[f"lowprec_{precision_of(key)}_{name}"] = sum(cells[cell] for cell in summed)
-            for use in found.ops:
+            for use in coverage.ops:
                 cell = cell_of(use.support[key])
                 if cell in ("none", "some"):
-                    for test in found.tests_of(use):
+                    for test in coverage.tests_of(use):
                         failing[test, key].append(use.name + (" (in part)" if cell == "some" else ""))
         if gate.new is not None:
             counts["lowprec_new_gaps"] = len(gate.new)
@@ -401,7 +394,7 @@ class JunitProperties:
 def _add_property(case: Any, name: str, value: str) -> None:
     """Add a property to a case; one that is finished consists of its XML element only."""
     element = case.to_xml()
-    if element is not case.to_xml():
+    if element is not case.to_xml():  # a case that is not finished makes a new element each time
         case.add_property(name, value)
         return
     properties = element.find("properties")

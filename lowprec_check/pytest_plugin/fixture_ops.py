@@ -23,11 +23,8 @@ Ops = dict[str, Recorded]
 def merge(into: Ops, ops: Mapping[str, Recorded]) -> None:
     """Add ``ops``, which were recorded later."""
     for op, (numbers, source) in ops.items():
-        known = into.get(op)
-        if known:
-            into[op] = (stronger(numbers, known[0]), known[1] or source)
-        else:
-            into[op] = (numbers, source)
+        earlier = into.get(op, (numbers, source))
+        into[op] = (stronger(numbers, earlier[0]), earlier[1] or source)
 
 
 class SharedFixtures:
@@ -43,7 +40,7 @@ class SharedFixtures:
         self._setting_up: list[str] = []
         self._set_up: set[str] = set()
         """Ids of the fixtures that were set up since the last report, also if that failed."""
-        self._found: dict[str, Ops] = {}
+        self._of_fixtures: dict[str, Ops] = {}
         """Of fixtures, since the last report."""
         self._own: Ops = {}
         """Of the test, since the last report."""
@@ -56,7 +53,7 @@ class SharedFixtures:
         if owner is None:
             merge(self._own, ops)
         elif ops:
-            merge(self._found.setdefault(owner, {}), ops)
+            merge(self._of_fixtures.setdefault(owner, {}), ops)
 
     @property
     def _owner(self) -> str | None:
@@ -98,25 +95,23 @@ class SharedFixtures:
         if not self._ids and not self._set_up:
             return []
         pending = {self._ids[other] for other in _fixtures_of(item) if other in self._ids} | self._set_up
-        found: set[str] = set()
-        while pending:
-            found |= pending
-            pending = set().union(*(self._uses.get(key, ()) for key in pending)) - found
-        return sorted(found)
+        reached: set[str] = set()
+        while pending:  # a fixture may use others
+            reached |= pending
+            pending = set().union(*(self._uses.get(key, ()) for key in pending)) - reached
+        return sorted(reached)
 
     def take_all(self) -> tuple[Ops, dict[str, Ops], list[str]]:
         """Since the last report: the test's ops, fixtures' ops, and fixtures torn down."""
         self._assign(self._owner)
-        taken = self._own, self._found, self._torn_down
-        self._own, self._found, self._torn_down = {}, {}, []
+        taken = self._own, self._of_fixtures, self._torn_down
+        self._own, self._of_fixtures, self._torn_down = {}, {}, []
         self._set_up.clear()
         return taken
 
 
 def _fixtures_of(holder: Any) -> Iterable[Any]:
-    """The definitions of the fixtures that a test, or the test of a request, has asked for until
-    now.
-
+    """The definitions of the fixtures that a test, or that of a request, has asked for until now.
     pytest has no public name for them; without it, fixtures count for the test that set them up.
     """
     request = getattr(holder, "_request", holder)

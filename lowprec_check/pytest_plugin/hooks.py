@@ -1,8 +1,4 @@
-"""The hooks of the pytest plugin. See docs/pytest.md.
-
-Defines the fixture ``lowprec``, the marker ``lowprec``, and options and ini keys that start with
-``lowprec``.
-"""
+"""The hooks of the pytest plugin: fixture, marker, options and ini keys. See docs/pytest.md."""
 
 from __future__ import annotations
 
@@ -33,8 +29,8 @@ _OPTIONS = {
     ),
     "report": (
         "FILE",
-        "Write the full coverage table to FILE; the suffix sets the format: .json, .md or .html. In a .json file that exists, "
-        "tests that this run does not complete keep their operators.",
+        "Write the full coverage table to FILE; the suffix sets the format: .json, .md or .html. In a .json file that "
+        "exists, tests that this run does not complete keep their operators.",
         ", relative to the ini file",
     ),
     "format": (
@@ -82,21 +78,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _MARKER = """lowprec(*precisions, device="cpu", backend="eager", tolerance=None): run the test once per precision \
 ({precisions}); use lowprec.cast(model), lowprec.autocast() and lowprec.allclose(y, reference) in it. device: where to \
-run, one or several; those not available are skipped. backend: for lowprec.check ({backends}). tolerance: the largest rel_l2 that \
-passes; default: that of the precision."""
+run, one or several; those not available are skipped. backend: for lowprec.check ({backends}). tolerance: the largest \
+rel_l2 that passes; default: that of the precision."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Register the marker and the parts that options need."""
     config.addinivalue_line("markers", _marker_help() if config.option.markers else "lowprec")
-    given = {name for name in (*_OPTIONS, "update_manifest") if config.getoption(f"lowprec_{name}")}
+    options = {name for name in (*_OPTIONS, "update_manifest") if config.getoption(f"lowprec_{name}")}
     of_manifest = {"manifest", "update_manifest"}
     try:
-        if given & of_manifest or config.getini("lowprec_manifest"):
+        if options & of_manifest or config.getini("lowprec_manifest"):
             from lowprec_check.pytest_plugin import known_failures
 
             known_failures.register(config)
-        if given - of_manifest or config.getini("lowprec_coverage"):
+        if options - of_manifest or config.getini("lowprec_coverage"):
             from lowprec_check.pytest_plugin import coverage
 
             coverage.register(config)
@@ -127,14 +123,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Start the worker of ``assert_supported`` if a test calls it: it imports torch while other
-    tests run.
-
-    Not in workers of pytest-xdist: each has all tests, but runs some.
+    """Start the worker of ``assert_supported`` if a test calls it: it imports torch meanwhile. Not
+    in workers of pytest-xdist: each has all tests, but runs some.
     """
     is_worker = hasattr(session.config, "workerinput")
     if session.config.option.collectonly or is_worker:
         return
+    # The names in the code of a test tell, unless a helper calls it: then the first call waits.
     codes = (getattr(getattr(item, "function", None), "__code__", None) for item in session.items)
     if any("assert_supported" in getattr(code, "co_names", ()) for code in codes):
         from lowprec_check.engine.sweep.kept_sweep import start_early
@@ -187,20 +182,17 @@ _NOT_MEASURED = {"lowprec_predicted": "predicted from the catalog, not measured"
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:
     """Count the tests that were skipped or predicted, since their device is not available."""
-    found: set[tuple[str, str, str]] = set()
+    properties: set[tuple[str, str, str]] = set()  # each once: a test has several reports
     reports = [report for reports in terminalreporter.stats.values() for report in reports]
     for report in (report for report in reports if isinstance(report, pytest.TestReport)):
-        found.update((name, str(value), report.nodeid) for name, value in report.user_properties)
-        if (
-            report.skipped and "lowprec" in report.keywords and isinstance(report.longrepr, tuple)
-        ):  # a case of the marker
+        properties.update((name, str(value), report.nodeid) for name, value in report.user_properties)
+        is_case = "lowprec" in report.keywords  # of the marker, which has no fixture to note it
+        if report.skipped and is_case and isinstance(report.longrepr, tuple):
             devices = re.findall(r"device (\S+) is not available$", report.longrepr[2])
-            found.update(("lowprec_skipped", device, report.nodeid) for device in devices)
-    counts = Counter((name, device) for name, device, _ in found if name in _NOT_MEASURED)
+            properties.update(("lowprec_skipped", device, report.nodeid) for device in devices)
+    counts = Counter((name, device) for name, device, _ in properties if name in _NOT_MEASURED)
     if counts:
         terminalreporter.section("lowprec")
     for (name, device), count in sorted(counts.items()):
-        tests = "1 test was"
-        if count != 1:
-            tests = f"{count:,} tests were"
+        tests = "1 test was" if count == 1 else f"{count:,} tests were"
         terminalreporter.write_line(f"{tests} {_NOT_MEASURED[name]}: device {device} is not available")

@@ -44,19 +44,17 @@ class EntryOfTest:
             test = encodable(item.nodeid)
             named = [*self._exact.get(test, ()), *(entry for entry in self._patterns if entry.names(test))]
             try:
-                found = closest([entry for entry in named if entry.applies_here and _runs_on(item, entry.device)], test)
+                entry = closest([entry for entry in named if entry.applies_here and _runs_on(item, entry.device)], test)
             except UsageError as error:
                 self.problems[item.nodeid] = str(error)
                 continue
-            if found is not None:
-                self.found[item.nodeid] = found
+            if entry is not None:
+                self.found[item.nodeid] = entry
 
     def unused(self, config: pytest.Config, items: Sequence[pytest.Item]) -> list[int]:
         """Positions of the entries that name no test, although its file was collected or is
-        missing.
-
-        None if only parts of files were collected. An entry that does not apply here may name tests
-        that exist elsewhere only.
+        missing. None if only parts of files were collected. Tests of entries that do not apply here
+        may exist elsewhere only.
         """
         if any("::" in argument for argument in config.args) or config.getoption("lf", False):
             return []
@@ -64,6 +62,7 @@ class EntryOfTest:
         files = {_file(test) for test in tests}
 
         def is_missing(entry: KnownFailure) -> bool:
+            """Whether the test would have been collected."""
             file = _file(entry.test)
             if "*" in file:  # it may be any, also one that was not collected
                 return False
@@ -89,10 +88,8 @@ def as_in_ids(file: str) -> str:
 
 
 def _runs_on(item: pytest.Item, device: str | None) -> bool:
-    """Whether a test with the marker runs on a type of device; else, whether this machine has it.
-
-    A test without the marker chooses the best device, if any: ``cpu`` are machines without an
-    accelerator.
+    """Whether a marked test runs on a type of device; of another one, whether this machine has it.
+    It chooses the best device, if any: ``cpu`` are machines without an accelerator.
     """
     if device is None:
         return True
@@ -106,8 +103,8 @@ def _runs_on(item: pytest.Item, device: str | None) -> bool:
 
 # -- Known failures: ``--lowprec-manifest`` and ``--lowprec-update-manifest``
 #
-# The process that runs a test changes its outcome. The summary is made from the test reports, which pytest-xdist sends to one
-# process.
+# The process that runs a test changes its outcome. The summary is made from the test reports, which
+# pytest-xdist sends to one process.
 
 _UNUSED = "lowprec_unused"
 
@@ -121,10 +118,9 @@ def register(config: pytest.Config) -> None:
         )
     if update and not path.parent.is_dir():
         raise wrong_option(config, "manifest", f"the folder {path.parent} does not exist.")
+    known: Manifest = []
     try:
-        if update and not path.exists():
-            known = []
-        else:
+        if not update or path.exists():
             known = manifest.read(path)
     except UsageError as error:
         raise wrong_option(config, "manifest", error) from None
@@ -137,9 +133,8 @@ class KnownFailures:
     def __init__(self, config: pytest.Config, path: Path, known: Manifest, update: bool) -> None:
         self.config, self.path, self.known, self.update = config, path, known, update
         self.shown = shown_path(config, path)
-        self.how_to_update = (
-            f"To update the manifest, run: pytest --lowprec-manifest {self.shown} --lowprec-update-manifest"
-        )
+        command = f"pytest --lowprec-manifest {self.shown} --lowprec-update-manifest"
+        self.how_to_update = f"To update the manifest, run: {command}"
         self.entries = EntryOfTest(known)
         self.results: dict[str, Result] = {}
         self.unexpected: dict[str, bool] = {}
@@ -195,59 +190,60 @@ class KnownFailures:
         is_subtest = self._in_phase
         if hasattr(report, "wasxfail") or item.nodeid in self.entries.problems:
             return report
-        known = self.entries.found.get(item.nodeid)
+        entry = self.entries.found.get(item.nodeid)
         if report.when == "teardown" and not is_subtest:
-            if report.failed and (known is not None or self.update):
+            if report.failed and (entry is not None or self.update):
+                advice = "So nothing was added to the manifest for it. Fix the teardown."
+                if entry is not None:
+                    about = f"The entry {entry.test} is for a test that fails itself: if it passes, remove the entry."
+                    advice = f"Fix the teardown. {about}"
                 text = (
                     f"An error in the teardown cannot be a known failure: {self.shown} is about the test and its setup."
                 )
-                advice = "So nothing was added to the manifest for it. Fix the teardown."
-                if known is not None:
-                    advice = f"Fix the teardown. The entry {known.test} is for a test that fails itself: if it passes, remove the entry."
                 report.sections.append((f"lowprec: {self.shown}", f"{text}\n{advice}"))
-            return report
-        if report.failed and call.excinfo:
-            self._failed(report, known, call.excinfo.value)
+        elif report.failed and call.excinfo:
+            self._failed(report, entry, call.excinfo.value)
         elif report.passed and report.when == "call" and not is_subtest:
-            self._passed(report, known)
+            self._passed(report, entry)
         return report
 
-    def _failed(self, report: pytest.TestReport, known: KnownFailure | None, error: BaseException) -> None:
+    def _failed(self, report: pytest.TestReport, entry: KnownFailure | None, error: BaseException) -> None:
         raised = type_name(error)
         problem = " with another message"
         try:
-            matched = known is None or known.matches(error)
+            matched = entry is None or entry.matches(error)
         except TimeoutError:
             matched, problem = False, f" with a message that takes more than {MATCH_SECONDS:g} s to match"
-        expected = known is not None and raised in known.exceptions and matched
-        self._attach(report, Result((raised,), known, expected, matched))
+        expected = entry is not None and raised in entry.exceptions and matched
+        self._attach(report, Result((raised,), entry, expected, matched))
         self.unexpected[report.nodeid] = self.unexpected.get(report.nodeid, False) or not expected
         if self.update or expected:
             report.outcome = "skipped"
-            report.wasxfail = known.reason if known else "added to the manifest"
-        elif known is not None:
-            which = problem if raised in known.exceptions else ""
-            text = f"Raised {raised}{which}, but {self.shown} expects {_expected(known)}."
+            report.wasxfail = entry.reason if entry else "added to the manifest"
+        elif entry is not None:
+            which = problem if raised in entry.exceptions else ""
+            text = f"Raised {raised}{which}, but {self.shown} expects {_expected(entry)}."
             report.sections.append((f"lowprec: {self.shown}", f"{text}\n{self.how_to_update}"))
 
-    def _passed(self, report: pytest.TestReport, known: KnownFailure | None) -> None:
+    def _passed(self, report: pytest.TestReport, entry: KnownFailure | None) -> None:
         """A test passed, but its subtests may have failed."""
         if report.nodeid in self.unexpected:
             if self.update or not self.unexpected[report.nodeid]:
                 report.outcome = "skipped"
-                report.wasxfail = known.reason if known else "added to the manifest"
+                report.wasxfail = entry.reason if entry else "added to the manifest"
             return
-        self._attach(report, Result((), known))
-        if known is None or self.update:
+        self._attach(report, Result((), entry))
+        if entry is None or self.update:
             return
-        if known.strict:
-            report.outcome = "failed"
-            text = f"Passed, but {self.shown} expects it to fail with {_expected(known)} ({known.reason})."
-            is_exact = known.is_exact(encodable(report.nodeid))
-            pattern = f"The entry is {known.test}: let it name fewer tests, or add strict = false."
-            report.longrepr = f"{text}\n{self.how_to_update if is_exact else pattern}"
-        else:
-            report.wasxfail = known.reason
+        if not entry.strict:
+            report.wasxfail = entry.reason
+            return
+        report.outcome = "failed"
+        advice = f"The entry is {entry.test}: let it name fewer tests, or add strict = false."
+        if entry.is_exact(encodable(report.nodeid)):
+            advice = self.how_to_update
+        text = f"Passed, but {self.shown} expects it to fail with {_expected(entry)} ({entry.reason})."
+        report.longrepr = f"{text}\n{advice}"
 
     def _attach(self, report: pytest.TestReport, result: Result) -> None:
         """Attach what pytest-xdist can send."""
@@ -263,12 +259,11 @@ class KnownFailures:
         if not hasattr(report, "lowprec_known"):
             return
         raised, position, expected, matched = report.lowprec_known
-        found = Result(tuple(raised), None if position is None else self.known[position], expected, matched)
-        earlier = self.results.get(encodable(report.nodeid))
-        if earlier is None:
-            self.results[encodable(report.nodeid)] = found
-        else:
-            self.results[encodable(report.nodeid)] = earlier + found
+        result = Result(tuple(raised), None if position is None else self.known[position], expected, matched)
+        test = encodable(report.nodeid)
+        if test in self.results:  # of another subtest
+            result = self.results[test] + result
+        self.results[test] = result
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
@@ -291,10 +286,7 @@ class KnownFailures:
 
     def pytest_terminal_summary(self, terminalreporter: Any) -> None:
         """Print the changes to the manifest, or its unused entries."""
-        if self.update:
-            lines = self._changes()
-        else:
-            lines = self._unused_lines()
+        lines = self._changes() if self.update else self._unused_lines()
         if lines:
             terminalreporter.section(f"lowprec: {self.shown}")
             for line in lines:
@@ -312,7 +304,7 @@ class KnownFailures:
         lines += [f"? {pattern}" for pattern in change.edit]
         if change.edit:
             lines.append("Patterns are not updated: let them name fewer tests, or add strict = false.")
-        if any(known.reason == NO_REASON for known in change.manifest):
+        if any(entry.reason == NO_REASON for entry in change.manifest):
             lines.append(f"Replace {NO_REASON!r} with the reason.")
         return lines
 
@@ -320,20 +312,20 @@ class KnownFailures:
         if not self.unused:
             return []
         tests = sorted(self.known[position].test for position in self.unused)
-        files = {test.partition("::")[0] for test in tests}
-        written = [file for file in sorted(files) if as_in_ids(file) != file and "*" not in file]
-        return [
-            f"{len(self.unused)} unused {'entry' if len(self.unused) == 1 else 'entries'}: the tests do not exist",
-            *tests,
-            *(f"The path {file} is not as in the ids of pytest: write {as_in_ids(file)}." for file in written),
-            *(["Write the ids that `pytest --collect-only -q` shows."] if any("::" not in t for t in tests) else []),
-            self.how_to_update,
-        ]
+        entries = "entry" if len(self.unused) == 1 else "entries"
+        lines = [f"{len(self.unused)} unused {entries}: the tests do not exist", *tests]
+        # Likely causes: a path or an id as pytest does not write them.
+        for file in sorted({_file(test) for test in tests}):
+            if as_in_ids(file) != file and "*" not in file:
+                lines.append(f"The path {file} is not as in the ids of pytest: write {as_in_ids(file)}.")
+        if any("::" not in test for test in tests):
+            lines.append("Write the ids that `pytest --collect-only -q` shows.")
+        return [*lines, self.how_to_update]
 
 
-def _expected(known: KnownFailure) -> str:
+def _expected(entry: KnownFailure) -> str:
     """``NotImplementedError with a message that matches 'dot'``."""
-    names = " or ".join(known.exceptions)
-    if known.match is None:
+    names = " or ".join(entry.exceptions)
+    if entry.match is None:
         return names
-    return f"{names} with a message that matches {known.match!r}"
+    return f"{names} with a message that matches {entry.match!r}"

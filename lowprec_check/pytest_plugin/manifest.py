@@ -146,26 +146,23 @@ def _check(entry: KnownFailure) -> None:
 
 
 def closest(entries: Iterable[KnownFailure], test: str) -> KnownFailure | None:
-    """The entry of a test, of those that name it: the exact one before patterns, of these the one
-    with the most characters that are no star, and with the same characters the one with the most
-    conditions.
-
-    Raises :class:`UsageError` that names two entries if neither is closer.
+    """The entry of a test: the exact one, else the pattern with the most characters that are no
+    star, of equal ones that with the most conditions; a :class:`UsageError` if two are equally
+    close.
     """
 
     def closeness(entry: KnownFailure) -> tuple[bool, int, int]:
         characters = len(_literal(entry.test) or re.sub(r"\\?\*", "", entry.test))
         return entry.is_exact(test), characters, sum(condition is not None for condition in entry.conditions)
 
-    found = sorted(entries, key=closeness, reverse=True)
-    if len(found) > 1 and closeness(found[0]) == closeness(found[1]):
+    closest_first = sorted(entries, key=closeness, reverse=True)
+    if len(closest_first) > 1 and closeness(closest_first[0]) == closeness(closest_first[1]):
+        two = " and ".join(map(_shown, closest_first[:2]))
         raise UsageError(
-            f"{test} has two entries, and neither is closer: {_shown(found[0])} and {_shown(found[1])}.",
+            f"{test} has two entries, and neither is closer: {two}.",
             "Remove one of them, or add an entry for the test itself.",
         )
-    if found:
-        return found[0]
-    return None
+    return next(iter(closest_first), None)
 
 
 def _shown(entry: KnownFailure) -> str:
@@ -196,16 +193,18 @@ def _literal(test: str) -> str | None:
 @functools.cache
 def _is_installed(torch: str | None, python: str | None) -> bool:
     """Whether the versions are in these ranges; a development version of 2.9 counts as 2.9."""
-    installed = "0"
+    here = [(python, platform.python_version())]
     if torch is not None:
-        installed = importlib.metadata.version("torch")
-    here = ((torch, installed), (python, platform.python_version()))
+        here.append((torch, importlib.metadata.version("torch")))
     return all(SpecifierSet(versions or "").contains(Version(version).base_version) for versions, version in here)
 
 
 # -- The file
 
-HEAD = "# Tests that are known to fail, each with its exception. Updated by pytest --lowprec-update-manifest; fill in the reasons.\n"
+HEAD = (
+    "# Tests that are known to fail, each with its exception. "
+    "Updated by pytest --lowprec-update-manifest; fill in the reasons.\n"
+)
 
 Manifest = list[KnownFailure]
 """Entries in the order of the file."""
@@ -219,22 +218,21 @@ def read(path: Path) -> Manifest:
         raise UsageError(f"The manifest {path} does not exist.", "Create it with --lowprec-update-manifest.") from None
     except OSError as error:
         raise UsageError(f"Cannot read {path}: {error.strerror}.") from None
-    found: set[Any] = set()
+    seen: set[Any] = set()
     for entry in entries:
         try:
             _check(entry)
         except UsageError as error:
             raise UsageError(f"{path}: entry {entry.test!r}: {error.message}", error.hint) from None
-        if (entry.test, entry.conditions) in found:
+        if (entry.test, entry.conditions) in seen:
             raise UsageError(f"{path}: duplicate entry {entry.test!r}.", "Remove one of them.")
-        found.add((entry.test, entry.conditions))
+        seen.add((entry.test, entry.conditions))
     return entries
 
 
 def dump(entries: Iterable[KnownFailure], head: str = HEAD) -> str:
-    """The text of a manifest, sorted by test so that updates of two people merge.
-
-    Optional keys are written only where they are given; the reason always, so that it is filled in.
+    """The text of a manifest, sorted by test so that updates of two people merge. Optional keys
+    only if they are given; the reason always, so that it is filled in.
     """
     tables = [head]
     for entry in sorted(entries, key=lambda entry: (entry.test, [condition or "" for condition in entry.conditions])):
@@ -242,12 +240,10 @@ def dump(entries: Iterable[KnownFailure], head: str = HEAD) -> str:
         for name in entry.__struct_fields__:
             value = getattr(entry, name)
             if value is not None and (name, value) != ("strict", True):
-                given = value
                 if isinstance(value, str):
-                    given = encodable(value)
-                text = json.dumps(given, ensure_ascii=False).replace(
-                    "\x7f", "\\u007f"
-                )  # what else TOML has as JSON has it
+                    value = encodable(value)
+                # But for this character, TOML writes strings, lists and booleans as JSON does.
+                text = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
                 tables.append(f"{name} = {text}\n")
     return "".join(tables)
 
@@ -299,17 +295,15 @@ class Change(NamedTuple):
 
 
 def updated(before: Manifest, results: Mapping[str, Result], missing: Iterable[KnownFailure] = ()) -> Change:
-    """Update ``before`` by the results of the tests that ran; ``missing`` are entries whose tests
-    do not exist.
+    """Update ``before`` by the results of the tests that ran; tests of ``missing`` do not exist.
 
-    Entries of tests that did not run, and that do not apply here, are unchanged. A pattern is
-    unchanged; a test that it names but that raises something else gets an entry of its own. Reasons
-    and other keys are kept, but for a ``match`` that fails.
+    Other entries are unchanged, also patterns: a test that raises something else than its pattern
+    gets its own entry. Reasons and other keys are kept, but for a ``match`` that fails.
     """
     gone, added, changed, edit = [*missing], [], [], []
     after = [entry for entry in before if entry not in gone]
     for test, (raised, entry, expected, matched) in results.items():
-        is_own = entry is not None and entry.is_exact(test)
+        is_own = entry is not None and entry.is_exact(test)  # else a pattern, which is not changed
         if not raised:
             if entry is not None and entry.strict and is_own:
                 gone.append(entry)

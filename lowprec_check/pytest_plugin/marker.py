@@ -52,15 +52,15 @@ def unknown_argument(where: str, name: str, known: Iterable[str]) -> UsageError:
     names = list(known)
     meant = next((other for other in _MEANT.get(name, ()) if other in names), None) or nearest(name, names)
     if meant is None:
-        its = "Its argument is" if len(names) == 1 else "Its arguments are"
-        return UsageError(f"{where} has no argument {name!r}.", f"{its} {choices(names, 'and')}.")
-    about = ""
-    if meant == "tolerance" and name in _MEANT:
-        about = f" {_TOLERANCE}"
-    several = ""
-    if name == f"{meant}s":
-        several = f" {where} takes one {meant}."
-    return UsageError(f"{where} has no argument {name!r}.", f"Did you mean {meant}?{several}{about}")
+        they_are = "Its argument is" if len(names) == 1 else "Its arguments are"
+        hint = f"{they_are} {choices(names, 'and')}."
+    else:
+        hint = f"Did you mean {meant}?"
+        if name == f"{meant}s":
+            hint += f" {where} takes one {meant}."
+        if meant == "tolerance" and name in _MEANT:
+            hint += f" {_TOLERANCE}"
+    return UsageError(f"{where} has no argument {name!r}.", hint)
 
 
 def explained(method: Callable[_P, _T]) -> Callable[_P, _T]:
@@ -117,11 +117,13 @@ def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict
     for name in kwargs:
         if name not in named:
             raise unknown_argument(where, name, named) from None
+    # How to call it: the arguments that it needs, without their types.
     empty = inspect.Parameter.empty
     parameters = [p.replace(annotation=empty) for name, p in signature.parameters.items() if name != "self"]
-    shown = [str(p) for p in parameters if p.default is empty]
-    shown += ["…"] if len(shown) < len(parameters) else []
-    raise UsageError(f"{where}: {text_of(problem)}.", f"Call it as lowprec.{function.__name__}({', '.join(shown)}).")
+    needed = [str(p) for p in parameters if p.default is empty]
+    if len(needed) < len(parameters):
+        needed.append("…")
+    raise UsageError(f"{where}: {text_of(problem)}.", f"Call it as lowprec.{function.__name__}({', '.join(needed)}).")
 
 
 def check_passed_on(function: Any, kwargs: dict[str, Any]) -> None:
@@ -150,11 +152,8 @@ def positive(value: Any, name: str, hint: str) -> float | None:
         return None
     is_number = isinstance(value, numbers.Real) and not isinstance(value, bool)
     if not is_number or not 0 < value < math.inf:
-        if is_number:
-            shown = text_of(value)
-        else:
-            shown = f"{value!r:.100}"
-        raise UsageError(f"{name} {shown} is not a positive number.", hint)
+        written = text_of(value) if is_number else f"{value!r:.100}"
+        raise UsageError(f"{name} {written} is not a positive number.", hint)
     return float(value)
 
 
@@ -173,31 +172,31 @@ def check_callable(function: Any, name: str) -> None:
 
 
 def device_name(value: Any, known: Sequence[str] | None = None) -> str:
-    """The name of a device, also of a ``torch.device``.
-
-    Raises :class:`UsageError` for several, and for one whose type is not ``known`` (by default, to
-    torch).
+    """The name of a device, also of a ``torch.device``. Raises :class:`UsageError` for several, and
+    for one that is not ``known`` (by default, to torch).
     """
     if isinstance(value, (list, tuple, set)):
         raise UsageError("device is one device, not several.", "The marker takes several: one test for each.")
     names = DEVICES.names() if known is None else known
-    found = DEVICES.find(device_type(str(value))) if isinstance(value, str) or type_name(value) == "device" else None
-    if found is None or found.name not in names:
+    kind = None
+    if isinstance(value, str) or type_name(value) == "device":
+        kind = DEVICES.find(device_type(str(value)))
+    if kind is None or kind.name not in names:
         raise UsageError(f"Unknown device {value!r:.100}.", f"Choose from {', '.join(names)}.")
     _, colon, index = str(value).strip().partition(":")
-    if colon and not (index.isascii() and index.isdecimal()):
-        raise UsageError(f"Unknown device {value!r:.100}.", f"Write {found.name}, or {found.name}:0.")
-    return f"{found.name}:{int(index)}" if colon else found.name
+    if not colon:
+        return kind.name
+    if not (index.isascii() and index.isdecimal()):
+        raise UsageError(f"Unknown device {value!r:.100}.", f"Write {kind.name}, or {kind.name}:0.")
+    return f"{kind.name}:{int(index)}"
 
 
 def check_dtype(value: Any, hint: str = "Choose torch.half or torch.bfloat16.") -> None:
     """Raise :class:`UsageError` with ``hint`` unless ``value`` is one dtype, or the name of one."""
     if not isinstance(value, str) and type_name(value) != "dtype":
-        several = isinstance(value, (list, tuple, set))
-        what = "dtype is one dtype, not several."
-        if not several:
-            what = f"dtype is of type {type_name(value)}, not a dtype."
-        raise UsageError(what, hint)
+        if isinstance(value, (list, tuple, set)):
+            raise UsageError("dtype is one dtype, not several.", hint)
+        raise UsageError(f"dtype is of type {type_name(value)}, not a dtype.", hint)
 
 
 # -- The marker ``lowprec``: its arguments, and one test per precision and device
@@ -219,22 +218,20 @@ class Case(NamedTuple):
     @property
     def id(self) -> str:
         """The parameter in the test's id: ``half-cpu``, ``half-inductor-cpu``."""
-        backend = []
-        if self.key.backend != EAGER:
-            backend = [self.key.backend]
-        return "-".join([self.key.precision, *backend, self.key.device])
+        parts = (self.key.precision, self.key.backend, self.key.device)
+        return "-".join(part for part in parts if part != EAGER)
 
     @property
     def same(self) -> RunKey:
         """Equal for cases that run the same, such as ``half-cpu`` and ``half-cpu:0``."""
-        kind, _, index = self.key.device.partition(":")
-        if kind != "cpu" and not index:
-            index = "0"
-            if is_device_available(kind):
+        device, _, index = self.key.device.partition(":")
+        if device != "cpu":
+            if not index and is_device_available(device):
                 from lowprec_check.engine.core.devices import default_index
 
-                index = str(default_index(kind))
-        return RunKey(self.key.precision, self.key.backend, kind if kind == "cpu" else f"{kind}:{index}")
+                index = str(default_index(device))
+            device = f"{device}:{index or 0}"
+        return RunKey(self.key.precision, self.key.backend, device)
 
 
 def is_device_available(device: str) -> bool:
@@ -256,101 +253,99 @@ _OTHER_NAMES = {"precision": "precisions", "devices": "device"}
 
 
 def cases(mark: pytest.Mark) -> list[Case]:
-    """The cases of a marker: its precisions in order, each on its devices in order.
-
-    Raises :class:`UsageError` if an argument is wrong.
-    """
-    given: dict[str, Any] = {"precisions": [v for value in mark.args for v in _several(value)]} if mark.args else {}
+    """The cases of a marker, which must be right: each precision on each device, in their order."""
+    # The arguments by their first names.
+    arguments: dict[str, Any] = {}
+    if mark.args:
+        arguments["precisions"] = [precision for value in mark.args for precision in _several(value)]
     for name, value in mark.kwargs.items():
         first = _OTHER_NAMES.get(name, name)
         if first not in _ARGUMENTS:
             raise unknown_argument("it", name, _ARGUMENTS)
-        if first in given:
+        if first in arguments:
             raise UsageError(f"{first} is given twice.", "Give it once.")
-        given[first] = value
-    given = _ARGUMENTS | given
+        arguments[first] = value
+    arguments = _ARGUMENTS | arguments
+    # What they may be.
     names = low_names()
-    precisions = [PRECISIONS.get(word, names).name for one in _several(given["precisions"]) for word in words_in(one)]
+    words = [word for text in _several(arguments["precisions"]) for word in words_in(text)]
+    precisions = [PRECISIONS.get(word, names).name for word in words]
     if not precisions or not set(precisions) <= set(names):
         problem = "fp32 is the baseline." if precisions else "No precision given."
         raise UsageError(problem, f"Choose from {', '.join(names)}.")
-    devices = [device_name(word) for word in _several(given["device"])]
+    devices = [device_name(word) for word in _several(arguments["device"])]
     if not devices:
         raise UsageError("No device given.", f"Choose from {', '.join(DEVICES.names())}.")
-    if not isinstance(given["backend"], str):
-        raise UsageError(f"backend is {'one backend, not several' if _is_several(given['backend']) else 'no name'}.")
-    backend, tolerance = BACKENDS.get(given["backend"]).name, checked_tolerance(given["tolerance"])
-    found: dict[RunKey, Case] = {}
+    if not isinstance(arguments["backend"], str):
+        problem = "one backend, not several" if _is_several(arguments["backend"]) else "no name"
+        raise UsageError(f"backend is {problem}.")
+    backend, tolerance = BACKENDS.get(arguments["backend"]).name, checked_tolerance(arguments["tolerance"])
+    by_run: dict[RunKey, Case] = {}
     for name in precisions:
         for device in devices:
             case = Case(RunKey(name, backend, device), tolerance)
-            found.setdefault(case.same, case)
-    return list(found.values())
+            by_run.setdefault(case.same, case)
+    return list(by_run.values())
 
 
 def _is_several(value: object) -> bool:
     return isinstance(value, Iterable) and not isinstance(value, str)
 
 
-def _several(given: Any) -> list[Any]:
+def _several(argument: Any) -> list[Any]:
     """The values given: one, several in a sequence, or in a text separated by commas."""
-    if _is_several(given):
-        values = list(given)
-    else:
-        values = [given]
+    values = list(argument) if _is_several(argument) else [argument]
     return [part for value in values for part in (value.split(",") if isinstance(value, str) else [value])]
 
 
 def cases_of(node: pytest.Item) -> list[Case]:
-    """The cases of the markers that are closest to a test: those of the function replace those of
-    its class, and these those of its module.
-
-    The cases of several markers of one function (or class, or module) add up, in the order in which
-    they are written. Raises :class:`UsageError` for a wrong marker, and for a case that two markers
-    name.
+    """The cases of the markers that are closest to a test: function before class before module.
+    Those of several markers of the same add up in order; two markers must not name the same case.
     """
     marks = list(node.iter_markers_with_node("lowprec"))
     closest = [mark for owner, mark in marks if owner is marks[0][0]]
-    found: dict[RunKey, Case] = {}
+    by_run: dict[RunKey, Case] = {}
     for mark in reversed(closest):  # decorators are applied from the bottom up
         for case in cases(mark):
-            if case.same in found:
-                other = found[case.same].id
-                if other == case.id:
-                    named = case.id
-                else:
-                    named = f"{other} and {case.id}, which are the same"
+            other = by_run.setdefault(case.same, case)
+            if other is not case:
+                named = case.id
+                if other.id != case.id:
+                    named = f"{other.id} and {case.id}, which are the same"
                 raise UsageError(f"Two markers name {named}.", "Remove it from one of them.")
-            found[case.same] = case
-    return list(found.values())
+    return list(by_run.values())
 
 
 def parametrize(metafunc: pytest.Metafunc, mark: pytest.Mark) -> None:
     """Run a test once per case of ``mark``; wrong ones are collection errors."""
-    problem, found = None, list[Case]()
+    problem, test_cases = None, list[Case]()
     try:
-        found = cases_of(metafunc.definition)
+        test_cases = cases_of(metafunc.definition)
     except UsageError as error:
         parts = [part[:1].lower() + part[1:].rstrip(".") for part in (error.message, error.hint) if part]
         problem = f"marker {mark.name}: {'; '.join(parts)}"
         problem += "" if problem.endswith("?") else "."
-    given = [names for other in metafunc.definition.iter_markers("parametrize") for names in other.args[:1]]
+    # Two mistakes that pytest would not explain.
+    parametrized = [names for other in metafunc.definition.iter_markers("parametrize") for names in other.args[:1]]
     if problem is None and "lowprec" not in metafunc.fixturenames:
         problem = (
             "the test has the marker lowprec but does not use the fixture, so every precision would run the same code. "
             "Add the argument lowprec, and use lowprec.cast(model)."
         )
-    elif problem is None and "lowprec" in (str(name).strip() for names in given for name in _several(names)):
+    elif problem is None and "lowprec" in (str(name).strip() for names in parametrized for name in _several(names)):
         problem = (
             "the marker lowprec makes the cases of the fixture lowprec, and @pytest.mark.parametrize names it too. "
             f"{ONE_OF_THEM}"
         )
     if problem is not None:  # outside of the handler, so that pytest shows one error
         pytest.fail(f"{metafunc.definition.nodeid}: {problem}", pytrace=False)
-    devices = dict.fromkeys(case.key.device for case in found)
+    # Cases on a device that is not available are skipped; each device is asked once.
+    devices = dict.fromkeys(case.key.device for case in test_cases)
     absent = {device for device in devices if not is_device_available(device)}
     parameters = []
-    for case in found:
-        skipped = pytest.mark.skip(reason=f"device {case.key.device} is not available")
-        parameters.append(pytest.param(case, id=case.id, marks=[skipped] if case.key.device in absent else []))
+    for case in test_cases:
+        marks = []
+        if case.key.device in absent:
+            marks = [pytest.mark.skip(reason=f"device {case.key.device} is not available")]
+        parameters.append(pytest.param(case, id=case.id, marks=marks))
     metafunc.parametrize("lowprec", parameters, indirect=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Literal, NamedTuple
 
@@ -89,53 +88,48 @@ def support_of(asked: str, dtype: Dtype, device: str, *, backward: bool = False)
     if device not in catalogued():
         raise UsageError(f"Unknown device {device!r}.", f"Choose from {', '.join(catalogued())}.")
     modes: tuple[Mode, ...] = ("forward", "backward") if backward else ("forward",)
+    # Measured on the device, if it is here.
     records = _named(asked, device)
     measured = _measured(device, tuple(record.op for record in records))
     if measured is not None:
-        found = {record.op: record for record in measured.records}
-        states = [_state(found[record.op], dtype, mode, device, measured.torch) for record in records for mode in modes]
+        by_op = {record.op: record for record in measured.records}
+        states = [_state(by_op[record.op], dtype, mode, device, measured.torch) for record in records for mode in modes]
         return Support(asked, dtype, device, measured.torch, "measured here", states)
+    # Looked up, for the installed torch or else the newest that the catalog has.
     release: TorchRelease
     if is_declared(device):
         release = declared.load(device, declared.known_release(device, installed_release()))
     else:
         release = at_release(device, installed_release()) or sweep_of(device)
-    cells = [
-        (record.op, release.cell(record.op, dtype, mode))
-        for record in records
-        if release.counts_for(record.op)
-        for mode in modes
-    ]
-    states = [
-        OpState(op, cell.mode, cell.state, cell.passed, cell.samples, cell.failure, cell.fixed_in, cell.not_applicable)
-        for op, cell in cells
-    ]
+    states = []
+    for op in (record.op for record in records if release.counts_for(record.op)):
+        for cell in (release.cell(op, dtype, mode) for mode in modes):
+            counts = cell.passed, cell.samples
+            states.append(OpState(op, cell.mode, cell.state, *counts, cell.failure, cell.fixed_in, cell.not_applicable))
     return Support(asked, dtype, device, release.release, release.basis, states)
 
 
 def _named(asked: str, device: str) -> list[OpRecord]:
     """The operators of exactly that name; if there are none, all that it may refer to."""
-    if history(device):
-        sweep = sweep_of(device)
-    else:
-        sweep = sweep_of("cpu")
-    found, dispatching = search(asked, sweep.records)
+    # A device that was not measured has the operators of the CPU.
+    measured_on = device if history(device) else "cpu"
+    records, dispatching = search(asked, sweep_of(measured_on).records)
     if dispatching and re.match(r"(torch|F|Tensor|nn)\.(?!ops\.)", asked):
-        names = ", ".join(record.op for record in found[:4])
+        names = ", ".join(record.op for record in records[:4])
         raise UsageError(f"{asked} is not measured itself.", f"Operators that dispatch aten::{dispatching}: {names}.")
-    exact = [record for record in found if record.op == bare(asked)]
-    return exact or found
+    exact = [record for record in records if record.op == bare(asked)]
+    return exact or records
 
 
 _not_measurable: dict[str, NotMeasurableError] = {}
-"""By device, why nothing can be measured. Without the extra `catalog`, each try would import torch in vain."""
+"""By device, why nothing can be measured: each try would import torch in vain."""
 
 
 @cache
 def _measured(device: str, ops: tuple[str, ...]) -> BriefSweep | None:
-    """Run the samples of the operators in a worker that is kept for others; ``None`` if that is not possible.
-
-    Raises :class:`UsageError` if the extra `catalog` is missing and the catalog does not have the installed torch.
+    """Run the samples of operators in a worker that is kept; ``None`` if that is not possible. A
+    :class:`UsageError` if neither the extra `catalog` is here nor the installed torch in the
+    catalog.
     """
     from lowprec_check.engine.sweep.kept_sweep import NotMeasurableError, measure_briefly
 
@@ -148,15 +142,13 @@ def _measured(device: str, ops: tuple[str, ...]) -> BriefSweep | None:
         _not_measurable[device] = error
     except (UsageError, RuntimeError, OSError):  # this torch does not describe these operators
         return None
-    if is_declared(device):
-        releases = declared.releases(device)
-    else:
-        releases = tuple(sweep.release for sweep in history(device))
-    if installed_release() in releases:
+    # Nothing can be measured: the answer is what the catalog has of this torch, if it has anything.
+    if installed_release() in (*declared.releases(device), *(sweep.release for sweep in history(device))):
         return None
     why = _not_measurable[device]
     raise UsageError(
-        f"The catalog does not have torch {installed_release()} on {device}, and nothing can be measured: {why.message}",
+        f"The catalog does not have torch {installed_release()} on {device}, "
+        f"and nothing can be measured: {why.message}",
         why.hint,
     )
 
@@ -166,11 +158,10 @@ def _state(record: OpRecord, dtype: Dtype, mode: Mode, device: str, torch: str) 
         return OpState(record.op, mode, None, not_applicable=reason)
     state = record.state(dtype, mode)
     passed, samples = record.count(dtype, mode) or (None, None)
-    failure = None
+    failure = fixed_in = None
     if state in ("some", "none"):
         failure = record.failure(dtype, mode)
-    sweep = next((s for s in history(device) if s.header.torch == torch), None)
-    fixed_in = None
+    sweep = next((sweep for sweep in history(device) if sweep.header.torch == torch), None)
     if sweep and failure:
         fixed_in = fixed_since(sweep, [record.op], dtype, mode)
     return OpState(record.op, mode, state, passed, samples, failure, fixed_in)
@@ -187,20 +178,25 @@ def scan_text(result: ScanResult, exception: ExceptionInfo | None = None, *, in_
     failed = [label(run) for run in low if run.status != "ok"] or [label(run) for run in low]
     torch, device = result.torch.partition("+")[0], result.environment.get("device")
     gaps = sum(len(run.gaps) for run in low)
-    raised = " does not run" if exception is not None else ""  # else it may handle what a missing kernel raises
-    what = " does not pass" if len(low) < len(result.runs) else raised
+    is_scan = len(low) < len(result.runs)  # with a run in fp32; else one call was recorded
+    what = ""
+    if is_scan:
+        what = " does not pass"
+    elif exception is not None:  # without one, the call may handle what a missing kernel raises
+        what = " does not run"
     head = f"{result.model.name}{what} in {', '.join(failed)} on {device}, torch {torch}"
-    found = groups(result.diagnostics)
     blocks: list[Block] = [Say(f"{head}: {counted(gaps, 'gap')}" if gaps else head)]
-    blocks += [runs_table(result)] if len(low) < len(result.runs) else []
-    blocks += [findings_table(found)] if found else []
+    if is_scan:
+        blocks.append(runs_table(result))
+    finding_groups = groups(result.diagnostics)
+    if finding_groups:
+        blocks.append(findings_table(finding_groups))
     if exception is not None:
-        where = ""
-        if exception.source:
-            where = f" at {exception.source}"
+        where = f" at {exception.source}" if exception.source else ""
         which = "also occurs in fp32" if in_fp32 else "does not occur in fp32"
         blocks += [Say(f"The call stopped{where} with an error that {which}:"), Say(exception.text, role="item")]
-    blocks += [Say(f"More: lowprec-check explain {found[0].code}")] if found else []
+    if finding_groups:
+        blocks.append(Say(f"More: lowprec-check explain {finding_groups[0].code}"))
     return layout.text(Document(head, blocks), width=WIDTH).rstrip("\n")
 
 
@@ -212,37 +208,34 @@ _EVIDENCE = {
 }
 
 
-def no_support_text(found: Support) -> str:
+def no_support_text(support: Support) -> str:
     """The operators that do not run in the dtype, with mode, reason and evidence."""
-    evidence = f"{_EVIDENCE[found.evidence]}, torch {found.torch}"
+    evidence = f"{_EVIDENCE[support.evidence]}, torch {support.torch}"
     with layout.screen(WIDTH, color=False) as (console, printed):
-        console.print(f"{found.asked} is not supported in {SHORT[found.dtype]} on {found.device} ({evidence})")
+        console.print(f"{support.asked} is not supported in {SHORT[support.dtype]} on {support.device} ({evidence})")
         console.print()
-        if not found.states:
+        if not support.states:
             console.print(
                 "The catalog has no data for it on this device. docs/catalog.md shows how to measure it there."
             )
-        for state in found.failing:
-            samples = ""
-            if state.samples:
-                samples = f", {state.passed} of {state.samples} samples"
-            no_backward = state.state is None and state.mode == "backward"
-            what = f"{'no backward' if no_backward else _WORDS[state.state]}{samples}"
+        for state in support.failing:
             if state.not_applicable:
-                what = f"the dtype does not apply: {state.not_applicable}"
+                console.print(f"{state.op}  {state.mode}: the dtype does not apply: {state.not_applicable}")
+                continue
+            what = _WORDS[state.state]
+            if state.state is None and state.mode == "backward":
+                what = "no backward"
+            if state.samples:
+                what += f", {state.passed} of {state.samples} samples"
             console.print(f"{state.op}  {state.mode}: {what}")
-            for detail in _details(state) if not state.not_applicable else ():
+            # How it fails, and what to do.
+            details, failure = [], state.failure
+            if failure is not None:
+                kind = f"{failure.kind} in {failure.at}" if failure.at else failure.kind
+                details.append(f"{kind}: {shorten(failure.message)}{in_samples(failure.condition)}")
+            if state.state in ("some", "none"):
+                since = f"; supported since torch {state.fixed_in}" if state.fixed_in else ""
+                details.append(f"→ {WITHOUT_KERNEL}{since}")
+            for detail in details:
                 console.print(Padding(Text(detail), (0, 0, 0, 6)))
     return printed.text.rstrip("\n")
-
-
-def _details(state: OpState) -> Iterator[str]:
-    """How an operator fails, and what to do."""
-    failure = state.failure
-    if failure is not None:
-        at = ""
-        if failure.at:
-            at = f" in {failure.at}"
-        yield f"{failure.kind}{at}: {shorten(failure.message)}{in_samples(failure.condition)}"
-    if state.state in ("some", "none"):
-        yield f"→ {WITHOUT_KERNEL}" + (f"; supported since torch {state.fixed_in}" if state.fixed_in else "")

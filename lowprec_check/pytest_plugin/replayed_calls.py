@@ -49,15 +49,15 @@ class ReplayAnswer(Struct, frozen=True, kw_only=True):
     """Why it was not tried in the dtype."""
 
 
-_DECODER = msgspec.json.Decoder(
-    ReplayAnswer
-)  # made at import: later, a test run inside a test may have removed this module
+# Made at import: later, a test run inside a test may have removed this module.
+_DECODER = msgspec.json.Decoder(ReplayAnswer)
 
 Answers = dict[tuple[str, Dtype], ReplayAnswer]
 
-# -- Ops that the catalog does not know are tried: one call of the tests is made again in the dtype, in a process of its own
+# -- One call of the tests is made again in the dtype, in a process of its own
 #
-# While tests run, ``fixture/kept_calls.py`` keeps a call of each such op; ``fixture/cast_replay.py`` makes it again.
+# While tests run, ``fixture/kept_calls.py`` keeps a call of each op that the catalog does not know;
+# ``fixture/cast_replay.py`` makes it again.
 
 _KEPT = "lowprec_kept_calls"
 _TRIED = "one call of these tests, tried here,"
@@ -115,7 +115,8 @@ class KeptCalls:
         """At the end of the session: a worker of pytest-xdist sends what it has kept."""
         self._add(self.keeper.calls if self.keeper else {})
         if is_worker(self.config):
-            self.config.workeroutput[_KEPT] = {op: (*call,) for op, call in self.calls.items()}  # type: ignore[attr-defined]
+            sent = {op: (*call,) for op, call in self.calls.items()}
+            self.config.workeroutput[_KEPT] = sent  # type: ignore[attr-defined]
 
     # -- in the process that collects results
 
@@ -126,12 +127,12 @@ class KeptCalls:
 
     def _add(self, calls: Mapping[str, tuple[int, bytes | None, str | None]]) -> None:
         for op, call in calls.items():
-            self.calls[op] = min(self.calls.get(op, KeptCall(*call)), KeptCall(*call), key=lambda its: its.rank)
+            self.calls[op] = min(self.calls.get(op, KeptCall(*call)), KeptCall(*call), key=lambda call: call.rank)
 
-    def try_all(self, found: Iterable[tuple[str, Dtype, AtenSupport]]) -> None:
+    def try_all(self, supports: Iterable[tuple[str, Dtype, AtenSupport]]) -> None:
         """Try each op, in each dtype, of which a call can say more than the catalog."""
         tasks = []
-        for op, dtype in sorted({(op, dtype) for op, dtype, support in found if _can_learn(support)}):
+        for op, dtype in sorted({(op, dtype) for op, dtype, support in supports if _can_learn(support)}):
             _, data, why_not = self.calls.get(op, KeptCall(0))
             if data is not None:
                 tasks.append(ReplayTask(op=op, dtype=dtype, device=self.catalogs[0].device, call=data))
@@ -209,12 +210,9 @@ def replay_calls(tasks: Iterable[ReplayTask], folder: Path) -> Answers:
                 break
             else:
                 raised = Raised.of_end(event.exit_code, f"no result within {CALL_SECONDS:.0f} s")
-                in_dtype = event.position is not None and event.position.module == task.dtype
-                why_not = f"the call does not run again as it was: {raised.message}"
-                if in_dtype:
+                answer = ReplayAnswer(why_not=f"the call does not run again as it was: {raised.message}")
+                if event.position is not None and event.position.module == task.dtype:
                     answer = ReplayAnswer(tried=True, raised=raised)
-                else:
-                    answer = ReplayAnswer(why_not=why_not)
                 answers[task.op, task.dtype] = answer
             if len(answers) == total or is_late:
                 break

@@ -21,9 +21,9 @@ def option_value(config: pytest.Config, name: str) -> Any:
 
 def option_path(config: pytest.Config, name: str) -> Path | None:
     """A path: in an option relative to pytest's start directory, in an ini key to the file."""
-    given = config.getoption(f"lowprec_{name}")
-    if given:
-        return config.invocation_params.dir / str(given)
+    from_option = config.getoption(f"lowprec_{name}")
+    if from_option:
+        return config.invocation_params.dir / str(from_option)
     from_ini = config.getini(f"lowprec_{name}")
     if from_ini:
         return (config.inipath.parent if config.inipath else config.rootpath) / str(from_ini)
@@ -32,11 +32,9 @@ def option_path(config: pytest.Config, name: str) -> Path | None:
 
 def wrong_option(config: pytest.Config, name: str, problem: object) -> pytest.UsageError:
     """The error about a value, which names the option or the ini key that it comes from."""
-    given = config.getoption(f"lowprec_{name}")
-    if given:
+    where = f"lowprec_{name} in {config.inipath}"
+    if config.getoption(f"lowprec_{name}"):
         where = f"--lowprec-{name.replace('_', '-')}"
-    else:
-        where = f"lowprec_{name} in {config.inipath}"
     return pytest.UsageError(visible_text(f"{where}: {problem}"))
 
 
@@ -55,19 +53,15 @@ def is_worker(config: pytest.Config) -> bool:
 
 # -- Tracebacks of failures without the frames of this package, in every style of traceback
 #
-# Under coverage a dispatch mode and hooks written in Python are on the stack of every operator, and so in the traceback of one that
-# raises.
+# Under coverage a dispatch mode and hooks written in Python are on the stack of every operator, and
+# so in the traceback of one that raises.
 
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _NAME = "lowprec-frames"
 _CALL_OF_OP = os.path.join("torch", "_ops.py")
 _CALL_OF_HOOK = "_multicall"
 """The function of pluggy that calls a hook which wraps others."""
-_RUN_OPS = (
-    os.path.join("fixture", "watch.py"),
-    os.path.join("core", "dispatch_mode.py"),
-    os.path.join("core", "op_kernels.py"),
-)
+_RUN_OPS = tuple(map(os.path.normpath, ("fixture/watch.py", "core/dispatch_mode.py", "core/op_kernels.py")))
 """What is raised in them is raised by an op."""
 
 
@@ -85,23 +79,23 @@ class OwnFrames:
         self, item: pytest.Item, call: pytest.CallInfo[None]
     ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
         """Remove them from the exception of the test, and from those that ``unittest`` keeps."""
-        for found in (call.excinfo, *(getattr(item, "_excinfo", None) or ())):
-            if found is not None and without_own_frames(found.value):
-                found.traceback = type(found.traceback)(found.tb)  # it was built from all frames
+        for info in (call.excinfo, *(getattr(item, "_excinfo", None) or ())):
+            if info is not None and without_own_frames(info.value):
+                info.traceback = type(info.traceback)(info.tb)  # it was built from all frames
         return (yield)
 
 
 def without_own_frames(error: BaseException) -> bool:
     """Remove the frames from an exception and its causes; whether there were any."""
-    seen: dict[int, BaseException] = {}
-    left: list[BaseException | None] = [error]
-    while left:
-        each = left.pop()
-        if each is not None and id(each) not in seen:
-            seen[id(each)] = each
-            left += [each.__cause__, each.__context__, *getattr(each, "exceptions", ()), *_of_doctest(each)]
-    cut = [_cut(each) for each in seen.values()]
-    return any(cut)
+    errors: dict[int, BaseException] = {}
+    waiting: list[BaseException | None] = [error]
+    while waiting:
+        cause = waiting.pop()
+        if cause is not None and id(cause) not in errors:
+            errors[id(cause)] = cause
+            waiting += [cause.__cause__, cause.__context__, *getattr(cause, "exceptions", ()), *_of_doctest(cause)]
+    are_cut = [_cut(cause) for cause in errors.values()]
+    return any(are_cut)
 
 
 def _of_doctest(error: BaseException) -> Iterator[BaseException]:
@@ -119,34 +113,33 @@ def _cut(error: BaseException) -> bool:
     while frame is not None:
         frames.append(frame)
         frame = frame.tb_next
-    own = _are_own([each.tb_frame.f_code for each in frames])
-    raised_in = ""
-    if frames:
-        raised_in = frames[-1].tb_frame.f_code.co_filename
+    own = _are_own([frame.tb_frame.f_code for frame in frames])
+    # An error that this package raises, but neither for the user nor from an op, is a bug of ours.
+    raised_in = frames[-1].tb_frame.f_code.co_filename if frames else ""
     of_user = isinstance(error, (AssertionError, UsageError)) or raised_in.endswith((*_RUN_OPS, _CALL_OF_OP))
     if own[-1:] == [True] and not of_user:
         return False
-    kept = [each for each, is_own in zip(frames, own, strict=True) if not is_own]
-    if len(kept) == len(frames) or not kept:
+    # The frames that stay are linked to each other.
+    foreign = [frame for frame, is_own in zip(frames, own, strict=True) if not is_own]
+    if len(foreign) == len(frames) or not foreign:
         return False
-    for each, following in zip(kept, [*kept[1:], None], strict=True):
-        each.tb_next = following
-    error.__traceback__ = kept[0]
+    for frame, following in zip(foreign, [*foreign[1:], None], strict=True):
+        frame.tb_next = following
+    error.__traceback__ = foreign[0]
     return True
 
 
 def _are_own(codes: list[CodeType]) -> list[bool]:
     """For each frame, whether it is of this package, or a call that only one of these makes.
-
-    ``dispatch`` gives a higher-order op to a mode, or to its kernel: a mode of this package lets
-    the same function do it again.
+    ``dispatch`` gives a higher-order op to a mode, which lets the function do it again, or to its
+    kernel.
     """
-    found: list[bool] = []
+    are_own: list[bool] = []
     for code, following in zip(codes, [*codes[1:], None], strict=True):
         of_op = code.co_filename.endswith(_CALL_OF_OP)
         if of_op and code.co_name == "dispatch":
-            found.append(following is not None and following.co_filename.startswith(_PACKAGE))
+            are_own.append(following is not None and following.co_filename.startswith(_PACKAGE))
         else:
-            called = found[-1:] == [True] and (of_op or code.co_name == _CALL_OF_HOOK)
-            found.append(called or code.co_filename.startswith(_PACKAGE))
-    return found
+            called = are_own[-1:] == [True] and (of_op or code.co_name == _CALL_OF_HOOK)
+            are_own.append(called or code.co_filename.startswith(_PACKAGE))
+    return are_own

@@ -85,12 +85,9 @@ SIZES = (POWERS, *COUNTS)
 
 
 def condition(passed: Sequence[Features], failed: Sequence[Features]) -> str | None:
-    """A property that all failing samples have and no passing sample has, or vice versa; ``None``
-    if there is none.
-
-    Single properties are tried before pairs, flags before other arguments, arguments before sizes
-    (the order of the features), because ``training`` selects a kernel more often than ``lower=0.0``
-    does.
+    """A property that all failing samples have and no passing one, or vice versa, if there is one.
+    Single properties are tried before pairs, flags before other arguments (``training`` selects a
+    kernel more often than ``lower=0.0``), these before sizes, in the order of the features.
     """
     if not passed or not failed:
         return None

@@ -1,9 +1,6 @@
-"""Measures operators in worker processes, which may crash, by messages; :func:`measure_briefly`
-keeps one as long as this process lives.
-
-A worker measures one operator at a time. If it dies, or one call takes too long, its breadcrumb
-names the cell (dtype and mode) it was in. That cell is recorded as lost, a new worker starts, and
-the operator is measured again without the cell.
+"""Measures operators in worker processes, by messages; :func:`measure_briefly` keeps one. If a
+worker dies, or a call takes too long, its breadcrumb names the cell (dtype and mode): it is
+recorded as lost, and a new worker measures the operator again without it.
 """
 
 from __future__ import annotations
@@ -135,11 +132,9 @@ class OperatorSweep:
         """The number of operators that it measures."""
 
     def measure(self, only: Sequence[str] | None, jobs: int = 1) -> list[Answer]:
-        """Run until every operator (or those named in ``only``) is measured or given up; the
-        answers are sorted by operator.
-
-        Workers are kept for the next call. Raises :class:`NotMeasurableError`, or
-        :class:`UsageError` if an operator is unknown.
+        """Measure all operators or those in ``only``; the answers are sorted. Workers are kept for
+        the next call. Raises :class:`NotMeasurableError`, or :class:`UsageError` for an unknown
+        operator.
         """
         self.answers, self.total = {}, 0
         self.queue.waiting.clear()
@@ -221,10 +216,8 @@ _kept: dict[_Key, OperatorSweep] = {}
 def measure_briefly(
     device: str, ops: list[str], *, worker: str = WORKER, call_seconds: float = CALL_SECONDS
 ) -> BriefSweep:
-    """Find out what runs of the samples of operators: no errors, no times, nothing under autocast.
-
-    The first call starts the worker, which imports torch and its description of operators; a worker
-    that crashes is replaced. Raises the errors of :meth:`OperatorSweep.measure`.
+    """What runs of the samples of operators, without errors, times and autocast. The worker,
+    started by the first call, is kept. Raises the errors of :meth:`OperatorSweep.measure`.
     """
     with _sweeping:
         key = os.getpid(), device, worker

@@ -1,8 +1,6 @@
-"""The worker process of a sweep: reads names of operators from stdin, measures them, writes results
-to stdout, one per line.
-
-Before every call the breadcrumb is updated, so that a crash can be located. Runs with torch 2.1 and
-later, and needs msgspec only.
+"""The worker of a sweep: an operator per line of stdin, its results per line of stdout. The
+breadcrumb is updated before every call, so that a crash can be located. Needs torch 2.1 and
+msgspec.
 """
 
 from __future__ import annotations
@@ -36,11 +34,8 @@ from lowprec_check.process.breadcrumb import Breadcrumb
 
 
 class OperatorMeasurement:
-    """One operator. ``enter(cell, detail)`` is called before each step, so that a crash can be
-    located.
-
-    ``bound`` is the maximum number of samples, not counting larger ones. ``lost`` maps the cells in
-    which an earlier process died or hung to the failure.
+    """One operator with at most ``bound`` samples and larger ones; ``enter(cell, detail)`` is
+    called before each step. ``lost`` are cells in which an earlier process died or hung.
     """
 
     def __init__(

@@ -1,7 +1,5 @@
-"""The operators that torch describes, and samples of their arguments: those of OpInfo, and larger
-ones made from them.
-
-OpInfo is a private part of torch that changes between versions. Only this module uses it.
+"""The operators that torch describes, and samples of their arguments, some of them enlarged. OpInfo
+is a private part of torch that changes between versions; only this module uses it.
 """
 
 from __future__ import annotations
@@ -125,10 +123,8 @@ def seed_all(name: str) -> None:
 
 
 def samples_of(operator: Any, device: str, bound: int) -> list[Sample]:
-    """At most ``bound`` samples, evenly chosen, in fp32 if OpInfo supports it.
-
-    Samples that are sparse, empty, or so large that a software half kernel takes seconds are
-    omitted, unless all are. Exceptions of OpInfo are not caught.
+    """At most ``bound`` samples, evenly chosen, in fp32 if OpInfo supports it. Those that are
+    sparse, empty or too large are omitted, unless all are. Exceptions of OpInfo are not caught.
     """
     claimed = operator.supported_dtypes(device)
     dtype = next((dtype for dtype in _WANTED if dtype in claimed), torch.float32)
@@ -146,11 +142,9 @@ def samples_of(operator: Any, device: str, bound: int) -> list[Sample]:
 
 
 def larger(samples: list[Sample], run: Callable[[Sample], int | None]) -> list[Sample]:
-    """Enlarged copies of the samples: with sizes multiplied, and with sizes that are powers of two.
-
-    One sample is tried for each choice of arguments, the largest first. ``run`` returns the number
-    of elements of the output, ``None`` if the operator fails. The factor is doubled as long as the
-    operator succeeds and its inputs and outputs stay below :data:`MAX_ELEMENTS`.
+    """Enlarged copies of the samples: sizes multiplied, or powers of two; the largest for each
+    choice of arguments. The factor is doubled while ``run``, the number of elements of the output,
+    succeeds and all stay below :data:`MAX_ELEMENTS`.
     """
     distinct: dict[str, Sample] = {}
     for sample in sorted(samples, key=_elements, reverse=True):
