@@ -23,19 +23,16 @@ class CompletedTests:
 
     def __init__(self, config: pytest.Config) -> None:
         self.config = config
+        # Tests that were collected, also those that were deselected afterwards, and those to run.
         self._collected: set[str] = set()
-        """Also those that were deselected afterwards."""
-        self._files: set[str] = set()
-        """Files, and other nodes, that were collected."""
-        self._not_collected: set[str] = set()
-        """Files that were skipped, or could not be collected."""
         self._selected: dict[str, None] = {}
+        # Files and other nodes that were collected; files that were skipped, or could not be.
+        self._files: set[str] = set()
+        self._not_collected: set[str] = set()
+        # By test: phases that passed, why it is not complete or was skipped, shared fixtures.
         self._passed: defaultdict[str, set[str]] = defaultdict(set)
-        """By test, the phases that passed."""
         self._why: dict[str, str] = {}
-        """By test, why it is not complete, or that it was skipped."""
         self._uses: defaultdict[str, set[str]] = defaultdict(set)
-        """By test, the ids of the fixtures that it shares."""
         self._torn_down: set[str] = set()
 
     # -- in processes that collect tests

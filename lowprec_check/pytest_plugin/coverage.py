@@ -57,35 +57,32 @@ class CoverageRecorder:
 
     def __init__(self, config: pytest.Config, asked: CoverageOptions) -> None:
         self.config, self.columns, self.report, self.how, self.gate = config, *asked
+        # The folder that lines are relative to: on GitHub the checkout, for annotations.
         self.root = config.rootpath
-        """The folder that lines are relative to: on GitHub the checkout, for annotations."""
         checkout = os.environ.get("GITHUB_WORKSPACE")
         if checkout and self.root.is_relative_to(os.path.realpath(checkout)):
             self.root = Path(os.path.realpath(checkout))
-        self.places: dict[str, tuple[str, int]] = {}
-        """By test, where it is defined: the path, relative to pytest's root, and the line."""
-        self.ran: set[str] = set()
-        """Tests that were not skipped."""
-        self.ops: defaultdict[str, Ops] = defaultdict(dict)
-        """By test, or by the id of a shared fixture."""
-        self.fixtures: defaultdict[str, set[str]] = defaultdict(set)
-        """By test, the ids of the shared fixtures that it uses."""
-        self.policies: dict[str, AutocastDtype] = {}
-        self.found: Coverage | None = None
-        self.stopped_early = False
-        self.not_written: str | None = None
-        """Why the report was not written."""
-        self.kept_tests = 0
-        """The number of tests in the report whose operators are those of an earlier run."""
-        self.no_summary: str | None = None
-        """Why the summary of GitHub's step was not written."""
-        self.kept = KeptCalls(config, [column.catalog for column in self.columns])
-        self.completed = CompletedTests(config)
+        # In processes that run tests, with the report that was made last.
         self._watch: Watch | None = None
         self._shared: SharedFixtures | None = None
         self._last: pytest.TestReport | None = None
-        """The report that was made last."""
+        # By test: the path, relative to pytest's root, and the line of its definition.
+        self.places: dict[str, tuple[str, int]] = {}
+        # Tests that were not skipped; ops by test or by the id of a shared fixture; these by test.
+        self.ran: set[str] = set()
+        self.ops: defaultdict[str, Ops] = defaultdict(dict)
+        self.fixtures: defaultdict[str, set[str]] = defaultdict(set)
+        self.policies: dict[str, AutocastDtype] = {}
+        self.kept = KeptCalls(config, [column.catalog for column in self.columns])
+        self.completed = CompletedTests(config)
         self.junit = JunitProperties(config)
+        # The result; why the report and the summary of GitHub's step were not written; tests in the
+        # report whose operators are those of an earlier run.
+        self.found: Coverage | None = None
+        self.stopped_early = False
+        self.not_written: str | None = None
+        self.no_summary: str | None = None
+        self.kept_tests = 0
 
     # -- in processes that run tests
 
@@ -165,7 +162,7 @@ class CoverageRecorder:
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> Generator[None, object, object]:
-        """Collect the operators of each test; pytest keeps the reports until the end, without them."""
+        """Collect the operators of each test; pytest keeps the reports, without them."""
         test = encodable(report.nodeid)
         path, line, _ = report.location
         self.places[test] = path, (line or 0) + 1

@@ -266,7 +266,7 @@ def _columns(names: list[str], device: str) -> list[CoverageColumn]:
 
 
 def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | None) -> CoverageGate:
-    """The gate, with the baseline, which is read now, since the report of this run may replace it."""
+    """The gate, with its baseline: it is read now, since the report of the run may replace it."""
     fail_on, path = _one_of(config, "fail_on", FAIL_ON), option_path(config, "baseline")
     device, is_json = columns[0].catalog.device, report is not None and report.suffix == ".json"
     if path is None:
@@ -346,8 +346,8 @@ class JunitProperties:
 
     def __init__(self, config: pytest.Config) -> None:
         self._config = config
+        # By test: several if it was repeated, or if both the test and its teardown failed.
         self._cases: defaultdict[str, list[Any]] = defaultdict(list)
-        """By test. It has several if it was repeated, and if both the test and its teardown failed."""
 
     @functools.cached_property
     def _xml(self) -> Any:
@@ -368,7 +368,7 @@ class JunitProperties:
             self._cases[test] += cases[before:]
 
     def add(self, coverage: Coverage, gate: CoverageGate) -> None:
-        """Add the counts of each precision to the suite, and to each test the operators that fail."""
+        """Add the counts of each precision to the suite, and failing operators to each test."""
         if self._xml is None:
             return
         counts: dict[str, object] = {"lowprec_device": coverage.device, "lowprec_torch": coverage.torch}

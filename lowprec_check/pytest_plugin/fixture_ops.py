@@ -1,4 +1,4 @@
-"""The operators of fixtures that several tests share: those of a class, module, package or session."""
+"""The operators of fixtures that tests share: those of a class, module, package or session."""
 
 from __future__ import annotations
 
@@ -33,19 +33,15 @@ class SharedFixtures:
     def __init__(self, take: Callable[[], Mapping[str, Recorded]], prefix: str) -> None:
         """``take`` returns what was recorded since; ``prefix`` is unique to this process."""
         self._take, self._prefix = take, prefix
+        # Ids of fixtures that are set up, and of those that each asked for while it was set up.
         self._ids: dict[Any, str] = {}
-        """Of fixtures that are set up."""
         self._uses: dict[str, set[str]] = {}
-        """Ids of the fixtures that a fixture asked for while it was set up."""
         self._setting_up: list[str] = []
+        # Since the last report: fixtures set up (also if that failed) and torn down, and the ops.
         self._set_up: set[str] = set()
-        """Ids of the fixtures that were set up since the last report, also if that failed."""
-        self._of_fixtures: dict[str, Ops] = {}
-        """Of fixtures, since the last report."""
-        self._own: Ops = {}
-        """Of the test, since the last report."""
         self._torn_down: list[str] = []
-        """Ids of the fixtures that were torn down since the last report."""
+        self._of_fixtures: dict[str, Ops] = {}
+        self._own: Ops = {}
 
     def _assign(self, owner: str | None) -> None:
         """Assign what was recorded until now to a fixture, or to the test."""

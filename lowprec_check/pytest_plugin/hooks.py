@@ -41,8 +41,8 @@ _OPTIONS = {
     ),
     "fail_on": (
         "WHEN",
-        "With --lowprec-coverage, fail a run whose tests pass if operators do not run in the precision: gaps, any; new, "
-        "those that are not in --lowprec-baseline; never. Default: never.",
+        "With --lowprec-coverage, fail a run whose tests pass if operators do not run in the precision: gaps, any; "
+        "new, those that are not in --lowprec-baseline; never. Default: never.",
         "",
     ),
     "baseline": (
@@ -74,7 +74,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-# -- Hooks. They import neither torch nor other modules of this package until a test or an option needs them
+# -- Hooks. They import torch and this package only when a test or an option needs them
 
 _MARKER = """lowprec(*precisions, device="cpu", backend="eager", tolerance=None): run the test once per precision \
 ({precisions}); use lowprec.cast(model), lowprec.autocast() and lowprec.allclose(y, reference) in it. device: where to \

@@ -33,10 +33,9 @@ class EntryOfTest:
                 self._patterns.append(entry)
             else:
                 self._exact.setdefault(entry.test, []).append(entry)
+        # By test, its entry, or why none can be chosen.
         self.found: dict[str, KnownFailure] = {}
-        """The entry of each test that has one."""
         self.problems: dict[str, str] = {}
-        """By test."""
 
     def find(self, items: Sequence[pytest.Item]) -> None:
         """Find the entry of each test; one with two entries that are equally close is a problem."""
@@ -136,14 +135,14 @@ class KnownFailures:
         command = f"pytest --lowprec-manifest {self.shown} --lowprec-update-manifest"
         self.how_to_update = f"To update the manifest, run: {command}"
         self.entries = EntryOfTest(known)
-        self.results: dict[str, Result] = {}
+        self.unused: list[int] = []  # positions in the manifest
+        # In a process that runs tests: by test that raised, whether anything was unexpected.
         self.unexpected: dict[str, bool] = {}
-        """By test that raised, in this process: whether anything was unexpected."""
-        self.unused: list[int] = []
-        """Positions in the manifest."""
+        self._in_phase = False
+        # In the process that collects results.
+        self.results: dict[str, Result] = {}
         self.change: manifest.Change | None = None
         self.failed_to_write: str | None = None
-        self._in_phase = False
 
     # -- in processes that run tests
 

@@ -28,7 +28,7 @@ from lowprec_check.errors import UsageError, encodable, message_of
 from lowprec_check.schema.axes import DEVICES
 from lowprec_check.schema.base import StrictStruct
 
-# -- One entry of a manifest: the tests that it names, where it applies, and the failures that it expects
+# -- One entry: the tests that it names, where it applies, and the failures that it expects
 
 NO_REASON = "no reason given"
 _CONDITIONS = ("torch", "device", "python", "platform")

@@ -18,7 +18,7 @@ from lowprec_check.schema.precisions import PRECISIONS, low_names
 from lowprec_check.schema.registry import choices, nearest, words_in
 from lowprec_check.schema.run_key import EAGER, RunKey
 
-# -- Wrong arguments of the marker and of the fixture's methods, each with a sentence that names the right one
+# -- Wrong arguments of the marker and of the fixture's methods: errors name the right one
 
 __tracebackhide__ = True
 """pytest shows a failure at the line of the test."""
@@ -101,7 +101,7 @@ def _in_words_of(method: Callable[..., Any], error: UsageError) -> UsageError:
 
 
 def check_call(function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise :class:`UsageError` unless a method of the fixture can be called with these arguments."""
+    """Raise :class:`UsageError` unless a method can be called with these arguments."""
     signature = inspect.signature(function)
     try:
         signature.bind(*args, **kwargs)
@@ -158,13 +158,13 @@ def positive(value: Any, name: str, hint: str) -> float | None:
 
 
 def check_flag(value: Any, name: str, *allowed: None) -> None:
-    """Raise :class:`UsageError` unless ``value`` is a boolean, or one that is ``allowed`` as well."""
+    """Raise :class:`UsageError` unless ``value`` is a boolean, or ``allowed`` as well."""
     if not isinstance(value, bool) and value not in allowed:
         raise UsageError(f"{name} {value!r:.100} is not a boolean.", f"Write {name}=True or {name}=False.")
 
 
 def check_callable(function: Any, name: str) -> None:
-    """Raise :class:`UsageError` unless ``function`` can be called; ``None`` is no function given."""
+    """Raise :class:`UsageError` unless ``function`` can be called, or is ``None``."""
     if function is not None and not callable(function):
         raise UsageError(
             f"{name} is of type {type_name(function)}, which cannot be called.", f"Pass a function as {name}."

@@ -41,7 +41,7 @@ from lowprec_check.schema.verdict import ExceptionInfo
 if TYPE_CHECKING:
     from lowprec_check.engine.sweep.kept_sweep import BriefSweep, NotMeasurableError
 
-# -- Whether an operator runs in a dtype: measured if the device is available, else looked up in the catalog
+# -- Whether an operator runs in a dtype: measured if that is possible, else looked up
 
 Evidence = Literal["measured here", "measured", "declared"]
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from lowprec_check.pytest_plugin.fixture.kept_calls import CallKeeper
 
 
-# -- The messages between the plugin and the process that makes kept calls again, one JSON object per line
+# -- The messages to and from the process that makes kept calls again, one JSON object per line
 
 
 class ReplayTask(Struct, frozen=True, kw_only=True):
@@ -83,13 +83,13 @@ class KeptCalls:
 
     def __init__(self, config: pytest.Config, catalogs: Iterable[AtenCatalog]) -> None:
         self.config, self.catalogs = config, list(catalogs)
-        self.calls: dict[str, KeptCall] = {}
-        """By op, the call with the lowest rank."""
-        self.answers: Answers = {}
+        # In processes that run tests.
+        self.keeper: CallKeeper | None = None
         self._positions: dict[str, int] = {}
         self._position = 0
-        self.keeper: CallKeeper | None = None
-        """Set in processes that run tests."""
+        # By op, the call with the lowest rank, and how it went.
+        self.calls: dict[str, KeptCall] = {}
+        self.answers: Answers = {}
 
     # -- in processes that run tests
 

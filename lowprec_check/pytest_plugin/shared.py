@@ -39,7 +39,7 @@ def wrong_option(config: pytest.Config, name: str, problem: object) -> pytest.Us
 
 
 def shown_path(config: pytest.Config, path: Path) -> str:
-    """A path as messages show it: relative to the directory pytest was started in, if it is below."""
+    """A path as messages show it: relative to pytest's start directory, if it is below."""
     folder = config.invocation_params.dir
     if path.is_relative_to(folder):
         return path.relative_to(folder).as_posix()
