@@ -70,7 +70,7 @@ def lookup(
         device: default: all in the catalog.
         dtype: default: half and bfloat16.
         torch: a release; default: the newest of each device.
-        installed: a release whose support comes before that of the newest ones; may be missing in the catalog.
+        installed: a release that comes before the newest ones; may be missing in the catalog.
 
     Raises:
         UsageError: there is no such operator, or no data for the version.
@@ -81,17 +81,20 @@ def lookup(
     low = None
     if dtype is not None:
         low = dtype_of(dtype)
+    # The operators, by name in a sweep: declarations have aten ops only.
     chosen = _releases(kind, torch)
     sweeps = [release for release in chosen if isinstance(release, Sweep)]
     if not sweeps:
         _release(kind or "cpu", torch)  # raises an error that lists the known versions, if there is none
     found = search(query, (sweeps or [sweep_of("cpu", torch)])[0].records)
+    # Where else there is data, if the requested version has none.
     elsewhere: dict[str, list[str]] = {}
     if torch and kind is None:
-        known = {name: [sweep.version for sweep in history(name)] for name in catalogued("measured")}
-        known |= {name: [*declared.releases(name)] for name in catalogued("declared")}
+        versions_on = {name: [sweep.version for sweep in history(name)] for name in catalogued("measured")}
+        versions_on |= {name: [*declared.releases(name)] for name in catalogued("declared")}
         covered = {release.device for release in chosen}
-        elsewhere = {name: versions for name, versions in known.items() if versions and name not in covered}
+        elsewhere = {name: versions for name, versions in versions_on.items() if versions and name not in covered}
+    # The installed release comes first.
     here = []
     if installed and not torch:
         here = _releases(kind, installed, extensions=False)
@@ -119,28 +122,22 @@ def lookup(
 
 def _releases(device: str | None, torch: str | None, *, extensions: bool = True) -> list[TorchRelease]:
     """What the catalog has of a version of torch, by default the newest: sweeps come first."""
-    found: list[TorchRelease] = []
+    wanted = release_of(torch) if torch else None
+    is_extended = torch is not None and has_extension(torch)
+    releases: list[TorchRelease] = []
     for name in [device] if device else catalogued("measured"):
         plain = history(name)
-        if torch:
-            release = release_of(torch)
-        elif plain:
-            release = plain[-1].release
-        else:
-            release = None
-        among = () if torch and has_extension(torch) else plain
-        found += [sweep for sweep in among + (with_extension(name) if extensions else ()) if sweep.release == release]
+        release = wanted or next((sweep.release for sweep in reversed(plain)), None)
+        among = () if is_extended else plain
+        if extensions:
+            among += with_extension(name)
+        releases += [sweep for sweep in among if sweep.release == release]
     for name in catalogued("declared"):
-        known = declared.releases(name)
-        if torch:
-            release = release_of(torch)
-        elif known:
-            release = known[-1]
-        else:
-            release = None
-        if device in (None, name) and release in known and not (torch and has_extension(torch)):
-            found.append(declared.load(name, release))
-    return found
+        declared_releases = declared.releases(name)
+        release = wanted or next(reversed(declared_releases), None)
+        if device in (None, name) and release in declared_releases and not is_extended:
+            releases.append(declared.load(name, release))
+    return releases
 
 
 def _issues(record: OpRecord, device: str | None, dtype: Dtype | None, torch: str | None) -> list[KnownIssue]:
@@ -214,6 +211,7 @@ def gaps(device: AnyDevice = "cpu", dtype: AnyDtype = "float16", torch: str | No
         failing = {mode: support for mode, support in supports.items() if support and support.state != "all"}
         if failing:
             failure = next(iter(failing.values())).failure
+            # Fixed in the release that fixes the last of the modes that fail.
             fixes = [fixed_since(release, [op], low, mode) for mode in failing]
             known = [fix for fix in fixes if fix is not None]
             missing.append(
@@ -278,21 +276,22 @@ def difference(before: str, after: str, device: AnyDevice = "cpu", dtype: AnyDty
     for op in old.operators:
         for low in lows:
             for mode in old.modes:
-                one, other = old.support(op, low, mode), new.support(op, low, mode)
-                if one is not None and other is not None and one.rank != other.rank:
-                    changed.setdefault((op, low, one.rank, other.rank), []).append((mode, one, other))
+                was, now = old.support(op, low, mode), new.support(op, low, mode)
+                if was is not None and now is not None and was.rank != now.rank:
+                    changed.setdefault((op, low, was.rank, now.rank), []).append((mode, was, now))
+    # Modes that change in the same way are one change.
     gained: list[OpChange] = []
     lost: list[OpChange] = []
     for (op, low, rank_before, rank_after), cells in sorted(changed.items(), key=lambda item: item[0]):
-        _, one, other = cells[0]
+        _, was, now = cells[0]
         change = OpChange(
             op=op,
             dtype=low,
             modes=[mode for mode, _, _ in cells],
-            before=one.state,
-            after=other.state,
-            before_on_cpu=one.on_cpu,
-            after_on_cpu=other.on_cpu,
+            before=was.state,
+            after=now.state,
+            before_on_cpu=was.on_cpu,
+            after_on_cpu=now.on_cpu,
         )
         (gained if rank_after > rank_before else lost).append(change)
     return Difference(
@@ -347,6 +346,7 @@ def find_fix(
         sweep = sweep_of(kind, torch)
     except UsageError:
         return None
+    # Operators that fail in the op; above dispatch there is no op, but the function itself.
     function = None
     if op.startswith("torch."):
         function = re.sub(r"^torch\.(nn\.functional\.|functional\.|Tensor\.)?", "", op)

@@ -38,14 +38,14 @@ from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.base import Struct
 from lowprec_check.schema.run_key import Phase
 
+# Failures of the op itself; other failures depend on the arguments of a sample.
 _NO_KERNEL = ("missing-kernel", "no-backend-kernel", "crash")
-"""Failures of the op itself; other failures depend on the arguments of a sample."""
 
 AutocastDtype = Literal["low", "fp32", "inputs"]
 """What autocast runs an op in: its 16-bit dtype, fp32, or the dtype of the op's inputs."""
 FROM_WORST: tuple[State | None, ...] = ("none", "some", None, "all")
 Policies = Mapping[str, AutocastDtype]
-"""By the name of the function, those that autocast casts the inputs of: ``linear``, ``linalg_inv``."""
+"""By the name of the function, those that autocast casts the inputs of: ``linalg_inv``."""
 
 
 class AtenSupport(Struct, frozen=True, kw_only=True):
@@ -88,10 +88,7 @@ class AtenCatalog:
 
     def __init__(self, device: str, dtype: Dtype, torch: str, *, autocast: bool = False) -> None:
         self.device, self.dtype = device, dtype
-        if autocast:
-            self._modes = MODES[2:]
-        else:
-            self._modes = MODES[:2]
+        self._modes = MODES[2:] if autocast else MODES[:2]
         release = release_of(torch)
         self.declared: declared.Release | None = None
         if is_declared(device):
@@ -103,9 +100,11 @@ class AtenCatalog:
                 f"The catalog has no measurements under autocast on {device}.",
                 "Choose half or bfloat16, or another device.",
             )
-        self._dispatching: dict[str, list[_Use]] = defaultdict(list)  # by overload, in any mode
+        # By overload, operators that dispatch it in any mode or fail in it; by the aten name of the
+        # function, operators.
+        self._dispatching: dict[str, list[_Use]] = defaultdict(list)
         self._failing: dict[str, list[_Use]] = defaultdict(list)
-        self._records_named: dict[str, list[str]] = defaultdict(list)  # by the aten name of the function
+        self._records_named: dict[str, list[str]] = defaultdict(list)
         for record in self.sweep.records.values():
             self._records_named[function_name(record.op)].append(record.op)
             for mode, names in zip(self._modes, (record.aten, record.backward_aten), strict=True):
@@ -117,7 +116,7 @@ class AtenCatalog:
                 failure, base = use.failure, record.op.rpartition(".")[0]
                 if failure is None or failure.at is None or failure.kind not in _NO_KERNEL:
                     continue
-                # a variant does not count if its base operator runs (complex ``silu``)
+                # A variant does not count if its base operator runs (complex ``silu``).
                 if use.state in ("some", "none") and self.sweep.state(base, dtype, mode) != "all":
                     self._failing[failure.at].append(use)
 
@@ -141,44 +140,33 @@ class AtenCatalog:
         reason = why_not_applicable(numbers, self.dtype, self._modes[0])
         if reason is not None:
             return AtenSupport(state=None, applies=False, message=reason)
-        if phase == "backward":
-            found = self._derivative(op)
-        else:
-            found = self._alone(op)
-        missing = found.kind == "no-backend-kernel" or (found.state is None and self.declared is None)
+        support = self._derivative(op) if phase == "backward" else self._alone(op)
+        # On this device, or in 16 bits, functions may dispatch other ops.
+        missing = support.kind == "no-backend-kernel" or (support.state is None and self.declared is None)
         elsewhere = only_device(op) not in (None, self.device) and not dispatched_elsewhere(op)
         in_a_cast = self._modes[0] == "forward" and counterpart(op, self.device) is not None
         if missing and (elsewhere or in_a_cast):
-            found = self._of_counterparts(op)  # functions dispatch other ops on this device, or in 16 bits
-        complex_only = overload_name(op).startswith(
-            ("_fft_c2c", "_fft_c2r")
-        )  # its support in half is that in complex32
-        if numbers == "complex" and found.state == "all" and not complex_only:
-            # No op without a kernel for half has one for complex32, but a third of those with one
-            # for half have none.
+            support = self._of_counterparts(op)
+        # No op without a kernel for half has one for complex32, but a third of those with one for
+        # half have none. What these two have in half is complex32.
+        complex_only = overload_name(op).startswith(("_fft_c2c", "_fft_c2r"))
+        if numbers == "complex" and support.state == "all" and not complex_only:
             message = "only complex numbers: support for half says nothing about complex32"
             return AtenSupport(state=None, message=message)
         if policies is None or self._modes[0] != "autocast":
-            return found
-        in_fp32 = []
-        if found.state == "some":
-            in_fp32 = self._run_in_fp32(op, policies)
-        if in_fp32:
-            fails = ""
-            if found.shown_by:
-                fails = f"; in {', '.join(found.shown_by)}: {found.message}"
-            message = f"in {', '.join(in_fp32)}, whose inputs autocast casts to fp32{fails}"
+            return support
+        # Users do not call ``_linalg_solve_ex``, but ``linalg.solve``, which autocast runs in fp32.
+        callers_in_fp32 = []
+        if support.state == "some" and not self._is_function(op):
+            uses = self._dispatching[overload_name(op)]
+            callers = [use.record.op for use in uses if use.mode == "autocast" and use.state == "all"]
+            callers_in_fp32 = [caller for caller in callers if policies.get(function_name(caller)) == "fp32"]
+        if callers_in_fp32:
+            message = f"in {', '.join(callers_in_fp32)}, whose inputs autocast casts to fp32"
+            if support.shown_by:
+                message += f"; in {', '.join(support.shown_by)}: {support.message}"
             return AtenSupport(state="all", autocast="fp32", message=message)
-        return msgspec.structs.replace(found, autocast=self._autocast_dtype(op, policies))
-
-    def _run_in_fp32(self, op: str, policies: Policies) -> list[str]:
-        """The functions that autocast runs in fp32 and that dispatch an op that users cannot call:
-        ``linalg.solve`` for ``_linalg_solve_ex``.
-        """
-        if self._is_function(op):
-            return []
-        uses = (use for use in self._dispatching[overload_name(op)] if use.mode == "autocast" and use.state == "all")
-        return [use.record.op for use in uses if policies.get(function_name(use.record.op)) == "fp32"]
+        return msgspec.structs.replace(support, autocast=self._autocast_dtype(op, policies))
 
     def _is_function(self, op: str) -> bool:
         """Whether users call the op by its name."""
@@ -186,24 +174,23 @@ class AtenCatalog:
 
     def _of_counterparts(self, op: str) -> AtenSupport:
         """The worst support of what this device dispatches in place of another device's op."""
-        stated = counterpart(op, self.device)
-        names = []
+        # Measurements come before what the file states of the ops and of their support.
+        stated, names = counterpart(op, self.device), list[str]()
         if not self.declared:
             names = measured_counterparts(op, self.sweep)
-        names = names or (stated.dispatches if stated else [])
+        if not names and stated:
+            names = stated.dispatches
         if not names:
             message = f"only {only_device(op)} has this op; what {self.device} dispatches instead is not known"
             return AtenSupport(state=None, message=message)
-        found = min(map(self._alone, names), key=lambda support: FROM_WORST.index(support.state))
-        state, message = found.state, f"on {self.device}: {', '.join(names)}"
-        supported = None
-        if stated:
-            supported = stated.supports(self.dtype)
+        worst = min(map(self._alone, names), key=lambda support: FROM_WORST.index(support.state))
+        state, message = worst.state, f"on {self.device}: {', '.join(names)}"
+        supported = stated.supports(self.dtype) if stated else None
         if state is None and supported is not None:
             state = "all" if supported else "none"
-        if found.message or state is None:
-            message += f": {found.message or 'not known to the catalog'}"
-        return msgspec.structs.replace(found, state=state, message=message)
+        if worst.message or state is None:
+            message += f": {worst.message or 'not known to the catalog'}"
+        return msgspec.structs.replace(worst, state=state, message=message)
 
     def _derivative(self, op: str) -> AtenSupport:
         """The support of the formula of a derivative: it fails if the operator that the op belongs
@@ -212,14 +199,10 @@ class AtenCatalog:
         release: TorchRelease = self.declared or self.sweep
         for name in self._records_named[function_name(overload_name(op))]:
             forward, backward = (release.support(name, self.dtype, mode) for mode in self._modes)
-            if (
-                forward
-                and backward
-                and backward.rank < forward.rank
-                and (failure := backward.failure)
-                and not failure.at
-            ):
-                return self._failed(release, backward.state, failure, [name], self._modes[1])
+            if not forward or not backward or backward.rank >= forward.rank:
+                continue
+            if backward.failure and not backward.failure.at:
+                return self._failed(release, backward.state, backward.failure, [name], self._modes[1])
         return AtenSupport(state="all")
 
     def _autocast_dtype(self, op: str, policies: Policies) -> AutocastDtype:
@@ -231,16 +214,12 @@ class AtenCatalog:
             if own := policies.get(name.partition(".")[0]):
                 return own
         callers = [use.record.op for use in self._dispatching[overload_name(op)] if use.mode == "autocast"]
-        family = Counter(
-            policies.get(function_name(caller), "inputs") for caller in callers if _family(caller) == _family(op)
-        )
+        policy_of = {caller: policies.get(function_name(caller), "inputs") for caller in callers}
+        family = Counter(policy_of[caller] for caller in callers if _family(caller) == _family(op))
         if family:
             return family.most_common(1)[0][0]
-        if self._is_function(op):
-            return "inputs"
-        found = {policies.get(function_name(caller), "inputs") for caller in callers}
-        if len(found) == 1:
-            return found.pop()
+        if not self._is_function(op) and len({*policy_of.values()}) == 1:
+            return policy_of[callers[0]]
         return "inputs"
 
     def _measured_of(self, op: str) -> AtenSupport:
@@ -253,11 +232,10 @@ class AtenCatalog:
                 return self._failure(state, failing)
             if runs:
                 return AtenSupport(state="all")
+        # Every function that dispatches the op, or that it belongs to, may refuse the dtype before.
         failed = [use for use in self._dispatching[overload_name(op)] if use.failure is not None]
         refused = [use for use in failed if use.failure and use.failure.at is None]
         if refused and (len(refused) == len(failed) or all(_family(use.record.op) == _family(op) for use in refused)):
-            # every function that dispatches the op, or every one that it belongs to, refuses the
-            # dtype before it does
             return self._failure("none" if any(use.state == "none" for use in refused) else "some", refused)
         return AtenSupport(state=None)
 
@@ -293,10 +271,8 @@ class AtenCatalog:
             return AtenSupport(state="all" if supported else None)
         kind, message = declared.why_missing(row.registration, file.device)
         if kind == "no-backend-kernel" and has_other_layouts_only(op) and not dispatched_elsewhere(op):
-            message = (
-                f"only sparse, nested or quantized tensors have kernels of it; those of {file.device} are not declared"
-            )
-            return AtenSupport(state=None, message=message)
+            which = "only sparse, nested or quantized tensors have kernels of it"
+            return AtenSupport(state=None, message=f"{which}; those of {file.device} are not declared")
         return AtenSupport(state="none", kind=kind, message=message)
 
 

@@ -116,22 +116,19 @@ def measured_counterparts(op: str, sweep: Sweep) -> list[str]:
     the op on its own device, and in no other, the ops that are dispatched only here.
     """
     own = only_device(op)
-    other = None
-    if own:
-        other = at_release(own, sweep.release)
+    other = at_release(own, sweep.release) if own else None
     if other is None:
         return []
-    name, elsewhere, found = overload_name(op), set[str](), list[set[str]]()
+    # In each operator that dispatches the op there, what is dispatched only here.
+    name, elsewhere, replacing = overload_name(op), set[str](), list[set[str]]()
     for here in sweep.records.values():
         there = other.records.get(here.op, OpRecord(op=here.op, samples=(0, 0)))
         for ours, theirs in ((here.aten, there.aten), (here.backward_aten, there.backward_aten)):
             if name not in theirs:
                 elsewhere |= set(ours)
             elif name not in ours:
-                found.append(set(ours) - set(theirs))
-    if found:
-        return sorted(set.intersection(*found) - elsewhere)
-    return []
+                replacing.append(set(ours) - set(theirs))
+    return sorted(set.intersection(*replacing) - elsewhere) if replacing else []
 
 
 def dispatched_elsewhere(op: str) -> bool:

@@ -23,7 +23,7 @@ Entry = TypeVar("Entry", bound=msgspec.Struct)
 
 @cache
 def data_folder() -> Path:
-    """The folder of the catalog's files: `lowprec_check/data` of a wheel, `catalog` of a checkout."""
+    """The folder of the catalog: `lowprec_check/data` of a wheel, `catalog` of a checkout."""
     package = Path(__file__).resolve().parents[1]
     for folder in (package / "data", package.parent / "catalog"):
         if folder.is_dir():
@@ -31,10 +31,10 @@ def data_folder() -> Path:
     raise UsageError(f"The catalog's data files are missing: no folder {package / 'data'}.", "Reinstall lowprec-check.")
 
 
+# A key with so many parts, which takes time in the square of their number.
 _LONG_KEY = re.compile(
     r"""(?<![\w-])(?:[\w-]+|"[^"\n]*"|'[^'\n]*')(?:[ \t]*\.[ \t]*(?:[\w-]+|"[^"\n]*"|'[^'\n]*')){1000}"""
 )
-"""A key with so many parts, which takes time in the square of their number."""
 
 
 def read_toml(path: Path) -> dict[str, Any]:
@@ -74,19 +74,17 @@ def _entry(path: Path, where: str, table: Any, kind: type[Entry]) -> Entry:
         raise UsageError(
             f"{path}: entry {where} is not a table.", f"Write [[{where.partition(' ')[0]}]] above its keys."
         )
+    # In errors an entry has its name, if it has one.
     named = [table[key] for key in ("id", "test") if key in table]
     if named:
         where = repr(named[0])
     fields = msgspec.structs.fields(kind)
     known = [field.encode_name for field in fields]
     if unknown := [key for key in table if key not in known]:
-        meant = nearest(unknown[0], known)
-        suggestion = ""
+        meant, hint = nearest(unknown[0], known), f"The keys are {choices(known, 'and')}."
         if meant:
-            suggestion = f"Did you mean {meant}? "
-        raise UsageError(
-            f"{path}: entry {where}: unknown key {unknown[0]!r}.", f"{suggestion}The keys are {choices(known, 'and')}."
-        )
+            hint = f"Did you mean {meant}? {hint}"
+        raise UsageError(f"{path}: entry {where}: unknown key {unknown[0]!r}.", hint)
     missing = [field.encode_name for field in fields if field.required and field.encode_name not in table]
     if missing:
         raise UsageError(f"{path}: entry {where}: the key {missing[0]!r} is missing.")
@@ -94,6 +92,7 @@ def _entry(path: Path, where: str, table: Any, kind: type[Entry]) -> Entry:
         return msgspec.convert(table, kind)
     except msgspec.ValidationError as error:
         problem, _, at = message_of(error).replace("`", "").partition(" - at $.")
-        raise UsageError(
-            f"{path}: entry {where}: {f'{at}: ' if at else ''}{problem[:1].lower()}{problem[1:]}."
-        ) from None
+        problem = problem[:1].lower() + problem[1:]
+        if at:
+            problem = f"{at}: {problem}"
+        raise UsageError(f"{path}: entry {where}: {problem}.") from None

@@ -80,7 +80,7 @@ class DeclaredVersion(StrictStruct, frozen=True):
 
 
 class DeclaredRow(StrictStruct, frozen=True, array_like=True):
-    """The declaration of one op. An array in the file, cut after the last value that is not null."""
+    """The declaration of one op. An array in the file, cut after the last value but null."""
 
     registration: Registration
     source: str
@@ -107,7 +107,7 @@ class DeclaredRow(StrictStruct, frozen=True, array_like=True):
 
 
 def read_declared(path: Path) -> VersionedFile[DeclaredVersion, DeclaredRow]:
-    """A file `declared-DEVICE.jsonl`; raises :class:`CatalogError` naming file, line, op and key."""
+    """A file `declared-DEVICE.jsonl`; a :class:`CatalogError` names file, line, op and key."""
 
     def wrong(row: DeclaredRow, version: DeclaredVersion) -> str | None:
         if row.source in version.sources:
@@ -140,12 +140,8 @@ def known_release(device: str, version: str | None = None) -> str:
     known = releases(device)
     if not known:
         raise UsageError(f"The catalog has no declarations for {device}.")
-    if version:
-        release = release_of(version)
-    else:
-        release = known[-1]
-    if release in known:
-        return release
+    if version and release_of(version) in known:
+        return release_of(version)
     return known[-1]
 
 
@@ -194,14 +190,14 @@ class Release(TorchRelease):
 
     def worst(self, ops: Iterable[str]) -> Registration:
         """The worst registration among ``ops``; ops that the release lacks are *none*."""
-        found = [row.registration if (row := self.row(op)) else "none" for op in ops]
-        return max(found, key=ORDER.index, default="native")
+        registrations = [row.registration if (row := self.row(op)) else "none" for op in ops]
+        return max(registrations, key=ORDER.index, default="native")
 
     def evidence(self, row: DeclaredRow) -> list[str]:
         """Links to the sources of a row, that of the registration first."""
         keys = (row.source, row.half_source or "", row.bfloat16_source or "")
-        known = (self.sources.get(key.partition(":")[0]) for key in keys)
-        return list(dict.fromkeys(source.url for source in known if source))
+        sources = (self.sources.get(key.partition(":")[0]) for key in keys)
+        return list(dict.fromkeys(source.url for source in sources if source))
 
     @property
     def operators(self) -> Mapping[str, OpRecord]:
@@ -215,8 +211,8 @@ class Release(TorchRelease):
     def dispatched(self, record: OpRecord, mode: Mode) -> list[str]:
         """The aten ops that an operator dispatches on the device, as on CPUs, and its own."""
         names = [_own_name(record.op), *record.aten, *(record.backward_aten if mode.endswith("backward") else [])]
-        known = (name for name in names if name in self.ops and "_for_cpu" not in name and "mkldnn" not in name)
-        return list(dict.fromkeys(known))
+        on_any = (name for name in names if name in self.ops and "_for_cpu" not in name and "mkldnn" not in name)
+        return list(dict.fromkeys(on_any))
 
     def support(self, op: str, dtype: Dtype, mode: Mode) -> OpSupport | None:
         """The support of the worst aten op that the operator dispatches; ``None`` if it is not
@@ -233,6 +229,7 @@ class Release(TorchRelease):
         not_applicable = op.endswith(".complex") or why_operator_not_applicable(op, dtype)
         if sweep is None or record is None or not record.samples[MODES.index(mode)] or not_applicable:
             return None
+        # The op that decides: one that fails, else one that runs on the CPU.
         names, cell = self.dispatched(record, mode), f"{dtype}/{mode}"
         failing, fallback = self._failing(names, dtype), [n for n in names if self.ops[n].registration == "fallback"]
         if not failing and self._refused_everywhere(record, dtype, mode):
@@ -245,6 +242,7 @@ class Release(TorchRelease):
             if any(self.ops[name].runs_in(dtype) for name in names):
                 return OpSupport("all")
             return None
+        # Which samples fail is known of the CPU only.
         kind, message = why_missing(self.ops[at].registration, self.device)
         failure = Failure(cells=[cell], type="declared", kind=kind, message=message, at=at)
         state, failure_on_cpu = sweep.state(op, dtype, mode), record.failure(dtype, mode)
@@ -252,10 +250,10 @@ class Release(TorchRelease):
             same = failure_on_cpu is not None and failure_on_cpu.at == failing and kind != "no-backend-kernel"
             partly = state == "some" and (same or self.ops[failing].registration == "composite")
             return OpSupport("some" if partly else "none", at=at, failure=failure)
-        if state is None or state == "none":
-            if state:
-                return OpSupport("none", at=at, failure=failure)
+        if state is None:
             return None
+        if state == "none":
+            return OpSupport("none", at=at, failure=failure)
         on_cpu: OnCpu = "partly" if any(self.ops[name].registration == "native" for name in names) else "wholly"
         return OpSupport(state, on_cpu, at, failure if state == "some" else None)
 
@@ -274,6 +272,7 @@ class Release(TorchRelease):
         forward: Mode = "autocast" if mode.startswith("autocast") else "forward"
         if _own_name(record.op) in self.ops and (mode == forward or record.state(dtype, forward) == "none"):
             return False  # C++ code may check the device, as torch.fft does, before any formula of the backward pass
+        # Above dispatch, in every newest sweep that has the operator.
         others = (measured.history(device)[-1:] for device in catalogued("measured") if device != "cpu")
         records = [record, *(new.records[record.op] for newest in others for new in newest if record.op in new.records)]
         failures = [each.failure(dtype, mode) for each in records if each.state(dtype, mode) == "none"]
@@ -285,10 +284,8 @@ class Release(TorchRelease):
         names = []
         if sweep and op in sweep.records:
             names = self.dispatched(sweep.records[op], mode)
-        sources = names
-        if cell.at:
-            sources = [cell.at]
-        links = list(dict.fromkeys(link for name in sources for link in self.evidence(self.ops[name])))[:3]
+        decisive = [cell.at] if cell.at else names
+        links = list(dict.fromkeys(link for name in decisive for link in self.evidence(self.ops[name])))[:3]
         return msgspec.structs.replace(cell, registration=self.worst(names) if names else None, links=links)
 
 

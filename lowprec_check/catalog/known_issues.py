@@ -1,6 +1,6 @@
 """Issues that users have reported, curated in `catalog/known_issues.toml`.
 
->>> [issue.id for issue in matching(op="aten.dot.default", device="xpu", dtype="half", torch="2.1.0")]  # doctest: +SKIP
+>>> [issue.id for issue in matching(op="dot", device="xpu", torch="2.1.0")]  # doctest: +SKIP
 ['ipex-673']
 """
 
@@ -112,9 +112,9 @@ def matching(
 ) -> list[KnownIssue]:
     """The issues that match all given criteria, those with the most matches first.
 
-    `op` may be written as `aten.dot.default`, `aten::dot`, `dot` or `torch.fft.rfft` (variants count as their op: `dot.out`, `add_`);
-    `model` is the name of a class; `torch` a version, `2.13.0+cpu`; `code` a diagnostic code. Criteria that are not given are
-    ignored. If any of `op`, `model`, `code` and `message` is given, an issue must match one of them. Raises
+    `op` may be written as `aten.dot.default`, `aten::dot`, `dot` or `torch.fft.rfft` (`dot.out` and
+    `add_` count as their op); `model` is the name of a class; `torch` a version, `2.13.0+cpu`. If
+    any of `op`, `model`, `code` and `message` is given, an issue must match one of them. Raises
     :class:`UsageError` for an unknown device, dtype or version.
     """
     function = None
@@ -129,21 +129,17 @@ def matching(
     release = None
     if torch is not None:
         release = release_of(torch)
-    found = []
+    matching_issues = []
     for issue in known_issues():
-        # a word of the model's name starts with that of the issue: T5 matches `T5Model` and not
-        # `resnet50`
-        words = []
-        if model is not None:
+        # Each criterion is true, false, or `None` if the issue or the caller does not limit it. A
+        # word of the model's name starts with that of the issue: `T5Model` with T5.
+        by_model = by_message = None
+        if model is not None and issue.models:
             words = [rf"(?<![A-Za-z]){re.escape(name)}" for name in issue.models]
-        by_model = None
-        if words:
-            by_model = any(re.search(word, model or "", re.IGNORECASE) for word in words)
-        named = _is(function, [function_name(name) for name in issue.ops]), by_model
-        if message is None or issue.message is None:
-            by_message = None
-        else:
+            by_model = any(re.search(word, model, re.IGNORECASE) for word in words)
+        if message is not None and issue.message is not None:
             by_message = bool(re.search(issue.message, message))
+        named = _is(function, [function_name(name) for name in issue.ops]), by_model
         by_code = _is(code, issue.codes)
         matches = [
             by_message,
@@ -160,8 +156,8 @@ def matching(
         else:
             about = bool(by_message or by_code)
         if about and False not in matches:
-            found.append(([*named, *matches].count(True), issue))
-    return [issue for _, issue in sorted(found, key=lambda pair: -pair[0])]
+            matching_issues.append(([*named, *matches].count(True), issue))
+    return [issue for _, issue in sorted(matching_issues, key=lambda pair: -pair[0])]
 
 
 def _is(value: str | None, names: Sequence[str | None]) -> bool | None:

@@ -62,6 +62,7 @@ class SweepTimes(Mapping[str, OpTimes]):
 
     def __getitem__(self, op: str) -> OpTimes:
         row, missing = self._rows[op], [None] * (self._index + 1)
+        # The times of this sweep are one value of each column.
         fp32, *low = (
             [columns.get(key, missing)[self._index] for columns in (row.forward, row.training)]
             for key in ("float32_us", *LOW)
@@ -115,11 +116,10 @@ class Sweep(TorchRelease):
 
     def failing(self, dtype: Dtype, mode: Mode) -> dict[str, str | None]:
         """The operators that fail, each with the overload that raised; ``None``: none did."""
-        known = self._failing.get((dtype, mode))
-        if known is None:
+        if (dtype, mode) not in self._failing:
             failures = ((record.op, record.failure(dtype, mode)) for record in self.records.values())
-            known = self._failing[dtype, mode] = {op: failure.at for op, failure in failures if failure is not None}
-        return known
+            self._failing[dtype, mode] = {op: failure.at for op, failure in failures if failure is not None}
+        return self._failing[dtype, mode]
 
     @cached_property
     def times(self) -> Mapping[str, OpTimes]:
@@ -180,15 +180,15 @@ def read_sweeps(path: Path) -> list[Sweep]:
 def sweeps() -> tuple[Sweep, ...]:
     """All sweeps by device, extension and version; a :class:`CatalogError` names the line."""
     paths = sorted(path for path in data_folder().glob("measured-*.jsonl") if not path.name.endswith(TIMES))
-    found = [sweep for path in paths for sweep in read_sweeps(path)]
-    return tuple(sorted(found, key=lambda sweep: (sweep.device, *sweep.header.order)))
+    in_files = [sweep for path in paths for sweep in read_sweeps(path)]
+    return tuple(sorted(in_files, key=lambda sweep: (sweep.device, *sweep.header.order)))
 
 
 @cache
 def history(device: str, extension: str | None = None) -> tuple[Sweep, ...]:
     """The sweeps of one device, oldest first; for each version the last file by name."""
-    found = [sweep for sweep in sweeps() if sweep.device == device and sweep.extension == extension]
-    return tuple({sweep.key: sweep for sweep in found}.values())
+    on_device = [sweep for sweep in sweeps() if sweep.device == device and sweep.extension == extension]
+    return tuple({sweep.key: sweep for sweep in on_device}.values())
 
 
 def at_release(device: str, release: str) -> Sweep | None:
@@ -202,7 +202,7 @@ def with_extension(device: str) -> tuple[Sweep, ...]:
 
 
 def catalog_device(device: AnyDevice) -> str:
-    """``cuda`` for ``cuda:0``; raises :class:`UsageError` for a device that is not in the catalog."""
+    """``cuda`` for ``cuda:0``; a :class:`UsageError` for a device that is not in the catalog."""
     kind = device_type(str(device))
     measured = list(dict.fromkeys([*catalogued("measured"), *(sweep.device for sweep in sweeps())]))
     if kind not in (*measured, *catalogued("declared")):
@@ -215,15 +215,12 @@ def catalog_device(device: AnyDevice) -> str:
 
 def sweep_of(device: str, version: str | None = None) -> Sweep:
     """The sweep of a version (``2.13``, ``2.13.0+cpu``, ``2.8+ipex``), by default the newest."""
-    measured = history(device)
-    among = measured
+    among = history(device)
     if version and has_extension(version):
         among = with_extension(device)
-    found = [sweep for sweep in among if version is None or sweep.release == release_of(version)]
-    if not found:
-        wanted = "torch"
-        if version:
-            wanted = f"torch {version}"
-        known = ", ".join(sweep.version for sweep in [*measured, *with_extension(device)]) or "none"
+    matching = [sweep for sweep in among if version is None or sweep.release == release_of(version)]
+    if not matching:
+        wanted = f"torch {version}" if version else "torch"
+        known = ", ".join(sweep.version for sweep in [*history(device), *with_extension(device)]) or "none"
         raise UsageError(f"The catalog has no measurements of {wanted} on {device}.", f"Measured versions: {known}.")
-    return found[-1]
+    return matching[-1]

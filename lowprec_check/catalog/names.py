@@ -55,6 +55,7 @@ ALIASES = {
 }
 """The aliases of torch, and ``sdpa``; ``special.expit`` is looked up without ``special``."""
 
+# The function that a module calls, if it has another name than the module.
 _FUNCTION = {
     "bceloss": "binary_cross_entropy",
     "bcewithlogitsloss": "binary_cross_entropy_with_logits",
@@ -68,10 +69,9 @@ _FUNCTION = {
     "upsamplingnearest": "upsample_nearest",
     "zeropad": "pad.constant",
 }
-"""The function that a module calls, if it has another name than the module."""
 
+# Functions that OpInfo does not describe, and another operator with the same name.
 _OTHERS = {"sparse.mm": "sparse.mm.reduce", "cond": "linalg.cond", "vander": "linalg.vander"}
-"""Functions that OpInfo does not describe, and another operator with the same name."""
 
 _RECURRENT = re.compile(r"^_*(mkldnn_|thnn_fused_|quantized_)?(lstm|gru|rnn)|transformer")
 _NOT_IN_OPINFO = re.compile(r"^(fold|lp_?pool(\dd)?|crossmaplrn2d|adaptivelogsoftmaxwithloss)$")
@@ -87,8 +87,9 @@ def functions_of(module: str, ops: Iterable[str]) -> list[str]:
         function = _FUNCTION.get(wanted, wanted).replace("_", "")
         for space in ("nn.functional.", ""):
             spelled = {op: op.removeprefix(space).replace("_", "") for op in ops if op.startswith(space)}
-            if found := [op for op, own in spelled.items() if function in (own, own.partition(".")[0])]:
-                return found
+            named = [op for op, own in spelled.items() if function in (own, own.partition(".")[0])]
+            if named:
+                return named
     return []
 
 
@@ -127,22 +128,23 @@ _PREFIX = re.compile(
 def dtype_of(dtype: AnyDtype) -> Dtype:
     """``float16`` for ``half``, ``fp16`` and ``torch.float16``; else a :class:`UsageError`."""
     word = str(dtype).strip()
-    found = _DTYPES.get(word.lower().removeprefix("torch."))
-    if found is not None:
-        return found
+    known_dtype = _DTYPES.get(word.lower().removeprefix("torch."))
+    if known_dtype is not None:
+        return known_dtype
+    # A format of another package, a precision that is no dtype, or a typing mistake.
     precision, near = PRECISIONS.find(word), nearest(word, _DTYPES)
-    others = [known for known in formats() if known.name not in FORMATS]
-    if any(known.is_called(word) for known in others) or (precision is not None and precision.format in others):
+    others = [other for other in formats() if other.name not in FORMATS]
+    if any(other.is_called(word) for other in others) or (precision is not None and precision.format in others):
         raise UsageError(f"The catalog has no data for {word}.", "Choose half, bfloat16 or fp32.")
     if precision is not None:
         raise UsageError(
             f"{precision.name} is not a dtype.",
             "Choose half or bfloat16; results under autocast have a column of their own.",
         )
-    suggestion = ""
+    hint = "Choose half, bfloat16 or fp32."
     if near:
-        suggestion = f"Did you mean {SHORT[_DTYPES[near]]}? "
-    raise UsageError(f"{word!r} is not a dtype in the catalog.", f"{suggestion}Choose half, bfloat16 or fp32.")
+        hint = f"Did you mean {SHORT[_DTYPES[near]]}? {hint}"
+    raise UsageError(f"{word!r} is not a dtype in the catalog.", hint)
 
 
 def low_dtype_of(dtype: AnyDtype) -> Dtype:
@@ -176,9 +178,7 @@ def overload_name(op: str) -> str:
 def function_name(op: str) -> str:
     """``fft_rfft`` for ``torch.fft.rfft``, ``std`` for ``std.unbiased``, ``add`` for ``add_``."""
     parts = bare(op).split(".")
-    spaces = 2
-    if parts[:2] != ["signal", "windows"]:
-        spaces = int(parts[0] in _SPACES)
+    spaces = 2 if parts[:2] == ["signal", "windows"] else int(parts[0] in _SPACES)
     return _functional("_".join(parts[: spaces + 1]))
 
 
@@ -206,33 +206,33 @@ def search(query: str, records: Mapping[str, OpRecord]) -> FoundOps:
 
     Raises :class:`UsageError` that suggests similar names if there is none.
     """
-    name, exact = (
-        bare(query),
-        re.sub(r"^F\.", "nn.functional.", query.strip().removeprefix("torch.").removesuffix("()")),
-    )
-    other = _OTHERS.get(name) if re.search(r"[.:]", query) else None  # the last part alone means any
+    name = bare(query)
+    exact = re.sub(r"^F\.", "nn.functional.", query.strip().removeprefix("torch.").removesuffix("()"))
+    # The last part alone means any operator.
+    other = _OTHERS.get(name) if re.search(r"[.:]", query) else None
     if other in records and name not in records:
         missing = "is not measured: OpInfo, torch's description of its operators, does not include it."
         raise UsageError(f"{query} {missing}", f"{other} is another operator.")
     if exact in records and "." in exact:
         return FoundOps([records[exact]])
-    is_module, spelled = (
-        name[:1].isupper() and not name.isupper(),
-        _spelled(name, {op: _last_parts(op) for op in records}),
-    )
-    found = (functions_of(name, records) if is_module else []) or spelled or functions_of(name, records)
+    # As a function, or as a module: the one that the case suggests comes first.
+    is_module = name[:1].isupper() and not name.isupper()
+    ops = functions_of(name, records) if is_module else []
+    ops = ops or _spelled(name, {op: _last_parts(op) for op in records}) or functions_of(name, records)
     dispatching = None
-    if not found:
-        ops = {op: (*record.aten, *record.backward_aten) for op, record in records.items()}
-        forms = {op: {form.lower() for aten in of for form in (aten, aten.partition(".")[0])} for op, of in ops.items()}
-        found, dispatching = _spelled(name, forms), _without_overload(name)
-    if not found:
+    if not ops:  # as an aten op
+        aten_ops = {op: (*record.aten, *record.backward_aten) for op, record in records.items()}
+        forms = {
+            op: {form.lower() for overload in overloads for form in (overload, overload.partition(".")[0])}
+            for op, overloads in aten_ops.items()
+        }
+        ops, dispatching = _spelled(name, forms), _without_overload(name)
+    if not ops:
         why = why_unmeasured(name)
-        raise UsageError(
-            f"{query} {why[0]}" if why else f"The catalog has no operator {query!r}.",
-            why[1] if why else _suggestion(name.lower(), records),
-        )
-    return FoundOps([records[op] for op in sorted(found, key=lambda op: (op != exact, len(op)))], dispatching)
+        if why:
+            raise UsageError(f"{query} {why[0]}", why[1])
+        raise UsageError(f"The catalog has no operator {query!r}.", _suggestion(name.lower(), records))
+    return FoundOps([records[op] for op in sorted(ops, key=lambda op: (op != exact, len(op)))], dispatching)
 
 
 def _spelled(name: str, forms: Mapping[str, set[str]]) -> list[str]:
@@ -267,18 +267,17 @@ def _last_parts(op: str) -> set[str]:
     """``conv2d`` for ``nn.functional.conv2d``, ``std`` for ``std.unbiased``, ``fft_rfft``."""
     short = bare(op).lower()
     head, _, tail = short.rpartition(".")
+    parts = {op.lower(), short, tail, short.replace(".", "_")}
     if head and head.rpartition(".")[2] not in _SPACES:
-        base = {head}
-    else:
-        base = set()
-    return {op.lower(), short, tail, short.replace(".", "_"), *base}
+        parts.add(head)  # ``tail`` is a variant
+    return parts
 
 
 def _suggestion(wanted: str, ops: Iterable[str]) -> str:
     names = {part: op for op in ops for part in _last_parts(op)}
     inside = [op for op in ops if len(wanted) > 2 and wanted in op.lower()]
     near = [names[part] for part in difflib.get_close_matches(wanted, names, n=5, cutoff=0.6)]
-    found = list(dict.fromkeys(inside + near))[:6]
-    if found:
-        return f"Did you mean {', '.join(found)}?"
+    similar = list(dict.fromkeys(inside + near))[:6]
+    if similar:
+        return f"Did you mean {', '.join(similar)}?"
     return "`lowprec-check catalog gaps` lists operators with gaps."

@@ -1,8 +1,8 @@
 """What a prediction of a device rests on: the releases that the catalog covers, and the autocast
 policies of CUDA and XPU in each.
 
-`catalog/autocast-policies.toml` has the ops that torch's header `ATen/autocast_mode.h` lists in each release;
-:data:`DEVICE_OPS` has those that a device registers elsewhere.
+`catalog/autocast-policies.toml` has the ops that torch's header `ATen/autocast_mode.h` lists in
+each release; :data:`DEVICE_OPS` has those that a device registers elsewhere.
 
 >>> policies_of("xpu", "2.15")["layer_norm"]
 'fp32'
@@ -123,16 +123,17 @@ def installed_policies(device: str, torch: str, registered: Iterable[str]) -> di
     """The policies of the installed torch, whose version is ``torch``. Its build must have
     ``registered`` the same ops (`aten::mm`) for autocast on the device; else :class:`UsageError`.
     """
-    found = policies_of(device, torch)
+    policies = policies_of(device, torch)
     ops = {name.removeprefix("aten::") for name in registered if name.startswith("aten::")}
     optional = {entry.op for entry in DEVICE_OPS if entry.needs_device_build}
-    if differing := (ops ^ found.keys()) - (optional - ops):
+    differing = (ops ^ policies.keys()) - (optional - ops)
+    if differing:
         raise UsageError(
             f"torch {torch} registers other ops for autocast than the catalog has: {', '.join(sorted(differing))}.",
             "lowprec-check does not know the autocast policies of this build of torch. Use a release that it knows, or "
             "update lowprec-check.",
         )
-    return found
+    return policies
 
 
 @cache
@@ -143,12 +144,12 @@ def releases() -> dict[str, ReadHeader]:
 
 def read_releases(path: Path) -> dict[str, ReadHeader]:
     """The headers in a file that :mod:`tools.autocast_policies` wrote, oldest first."""
-    found: dict[str, ReadHeader] = {}
+    headers: dict[str, ReadHeader] = {}
     policies: dict[str, HeaderPolicy] = {}
     for changes in read_tables(path, "release", HeaderChanges):
         policies = {op: policy for op, policy in policies.items() if op not in changes.removed} | dict(changes.added())
-        found[changes.torch] = ReadHeader(changes.build, policies)
-    return found
+        headers[changes.torch] = ReadHeader(changes.build, policies)
+    return headers
 
 
 # -- Predicted devices
@@ -158,18 +159,18 @@ def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
     """The device ``name`` with a version of ``torch``, where the version ``installed`` runs; raises
     :class:`UsageError` for one that the catalog does not cover.
     """
+    # The catalog must cover the device, and the release unless it is the installed one.
     device, release, here = device_of(name), release_of(torch), release_of(installed)
     known = [entry for entry in catalogued() if (declared.releases(entry) if is_declared(entry) else history(entry))]
     if device.name not in known:
-        raise UsageError(
-            f"Device {device.name!r} is not available, and nothing can be predicted for it: the catalog does not cover it.",
-            f"Predictions exist for {', '.join(known)}.",
-        )
+        problem = "is not available, and nothing can be predicted for it: the catalog does not cover it."
+        raise UsageError(f"Device {device.name!r} {problem}", f"Predictions exist for {', '.join(known)}.")
     measured = [sweep.release for sweep in history("cpu")]
     if release != here and not version_key(measured[0]) <= version_key(release) <= version_key(measured[-1]):
         raise UsageError(
             f"Nothing is known of torch {release}.", f"The catalog has torch {measured[0]} to {measured[-1]}."
         )
+    # What is known of its kernels, in words.
     if not is_declared(device.name):
         sweep = at_release(device.name, release) or sweep_of(device.name)
         kernels = f"measured on {device.name} ({sweep.header.capability}), torch {sweep.release}"
@@ -177,20 +178,16 @@ def predicted_device(name: str, torch: str, installed: str) -> PredictedDevice:
         kernels = f"declared for {device.name}, torch {release}"
     else:
         among = declared.releases(device.name)
-        kernels = (
-            f"known issues of {device.name} only, since its kernels are declared for torch {among[0]} to {among[-1]}"
-        )
-    policies = list(releases())  # of the release itself, or the nearest one that is known
-    if version_key(release) < version_key(policies[0]):
-        nearest = policies[0]
-    else:
-        nearest = policies[-1]
+        covered = f"torch {among[0]} to {among[-1]}"
+        kernels = f"known issues of {device.name} only, since its kernels are declared for {covered}"
+    # The release whose autocast policies apply: its own, or the nearest that is known.
+    with_policies, autocast = list(releases()), release
     if device.name == "cpu":
         autocast = here
-    elif release in policies:
-        autocast = release
-    else:
-        autocast = nearest
+    elif release not in with_policies and version_key(release) < version_key(with_policies[0]):
+        autocast = with_policies[0]
+    elif release not in with_policies:
+        autocast = with_policies[-1]
     return PredictedDevice(name=device.name, torch=release, kernels=kernels, autocast=autocast)
 
 

@@ -39,7 +39,7 @@ class Header(StrictStruct, frozen=True, kw_only=True):
     torch: Annotated[str, msgspec.Meta(pattern=r"^\d+\.\d+(\.\d+)?$")]
     """Version without the build's suffix, ``2.13.0``."""
     capability: str
-    """The CPU capability that torch reports (``avx512``), or that of the accelerator (``sm_90``)."""
+    """The CPU capability that torch reports (``avx512``), or the accelerator's (``sm_90``)."""
     hardware: str
     features: list[str] = []
     """CPU features that matter for low precision: ``avx512_bf16``."""
@@ -87,10 +87,10 @@ class Failure(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
 
     def message_in(self, dtype: Dtype | None) -> str:
         """The message for another dtype; for ``None``, with a star in place of the dtype."""
+        # The names of the dtype in C++ and in Python are replaced.
         message = self.message
         own = next(dtype for dtype in DTYPES if self.cells[0].startswith(f"{dtype}/"))
-        names = ((FORMATS[own].cpp_name, dtype and FORMATS[dtype].cpp_name), (own, dtype))  # those of C++ and of Python
-        for name, other in names:
+        for name, other in ((FORMATS[own].cpp_name, dtype and FORMATS[dtype].cpp_name), (own, dtype)):
             message = re.sub(rf"(?<![A-Za-z]){name}(?![a-z0-9])", other or "*", message)
         return message
 
@@ -118,7 +118,7 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
     samples: tuple[int, int]
     """The number of samples that run in any dtype, forward and backward."""
     passed: dict[Dtype, list[int]] = {}
-    """For dtypes in which not all samples run: how many do, in each measured mode of :data:`MODES`."""
+    """For dtypes in which not all samples run: how many do, by measured mode of :data:`MODES`."""
     ulp: dict[Dtype, list[Ulp | None]] = {}
     """By dtype, the errors of the output and of the gradients."""
     aten: list[str] = []
@@ -132,6 +132,7 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
 
     def count(self, dtype: Dtype, mode: Mode) -> tuple[int, int] | None:
         """The number of samples that pass, and of all samples; ``None`` if nothing was measured."""
+        # A dtype that is not listed passes all samples; fp32 was not measured under autocast.
         index = MODES.index(mode)
         total = self.samples[index % 2]
         passed = self.passed.get(dtype, self.samples if dtype == "float32" else self.samples * 2)
@@ -144,12 +145,11 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
         for dtype, passed in self.passed.items():
             possible = all(0 <= count <= self.samples[index % 2] for index, count in enumerate(passed))
             if len(passed) not in (2, 4) or not possible:
-                raise ValueError(
-                    f"{self.op}: impossible counts: {dtype} passes {passed} of {list(self.samples)} samples"
-                )
+                counts = f"{dtype} passes {passed} of {list(self.samples)} samples"
+                raise ValueError(f"{self.op}: impossible counts: {counts}")
 
     def state(self, dtype: Dtype, mode: Mode) -> State | None:
-        """Whether all, some or none of the samples run; ``None`` if there was nothing to measure."""
+        """Whether all, some or none of the samples run; ``None`` if nothing was measured."""
         count = self.count(dtype, mode)
         if count is None:
             return "none" if self.failure(dtype, mode) is not None else None
@@ -166,11 +166,8 @@ class OpRecord(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
 
     def error(self, dtype: Dtype, mode: Mode) -> Ulp | None:
         """The error in ULP, forward or backward; not measured under autocast."""
-        found = self.ulp.get(dtype, ())
-        index = MODES.index(mode)
-        if index < len(found):
-            return found[index]
-        return None
+        errors, index = self.ulp.get(dtype, ()), MODES.index(mode)
+        return errors[index] if index < len(errors) else None
 
 
 class OpTimes(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
@@ -178,7 +175,7 @@ class OpTimes(StrictStruct, frozen=True, kw_only=True, omit_defaults=True):
 
     op: str
     float32_us: list[float | None] = []
-    """Microseconds for forward, and for forward and backward together; the minimum of a few calls."""
+    """Microseconds for forward, and for forward and backward together; the least of a few calls."""
     slower: dict[Dtype, list[float | None]] = {}
     """Ratios to fp32, in the same order."""
 

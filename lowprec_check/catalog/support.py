@@ -121,10 +121,14 @@ class TorchRelease(abc.ABC):
         support = self.support(op, dtype, mode)
         state, since, is_oldest, failed = support and support.state, None, False, False
         if support is not None and state == "all":
+            # Back through the releases as long as it runs in the same way.
             past = [other for other in self.history() if other.key <= self.key and other.counts_for(op)]
             while past and (found := past[-1].support(op, dtype, mode)) and found.rank == support.rank:
                 since = past.pop().release
             is_oldest, failed = not past, bool(past) and found is not None
+        on_cpu = at = failure = None
+        if support is not None:
+            on_cpu, at, failure = support.on_cpu, support.at, support.failure
         return SupportCell(
             device=self.device,
             torch=self.release,
@@ -138,9 +142,9 @@ class TorchRelease(abc.ABC):
             since_oldest=is_oldest,
             failed_before=failed,
             fixed_in=fixed_since(self, [op], dtype, mode) if state in ("some", "none") else None,
-            on_cpu=support.on_cpu if support else None,
-            at=support.at if support else None,
-            failure=support.failure if support else None,
+            on_cpu=on_cpu,
+            at=at,
+            failure=failure,
         )
 
 
@@ -152,15 +156,16 @@ def fixed_since(
     """
     since = None
     for other in release.history():
-        if other.key > release.key:
-            found = [other.support(op, dtype, mode) for op in ops if other.counts_for(op)]
-            runs = [
-                its is not None and its.state == "all"
-                for its in found
-                if at is None or not its or not its.failure or its.failure.at in (None, at)
-            ]
-            if runs and all(runs):
-                since = since or other.release
-            else:
-                since = None
+        if other.key <= release.key:
+            continue
+        supports = [other.support(op, dtype, mode) for op in ops if other.counts_for(op)]
+        runs = [
+            support is not None and support.state == "all"
+            for support in supports
+            if at is None or not support or not support.failure or support.failure.at in (None, at)
+        ]
+        if not runs or not all(runs):
+            since = None
+        elif since is None:
+            since = other.release
     return since

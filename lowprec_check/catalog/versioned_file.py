@@ -100,12 +100,12 @@ class VersionedFile(Generic[AnyVersion, Row]):
                 f"{head.changes} changes: truncated or edited",
                 rebuild,
             )
+        # The versions, and for each the indices of those that it consists of: itself, its base, …
         self.versions = [self._decode(number, lines[number - 1], version) for number in range(2, 2 + head.versions)]
         indices = {version.build: index for index, version in enumerate(self.versions)}
         if len(indices) != len(self.versions) or sorted(self.versions, key=lambda one: one.order) != self.versions:
             raise CatalogError(f"{path.name}: the versions are not sorted, or one is a duplicate", rebuild)
         self._chains: list[frozenset[int]] = []
-        """For each version the indices of those that it consists of: itself, its base, …"""
         for index, base in enumerate(bases(self.versions)):
             self._chains.append(frozenset({index}) | (frozenset() if base is None else self._chains[base]))
         self._changes: dict[str, list[_Change]] = {}
@@ -114,14 +114,14 @@ class VersionedFile(Generic[AnyVersion, Row]):
     def _index(self, lines: Sequence[bytes], first: int, indices: Mapping[str, int]) -> None:
         last = ""
         for number, line in enumerate(lines[first - 1 :], first):
-            found = _CHANGE.fullmatch(line)
-            if found is None:
+            parts = _CHANGE.fullmatch(line)
+            if parts is None:
                 self._decode(number, line, list[msgspec.Raw])
                 raise self._error(number, "does not start with an operator and a version")
-            op, build = found[1].decode(errors="replace"), found[2].decode(errors="replace")
+            op, build = parts[1].decode(errors="replace"), parts[2].decode(errors="replace")
             if build not in indices:
                 raise self._error(number, f"op {op!r}: version {build!r} is not listed at the top of the file")
-            change = _Change(number, indices[build], found[3])
+            change = _Change(number, indices[build], parts[3])
             if op == last and change.since > self._changes[op][-1].since:
                 self._changes[op].append(change)
             elif op > last:
@@ -150,10 +150,9 @@ class VersionedFile(Generic[AnyVersion, Row]):
         changes: list[_Change] = []
         for change in self._changes[op]:
             if change.since in self._chains[index]:
+                changes.append(change)
                 if change.content == REMOVED:
-                    changes = []
-                else:
-                    changes = [*changes, change]
+                    changes.clear()
         number = changes[-1].number
         if number not in self._rows:
             self._rows[number] = self._read(op, changes)
@@ -164,7 +163,7 @@ class VersionedFile(Generic[AnyVersion, Row]):
         last = changes[-1]
         try:
             content = last.content
-            if content.startswith(b"{"):
+            if content.startswith(b"{"):  # else the whole row
                 fields = {}
                 if self._row_has_op:
                     fields = {"op": msgspec.Raw(msgspec.json.encode(op))}
@@ -223,9 +222,9 @@ class VersionRows(Mapping[str, Row]):
 
 def bases(versions: Sequence[Version]) -> list[int | None]:
     """The index of each version's base: the last one before it, not newer, no extension."""
-    found: list[int | None] = []
+    indices: list[int | None] = []
     for index, version in enumerate(versions):
         before = [other.order for other in versions[:index]]
         plain = [i for i, (extension, key) in enumerate(before) if not extension and key <= version.order[1]]
-        found.append(plain[-1] if plain else None)
-    return found
+        indices.append(plain[-1] if plain else None)
+    return indices

@@ -17,11 +17,11 @@ from lowprec_check.schema.scan_result import ResultError, ScanResult
 
 # -- The files of a row in the output folder, as far as they are complete
 
+# The suffixes of the pages, and how a complete page ends.
 _ENDS = {".md": b"</details>", ".html": b"</html>"}
-"""The suffixes of the pages, and how a complete page ends."""
 
+# Bytes at the end of a page that are read: pages with charts have megabytes.
 _LONGEST_END = 20
-"""Bytes at the end of a page that are read: pages with charts have megabytes."""
 
 
 def scan_path(folder: Path, row: MatrixRow) -> Path:

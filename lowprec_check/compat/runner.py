@@ -42,14 +42,14 @@ Result = TypeVar("Result")
 _RESUME = "Start the cluster again and run the same command to resume."
 
 _POLL_SECONDS = 10
+# How long to wait for a first worker, or for a new one after the last has died.
 _WORKER_SECONDS = 60
-"""How long to wait for a first worker, or for a new one after the last has died."""
 
+# How long to wait for calls to end before they are ended again.
 _STOP_SECONDS = 0.1
-"""How long to wait for calls to end before they are ended again."""
 
+# How long the transfer of a result may take; it never ends if the worker died with the result.
 _RESULT_SECONDS = 30
-"""How long the transfer of a result may take; it never ends if the result was lost with its worker."""
 
 
 def map_unordered(
@@ -97,7 +97,7 @@ def _guarded(call: Callable[[Item], Result], on_error: Callable[[Item, Exception
 def _map_in_threads(
     call: Callable[[Item], Result], items: list[Item], jobs: int, stop: Callable[[], None]
 ) -> Iterator[Result]:
-    """Yield the results of ``call``, which does not raise. Each scan is a process, so threads suffice."""
+    """Yield the results of ``call``, which does not raise; each scan is a process of its own."""
     waiting, running = iter(items), set[Future[Result]]()
     with ThreadPoolExecutor(jobs) as pool:
         try:
@@ -129,6 +129,7 @@ def _map_on_dask(
     that calls without a result run again, one at a time: then the blame is certain.
     """
     with _dask_client(address, jobs, stop) as client:
+        # Those without a result are tried again alone: these are to blame.
         suspects: list[Item] = []
         for alone in (False, True):
             chosen, suspects = (suspects if alone else items), []
@@ -156,9 +157,8 @@ def _completed(
     waiting, running = collections.deque(items), dict[Any, Item]()
     try:
         while waiting or running:
-            most = 1
-            if not alone:
-                most = 2 * max(1, sum(client.ncores().values()))
+            # A thread has its next call when one ends; workers come and go.
+            most = 1 if alone else 2 * max(1, sum(client.ncores().values()))
             while waiting and len(running) < most:
                 item = waiting.popleft()
                 running[client.submit(call, item, pure=False, retries=0)] = item
@@ -195,16 +195,15 @@ def _dask_client(address: str, jobs: int, stop: Callable[[], None]) -> Iterator[
         try:
             if address:
                 scheduler: Any = f"tcp://{address}"
-            else:  # each scan is a process, so threads suffice
+            else:  # one worker with threads, since each scan is a process
                 stack.enter_context(dask.config.set(temporary_directory=GUARDIAN.temporary_folder()))
                 local = {"n_workers": 1, "threads_per_worker": jobs, "processes": False, "dashboard_address": None}
                 scheduler = stack.enter_context(LocalCluster(**local))
             client = stack.enter_context(Client(scheduler, timeout="20s"))
         except (OSError, ValueError, DaskTimeoutError) as error:
-            raise UsageError(
-                f"Cannot connect to a dask scheduler{f' at {address}' if address else ''}: {error}.",
-                "Start one: dask scheduler; dask worker HOST:PORT",
-            ) from None
+            scheduler = f"a dask scheduler at {address}" if address else "a dask scheduler"
+            hint = "Start one: dask scheduler; dask worker HOST:PORT"
+            raise UsageError(f"Cannot connect to {scheduler}: {error}.", hint) from None
         stack.callback(stop)
         yield client
 
@@ -232,6 +231,7 @@ def scan_all(
     :class:`UsageError`.
     """
     make_folder(folder)
+    # A row is kept if it was made with the same versions, options and files.
     installed = {"tool": installed_version("lowprec-check"), "torch": installed_version("torch")}
     versions = {name: version for name, version in installed.items() if version is not None}
     made_with = {request: versions | _digest_of_files(request) for request in requests}
@@ -243,6 +243,7 @@ def scan_all(
         is_repeated = row.state == "failed" and request in made_with
         if is_current and not is_repeated and is_done(folder, row):
             rows[request] = row
+    # Scans beside each other share the cores.
     missing = [request for request in requests if request not in rows]
     threads = None
     if jobs > 1 and engine is None:
@@ -272,38 +273,41 @@ SMALL_FILE = 1 << 20
 
 def _digest_of_files(request: Request) -> dict[str, str]:
     """A digest of the files that a scan reads: the target, its imports, files in options."""
+    # Any word of the options may be a file, also behind an equals sign.
     target = re.sub(r"(\.py):[^:]*$", r"\1", request.target)
     words = [Path(part) for word in request.options for part in (word, word.partition("=")[2])]
     files = [*_with_imports(Path(target)), *filter(_is_file, words)]
     if target.startswith("hf:"):
         with contextlib.suppress(OSError):
             files += sorted(filter(_is_file, Path(target[3:]).iterdir()))
-    found = hashlib.sha256()
+    digest = hashlib.sha256()
     for path in files:
         with contextlib.suppress(OSError):
             state = path.stat()
-            is_small = state.st_size <= SMALL_FILE
-            found.update(path.read_bytes() if is_small else repr((state.st_size, state.st_mtime_ns)).encode())
-    if files:
-        return {"file": found.hexdigest()[:12]}
-    return {}
+            if state.st_size <= SMALL_FILE:
+                digest.update(path.read_bytes())
+            else:
+                digest.update(repr((state.st_size, state.st_mtime_ns)).encode())
+    return {"file": digest.hexdigest()[:12]} if files else {}
 
 
 def _with_imports(path: Path) -> list[Path]:
     """A file of Python, and what it imports from its folder or its package; none if missing."""
-    root, found, waiting = path.parent, dict[Path, None](), [path] if _is_file(path) else []
+    # The package that it lies in, outwards, starts at `root`.
+    root, sources, waiting = path.parent, set[Path](), [path] if _is_file(path) else []
     while waiting and _is_file(root / "__init__.py"):
         waiting.append(root / "__init__.py")
         root = root.parent
     while waiting:
         source = waiting.pop()
-        if source in found:
+        if source in sources:
             continue
-        found[source] = None
+        sources.add(source)
         try:
             nodes = list(ast.walk(ast.parse(source.read_bytes())))
         except (OSError, SyntaxError, ValueError, RecursionError, MemoryError):  # its scan says why
             continue
+        # Each part of a name may be a module or a package, beside the source, the file, or in `root`.
         for node in nodes:
             places, names = {source.parent, path.parent, root}, list[str]()
             if isinstance(node, ast.ImportFrom):
@@ -317,7 +321,7 @@ def _with_imports(path: Path) -> list[Path]:
                 waiting += filter(
                     _is_file, [file for base in bases for file in (base.with_suffix(".py"), base / "__init__.py")]
                 )
-    return sorted(found)
+    return sorted(sources)
 
 
 def _is_file(path: Path) -> bool:
@@ -348,8 +352,5 @@ def _row(outcome: ScanOutcome, made_with: dict[str, str]) -> tuple[MatrixRow, Sc
 
 def _failed(request: Request, error: Exception) -> ScanOutcome:
     """The outcome of a scan that could not be started, or that killed its worker in the cluster."""
-    if isinstance(error, UsageError):
-        reason = error.message
-    else:
-        reason = f"{type_name(error)}: {message_of(error)}"
+    reason = error.message if isinstance(error, UsageError) else f"{type_name(error)}: {message_of(error)}"
     return ScanOutcome(request, b"", reason[:500], 0.0)

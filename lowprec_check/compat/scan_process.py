@@ -1,4 +1,4 @@
-"""Which models to scan, one scan as a process of its own, and the row of the matrix that it gives."""
+"""Which models to scan, a scan in its own process, and the row of the matrix that it gives."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Request(NamedTuple):
     """A file name, unique in the list."""
 
 
+# The time to parse one grows with the square of its length.
 _LONGEST_LINE = 10_000
-"""The time to parse one grows with the square of its length."""
 
 
 def read_list(path: Path) -> list[Request]:
@@ -82,22 +82,18 @@ def with_slugs(requests: Iterable[Request]) -> list[Request]:
     """The requests once, each with its slug: the target, the device, and if others have the same, a
     digest of options.
     """
-    plain = {request: _plain_slug(request) for request in requests}
-    taken = Counter(plain.values())
-    found = []
-    for request, slug in plain.items():
+    slugs = {}
+    for request in requests:
+        zoo = re.match(r"\w+:[^,./]+(?=,)", request.target)  # without the values of a configuration
+        slugs[request] = _file_name(zoo[0] if zoo else request.target)[-80:].lstrip("-.") or "model"
+        if request.device:
+            slugs[request] += f"-{_file_name(request.device.replace(':', ''))}"
+    uses, with_slug = Counter(slugs.values()), []
+    for request, slug in slugs.items():
         text = "\0".join([request.target, *request.options])
         digest = hashlib.sha256(encodable(text).encode()).hexdigest()[:6]
-        found.append(request._replace(slug=slug if taken[slug] == 1 else f"{slug}-{digest}"))
-    return found
-
-
-def _plain_slug(request: Request) -> str:
-    zoo = re.match(r"\w+:[^,./]+(?=,)", request.target)  # without the values of a configuration
-    name = _file_name(zoo[0] if zoo else request.target)[-80:].lstrip("-.") or "model"
-    if request.device:
-        return f"{name}-{_file_name(request.device.replace(':', ''))}"
-    return name
+        with_slug.append(request._replace(slug=slug if uses[slug] == 1 else f"{slug}-{digest}"))
+    return with_slug
 
 
 def _file_name(text: str) -> str:
@@ -143,13 +139,9 @@ def _advice(advice: Recommendation | None) -> str | None:
     if advice is None:
         return None
     name = advice.label + way_text(advice.way) + (f" + {len(advice.keep_fp32)} in fp32" if advice.keep_fp32 else "")
-    if not advice.stay_in_fp32:
-        if advice.evidence == "measured":
-            return name
-        return f"{name} ({advice.evidence})"
-    if advice.gain:
-        return f"fp32 ({name}: {advice.gain})"
-    return "fp32"
+    if advice.stay_in_fp32:
+        return f"fp32 ({name}: {advice.gain})" if advice.gain else "fp32"
+    return name if advice.evidence == "measured" else f"{name} ({advice.evidence})"
 
 
 def failed_row(request: Request, reason: str, seconds: float, made_with: dict[str, str]) -> MatrixRow:
@@ -157,7 +149,7 @@ def failed_row(request: Request, reason: str, seconds: float, made_with: dict[st
     return _row(request, seconds, made_with, state="failed", reason=reason)
 
 
-def _row(request: Request, seconds: float, made_with: dict[str, str], **found: Any) -> MatrixRow:
+def _row(request: Request, seconds: float, made_with: dict[str, str], **outcome: Any) -> MatrixRow:
     return MatrixRow(
         target=request.target,
         options=list(request.options),
@@ -165,7 +157,7 @@ def _row(request: Request, seconds: float, made_with: dict[str, str], **found: A
         slug=request.slug,
         seconds=round(seconds, 1),
         made_with=made_with,
-        **found,
+        **outcome,
     )
 
 
@@ -194,12 +186,13 @@ def _cell(run: Run, result: ScanResult) -> MatrixCell:
 
 def _codes(result: ScanResult, run: Run | None) -> list[str]:
     """The codes of the findings about ``run``, or about none: each once."""
-    about = [one for one in result.diagnostics if (one.precision is None if run is None else one.is_about(run))]
-    return sorted({one.code for one in about})
+    if run is None:
+        return sorted({finding.code for finding in result.diagnostics if finding.precision is None})
+    return sorted({finding.code for finding in result.diagnostics if finding.is_about(run)})
 
 
 def _digits(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.6g}")  # shown with 2 or 3 digits
+    return None if value is None else float(f"{value:.6g}")  # 2 or 3 digits are shown
 
 
 # -- Runs one scan in its own process, ``lowprec-check scan``, within limits
@@ -230,21 +223,18 @@ def scan_one(request: Request, limits: ScanLimits) -> ScanOutcome:
     any machine, and temporary files.
     """
     started = system.monotonic()
-    device = []
-    if request.device:
-        device = ["--device", request.device]
+    # Findings are no failure of the scan, and what a user has set for scans is not for these.
+    device = ["--device", request.device] if request.device else []
     options = ("--json", "-", "--quiet", *device, *request.options, "--fail-on", "never")
     command = module_command("lowprec_check", "--no-settings", "scan", request.target, *options)
-    threads = {}
+    environment = dict(os.environ)
     if limits.threads is not None:
-        threads = {"OMP_NUM_THREADS": str(limits.threads)}
+        environment["OMP_NUM_THREADS"] = str(limits.threads)
     with temporary_file() as output, temporary_file() as errors:
-        worker = CommandWorker(command, environment=os.environ | threads, output=output, errors=errors)
+        worker = CommandWorker(command, environment=environment, output=output, errors=errors)
         worker.set_timeout(limits.seconds)
         reason = _reason(_watch(worker), errors, limits)
-        json = b""
-        if reason is None:
-            json = _read(output)
+        json = _read(output) if reason is None else b""
     return ScanOutcome(request, json, reason, system.monotonic() - started)
 
 

@@ -14,8 +14,8 @@ from lowprec_check.pytest_plugin.shared import is_worker
 _COLLECTED = "lowprec_collected"
 _PHASES = {"setup", "call", "teardown"}
 _SKIPPED, _RERUN = "skipped", "rerun"
+# By the phase that failed; of a process that died, pytest-xdist and pytest-forked name none.
 _FAILED = {"setup": "error in setup", "call": "failed", "teardown": "error in teardown"}
-"""By the phase that failed; of a process that died, pytest-xdist and pytest-forked name none."""
 
 
 class CompletedTests:

@@ -37,8 +37,8 @@ if TYPE_CHECKING:
 # processes that run tests import torch.
 
 _POLICIES = "lowprec_autocast_policies"
+# Attached to a report: operators of the test and of shared fixtures, and which of these ended.
 _ATTACHED = ("lowprec_ops", "lowprec_fixtures", "lowprec_torn_down", "lowprec_uses")
-"""Attached to a report: operators of the test and of shared fixtures, and which of these ended."""
 
 
 def register(config: pytest.Config) -> None:
@@ -142,7 +142,7 @@ class CoverageRecorder:
             return report
         ids = self._shared.ids(item)
         own, fixtures, torn_down = self._shared.take_all()
-        # The report before this one was not logged until now: it was dropped if it still has operators.
+        # The report before this one was dropped if it still has operators: else it was logged.
         before, self._last = self._last, report
         for key, ops in getattr(before, "lowprec_fixtures", {}).items():
             merge(fixtures.setdefault(key, {}), ops)

@@ -292,8 +292,8 @@ def _gate(config: pytest.Config, columns: list[CoverageColumn], report: Path | N
 
 # -- What a run with coverage prints, and what it adds to GitHub's summary of the step
 
+# Bytes. GitHub drops the summary of a step that has more.
 _LIMIT = 2**20
-"""Bytes. GitHub drops the summary of a step that has more."""
 
 
 def lines(coverage: Coverage, gate: CoverageGate, how: str, *, every: bool) -> list[str]:
@@ -329,6 +329,7 @@ def write_summary(coverage: Coverage, gate: CoverageGate) -> str | None:
 
 # -- What a run with coverage adds to pytest's JUnit file: properties of the suite and of its tests
 
+# The counts, by the ends of their names.
 _COUNTS: dict[str, tuple[Cell, ...]] = {
     "run": ("runs", "low", "fp32", "inputs"),
     "run_in_part": ("some",),
@@ -336,7 +337,6 @@ _COUNTS: dict[str, tuple[Cell, ...]] = {
     "not_known": ("unknown",),
     "does_not_apply": ("inapplicable",),
 }
-"""The counts, by the ends of their names."""
 
 
 class JunitProperties:

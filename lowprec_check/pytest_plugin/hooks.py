@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
 # -- Options, each with an ini key of the same name that is used if the option is not given
 
+# By name: the metavariable, the help, and what the help of the ini key adds.
 _OPTIONS = {
     "coverage": (
         "NAME",
@@ -56,7 +57,6 @@ _OPTIONS = {
         ", relative to the ini file",
     ),
 }
-"""By name: the metavariable, the help, and what the help of the ini key adds."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -176,8 +176,8 @@ def lowprec(request: pytest.FixtureRequest) -> Lowprec:
 
 # -- What was not checked on the device that was asked for
 
+# By the name of a test's property (its value: a device that is not available), what to say.
 _NOT_MEASURED = {"lowprec_predicted": "predicted from the catalog, not measured", "lowprec_skipped": "skipped"}
-"""By the name of a test's property (its value: a device that is not available), what to say."""
 
 
 def pytest_terminal_summary(terminalreporter: Any) -> None:

@@ -27,6 +27,7 @@ _P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 _TOLERANCE = "The tolerance is the largest relative error of the whole output, rel_l2; there is no absolute one."
+# What an argument that another library or method has means here; the first that is taken.
 _MEANT: dict[str, tuple[str, ...]] = {
     "precision": ("precision", "precisions", "dtype"),
     "precisions": ("precisions", "precision", "dtype"),
@@ -42,9 +43,8 @@ _MEANT: dict[str, tuple[str, ...]] = {
 } | dict.fromkeys(
     ("tolerance", "tol", "atol", "rtol", "abs_tol", "rel_tol", "threshold", "max_error", "eps"), ("tolerance",)
 )
-"""What an argument that another library or method has means here; the first that is taken."""
+# Names that no function of torch has: whoever gives one to a function means this library.
 _OURS = frozenset(_MEANT) - {"tol", "atol", "rtol", "grad", "input", "args", "eps", "threshold"}
-"""Names that no function of torch has: whoever gives one to a function means this library."""
 
 
 def unknown_argument(where: str, name: str, known: Iterable[str]) -> UsageError:
@@ -247,8 +247,8 @@ def is_device_available(device: str) -> bool:
 ONE_OF_THEM = 'Write only @pytest.mark.lowprec("half", "bfloat16"), with the precisions to test.'
 
 
+# The marker's arguments by their first names, with their defaults.
 _ARGUMENTS: dict[str, Any] = {"precisions": [], "device": "cpu", "backend": EAGER, "tolerance": None}
-"""The marker's arguments by their first names, with their defaults."""
 _OTHER_NAMES = {"precision": "precisions", "devices": "device"}
 
 

@@ -121,8 +121,8 @@ def _named(asked: str, device: str) -> list[OpRecord]:
     return exact or records
 
 
+# By device, why nothing can be measured: each try would import torch in vain.
 _not_measurable: dict[str, NotMeasurableError] = {}
-"""By device, why nothing can be measured: each try would import torch in vain."""
 
 
 @cache

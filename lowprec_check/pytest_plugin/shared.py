@@ -59,10 +59,10 @@ def is_worker(config: pytest.Config) -> bool:
 _PACKAGE = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "")
 _NAME = "lowprec-frames"
 _CALL_OF_OP = os.path.join("torch", "_ops.py")
+# The function of pluggy that calls a hook which wraps others.
 _CALL_OF_HOOK = "_multicall"
-"""The function of pluggy that calls a hook which wraps others."""
+# What is raised in them is raised by an op.
 _RUN_OPS = tuple(map(os.path.normpath, ("fixture/watch.py", "core/dispatch_mode.py", "core/op_kernels.py")))
-"""What is raised in them is raised by an op."""
 
 
 def register_own_frames(config: pytest.Config) -> None:

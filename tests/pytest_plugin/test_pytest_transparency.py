@@ -351,7 +351,7 @@ def test_an_error_in_this_package_keeps_its_frames(monkeypatch: pytest.MonkeyPat
         coverage.CoverageColumn()  # type: ignore[call-arg]
     assert not without_own_frames(caught.value)  # raised by the test itself
     with pytest.raises(AttributeError) as caught_inside:
-        coverage._by_line(None)  # type: ignore[arg-type]
+        coverage.CoverageRecorder._line_of(None, "test")  # type: ignore[arg-type]
     assert not without_own_frames(caught_inside.value)
     assert caught_inside.traceback[-1].path == Path(coverage.__file__)
 

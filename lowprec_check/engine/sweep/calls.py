@@ -57,8 +57,8 @@ class Caller:
     """Calls one operator on a device, always from the same seed."""
 
     def __init__(self, operator: Any, device: str) -> None:
+        # The dtype of the reference is ``wide``.
         self.operator, self.device, self.wide = operator, device, _widest(device)
-        """``wide`` is the dtype of the reference."""
 
     def attempt(self, sample: Sample, dtype: torch.dtype, mode: Mode, seed: int = SEED) -> Trial:
         """Call a copy of ``sample`` in ``dtype``."""
@@ -86,6 +86,7 @@ class Caller:
         backward = mode.endswith("backward")
         sample = sample.cast(dtype, grad=backward)
         self.seed()
+        # The recording is wanted also of a call that fails.
         with contextlib.suppress(Exception):
             with torch.set_grad_enabled(backward), self._autocast(dtype, mode), recording:
                 out = self._forward(sample)
@@ -95,18 +96,15 @@ class Caller:
 
     def size_of_result(self, sample: Sample) -> int | None:
         """Number of elements of the output in fp32; ``None`` if the call fails."""
-        out = self.attempt(sample, torch.float32, "forward")
-        if out.outcome is True:
-            return sum(tensor.numel() for _, tensor in leaves(out.result))
-        return None
+        trial = self.attempt(sample, torch.float32, "forward")
+        if trial.outcome is not True:
+            return None
+        return sum(tensor.numel() for _, tensor in leaves(trial.result))
 
     def comparable(self, sample: Sample, out: Any) -> list[Tensor]:
         """The floating leaves of an output in ``wide``, without what is not unique."""
-        return [
-            tensor
-            for _, tensor in leaves(sample.comparable(map_tensors(out, lambda tensor: widen(tensor, self.wide))))
-            if is_float(tensor)
-        ]
+        widened = map_tensors(out, lambda tensor: widen(tensor, self.wide))
+        return [tensor for _, tensor in leaves(sample.comparable(widened)) if is_float(tensor)]
 
     def seed(self, seed: int = SEED) -> None:
         """Seed the generators of the CPU and the device."""
@@ -126,14 +124,15 @@ class Caller:
         outputs = [tensor for tensor in outputs if tensor.requires_grad]
         if not inputs or not outputs:
             return None
+        # Cotangents with values in [-1, 1] that ``dtype`` represents exactly.
         cotangents = []
-        for output in outputs:  # values in [-1, 1] that ``dtype`` represents exactly
+        for output in outputs:
             positions = torch.arange(output.numel(), device=output.device, dtype=torch.float32)
             cotangents.append(torch.cos(positions).to(dtype).to(output.dtype).reshape(output.shape))
         with recording or contextlib.nullcontext():
-            found = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
+            gradients = torch.autograd.grad(outputs, inputs, cotangents, allow_unused=True)
         self._synchronize()
-        return [gradient for gradient in found if gradient is not None]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def _autocast(self, dtype: torch.dtype, mode: Mode) -> Any:
         if mode.startswith("autocast"):

@@ -91,16 +91,18 @@ def condition(passed: Sequence[Features], failed: Sequence[Features]) -> str | N
     """
     if not passed or not failed:
         return None
-    every = (*failed, *passed)
-    names = list(dict.fromkeys(name for features in every for name in features))
-    kinds = {name: {type(features.get(name)) for features in every} for name in names}
+    samples = (*failed, *passed)
+    names = list(dict.fromkeys(name for features in samples for name in features))
+    kinds = {name: {type(features.get(name)) for features in samples} for name in names}
     names.sort(key=lambda name: name in SIZES or not kinds[name] <= {bool, type(None)})
+    # One property whose values differ between failing and passing samples.
     for name in names:
-        values = {repr(features.get(name)) for features in failed}, {repr(features.get(name)) for features in passed}
-        if values[0].isdisjoint(values[1]):
-            found = _in_words(name, [f.get(name) for f in failed], [f.get(name) for f in passed])
-            if found is not None:
-                return found
+        fails, passes = ([features.get(name) for features in half] for half in (failed, passed))
+        if set(map(repr, fails)).isdisjoint(map(repr, passes)):
+            words = _in_words(name, fails, passes)
+            if words is not None:
+                return words
+    # Two arguments that all samples of one kind share, and no sample of the other has together.
     for verb, those, others in (("runs only", passed, failed), ("fails", failed, passed)):
         shared = [name for name in names if name not in SIZES and len({repr(f.get(name)) for f in those}) == 1]
         common = [(name, those[0].get(name)) for name in shared]

@@ -126,16 +126,16 @@ class OperatorSweep:
         self.hello: Hello | None = None
         self._lost: dict[str, dict[str, Raised]] = collections.defaultdict(dict)
         self._retried: set[str] = set()
+        # Of the present call of `measure`: answers by operator, and how many there will be.
         self.answers: dict[str, Answer] = {}
-        """By operator, those of the present call of :meth:`measure`."""
         self.total = 0
-        """The number of operators that it measures."""
 
     def measure(self, only: Sequence[str] | None, jobs: int = 1) -> list[Answer]:
         """Measure all operators or those in ``only``; the answers are sorted. Workers are kept for
         the next call. Raises :class:`NotMeasurableError`, or :class:`UsageError` for an unknown
         operator.
         """
+        # What an interrupted call has left in the queue is dropped.
         self.answers, self.total = {}, 0
         self.queue.waiting.clear()
         if self.hello is not None:
@@ -174,8 +174,9 @@ class OperatorSweep:
                 raise RuntimeError(f"a sweep worker did not start within {START_SECONDS:.0f} s")
             log = ended.worker.log.read_text(errors="replace")
             raise RuntimeError(f"a sweep worker ended with exit code {ended.exit_code}:\n{log[-2000:]}")
+        # Before it read the task, the worker may have died for another reason: once more.
         op, cell = task.op, ended.position.module or "samples"
-        if cell == "samples" and op not in self._retried:  # it may have died before it read the task
+        if cell == "samples" and op not in self._retried:
             self._retried.add(op)
             self.queue.waiting.appendleft(task)
             return
@@ -184,6 +185,7 @@ class OperatorSweep:
         if len(lost) < MAX_DEATHS and cell != "float32/forward":
             self.queue.waiting.appendleft(Task(op, lost))
             return
+        # Given up, with the first failure in all cells that were lost.
         raised = next(iter(lost.values()))
         failure = Failure(
             cells=[cell for cell in lost if cell.partition("/")[0] in DTYPES],
@@ -209,8 +211,8 @@ class BriefSweep(NamedTuple):
 _sweeping = ForkLock()
 
 _Key = tuple[int, str, str]
+# By process, device and worker. A fork cannot use the worker of its parent, nor its pipes.
 _kept: dict[_Key, OperatorSweep] = {}
-"""By process, device and worker. A fork cannot use the worker of its parent, nor its pipes."""
 
 
 def measure_briefly(

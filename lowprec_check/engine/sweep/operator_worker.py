@@ -56,16 +56,16 @@ class OperatorMeasurement:
             return OpRecord(op=self.name, samples=(0, 0), note=reason)
         for dtype in DTYPES:
             for mode in self.modes(dtype):
-                cell, found = f"{dtype}/{mode}", list[Raised | bool]()
+                cell, outcomes = f"{dtype}/{mode}", list[Raised | bool]()
                 for index, sample in enumerate(self.samples):
                     if cell in self.lost:
-                        found.append(self.lost[cell])
+                        outcomes.append(self.lost[cell])
                         continue
                     self.enter(cell, str(index))
                     trial = self.caller.attempt(sample, getattr(torch, dtype), mode)
-                    found.append(trial.outcome)
+                    outcomes.append(trial.outcome)
                     self.compare(index, dtype, mode, trial)
-                self.outcomes[dtype, mode] = found
+                self.outcomes[dtype, mode] = outcomes
         return self.record()
 
     def draw(self) -> str | None:
@@ -81,6 +81,7 @@ class OperatorMeasurement:
         floating = [sample for sample in drawn if sample.floating()]
         if not floating:
             return "takes no floating tensor or dtype"
+        # Samples with an empty output show nothing, unless there are no others.
         self.enter("float32/forward", "size")
         self.samples = [sample for sample in floating if self.caller.size_of_result(sample) != 0] or floating
         if "larger" not in self.lost:
@@ -93,11 +94,12 @@ class OperatorMeasurement:
 
     def record(self) -> OpRecord:
         """The results."""
+        # The samples that count, forward and backward: they run in a dtype.
         valid: list[list[int]] = []
-        """The samples that count, forward and backward: they run in a dtype."""
         for mode in MODES[:2]:
             tried = [self.outcomes[dtype, mode] for dtype in DTYPES]
             valid.append([i for i in range(len(self.samples)) if any(outcomes[i] is True for outcomes in tried)])
+        # Dtypes in which all of them run are left out.
         passed: dict[Dtype, list[int]] = {}
         for dtype in DTYPES if valid[0] else ():
             cells = [(self.outcomes[dtype, mode], valid[MODES.index(mode) % 2]) for mode in self.modes(dtype)]
@@ -106,10 +108,9 @@ class OperatorMeasurement:
                 passed[dtype] = counts
         note = None
         if not valid[0]:
-            raised = next((one for one in self.outcomes["float32", "forward"] if isinstance(one, Raised)), None)
-            note = "has no sample that runs"
-            if raised:
-                note = f"runs in no floating dtype: {raised.message}"
+            outcomes_in_fp32 = self.outcomes["float32", "forward"]
+            raised = next((outcome for outcome in outcomes_in_fp32 if isinstance(outcome, Raised)), None)
+            note = f"runs in no floating dtype: {raised.message}" if raised else "has no sample that runs"
         return OpRecord(
             op=self.name,
             samples=(len(valid[0]), len(valid[1])),
@@ -133,6 +134,7 @@ class OperatorMeasurement:
             recording = FirstFailure()
             self.caller.record(self.samples[index], getattr(torch, dtype), mode, recording)
             at = recording.failed
+        # It is the dtype that fails if the op runs in fp32, and then on some samples only.
         fp32 = self.outcomes["float32", MODES[direction]]
         in_fp32 = dtype == "float32" or not any(fp32[index] is True for index in counted)
         ran, names = [index for index in counted if outcomes[index] is True], argument_names(self.caller.operator)
@@ -143,7 +145,8 @@ class OperatorMeasurement:
             message=raised.message,
             at=at,
             condition=condition(
-                *([features(self.samples[index], names) for index in those] for those in (ran, failed))
+                [features(self.samples[index], names) for index in ran],
+                [features(self.samples[index], names) for index in failed],
             ),
         )
 

@@ -130,9 +130,10 @@ def samples_of(operator: Any, device: str, bound: int) -> list[Sample]:
     dtype = next((dtype for dtype in _WANTED if dtype in claimed), torch.float32)
     drawn = operator.sample_inputs(device, dtype, requires_grad=operator.supports_autograd)
     generated = [
-        Sample((found.input, *found.args), dict(found.kwargs), found.output_process_fn_grad)
-        for found in itertools.islice(drawn, MAX_GENERATED)
+        Sample((sample.input, *sample.args), dict(sample.kwargs), sample.output_process_fn_grad)
+        for sample in itertools.islice(drawn, MAX_GENERATED)
     ]
+    # What is left out, unless nothing else is left.
     dense = [sample for sample in generated if all(t.layout == torch.strided for t in sample.tensors())] or generated
     full = [sample for sample in dense if all(t.numel() for t in sample.tensors())] or dense
     full = [sample for sample in full if _elements(sample) <= 4 * MAX_ELEMENTS] or full
@@ -149,9 +150,10 @@ def larger(samples: list[Sample], run: Callable[[Sample], int | None]) -> list[S
     distinct: dict[str, Sample] = {}
     for sample in sorted(samples, key=_elements, reverse=True):
         distinct.setdefault(repr(features(sample, [], sizes=False)), sample)
-    found: list[Sample] = []
+    enlarged: list[Sample] = []
     for sample in list(distinct.values())[:MAX_TRIED]:
         for powers in (False, True):
+            # As large as the operator takes it.
             best = None
             for factor in (2, 4, 8, 16, 32):
                 shapes = [_larger_shape(tensor, factor, powers) for tensor in sample.tensors()]
@@ -162,9 +164,9 @@ def larger(samples: list[Sample], run: Callable[[Sample], int | None]) -> list[S
                 best = best if out is None else grown
                 if out is not None and out > MAX_ELEMENTS:
                     break
-            if best is not None and len(found) < MAX_GROWN:
-                found.append(best)
-    return sorted(found, key=_elements)
+            if best is not None and len(enlarged) < MAX_GROWN:
+                enlarged.append(best)
+    return sorted(enlarged, key=_elements)
 
 
 def _elements(sample: Sample) -> int:
@@ -200,17 +202,17 @@ def _grow(sample: Sample, factor: int, powers: bool) -> Sample:
 
 def features(sample: Sample, names: list[str], *, sizes: bool = True) -> Features:
     """Properties of a sample, the most useful first: arguments (``names``), then sizes."""
-    found = {name: _describe(value) for name, value in sample.kwargs.items()}
+    properties = {name: _describe(value) for name, value in sample.kwargs.items()}
     for index, value in enumerate(sample.args[1:], 1):
         if not isinstance(value, (Tensor, list)):
-            found[names[index] if index < len(names) else f"argument {index + 1}"] = _describe(value)
+            properties[names[index] if index < len(names) else f"argument {index + 1}"] = _describe(value)
     if not sizes:
-        return found
+        return properties
     tensors = sample.tensors() or [torch.empty(0)]
-    every = [size for tensor in tensors for size in tensor.shape]
-    found[POWERS] = all(size & (size - 1) == 0 for size in every)
-    counts = (len(tensors), tensors[0].ndim, max(every, default=0), _elements(sample))
-    return found | dict(zip(COUNTS, counts, strict=True))
+    lengths = [length for tensor in tensors for length in tensor.shape]
+    properties[POWERS] = all(length & (length - 1) == 0 for length in lengths)
+    counts = (len(tensors), tensors[0].ndim, max(lengths, default=0), _elements(sample))
+    return properties | dict(zip(COUNTS, counts, strict=True))
 
 
 def _describe(value: Any) -> Any:
