@@ -75,12 +75,7 @@ _IN_TORCH: dict[str, tuple[str, str]] = {
 
 
 def snippet(
-    key: RunKey,
-    model: ModelInfo,
-    keep_fp32: Sequence[str] = (),
-    untied: Sequence[str] = (),
-    *,
-    torch_version: str = "",
+    key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied: Sequence[str] = (), *, torch_version: str = ""
 ) -> str:
     """Code that runs ``model`` on ``inputs``, both as the user's file defines them, as the run of
     ``key`` does.
@@ -126,12 +121,7 @@ class ModelCode(NamedTuple):
 
 
 def prepare(
-    key: RunKey,
-    model: ModelInfo,
-    keep_fp32: Sequence[str] = (),
-    untied: Sequence[str] = (),
-    *,
-    torch_version: str = "",
+    key: RunKey, model: ModelInfo, keep_fp32: Sequence[str] = (), untied: Sequence[str] = (), *, torch_version: str = ""
 ) -> ModelCode:
     """The code before the call of :func:`snippet`, and the context of the call."""
     precision, device = PRECISIONS.get(key.precision), device_type(key.device)

@@ -196,9 +196,7 @@ class Trained(NamedTuple):
 
 
 def recommend_training(
-    result: ScanResult,
-    environment: Mapping[str, Any] = MappingProxyType({}),
-    prefer: Prefer = "speed",
+    result: ScanResult, environment: Mapping[str, Any] = MappingProxyType({}), prefer: Prefer = "speed"
 ) -> Recommendation | None:
     """The best way to train that passed, without its reason, which is made of statements; ``None``
     if none passed. ``environment`` as in :func:`~lowprec_check.analysis.recommend.recommend`.

@@ -1,6 +1,4 @@
-"""Answers that need no scan, as blocks: operators of the catalog, the hardware, the manual of
-diagnostics.
-"""
+"""Answers without a scan, as blocks: operators of the catalog, the hardware, the manual."""
 
 from __future__ import annotations
 
@@ -15,18 +13,7 @@ from lowprec_check.catalog.answers import Difference, Gaps, OpAnswer
 from lowprec_check.catalog.records import SHORT, STATES, Mode, State, in_samples
 from lowprec_check.catalog.support import OnCpu, SupportCell
 from lowprec_check.catalog.versions import version_key
-from lowprec_check.report.blocks import (
-    Block,
-    Column,
-    Document,
-    Heading,
-    Pairs,
-    Row,
-    Say,
-    StatusOf,
-    Table,
-    speed_of,
-)
+from lowprec_check.report.blocks import Block, Column, Document, Heading, Pairs, Row, Say, StatusOf, Table, speed_of
 from lowprec_check.schema.axes import is_declared
 from lowprec_check.schema.precisions import LOW_FORMATS
 from lowprec_check.schema.statements import counted, some
@@ -44,9 +31,7 @@ _WORDS: dict[State | None, str] = {"all": "yes", "some": "in part", "none": "no"
 
 
 def answers_document(answers: Sequence[OpAnswer]) -> Document:
-    """One table per operator: devices × dtypes × modes, then its failures and the issues reported
-    about it.
-    """
+    """A table per operator (devices × dtypes × modes), then its failures and reported issues."""
     blocks: list[Block] = []
     if dispatching := answers[0].dispatching:
         text = f"{dispatching} is not an operator in the catalog; these operators dispatch it:"
@@ -106,9 +91,7 @@ def _support_table(cells: Sequence[SupportCell]) -> Table:
 
 
 def _head(answer: OpAnswer, *, is_here: bool) -> Iterator[str]:
-    """The operator, what the answer says about the installed torch unless a release was asked for,
-    and what it dispatches.
-    """
+    """The operator, whether the catalog covers the installed torch, what it dispatches."""
     yield answer.op
     if answer.installed == "":
         yield "torch is not installed"
@@ -258,9 +241,7 @@ def list_document(rules: Iterable[Rule]) -> Document:
 
 
 def render_page(rule: Rule, width: int) -> str:
-    """The page of one diagnostic in lines of ``width`` columns; code stays as it is, and commands
-    are not divided.
-    """
+    """A diagnostic's manual, ``width`` columns wide; code is not wrapped, commands not split."""
     no_break = "\0"
     fill = functools.partial(textwrap.fill, width=width, break_long_words=False, break_on_hyphens=False)
     parts = [f"{rule.code} {rule.name} ({rule.severity})"]

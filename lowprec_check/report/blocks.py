@@ -1,6 +1,4 @@
-"""What a report is made of: headings, sentences, tables with typed columns, code and charts.
-Formats lay them out and know nothing else.
-"""
+"""The blocks of a report: sentences, typed tables, code, charts. Formats only lay them out."""
 
 from __future__ import annotations
 
@@ -24,9 +22,7 @@ from lowprec_check.schema.statements import (
 from lowprec_check.schema.verdict import StatusLook, look
 
 Detail = Literal["first", "more", "all"]
-"""Where a block is shown: ``first`` in every format, ``more`` in documents and with ``-v``, ``all``
-only on pages.
-"""
+"""``first``: in every format; ``more``: in documents and with ``-v``; ``all``: only on pages."""
 DETAILS: tuple[Detail, ...] = ("first", "more", "all")
 
 
@@ -44,18 +40,14 @@ class ErrorOf(NamedTuple):
 
 
 class SpeedOf(NamedTuple):
-    """How many times as fast as fp32, and whether that can be told:
-    :class:`~lowprec_check.analysis.speed.Speed`.
-    """
+    """Speed against fp32 and its verdict, see :class:`~lowprec_check.analysis.speed.Speed`."""
 
     told: str
     ratio: float | None
 
 
 def speed_of(ratio: float | None) -> SpeedOf | None:
-    """Of a ratio of which it is known that it could be told, such as a saved one; ``None`` if it
-    could not.
-    """
+    """Speed of a saved ratio, which was large enough to tell; ``None`` if there is none."""
     if ratio is None:
         return None
     return SpeedOf(*judged(ratio, ratio, ratio)[:2])
@@ -81,9 +73,7 @@ class Link(NamedTuple):
 
 
 def speed_text(value: SpeedOf) -> str:
-    """``1.8 × as fast``, ``2.1 × slower``, ``≈ fp32``, ``noisy``, ``–``: the one unit of speed of
-    all tables and charts.
-    """
+    """``1.8 × as fast``, ``2.1 × slower``, ``≈ fp32``, ``noisy``, ``–``: in tables and charts."""
     if value.told == "same":
         return "≈ fp32"
     if value.told == "noisy":
@@ -254,9 +244,7 @@ class Fold(Block):
 
 @dataclass(frozen=True)
 class Chart(Block):
-    """Points and lines; formats that cannot draw leave it out, since a table near it has the
-    figures.
-    """
+    """Points and lines; formats that cannot draw omit it: a table nearby has the figures."""
 
     name: str
     draw: Callable[[], str]
@@ -271,9 +259,7 @@ class Document:
     blocks: Sequence[Block]
     tool: str = ""
     advice: Sequence[Block] = ()
-    """What to do: documents begin with it, after their first line; a terminal ends with it, where
-    its reader looks.
-    """
+    """What to do: after the first line of a document, at the end on a terminal."""
     whole: bool = False
     """Whether Markdown has all rows too, as a file; else it is short enough for a comment."""
 

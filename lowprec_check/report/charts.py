@@ -1,6 +1,4 @@
-"""Charts as SVG without scripts: colours are variables of the page, figures are native tooltips,
-and a table has them too.
-"""
+"""Charts as SVG without scripts: colours are page variables, tooltips native; tables repeat all."""
 
 from __future__ import annotations
 
@@ -353,9 +351,7 @@ def _steps(
 
 
 def magnitudes(run: Run) -> Chart | None:
-    """A histogram of the magnitudes of fp32's values against the ranges of fp16, bf16 and the run's
-    format; ``None`` if none were counted.
-    """
+    """Histogram of fp32's magnitudes against the ranges of fp16, bf16 and the run's format."""
     counts: dict[int, int] = {}
     for module in run.magnitudes:
         for exponent, count in enumerate(module.counts, module.lowest):

@@ -1,6 +1,4 @@
-"""The operators that a test suite uses and their support in low precision, as blocks and for
-GitHub; the difference of two such coverages.
-"""
+"""The operators that a test suite uses, their low-precision support, and how it changed."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ from lowprec_check.schema.statements import counted, some
 
 WIDTH = 110
 LONGEST_SUMMARY = 200_000
-"""Bytes. GitHub drops the summary of a step of more than 1 MiB, which other commands of the step
-share, and shows 20 per job.
-"""
+"""Bytes. GitHub drops the summary of a step over 1 MiB, which all its commands share."""
 
 _TITLE = "Low precision in the tests"
 _SHOWN = 40
@@ -54,9 +50,7 @@ _CHANGES: dict[CellBefore, tuple[str, str]] = {
 
 
 def coverage_document(found: Coverage) -> Document:
-    """The counts, the operators (a terminal shows those with gaps), and the tests that use each
-    gap.
-    """
+    """Counts, operators (a terminal shows those with gaps), and the tests that use each gap."""
     blocks = [Say(_TITLE, role="title", detail="more"), *_head(found)]
     uses = sorted(found.ops, key=lambda use: (use.worst, use.op))
     blocks += [Heading("Operators"), _uses(found, uses, "operators", most=len(found.gaps))]
@@ -126,9 +120,7 @@ def _uses(found: Coverage, uses: Sequence[OpUse], name: str, most: int = 0) -> T
 
 
 def _words(use: OpUse, key: str) -> str:
-    """What a precision does to an operator; one that fails under autocast was called with 16-bit
-    inputs, and runs on fp32 ones.
-    """
+    """What a precision does to an operator; an op that fails under autocast got 16-bit inputs."""
     support, precision = use.support[key], PRECISIONS.find(key)
     low, cell = precision.format.short if precision else key, cell_of(support)
     on = ""
@@ -141,9 +133,7 @@ def _words(use: OpUse, key: str) -> str:
 
 
 def why(use: OpUse) -> str:
-    """How it fails, in the first dtype in which it fails; else why a dtype does not apply or
-    nothing is known.
-    """
+    """How it fails in the first failing dtype; else why a dtype does not apply or is unknown."""
     failing = [support for support in use.support.values() if support.state in ("none", "some")]
     if failing:
         return reason_of(failing[0])

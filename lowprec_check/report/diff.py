@@ -5,18 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from lowprec_check.report.blocks import (
-    Block,
-    Column,
-    Document,
-    Heading,
-    Row,
-    Say,
-    Table,
-    Type,
-    cell_text,
-    speed_of,
-)
+from lowprec_check.report.blocks import Block, Column, Document, Heading, Row, Say, Table, Type, cell_text, speed_of
 from lowprec_check.schema.scan_diff import Direction, ScanDiff
 from lowprec_check.schema.statements import Tone, counted
 from lowprec_check.schema.verdict import look
@@ -60,9 +49,7 @@ def diff_document(diff: ScanDiff) -> Document:
 def compared(
     title: str, worse: bool, sides: Sequence[tuple[str, str]], warnings: Sequence[str], what: str
 ) -> Iterator[Block]:
-    """The head of every comparison: its verdict, the two sides, and the conditions in which they
-    differ.
-    """
+    """The head of a comparison: verdict, both sides, the conditions in which they differ."""
     tone: Tone = "bad" if worse else "good"
     yield Say(title, tone, "verdict")
     for name, side in sides:

@@ -1,6 +1,4 @@
-"""A patch of the user's source as blocks: the diff, what was proven of it, and what is left alone;
-and as suggestions for GitHub.
-"""
+"""A patch of the user's source as blocks: the diff, its proof, the rest; GitHub suggestions."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Text of others made safe to print: on one line, without invisible characters and folders of this
-machine, in the encoding of the stream.
-"""
+"""Makes foreign text safe to print: one line, visible, encodable, without local folders."""
 
 from __future__ import annotations
 
@@ -18,24 +16,18 @@ _BLANK = (
     "\u2060-\u206f\u2800\u3164\ufe00-\ufe0f\ufeff\uffa0\ufff0-\uffff\U000110bd\U000110cd\U00013430-\U0001345f\U0001bca0-\U0001bca3"
     "\U0001d173-\U0001d17a\U000e0000-\U000e0fff"
 )
-"""Format characters (directions, joiners, tags), characters that Unicode says to ignore, fillers,
-line separators, non-characters.
-"""
+"""Directions, joiners, tags, ignorable characters, fillers, line separators, non-characters."""
 _SUSPECT = re.compile(
     rf"(?!(?<=[{_EMOJI}\ufe0f])\u200d[{_EMOJI}]|(?<=[#*0-9\xa9\xae\u203c-\u2139{_EMOJI}])\ufe0f)"
     rf"[\x00-\x1f\x7f-\x9f\ud800-\udfff\ue000-\uf8ff\U000f0000-\U0010ffff{_BLANK}]"
 )
-"""These, control characters, surrogates and private use; but not what joins two emoji, or makes one
-of a character.
-"""
+"""These, controls, surrogates and private use; not what joins two emoji or makes one."""
 
 LONGEST = 300
 
 
 def visible(text: str, most: int = LONGEST) -> str:
-    r"""``text`` on one line of at most ``most`` characters, with invisible characters escaped:
-    ``a\n``, ``\u202e``.
-    """
+    r"""``text`` on one line, at most ``most`` long, invisible characters as ``\\u202e``."""
     if len(text) > most:
         text = f"{text[: most - 1]}…"
     return _SUSPECT.sub(_escape, text)
@@ -67,9 +59,7 @@ def visible_text(text: str) -> str:
 
 
 def workflow_command(command: str, message: str, **properties: str) -> str:
-    """A line that GitHub Actions shows at the code: ``::error file=net.py,line=23::message``,
-    escaped as its own toolkit does.
-    """
+    """GitHub's ``::error file=net.py,line=23::message``, escaped as in its own toolkit."""
 
     def encoded(text: str, more: str = "") -> str:
         for character in f"%\r\n{more}":
@@ -86,9 +76,7 @@ _PART = r"[^\s/\\'\"`:;,()\[\]{}<>|*?]+"
 _PATH = rf"(?<![\w/\\.~@-])(?:file://)?(?:[A-Za-z]:[/\\]|/)(?!(?:dev|proc|sys)/|/)(?:{_PART}[/\\])+(?:{_PART})?"
 _QUOTED = r"(?<=(['\"`]))(?:[A-Za-z]:[/\\]|/)(?:[^'\"`\n/\\]+[/\\])+[^'\"`\n/\\]*(?=\1)"
 _ABSOLUTE = re.compile(f"{_QUOTED}|{_PATH}")
-"""Paths of at least two parts, with spaces only within quotes; not URLs, and not `/dev/shm`, which
-is the same everywhere.
-"""
+"""Paths of two or more parts, with spaces only in quotes; no URLs, no `/dev`, `/proc`, `/sys`."""
 
 _PACKAGES = re.compile(r".*[/\\](?:site|dist)-packages[/\\](?=.)|.*[/\\]lib[/\\]python3\.\d+[/\\](?=.)")
 
@@ -128,9 +116,7 @@ _WRITTEN = """
 ‘' ’' ‚' “" ”" „" «" »" •* ─- ━- ╸- ╺- │| ┃|
 ✅[ok] ➖[-] ❌[x] ⚠[!] ❔[?] ⏭[>] 🔴[x] 🟡[!] 🔵[i] 🟢[+] ⚪[=] ✓+ ✕x ✗x ▲! \ufe0f
 """
-"""Each character of our texts, and of what other programs put into messages, followed by what is
-written for it.
-"""
+"""A character of our texts or other programs' messages, followed by its ASCII form."""
 
 _ASCII = {pair[0]: pair[1:] for pair in _WRITTEN.split()}
 
@@ -158,9 +144,7 @@ def _replacement(character: str) -> str:
 
 
 def _handle(error: UnicodeError) -> tuple[str, int]:
-    """Replace what cannot be encoded; what is wider then takes the difference from the next gap
-    between columns.
-    """
+    """Replace what cannot be encoded; extra width comes out of the next gap between columns."""
     if not isinstance(error, UnicodeEncodeError):
         raise error
     lost = error.object[error.start : error.end]

@@ -1,6 +1,4 @@
-"""The matrix of models, precisions and devices as blocks, with the ops that most often lack a
-kernel.
-"""
+"""The matrix of models, precisions and devices as blocks, with the most often missing kernels."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ def matrix_document(
     devices = {row.device for row in matrix.rows}
 
     def name_of(row: MatrixRow) -> str:
-        """``timm:vit_tiny --train on cuda``: the options that not all rows share, and the device if
-        not all rows have the same.
-        """
+        """``timm:vit_tiny --train on cuda``: its own options, and its device if they differ."""
         own = []
         if row.options[len(options) :]:
             own = [shlex.join(row.options[len(options) :])]
@@ -111,9 +107,7 @@ def column_of(cell: MatrixCell) -> str:
 
 
 def status_of(cell: MatrixCell) -> str:
-    """Its status; ``unjudged`` too if its output tells nothing. Of a run that passes, the worst one
-    on further inputs.
-    """
+    """The worst status on all inputs; ``unjudged`` too if the output is degenerate."""
     if cell.degenerate:
         return "unjudged"
     further = cell.further_inputs.statuses if cell.status == "ok" and cell.further_inputs else {}
@@ -147,9 +141,7 @@ def _outcome(cell: MatrixCell) -> StatusOf:
 
 
 def why(cell: MatrixCell) -> str | None:
-    """Why a run fails or cannot be judged, if more than its status is known: ``no
-    linalg_cholesky_ex +1``.
-    """
+    """Why a run fails or cannot be judged, beyond its status: ``no linalg_cholesky_ex +1``."""
     if cell.status == "error" and cell.gaps:
         return f"no {short_op(cell.gaps[0])}{f' +{len(cell.gaps) - 1}' if len(cell.gaps) > 1 else ''}"
     if cell.status == "error" and cell.first_gap:

@@ -1,6 +1,4 @@
-"""What only pages show: the user's code with what happens at each line, modules, operators, value
-ranges.
-"""
+"""What only pages show: lines of the user's code, modules, operators, value ranges."""
 
 from __future__ import annotations
 
@@ -9,13 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
-from lowprec_check.analysis.error_shares import (
-    BETWEEN,
-    fails_by_error,
-    line_shares,
-    module_shares,
-    trusted_budget,
-)
+from lowprec_check.analysis.error_shares import BETWEEN, fails_by_error, line_shares, module_shares, trusted_budget
 from lowprec_check.analysis.recommend import recommended_run
 from lowprec_check.analysis.run_summary import label
 from lowprec_check.report import charts
@@ -70,9 +62,7 @@ class Calls:
         return max(values)
 
     def cell(self, name: str, tolerance: float | None = None) -> Any:
-        """The same as a table shows it: the accumulated error beside a ``tolerance``, and infinite
-        if values became Inf or NaN.
-        """
+        """The total as shown: an error with its ``tolerance``, infinite after an Inf or NaN."""
         value, kind = self.total(name), QUANTITIES[name].type
         if name == "accumulated_error" and self.total("introduced_nan"):
             return ErrorOf(None, tolerance, "Inf/NaN")
@@ -90,9 +80,7 @@ class Calls:
 
 
 def calls_by(run: Run, field: Literal["op", "module", "source"]) -> dict[str, Calls]:
-    """The op calls and gaps of ``run``, by their op, module or line; those without a line are left
-    out.
-    """
+    """The op calls and gaps of ``run`` by op, module or line; those without one are left out."""
     found = defaultdict[str, Calls](lambda: Calls(run))
     for position, key in enumerate(getattr(run.op_calls, field)):
         if key is not None:
@@ -127,9 +115,7 @@ _OTHERS = [name for name in _OPERATORS if name not in _MAIN]
 
 
 def operator_table(run: Run) -> Table | None:
-    """A row per op, those without a kernel, with Inf or NaN, and with the largest share or error
-    first; it unfolds its worst calls.
-    """
+    """A row per op, the worst first (no kernel, Inf or NaN, error); it unfolds its worst calls."""
     found = calls_by(run, "op")
     if not found:
         return None
@@ -183,9 +169,7 @@ RANGES = ("LP201", "LP202", "LP205")
 
 
 def scan_page(result: ScanResult) -> Document:
-    """The report of a scan with its charts, and with what happened op by op before the conditions
-    of the scan.
-    """
+    """The report of a scan with charts, and with op-by-op details before its conditions."""
     document = scan_document(result)
     blocks: list[Block] = []
     for block in document.blocks:
@@ -198,9 +182,7 @@ def scan_page(result: ScanResult) -> Document:
 
 
 def page_blocks(result: ScanResult) -> Iterator[Block]:
-    """The sections of a page that other formats leave out, for the runs that were analyzed op by
-    op.
-    """
+    """The sections that only a page shows, for the runs that were analyzed op by op."""
     runs = analyzed(result)
     if not runs:
         return
@@ -233,9 +215,7 @@ def page_blocks(result: ScanResult) -> Iterator[Block]:
 
 
 def analyzed(result: ScanResult) -> list[Run]:
-    """The runs with op calls or gaps but the reference: first those that fail by wrong numbers,
-    then those that fail otherwise.
-    """
+    """Runs with op calls or gaps, without the reference: wrong numbers first, then failures."""
     runs = [run for run in result.runs if not run.is_reference and (len(run.op_calls) or run.gaps)]
     wrong = {"inaccurate": 0, "nonfinite": 0}
     return sorted(runs, key=lambda run: wrong.get(run.status, 1) if look(run.status).tone == "bad" else 2)
@@ -245,9 +225,7 @@ def analyzed(result: ScanResult) -> list[Run]:
 
 
 def source_table(result: ScanResult, runs: Sequence[Run]) -> Table | None:
-    """The lines of each file with the ops run there, and for each run the share of the error or the
-    worst error; ``None`` without lines.
-    """
+    """The lines of each file, their ops and, for each run, the error share or worst error."""
     by_line = [calls_by(run, "source") for run in runs]
     files: dict[str, list[int]] = {}
     for source in dict.fromkeys(source for found in by_line for source in found):
@@ -306,9 +284,7 @@ def _found(here: Sequence[Calls], diagnostics: Sequence[Diagnostic]) -> str:
 
 
 def module_table(runs: Sequence[Run]) -> Table:
-    """The tree of modules in which an op of any of ``runs`` ran or a kernel is missing, each with
-    all inside.
-    """
+    """The tree of modules in which any of ``runs`` has an op or a gap, submodules included."""
     by_path = [calls_inside(run) for run in runs]
     paths = _in_order(path for found in by_path for path in found)
     kept = set(sorted(paths, key=lambda path: path.count(".") + bool(path))[:MOST_ROWS])
@@ -328,9 +304,7 @@ def module_table(runs: Sequence[Run]) -> Table:
 
 
 def calls_inside(run: Run) -> dict[str, Calls]:
-    """The op calls and gaps of each module that has some or a share of the error, submodules
-    included.
-    """
+    """Op calls and gaps by module, submodules included, also of one with only an error share."""
     found: dict[str, Calls] = {}
     for module, calls in calls_by(run, "module").items():
         for path in _lineage(module):
@@ -343,9 +317,7 @@ def calls_inside(run: Run) -> dict[str, Calls]:
 
 
 def _shares_inside(run: Run) -> dict[str, float]:
-    """The share of the error of each module in the budget, which knows the roundings between
-    modules; submodules included.
-    """
+    """The error share of each module in the budget, submodules and roundings between included."""
     found: dict[str, float] = {}
     for part in module_shares(run) if trusted_budget(run) else ():
         for path in _lineage("" if part.name == BETWEEN else part.name):
@@ -362,9 +334,7 @@ def _lineage(path: str) -> list[str]:
 
 
 def _in_order(paths: Iterable[str]) -> list[str]:
-    """Each path once, children directly below their parent, siblings in the order in which they
-    first ran.
-    """
+    """Each path once, children directly below their parent, siblings in order of execution."""
     below: dict[str, list[str]] = {}
     for path in dict.fromkeys(paths):
         if path:

@@ -17,9 +17,7 @@ class FileLine(NamedTuple):
     """A line of a file."""
 
     file: str
-    """As saved, relative to where the scan ran or absolute; of an installed package, from the
-    package on. Not yet escaped.
-    """
+    """As saved and unescaped: relative to the scan's folder, absolute, or from the package on."""
     number: int
     """Counted from 1; also 1 if only the file is known."""
 
@@ -28,18 +26,14 @@ class FileLine(NamedTuple):
 
 
 class Place(NamedTuple):
-    """A line of the user's, and the findings with the same code about the same op that it leads to,
-    in all precisions and modules.
-    """
+    """A line of the user, and the findings of one code and op that it leads to, of all runs."""
 
     line: FileLine
     group: FindingGroup
     found: list[Diagnostic]
     """The most severe first."""
     is_own: bool = True
-    """Whether the line is in a file of the user's own. If not, none of them leads there: the model
-    was scanned by its name.
-    """
+    """Whether it is in the user's own file; else no line is, as the model was named."""
 
     @property
     def inside(self) -> dict[FileLine, list[Diagnostic]]:
@@ -51,9 +45,7 @@ class Place(NamedTuple):
         return lines
 
     def sentence(self, message: Message, what_to_do: str = " → ") -> str:
-        """``half, bfloat16: mul: message (in timm/x.py:7) → what to do`` of one of the group's;
-        without runs of the whole scan.
-        """
+        """``half, bfloat16: mul: message (in timm/x.py:7) → what to do``; no runs if about all."""
         about = "".join(f"{visible(part)}: " for part in (", ".join(message.runs), self.group.op) if part)
         advice = ""
         if message.help:
@@ -61,9 +53,7 @@ class Place(NamedTuple):
         return f"{about}{visible(message.text, 1000).rstrip('.')}{self._where(message)}{advice}"
 
     def _where(self, message: Message) -> str:
-        """`` (in blocks.0.mlp, timm/layers/mlp.py:42 and 3 more places)``; empty if it is the one
-        place on the line itself.
-        """
+        """`` (in blocks.0.mlp, timm/mlp.py:42 and 3 more places)``; empty if only on the line."""
         found = dict.fromkeys((d.module or "", (d.source or "") if d.caller else "") for d in message.found)
         first = next(iter(found))
         if not any(first) or (len(found) == 1 and not first[1]):

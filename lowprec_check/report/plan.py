@@ -1,6 +1,4 @@
-"""A search for modules to keep in fp32, as blocks: the attempt from each base, the plan and why,
-the code to paste.
-"""
+"""A search for modules to keep in fp32, as blocks: attempts from each base, plan, reasons, code."""
 
 from __future__ import annotations
 
@@ -9,16 +7,7 @@ from collections.abc import Iterator
 from lowprec_check.analysis.speed import ALIKE, ratio_text
 from lowprec_check.analysis.statements.advice import in_fp32
 from lowprec_check.analysis.suspects import kept_because
-from lowprec_check.report.blocks import (
-    Block,
-    CodeBlock,
-    Column,
-    Document,
-    Row,
-    Say,
-    Table,
-    speed_of,
-)
+from lowprec_check.report.blocks import Block, CodeBlock, Column, Document, Row, Say, Table, speed_of
 from lowprec_check.schema.plan import Constant, Plan, Planning
 from lowprec_check.schema.run_key import qualified
 from lowprec_check.schema.statements import Sentence, chained, plain, say

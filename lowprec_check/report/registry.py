@@ -21,26 +21,18 @@ from lowprec_check.schema.scan_result import ScanResult
 
 
 class ReportFormat:
-    """A format, rendered from a saved result alone. Subclasses import what they need inside their
-    methods.
-    """
+    """A format, rendered from a saved result alone. Subclasses import inside their methods."""
 
     name: ClassVar[str]
     suffixes: ClassVar[tuple[str, ...]] = ()
-    """The suffixes of files in this format, in lower case, the preferred one first; without any, it
-    is chosen by name.
-    """
+    """File suffixes in lower case, the preferred one first; without any, it is chosen by name."""
     aliases: ClassVar[tuple[str, ...]] = ()
     renders_diffs: ClassVar[bool] = False
     for_terminals: ClassVar[bool] = False
-    """Whether it is printed in the encoding of the terminal, as text is; a document is always
-    UTF-8.
-    """
+    """Whether it is printed in the encoding of the terminal; a document is always UTF-8."""
 
     def check_available(self) -> None:
-        """Raise :class:`UsageError` if a package that the format needs is not installed; called
-        before a scan starts.
-        """
+        """Raise :class:`UsageError` if a required package is missing; called before a scan."""
 
     def render(self, result: ScanResult) -> str:
         """The report of a scan; by default its blocks, laid out."""
@@ -100,9 +92,7 @@ def format_of(path: Path) -> ReportFormat:
 
 
 def render(result: ScanResult, format: str) -> str:
-    """Render ``result`` in a format; raises :class:`UsageError` if a package that it needs is not
-    installed.
-    """
+    """Render ``result``; raises :class:`UsageError` if the format's package is not installed."""
     return FORMATS.get(format).render(result)
 
 

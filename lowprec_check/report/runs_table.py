@@ -15,15 +15,7 @@ from lowprec_check.report.blocks import Block, Column, ErrorOf, Heading, Row, Sa
 from lowprec_check.schema.measures import MATTERS
 from lowprec_check.schema.run_key import CONTIGUOUS, EAGER
 from lowprec_check.schema.scan_result import Run, ScanResult
-from lowprec_check.schema.statements import (
-    Sentence,
-    Statement,
-    bytes_figure,
-    chained,
-    milliseconds,
-    plain,
-    say,
-)
+from lowprec_check.schema.statements import Sentence, Statement, bytes_figure, chained, milliseconds, plain, say
 from lowprec_check.schema.training import TrainingSetup, TrainingWay
 from lowprec_check.schema.what_if import WhatIf
 

@@ -1,6 +1,4 @@
-"""A scan as blocks: what it was, the runs, where errors come from, the findings, and what to do; at
-a prompt and in a notebook too.
-"""
+"""A scan as blocks: conditions, runs, causes of errors, findings, advice; also as ``repr``."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ def _head(result: ScanResult, said: Sequence[Statement]) -> Iterator[Block]:
 
 
 def title(result: ScanResult, taken: str = "") -> str:
-    """Model, what of the user's file was ``taken`` for it, size, inputs: the first line of a
-    report.
-    """
+    """First line of a report: model, what of the user's file was ``taken``, size, inputs."""
     model = result.model
     if taken:
         name = f"{model.name} ({taken})"
@@ -107,9 +103,7 @@ def format_count(number: int) -> str:
 
 
 def machine(result: ScanResult) -> str:
-    """The torch version and the device, with the formats it accelerates or that it is predicted:
-    the second line of a report.
-    """
+    """Second line of a report: torch and the device, with the formats it accelerates."""
     env, device = result.environment, result.prediction
     if device is not None:
         other = release_of(str(env.get("torch")))

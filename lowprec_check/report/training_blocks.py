@@ -190,9 +190,7 @@ def _band(setup: TrainingSetup) -> str:
 
 
 def _gradients(result: ScanResult) -> Iterator[Block]:
-    """A table for each run with gradients, the parameters with the largest overflow, underflow and
-    error first.
-    """
+    """A table per run with gradients; the largest overflow, underflow and error come first."""
     for run in result.runs:
         found = run.training.gradients if run.training is not None and not run.is_reference else []
         if found:

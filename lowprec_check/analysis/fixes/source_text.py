@@ -25,10 +25,7 @@ Span = tuple[int, int]
 
 _LINE = re.compile(r"[^\r\n]*(?:\r\n|\r|\n|$)")
 _OPEN, _CLOSED = ("(", "[", "{"), (")", "]", "}")
-_NO_CODE = (
-    *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT),
-    tokenize.ENDMARKER,
-)
+_NO_CODE = (*(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT), tokenize.ENDMARKER)
 
 
 class Edit(NamedTuple):

@@ -1,6 +1,4 @@
-"""The report formats: documents, the result itself, and findings as lines; a module of this package
-for each that needs more.
-"""
+"""The report formats: documents, the result itself, findings as lines; longer ones in modules."""
 
 from __future__ import annotations
 
@@ -90,9 +88,7 @@ class JsonFormat(ReportFormat):
 
 
 class GitHubFormat(ReportFormat):
-    """Workflow commands, which GitHub Actions shows at the line: ``::error
-    file=net.py,line=23,title=LP101 missing-kernel::half: …``.
-    """
+    """Workflow commands of GitHub: ``::error file=net.py,line=23,title=LP101 …::half: …``."""
 
     name = "github"
     for_terminals = True
@@ -114,9 +110,7 @@ class GitHubFormat(ReportFormat):
 
 
 class ConciseFormat(ReportFormat):
-    """A line per finding as linters print it, for problem matchers and editors: ``net.py:23: LP101
-    error half: …``.
-    """
+    """A line per finding, as linters print: ``net.py:23: LP101 error half: …``."""
 
     name = "concise"
     for_terminals = True

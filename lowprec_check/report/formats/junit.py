@@ -73,9 +73,7 @@ def _time(runs: Sequence[Run], result: ScanResult) -> dict[str, str]:
 
 
 def _add_outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, status: str) -> None:
-    """What the case of a run contains: it fails if the scan fails for its findings, or with every
-    other run.
-    """
+    """Fill the case of a run: it fails if the scan fails for its findings, or with all runs."""
     found = [d for d in result.diagnostics if d.is_about(run) and not d.accepted]
     counting = [d for d in why.findings if d.is_about(run)]
     failed = status and shown_status(run, result) not in ("skipped", "unjudged")
@@ -96,9 +94,7 @@ def _add_outcome(case: Element, run: Run, result: ScanResult, why: ScanFailure, 
 
 
 def _add_verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: str) -> None:
-    """The case of the whole scan: it fails if no precision passes, or for findings that are about
-    no run; it is an error if the scan ended early.
-    """
+    """Fill the case of the scan: a failure without a passing run, an error if it ended early."""
 
     def is_of_scan(diagnostic: Diagnostic) -> bool:
         return not any(diagnostic.is_about(run) for run in result.runs)
@@ -119,9 +115,7 @@ def _add_verdict(case: Element, result: ScanResult, why: ScanFailure, verdict: s
 
 
 def _lines(found: Sequence[Diagnostic], result: ScanResult) -> str:
-    """``net.py:7: error LP101 missing-kernel: half: aten.inverse: message → what to do``, a line
-    for each place and message.
-    """
+    """``net.py:7: error LP101 missing-kernel: half: …``, one line per place and message."""
     lines = []
     for place in places(result, found):
         group = place.group

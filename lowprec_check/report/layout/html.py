@@ -1,6 +1,4 @@
-"""Blocks as one HTML page, which opens offline: with mouse, keyboard and screen reader, on paper,
-on a phone, without scripts.
-"""
+"""Blocks as one offline HTML page: for mouse, keyboard, screen reader, paper and phone."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def html(document: Document) -> str:
 
 
 def fragment(document: Document) -> str:
-    """What every format shows, without scripts and styles: a part of another page, such as a
-    notebook.
-    """
+    """What every format shows, without scripts and styles: for a notebook, say."""
     return str(Markup("<div>{}</div>").format(_Page().blocks(document.shown("first"))))
 
 
@@ -90,9 +86,7 @@ class _Page:
         self.has_title = False
 
     def sections(self, blocks: Iterable[Block]) -> Markup:
-        """Blocks in sections, each of which begins with a heading; those from the verdict up to
-        what is no text in a box.
-        """
+        """Blocks in sections, one per heading; from the verdict to the next heading in a box."""
         sections: list[list[Block]] = [[]]
         for block in blocks:
             if isinstance(block, Heading) and block.level <= 2 and sections[-1]:

@@ -1,6 +1,4 @@
-"""Blocks as Markdown for a pull request comment: limited in length, without folders of this
-machine, foreign text shown literally.
-"""
+"""Blocks as Markdown for a pull request comment: short, without local folders, escaped."""
 
 from __future__ import annotations
 
@@ -40,9 +38,7 @@ _CODE = ("op", "module", "source", "code")
 
 
 def markdown(document: Document, longest: int = LONGEST, detail: Detail = "more") -> str:
-    """The document in at most ``longest`` characters, unless it is wanted whole; tables say how
-    many rows did not fit.
-    """
+    """The document, cut to ``longest`` characters unless whole; tables say what is missing."""
     blocks = list(document.shown(detail, "verdict first"))
     longest = sys.maxsize if document.whole else longest
     most = max(map(_longest_table, blocks), default=0)

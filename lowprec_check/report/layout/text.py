@@ -1,6 +1,4 @@
-"""Blocks as text for a terminal, from 40 columns up: nothing is cut or left out on a narrow one,
-where it takes more lines.
-"""
+"""Blocks as text for a terminal of 40 columns or more: narrow ones take lines, cut nothing."""
 
 from __future__ import annotations
 
@@ -199,9 +197,7 @@ def print_table(
 
 
 def _print_as_block(console: Console, names: Sequence[str], row: Sequence[Text], figures: int, heading: int) -> None:
-    """A row as its heading, its other figures with their names, as many in a line as fit, and its
-    sentences.
-    """
+    """A row as its heading, then named figures, as many in a line as fit, then sentences."""
     name, *rest = Text("  ").join(row[:heading]).wrap(console, console.width)
     console.print(name)
     _print_below(console, rest)
