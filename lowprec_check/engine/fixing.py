@@ -1,5 +1,4 @@
-"""The search for a patch of the user's source: changes are proposed for what fails, tried together,
-and left out where nothing needs them.
+"""The search for a patch of the user's source: changes are tried together, needed ones kept.
 
 No code of the user's runs in this process: each trial is a session of its own, which loads the
 changed source.
@@ -43,7 +42,7 @@ from lowprec_check.engine.session import scan_file, try_source
 from lowprec_check.engine.source_trial import Goal, Look, PlainTrial
 from lowprec_check.errors import ProcessLostError, UsageError
 from lowprec_check.process import Isolation, system
-from lowprec_check.schema.fixing import Fixing, LeftAlone, Proven
+from lowprec_check.schema.fixing import Fixing, LeftAlone
 from lowprec_check.schema.op_calls import OpCalls
 from lowprec_check.schema.options import FixOptions, ScanOptions
 from lowprec_check.schema.scan_result import ScanResult
@@ -51,12 +50,8 @@ from lowprec_check.schema.statements import counted, short_op
 
 LEAST_SECONDS = 60.0
 """For the search after a scan that took less, and for each trial."""
-
 SLOW_SECONDS = 30.0
-"""A model whose scan took longer may be slow: each run of a trial has a process of its own, with
-limits for its calls and ops.
-"""
-
+"""After a longer scan, each run of a trial has its own process, with limits for calls and ops."""
 MOST_ROUNDS = 8
 
 
@@ -67,11 +62,9 @@ def fix_file(
     on_progress: OnProgress | None = None,
     scanned: ScanResult | None = None,
 ) -> Iterator[tuple[ScanResult, dict[SourceText, str] | None]]:
-    """Scan ``spec``, unless it was ``scanned``; then search for a patch. Yields the scan as it
-    grows, last with what was found and the texts of the files with it.
+    """Scan ``spec``, unless it was ``scanned``, and search for a patch; raises as ``scan_file``.
 
-    Raises :class:`UsageError` and :class:`ProcessLostError` as
-    :func:`~lowprec_check.engine.session.scan_file` does.
+    Yields the scan as it grows, last with what was found and the texts of the files with it.
     """
     if isolation == "none":
         raise UsageError("Each change is tried in a process of its own.", "Leave --isolation none out.")
@@ -85,16 +78,15 @@ def fix_file(
     yield result, None
     state, trial = search.found()
     ordered = sorted(
-        state.values(), key=lambda each: (str(each.site.source.path), getattr(each.fix.anchor, "lineno", 0))
+        state.values(), key=lambda chosen: (str(chosen.site.source.path), getattr(chosen.fix.anchor, "lineno", 0))
     )
-    found = msgspec.structs.replace(result, fixing=search.told(ordered, trial))
     patched = search.patched({chosen.site.node: chosen for chosen in ordered}) if ordered else {}
+    result = msgspec.structs.replace(result, fixing=search.fixing(ordered, patched, trial))
     texts = {file.source: file.text for file in patched.values()}
-    yield msgspec.structs.replace(found, statements=statements(found)), texts
+    yield msgspec.structs.replace(result, statements=statements(result)), texts
 
 
 def _scan_options(options: FixOptions) -> ScanOptions:
-    """The scan whose findings are fixed."""
     names = ("precisions", "device", "tolerance", "further_inputs", "plan", "seed", "without_kernel")
     return ScanOptions(times="off", **{name: getattr(options, name) for name in names})
 
@@ -111,7 +103,7 @@ class _Search:
     rounds: int = 0
     stopped: str | None = None
     left_alone: dict[tuple[str | None, str], LeftAlone] = field(default_factory=dict)
-    known: dict[tuple[Any, ...], SourceTrial] = field(default_factory=dict)
+    made: dict[tuple[Any, ...], SourceTrial] = field(default_factory=dict)
     """By the texts of files and the goal of the trial."""
 
     def __post_init__(self) -> None:
@@ -123,10 +115,10 @@ class _Search:
         names = [run.precision for run in self.failing] or None
         self.scan_options = _scan_options(replace(self.options, precisions=names, device=self.device))
         self.bits = SourceTrial()
-        fp32, limited = self.scanned.runs[0], any(run.status in ("crashed", "timeout") for run in self.scanned.runs)
+        limited = any(run.status in ("crashed", "timeout") for run in self.scanned.runs)
         self.step = PlainTrial(
             goal="step",
-            fp32=msgspec.structs.replace(fp32, op_calls=OpCalls()),
+            fp32=msgspec.structs.replace(self.scanned.runs[0], op_calls=OpCalls()),
             passing=passing(self.scanned.runs),
             apart=limited or self.scan_seconds > SLOW_SECONDS,
         )
@@ -138,9 +130,19 @@ class _Search:
         best = None
         if self.failing:
             best = self._searched()
-        if best is not None:
-            return self._smallest(*best)
-        return ({}, None)
+        if best is None:
+            return {}, None
+        # Without what is not needed, found at a glance; by proofs if that set fails.
+        state, trial = best
+        score = distance_of(trial.runs)
+        may_go = [key for key, chosen in state.items() if not chosen.raises or chosen.round]
+        may_go.sort(key=lambda key: (state[key].site.breaks, state[key].round, -getattr(key, "lineno", 0)))
+        for goal in ("glance", "proof"):
+            fewer = self._without(may_go, state, score, goal)
+            tried = self._as_good(fewer, score, "proof")
+            if tried is not None:
+                return fewer, tried
+        return state, trial
 
     def _searched(self) -> tuple[State, SourceTrial] | None:
         state, analyzed, best = State(), self.scanned, None
@@ -155,7 +157,9 @@ class _Search:
             trial = self._with_equal_bits(state)
             if trial is None:
                 break
-            analyzed, score = self._analyzed(trial), distance_of(trial.runs)
+            # The scan with the runs of the trial instead of those that fail.
+            analyzed = conclude(msgspec.structs.replace(self.scanned, runs=[self.scanned.runs[0], *trial.runs]))
+            score = distance_of(trial.runs)
             if score < before and not trial.broken and (best is None or score < distance_of(best[1].runs)):
                 best = {key: replace(chosen) for key, chosen in state.items()}, trial
             if not score[0]:
@@ -163,47 +167,48 @@ class _Search:
         return best
 
     def _advance(self, state: State, analyzed: ScanResult) -> bool:
-        """Another change at each place that fails; whether there is any. At new ones only if the
-        given inputs fail, or nothing else is left.
-        """
+        """Another change at each place that fails, and at new ones if needed; whether any."""
         patched = self.patched(state)
         sites = Sites(self.files, patched, self.device)
         failing = [run for run in analyzed.runs if fails(run)]
         for run in failing:
             sites.add(run, analyzed.diagnostics)
+
+        # Places of earlier rounds, and new ones. A change may cover other nodes than its place.
         new, met = list[Site](), list[Chosen]()
         by_top: dict[ast.AST, ast.AST] = {c.fix.back[0]: key for key, c in state.items() if c.fix.back is not None}
         for node, site in sites.found.items():
             chosen = state.get(by_top.get(node, node))
             if chosen is None:
                 new.append(site)
-            elif all(chosen is not each for each in met):
+            elif all(chosen is not other for other in met):
                 met.append(chosen)
         given_pass = all(run.status == "ok" for run in failing)
         instead = not given_pass and not any(site.breaks for site in new) and compute_instead(state)
-        advanced = instead or next_option(each for each in met if not each.site.mismatch)
+        advanced = instead or next_option(chosen for chosen in met if not chosen.site.mismatch)
         advanced = advanced or (not new and next_option(met))
         tops = {c.fix.back[0] for key, c in state.items() if c.fix.back is not None and c.fix.back[0] is not key}
         for covered in tops.intersection(state):
             del state[covered]
-        looked = None
+
+        # New ones, only if the given inputs fail, or nothing else is left.
         if new and not (advanced and (given_pass or instead)):
             looked = self._looked(state)
-        for site in new if looked is not None else ():
-            found = proposals(site, self._scene(site, patched, looked or self.bits))
-            if found:
-                raises = any(run.status == "error" for run in failing if run.precision in site.precisions)
-                state[site.node] = Chosen(site, found, 0, self.rounds, raises)
-                advanced = self._composes(state, site.node) or advanced
-            elif not (state and short_op(site.op) == "to_copy"):  # a cast of the changes
-                self._leave_alone(site, "no change is known for it")
+            for site in new:
+                if looked is None:
+                    break
+                options = proposals(site, self._scene(site, patched, looked))
+                if options:
+                    raises = any(run.status == "error" for run in failing if run.precision in site.precisions)
+                    state[site.node] = Chosen(site, options, 0, self.rounds, raises)
+                    advanced = self._composes(state, site.node) or advanced
+                elif not (state and short_op(site.op) == "to_copy"):  # a cast of the changes
+                    self._leave_alone(site, "no change is known for it")
         self.left_alone |= sites.left_alone
         return advanced
 
     def _composes(self, state: State, newest: ast.AST) -> bool:
-        """Whether the changes together are Python; those of the ``newest`` place are left out
-        otherwise.
-        """
+        """Whether the changes together are Python; else, the ``newest`` place is left out."""
         chosen = state[newest]
         for option in range(chosen.option, len(chosen.options)):
             chosen.option = option
@@ -221,17 +226,17 @@ class _Search:
         """Buffers whose rounding alone makes a run fail stay in fp32."""
         for owner, names in look.buffers.items():
             file, _, name = owner.rpartition(":")
-            source = self.files.find(os.path.relpath(file)) if file else ""
-            fix = kept_buffers(source, name, names) if isinstance(source, SourceText) else None
+            source = file and self.files.find(os.path.relpath(file))
+            if not isinstance(source, SourceText):
+                continue
+            fix = kept_buffers(source, name, names)
             if fix is not None:
-                site = Site(source, fix.anchor, "", {run.precision for run in self.failing})  # type: ignore[arg-type]
+                site = Site(source, fix.anchor, "", {run.precision for run in self.failing})
                 state[fix.anchor] = Chosen(site, [fix], 0, self.rounds)
         return bool(state)
 
     def _with_equal_bits(self, state: State) -> SourceTrial | None:
-        """The trial of ``state``, analyzed; where it changes fp32, with other changes, or without
-        those that do.
-        """
+        """The trial of ``state``, without the changes that change fp32 if others do not help."""
         trial = self.tried(state)
         while trial is not None and not self._keeps_bits(trial) and compute_instead(state):
             trial = self.tried(state)
@@ -241,29 +246,14 @@ class _Search:
             alone = self.tried({key: state[key]}, "proof")
             if alone is None or not self._keeps_bits(alone):
                 self._leave_alone(state.pop(key).site, "the changes that are known for it change fp32's results")
-        trial = None
         if state:
             trial = self.tried(state)
-        return trial if trial is not None and self._keeps_bits(trial) else None
-
-    def _smallest(self, state: State, trial: SourceTrial) -> tuple[State, SourceTrial]:
-        """Without what is not needed, found at a glance; by proofs if that set fails where all of
-        it passes.
-        """
-        best = distance_of(trial.runs)
-        may_go = [key for key, chosen in state.items() if not chosen.raises or chosen.round]
-        may_go.sort(key=lambda key: (state[key].site.breaks, state[key].round, -getattr(key, "lineno", 0)))
-        for goal in ("glance", "proof"):
-            fewer = self._without(may_go, state, best, goal)
-            tried = self._as_good(fewer, best, "proof")
-            if tried is not None:
-                return fewer, tried
-        return state, trial
+            if trial is not None and self._keeps_bits(trial):
+                return trial
+        return None
 
     def _without(self, keys: Sequence[ast.AST], state: State, best: tuple[float, float], goal: Goal) -> State:
-        """``state`` without those of ``keys`` that are not needed: all at once, or else each half,
-        the first one before the second.
-        """
+        """``state`` without ``keys`` that are not needed: all at once, or else by halves."""
         fewer = {key: chosen for key, chosen in state.items() if key not in keys}
         if not keys or self._out_of_time():
             return state
@@ -275,9 +265,7 @@ class _Search:
         return self._without(keys[half:], self._without(keys[:half], state, best, goal), best, goal)
 
     def _as_good(self, state: State, best: tuple[float, float], goal: Goal) -> SourceTrial | None:
-        """The trial of ``state``, if it passes as ``best`` does, or its error is not more than a
-        tenth larger.
-        """
+        """The trial of ``state``, if it passes as ``best``, or has an error at most 10 % larger."""
         tried = self.tried(state, goal)
         if tried is None or tried.broken or not self._keeps_bits(tried):
             return None
@@ -288,37 +276,35 @@ class _Search:
     # -- trials
 
     def tried(self, state: State, goal: Goal = "step") -> SourceTrial | None:
-        """What a trial with the changes of ``state`` finds; ``None`` if its process dies, or the
-        file cannot be loaded.
-        """
+        """What a trial with the changes of ``state`` gives; ``None`` if it cannot be made."""
         texts = tuple(sorted(self._texts(self.patched(state)).items()))
+        # One with another goal may tell as much.
         for other in ("glance", "proof", "step"):
-            known = self.known.get((*texts, other))
-            if known is not None and (goal in (other, "glance") or (goal == "proof" and known.outputs)):
-                return known
+            earlier = self.made.get((*texts, other))
+            if earlier is not None and (goal in (other, "glance") or (goal == "proof" and earlier.outputs)):
+                return earlier
         self.trials += 1
         doing = f"trial {self.trials}: {counted(len(state), 'change')}"
-        found = self._session(self.spec._replace(sources=texts), replace(self.step, goal=goal), doing)
-        if found is not None:
-            self.known[(*texts, goal)] = found
-        return found
+        trial = self._session(self.spec._replace(sources=texts), replace(self.step, goal=goal), doing)
+        if trial is not None:
+            self.made[(*texts, goal)] = trial
+        return trial
 
     def _looked(self, state: State) -> SourceTrial | None:
-        """What the expressions of the files give with the changes of ``state``; of the original, it
-        is looked at once.
-        """
+        """What the files' expressions give with the changes of ``state``; without any, once."""
         first = not self.bits.seen
         if not state and not first:
             return self.bits
         spec = self.spec._replace(sources=tuple(self._texts(self.patched(state)).items()), probed=True)
-        found = self._session(spec, Look(device=self.device, first=first), "looking at the source")
-        if first and found is not None:
-            self.bits = found
-            for name in found.packages:  # trials, which are forks of this process, have them then
+        look = self._session(spec, Look(device=self.device, first=first), "looking at the source")
+        if first and look is not None:
+            self.bits = look
+            # Trials, which are forks of this process, have the packages then.
+            for name in look.packages:
                 if name not in sys.modules:
                     with contextlib.suppress(Exception):
                         importlib.import_module(name)
-        return found
+        return look
 
     def _session(self, spec: TargetSpec, what: PlainTrial | Look, doing: str) -> SourceTrial | None:
         if self.on_progress is not None:
@@ -328,14 +314,8 @@ class _Search:
         except (UsageError, ProcessLostError):
             return None
 
-    def _analyzed(self, trial: SourceTrial) -> ScanResult:
-        """The scan with the runs of ``trial`` instead of those that fail."""
-        return conclude(msgspec.structs.replace(self.scanned, runs=[self.scanned.runs[0], *trial.runs]))
-
     def _keeps_bits(self, trial: SourceTrial) -> bool:
-        """Whether fp32 gives the same outputs and gradients, where two calls of the original do, if
-        the trial took them.
-        """
+        """Whether fp32 gives the same outputs and gradients, as far as both trials know them."""
         both = ((self.bits.outputs, trial.outputs), (self.bits.gradients, trial.gradients))
         return not trial.outputs or all(not before or after == before for before, after in both)
 
@@ -348,32 +328,29 @@ class _Search:
     # -- files
 
     def patched(self, state: State) -> dict[Path, PatchedFile]:
-        """Each file that reports name, with the changes of ``state``; raises ``ValueError`` if two
-        of these overlap.
-        """
+        """Each file that reports name, with changes; ``ValueError`` if two of these overlap."""
         fixes: dict[Path, tuple[SourceText, list[SourceFix]]] = {}
         for chosen in state.values():
             fixes.setdefault(chosen.site.source.path, (chosen.site.source, []))[1].append(chosen.fix)
         if not fixes:
             rows = [row for run in self.failing for row in run.op_calls.rows()]
             gaps = [gap for run in self.failing for gap in run.gaps]
-            named = {line for each in rows for line in (each.source, each.caller) if line}
+            named = {line for row in rows for line in (row.source, row.caller) if line}
             named |= {line for gap in gaps for line in (gap.source, gap.caller) if line}
-            found = map(self.files.find, dict.fromkeys(line.rpartition(":")[0] for line in sorted(named)))
-            fixes = {source.path: (source, []) for source in found if isinstance(source, SourceText)}
-        return {path: PatchedFile(source, compose(source, given)) for path, (source, given) in fixes.items()}
+            files = map(self.files.find, dict.fromkeys(line.rpartition(":")[0] for line in sorted(named)))
+            fixes = {source.path: (source, []) for source in files if isinstance(source, SourceText)}
+        return {path: PatchedFile(source, compose(source, changes)) for path, (source, changes) in fixes.items()}
 
     @staticmethod
     def _texts(patched: dict[Path, PatchedFile]) -> dict[str, str]:
         return {str(path): file.text for path, file in patched.items()}
 
     def _scene(self, site: Site, patched: dict[Path, PatchedFile], probe: SourceTrial) -> Scene:
-        """What the expressions around ``site`` gave: in fp32, and in the first precision that fails
-        there.
-        """
+        """What expressions around ``site`` gave: in fp32, and in the first failing precision."""
         file = patched.get(site.source.path) or PatchedFile(site.source)
+        # No precision fails there if a change has made another one fail.
         names = [run.precision for run in self.failing if run.precision in site.precisions]
-        name = names[0] if names else self.failing[0].precision  # else a change has made another one fail there
+        name = (names or [self.failing[0].precision])[0]
         both = (probe.seen.get("fp32", {}), probe.seen.get(name, {}))
         fp32, low = (file.by_node(places.get(str(site.source.path), {})) for places in both)
         return Scene(site.source, fp32, low)
@@ -381,21 +358,17 @@ class _Search:
     def _leave_alone(self, site: Site, reason: str) -> None:
         source = f"{shown_path(site.source.path)}:{getattr(site.node, 'lineno', 1)}"
         op = short_op(site.op)
-        known = LeftAlone(source=source, op=op, reason=reason, codes=tuple(sorted(site.codes)))
-        self.left_alone.setdefault((source, op), known)
+        left = LeftAlone(source=source, op=op, reason=reason, codes=tuple(sorted(site.codes)))
+        self.left_alone.setdefault((source, op), left)
 
     # -- what is told
 
-    def told(self, ordered: Sequence[Chosen], trial: SourceTrial | None) -> Fixing:
+    def fixing(self, ordered: Sequence[Chosen], patched: dict[Path, PatchedFile], trial: SourceTrial | None) -> Fixing:
         """What was found, to be saved."""
-        runs = trial.runs if trial is not None else []
-        passes = True
-        if self.failing:
-            passes = bool(runs) and not distance_of(runs)[0]
-        patched = {}
-        if ordered:
-            patched = self.patched({each.site.node: each for each in ordered})
-        changes = [change_of(chosen.site, chosen.fix, [its.fix for its in ordered]) for chosen in ordered]
+        runs = {run.precision: run for run in (trial.runs if trial is not None else [])}
+        passes = not self.failing or (trial is not None and bool(runs) and not distance_of(trial.runs)[0])
+        fixes = [chosen.fix for chosen in ordered]
+        changes = [change_of(chosen.site, chosen.fix, fixes) for chosen in ordered]
         return Fixing(
             tool=f"lowprec-check {version()}",
             target=self.spec.name,
@@ -404,7 +377,7 @@ class _Search:
             passes=passes,
             changes=changes,
             diff="".join(unified_diff(f.source.text, f.text, shown_path(path)) for path, f in patched.items()),
-            proven=self.proven_by(trial),
+            proven=[proven_by(run, runs.get(run.precision)) for run in self.failing],
             outputs_equal=trial.outputs == self.bits.outputs if trial and self.bits.outputs else None,
             gradients_equal=trial.gradients == self.bits.gradients if trial and self.bits.gradients else None,
             left_alone=[] if passes else list(self.left_alone.values()),
@@ -414,8 +387,3 @@ class _Search:
             stopped=self.stopped,
             plan=compared_with_plan(self.scanned.plan, changes) if passes and ordered else None,
         )
-
-    def proven_by(self, trial: SourceTrial | None) -> list[Proven]:
-        """Each precision before and after."""
-        runs = {run.precision: run for run in (trial.runs if trial is not None else [])}
-        return [proven_by(run, runs.get(run.precision)) for run in self.failing]

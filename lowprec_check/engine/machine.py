@@ -1,6 +1,4 @@
-"""The hardware and which precisions it accelerates. May initialize a device, so it runs in a
-separate process if possible.
-"""
+"""The hardware and which precisions it accelerates; may initialize a device: best in a fork."""
 
 from __future__ import annotations
 
@@ -36,16 +34,15 @@ class Machine(Struct, frozen=True, kw_only=True):
     @property
     def runs_on(self) -> str:
         """The device that runs happen on."""
-        device: str = "cpu" if self.predicted is not None else self.environment["device"]
-        return device
+        if self.predicted is not None:
+            return "cpu"
+        return str(self.environment["device"])
 
 
 def prepared_runs(
     source: TargetSource, isolation: Isolation | None, device: str | None, find: Callable[[], Machine]
 ) -> tuple[Machine, Isolation]:
-    """What ``find`` returns for the machine, from a process that may initialize ``device``, and how
-    runs are isolated there.
-    """
+    """What ``find`` returns, where ``device`` may be initialized, and how runs are isolated."""
     machine = isolated(find, source.isolation_of_functions(isolation, device), Machine)
     isolation = isolation or isolation_on(machine.runs_on, source.best_on(machine.runs_on))
     if machine.predicted is not None and isolation not in ("fork", "spawn"):
@@ -58,23 +55,15 @@ def prepared_runs(
 
 
 def machine_for(device: str | None, torch_version: str | None, *, predict: bool) -> Machine:
-    """The machine of a scan on ``device``. If that is not here, or ``predict``, runs are predicted
-    for it, with a version of torch.
-
-    Raises :class:`UsageError` for a device that is neither here nor predictable.
-    """
+    """The machine of a scan on ``device``; runs are predicted if it is missing, or ``predict``."""
     predicted = _predicted(device, torch_version, predict=predict)
     if predicted is None:
         return Machine(environment=environment(device))
-    here = environment("cpu")
-    unknown = {}
+    here = environment("cpu") | {"device": predicted.name, "device_name": "predicted on a CPU"}
+    # What a device that is not here accelerates is not known.
     if predicted.name != "cpu":
-        unknown = {f"{low.short}_accelerated": None for low in LOW_FORMATS}
-    default = "float16"
-    if predicted.name == "cpu":
-        default = here["default_autocast"]
-    about = {"device": predicted.name, "device_name": "predicted on a CPU", "default_autocast": default}
-    return Machine(environment=here | about | unknown, predicted=predicted)
+        here |= {"default_autocast": "float16", **{f"{low.short}_accelerated": None for low in LOW_FORMATS}}
+    return Machine(environment=here, predicted=predicted)
 
 
 def _predicted(device: str | None, torch_version: str | None, *, predict: bool) -> PredictedDevice | None:
@@ -91,22 +80,23 @@ def _predicted(device: str | None, torch_version: str | None, *, predict: bool) 
                 f"Add --predict to predict for torch {torch_version}.",
             )
         return None
+    # It is not here, or its prediction is asked for.
     return predicted_device(kind, torch_version or installed, installed)
 
 
 def environment(device: str | None = None) -> dict[str, Any]:
-    """Versions, CPU features, accelerated dtypes, accelerators, IPEX; raises ``UsageError`` if
-    ``device`` is not available.
-    """
-    chosen = devices.resolve(device)
+    """Versions, CPU features, accelerated dtypes, accelerators; fails without ``device``."""
+    chosen, ipex = devices.resolve(device), installed_version(IPEX)
+    if chosen.type != "cpu":
+        name = devices.name_of(chosen)
+    else:
+        name = cpu_info("model name") or platform.processor() or platform.machine()
     return {
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.machine()}",
         "device": str(chosen),
-        "device_name": devices.name_of(chosen)
-        if chosen.type != "cpu"
-        else cpu_info("model name") or platform.processor() or platform.machine(),
+        "device_name": name,
         "default_autocast": str(devices.default_autocast_dtype(chosen))[6:],
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
         "cpu_features": [name for name in CPU_FEATURES if getattr(torch.cpu, f"_is_{name}_supported", bool)()],
@@ -115,33 +105,27 @@ def environment(device: str | None = None) -> dict[str, Any]:
         "cores": os.cpu_count(),
         "accelerators": [_describe(kind) for kind in accelerators() if devices.is_available(kind)],
         **{package: installed_version(package) for package in ("torchvision", "timm", "transformers")},
-        "ipex": installed_version(IPEX),
-        "ipex_fits": None if installed_version(IPEX) is None else extension_problem() is None,
-        "ipex_limit": None if installed_version(IPEX) is None else prepack_problem("bfloat16"),
+        "ipex": ipex,
+        "ipex_fits": ipex and extension_problem() is None,
+        "ipex_limit": ipex and prepack_problem("bfloat16"),
     }
 
 
 def _accelerates(device: torch.device, kind: str) -> bool | None:
-    """Whether the hardware computes matrix products in this dtype; ``None`` if this torch cannot
-    report it.
-    """
-    if device.type != "cpu":
-        module = devices.module_of(device)
-        test = getattr(module, "is_bf16_supported", None)
-        if kind == "bf16" and test is not None:
-            return bool(test())
-        return True
-    test = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
-    if test is not None:
+    """Whether the hardware computes matrix products in this dtype; ``None`` if unknown."""
+    if device.type == "cpu":
+        test = getattr(torch.ops.mkldnn, f"_is_mkldnn_{kind}_supported", None)
+        return bool(test()) if test is not None else None
+    # Accelerators compute in half; some can be asked about bfloat16.
+    test = getattr(devices.module_of(device), "is_bf16_supported", None)
+    if kind == "bf16" and test is not None:
         return bool(test())
-    return None
+    return True
 
 
 def _describe(kind: str) -> str:
     module = devices.module_of(torch.device(kind))
-    count = 1
-    if hasattr(module, "device_count"):
-        count = module.device_count()
+    count = module.device_count() if hasattr(module, "device_count") else 1
     try:
         name = devices.name_of(torch.device(kind))
     except RuntimeError:  # in a fork of a process that has asked for its accelerators

@@ -1,6 +1,4 @@
-"""Scans a target: runs it in every precision on every backend, then explains, diagnoses and
-recommends.
-"""
+"""Scans a target: runs it in every precision on every backend, explains, and recommends."""
 
 from __future__ import annotations
 
@@ -53,10 +51,10 @@ class ScanArguments(ScanOptions):
     precision: Names = option(None, "Another name of precisions.", registry=PRECISIONS)
     loss: Callable[..., Tensor] | None = option(
         None,
-        "loss(output) -> tensor, run and checked as part of the model. If it requires more arguments, it gets the elements of a "
-        "batch that the model does not take, or the inputs if there are none.",
-        unset="of training, the loss that the model returns, cross-entropy with random labels, or the mean squared difference from "
-        "random targets",
+        "loss(output) -> tensor, run and checked as part of the model. If it requires more arguments, it gets the "
+        "elements of a batch that the model does not take, or the inputs if there are none.",
+        unset="of training, the loss that the model returns, cross-entropy with random labels, or the mean squared "
+        "difference from random targets",
     )
     optimizer: MakeOptimizer | torch.optim.Optimizer | None = option(
         None, "optimizer(parameters) -> Optimizer, or one of the model's parameters to imitate.", unset="AdamW(lr=1e-3)"
@@ -67,13 +65,14 @@ class ScanArguments(ScanOptions):
     metric: Callable[[nn.Module], float] | None = option(None, "metric(model) -> float, reported for each run.")
     calibration: Calibration | None = option(
         None,
-        "Batches like inputs that int8 is calibrated on (a list, a DataLoader), or a function that returns or yields them.",
+        "Batches like inputs that int8 is calibrated on (a list, a DataLoader), or a function that returns or yields "
+        "them.",
         unset="inputs",
     )
     isolation: Isolation | None = option(
         None,
-        "fork runs in copies of this process; spawn in fresh interpreters, to which the model is pickled; shared one after another "
-        "in one worker; none in this process, unprotected.",
+        "fork runs in copies of this process; spawn in fresh interpreters, to which the model is pickled; shared one "
+        "after another in one worker; none in this process, unprotected.",
         unset="fork if possible, on an accelerator shared, none once this process uses an accelerator",
     )
     on_progress: OnProgress | None = option(None, "Called with the name of the run and its current step.")
@@ -94,14 +93,15 @@ def scan(model: nn.Module, inputs: Any, given: ScanArguments) -> ScanResult:
 
     Args:
         model: in fp32, in the mode (``eval`` or ``train``) to scan it in.
-        inputs: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a function that returns one of
-            these. Of a ``DataLoader`` or ``Dataset`` one batch is taken; NumPy arrays become tensors.
+        inputs: a tensor, a tuple of positional arguments, a mapping of keyword arguments, or a
+            function that returns one of these. Of a ``DataLoader`` or ``Dataset`` one batch is
+            taken; NumPy arrays become tensors.
 
     Returns:
         the result of all runs, with diagnostics and a recommendation.
 
     Raises:
-        UsageError: the model, its inputs or an option is not valid; the message explains what to do.
+        UsageError: the model, its inputs or an option is not valid; the message says what to do.
     """
     check_isolation(given.isolation)
     check_options(given)
@@ -120,9 +120,7 @@ def scan_target(source: TargetSource, isolation: Isolation | None, options: Scan
 def growing_scan(
     source: TargetSource, isolation: Isolation | None, options: ScanOptions, earlier: ScanResult | None = None
 ) -> Iterator[ScanResult]:
-    """Yield the result after each run, without its conclusion; the last one has all runs. Those of
-    ``earlier`` are taken as :func:`_resumed` says.
-    """
+    """Yield the result after each run, without its conclusion; reuses runs of ``earlier``."""
     check_options(options)
     machine, isolation = prepared_runs(
         source,
@@ -131,8 +129,9 @@ def growing_scan(
         lambda: machine_for(options.device_name, options.torch_version, predict=options.predict),
     )
     settings = run_options(options, machine, streams=stream_of(source.target.model) is not None)
+    # Optimizers import it, which takes a second in each fork.
     if settings.steps:
-        importlib.import_module("torch._dynamo")  # optimizers import it, which takes a second in each fork
+        importlib.import_module("torch._dynamo")
     target = source.target
     stream = stream_of(target.model)
     own = []
@@ -143,7 +142,7 @@ def growing_scan(
         if stream is not None and stream.nbytes > HELD_BYTES:
             source.report(NOTICE, _estimate(stream, options, machine.runs_on))
         fp32 = target_runs.reference()
-        # The output of many models vanishes with their initial weights, and cannot be judged in fp16.
+        # The output of many models vanishes with initial weights, and cannot be judged in fp16.
         if not settings.steps and vanishes(fp32) and source.scale_weights(options.seed, fp32.output_rms or 0.0):
             stack.close()
             target = source.target
@@ -160,8 +159,12 @@ def growing_scan(
             options=options.saved(target_runs.isolation),
             training=target_runs.training,
             runs=[fp32],
-            digest=None if stream is None else _digest(own, [target_runs, *further]),
         )
+        # That of the user's own files, by theirs, and of fp32's outputs.
+        if stream is not None:
+            digests = [*own, *(digest_of(batch.fp32_output()) for batch in (target_runs, *further))]
+            digest = hashlib.sha256(" ".join(digests).encode()).hexdigest()
+            result = msgspec.structs.replace(result, digest=digest)
         notes = [*model.notes, *replaced(options.names_of("backends"))[1], *backend_notes(wanted_runs(result))]
         result = msgspec.structs.replace(result, model=msgspec.structs.replace(model, notes=notes))
         yield result
@@ -171,11 +174,14 @@ def growing_scan(
                 further,
                 with_ablation(target_runs, further, target_runs.run(key.precision, key.backend, key.memory_format)),
             )
+            # The lines of code that reports on the run name.
+            lines = [*run.op_calls.source, *(gap.source for gap in run.gaps)]
+            lines += [error.source for error in (run.exception, run.stopped_by) if error is not None]
             result = msgspec.structs.replace(
                 result,
                 runs=as_wanted(result, [*result.runs, run]),
                 options=options.saved(target_runs.isolation),
-                source_lines=result.source_lines | texts_of_lines(_lines_named_by(run), source.name),
+                source_lines=result.source_lines | texts_of_lines(lines, source.name),
             )
             yield result
         runs, conditions = target_runs.time(result.runs[1:])
@@ -191,11 +197,7 @@ def growing_scan(
 
 
 def _opened(
-    stack: contextlib.ExitStack,
-    source: TargetSource,
-    options: ScanOptions,
-    settings: RunOptions,
-    isolation: Isolation,
+    stack: contextlib.ExitStack, source: TargetSource, options: ScanOptions, settings: RunOptions, isolation: Isolation
 ) -> tuple[TargetRuns, list[TargetRuns]]:
     """The runs on the first batch and on the others, which ``stack`` closes."""
     first = stack.enter_context(open_runs(source, settings, isolation))
@@ -218,16 +220,15 @@ def check_options(options: ScanOptions) -> None:
 def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False) -> RunOptions:
     """The options of each run on ``machine``, whose device may stand for one that is not here."""
     predicted, formats = machine.predicted, [low.short for low in LOW_FORMATS]
-    for name in ("train", "what_if", "scenario", "memory_formats") if streams else ():
-        if getattr(options, name):
+    for name in ("train", "what_if", "scenario", "memory_formats"):
+        if streams and getattr(options, name):
             flag = f"--{name.replace('_', '-').removesuffix('s')}"
             raise UsageError(
                 f"{flag} needs the weights in memory, and --stream leaves them in their files.", f"Leave out {flag}."
             )
     if predicted is not None and options.train:
         raise UsageError(
-            f"Training is not predicted: {predicted.name} is not here.",
-            "Run it on the device, or with --device cpu.",
+            f"Training is not predicted: {predicted.name} is not here.", "Run it on the device, or with --device cpu."
         )
     if predicted is not None and options.scenario is not None:
         raise UsageError("A prediction has no times, so no scenario.", "Leave out --scenario.")
@@ -257,22 +258,24 @@ def run_options(options: ScanOptions, machine: Machine, *, streams: bool = False
 
 
 def _resumed(source: TargetSource, result: ScanResult, earlier: ScanResult | None) -> dict[RunKey, Run]:
-    """The runs of ``earlier``, if weights are streamed, both scans are about the same model,
-    source, inputs and options on one machine, and fp32 gives the same output.
-    """
+    """The runs of ``earlier``, if weights are streamed and both scans are about the same."""
     if earlier is None or result.digest is None:
         return {}
 
-    def shown(each: ScanResult) -> bytes:
-        options = {name: each.options.get(name) for name in result.options}
-        return msgspec.json.encode((each.tool, each.target, each.model, each.environment, options, each.digest))
+    # One model, source, inputs and options on one machine, and fp32 gives the same output.
+    def subject(scanned: ScanResult) -> bytes:
+        options = {name: scanned.options.get(name) for name in result.options}
+        return msgspec.json.encode(
+            (scanned.tool, scanned.target, scanned.model, scanned.environment, options, scanned.digest)
+        )
 
-    lines = earlier.source_lines  # also of modules that were imported by a run only
-    if shown(result) != shown(earlier) or texts_of_lines(lines, source.name) != lines:
+    # Also of modules that were imported by a run only.
+    lines = earlier.source_lines
+    if subject(result) != subject(earlier) or texts_of_lines(lines, source.name) != lines:
         return {}
-    found = {run.key: run for run in earlier.runs[1:] if run.status != "skipped" and run.base is None}
-    source.report(NOTICE, f"Resumed: {', '.join(key.label for key in found)} of the scan that ended early.")
-    return found
+    runs = {run.key: run for run in earlier.runs[1:] if run.status != "skipped" and run.base is None}
+    source.report(NOTICE, f"Resumed: {', '.join(key.label for key in runs)} of the scan that ended early.")
+    return runs
 
 
 def _estimate(stream: WeightStream, options: ScanOptions, device: str) -> str:
@@ -280,26 +283,19 @@ def _estimate(stream: WeightStream, options: ScanOptions, device: str) -> str:
     lower = [name for name in options.names_of("precisions") if name != REFERENCE]
     often = 2 if options.budget_error == "on" and options.errors == "both" else 1
     times, speed = options.batches + often * len(lower), stream.bytes_per_second()
-    seconds = times * stream.nbytes / speed
-    each, twice = " on each batch" if options.batches > 1 else "", "twice" if often > 1 else "once"
-    most = stream.most_held + (0 if device.startswith("cpu") else 2 * AHEAD_BYTES)
-    when = "If a precision fails" if options.plan else "If none of them passes"
+    seconds = max(1.0, times * stream.nbytes / speed)
+    on_each = " on each batch" if options.batches > 1 else ""
+    twice = "twice" if often > 1 else "once"
     again = ""
     if options.plan is not False:
+        when = "If a precision fails" if options.plan else "If none of them passes"
         again = f"{when}, each trial of the search for a plan reads them again. "
+    most = stream.most_held
+    if not device.startswith("cpu"):
+        most += 2 * AHEAD_BYTES
     return (
-        f"{gibibytes(stream.nbytes)} of weights are read at least {times} times if every call ends: once in fp32{each}, {twice} in each other "
-        f"precision. {again}Reading them {times} times takes about {max(1.0, seconds):.0f} s at {gibibytes(speed)}/s, the speed of a sample; "
-        f"computing takes more. At most {gibibytes(most)} of weights are in memory at a time."
+        f"{gibibytes(stream.nbytes)} of weights are read at least {times} times if every call ends: once in fp32"
+        f"{on_each}, {twice} in each other precision. {again}Reading them {times} times takes about {seconds:.0f} s at "
+        f"{gibibytes(speed)}/s, the speed of a sample; computing takes more. At most {gibibytes(most)} of weights are "
+        "in memory at a time."
     )
-
-
-def _digest(own: list[str], batches: list[TargetRuns]) -> str:
-    """That of the user's ``own`` files, by theirs, and of fp32's outputs."""
-    return hashlib.sha256(" ".join([*own, *(digest_of(batch.fp32_output()) for batch in batches)]).encode()).hexdigest()
-
-
-def _lines_named_by(run: Run) -> list[str | None]:
-    """The lines of code that reports on ``run`` name."""
-    raised = [found.source for found in (run.exception, run.stopped_by) if found is not None]
-    return [*run.op_calls.source, *(gap.source for gap in run.gaps), *raised]

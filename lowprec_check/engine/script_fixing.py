@@ -1,6 +1,4 @@
-"""The search for a patch of a training script: its steps run with the changes and without, as they
-are and in fp32.
-"""
+"""The search for a patch of a training script: runs its steps with changes, without, in fp32."""
 
 from __future__ import annotations
 
@@ -29,39 +27,30 @@ from lowprec_check.schema.statements import counted, say
 
 STEPS = 8
 """That are run by default."""
-
 NEARER = 0.5
-"""A patch must bring the weights at least so much nearer to those in fp32, and so much nearer than
-weights that do not move, whose distance is 1.
-"""
-
+"""Part of the distance from fp32's weights (1: weights that do not move) that a patch may leave."""
 SECONDS = 600.0
 """For the steps of a script."""
-
 Change = tuple[SourceText, SourceFix]
 
 
 def fix_script(
     spec: TargetSpec, options: FixOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
 ) -> tuple[Fixing, dict[SourceText, str]]:
-    """Run the steps that a script makes, and search for a patch of it: what was found, and the
-    texts of the files with it.
-
-    Raises :class:`UsageError` if it makes none, and :class:`ProcessLostError` if its process ends.
-    """
+    """Run a script's steps and search for a patch: what was found, and the texts with it."""
     if not spec.name.endswith(".py"):
         raise UsageError(
             f"{spec.name} is not a training script.", "Give the path of one: lowprec-check fix train.py --train."
         )
     if isolation == "none":
         raise UsageError("Each change is tried in a process of its own.", "Leave --isolation none out.")
-    found, fixing = _Search(spec, options, isolation, on_progress).found()
-    return fixing, _texts(found)
+    changes, fixing = _Search(spec, options, isolation, on_progress).found()
+    return fixing, _texts(changes)
 
 
-def _texts(found: Sequence[Change]) -> dict[SourceText, str]:
+def _texts(changes: Sequence[Change]) -> dict[SourceText, str]:
     by_source: dict[SourceText, list[SourceFix]] = {}
-    for source, fix in found:
+    for source, fix in changes:
         by_source.setdefault(source, []).append(fix)
     return {source: edited(source.text, compose(source, fixes)) for source, fixes in by_source.items()}
 
@@ -80,6 +69,8 @@ class _Search:
     def found(self) -> tuple[list[Change], Fixing]:
         """The changes that bring the weights nearer to those in fp32, and what is told of them."""
         before = self._tried([])
+
+        # What cannot be compared, or is the user's to fix.
         if before is not None and before.problem:
             fewer = None
             if before.steps:
@@ -95,6 +86,8 @@ class _Search:
         if not before.fp32:
             seed = "Seed all that it draws: torch.manual_seed(0)."
             raise UsageError(f"Two runs of {self.spec.name} in fp32 differ, so no change can be judged.", seed)
+
+        # Changes that are known for what fails, if they help.
         wrong = list(faults(before, self._located))
         tolerance = self.options.tolerance
         if tolerance is None:
@@ -102,38 +95,36 @@ class _Search:
         reasons = [(fault, fault.found) for fault in wrong if isinstance(fault.found, str)]
         if before.distance is not None and before.distance <= tolerance:
             near = f"not changed: within the tolerance of {tolerance:g}, these steps do as well without"
-            return [], self._told([], before, before, [(fault, near) for fault in wrong], tolerance)
+            return [], self._fixing([], before, before, [(fault, near) for fault in wrong], tolerance)
         changes, after = self._changes(wrong), before
         if changes:
             changes, after, why = self._best(changes, before)
             reasons += [(fault, why) for fault in wrong if why and not isinstance(fault.found, str)]
-        return changes, self._told(changes, before, after, reasons, tolerance)
+        return changes, self._fixing(changes, before, after, reasons, tolerance)
 
     def _best(self, changes: list[Change], before: ScriptFacts) -> tuple[list[Change], ScriptFacts, str]:
-        """The changes and their trial, from a scale that skips no step; without any if they do not
-        help, and why they do not.
-        """
+        """The changes and their trial, from a scale that skips no step; or none, and why not."""
         after = self._tried(changes)
         if after is not None and after.skipped and after.scale is not None and before.scale is None:
             again = self._changes(faults(before, self._located, after.scale))
             tried = self._tried(again)
             if tried is not None and tried.skipped < after.skipped:
                 changes, after = again, tried
-        known, why = "the change that is known for it", ""
+        change, why = "the change that is known for it", ""
         if after is None:
-            return [], before, f"with {known}, the script fails"
+            return [], before, f"with {change}, the script fails"
         if after.problem:
-            return [], before, f"with {known}, {after.problem}"
+            return [], before, f"with {change}, {after.problem}"
         if after.fp32 != before.fp32:
-            why = f"{known} changes the weights in fp32"
+            why = f"{change} changes the weights in fp32"
         elif any(faults(after, lambda *_: "")):
-            why = f"{known} is not enough"
+            why = f"{change} is not enough"
         elif after.distance is None or after.distance > NEARER * min(1.0, before.distance or 1.0):
-            words = "with {known:text}, the distance from fp32's weights is {after:error} instead of {before:error}"
-            why = say(words, known=known, after=after.distance, before=before.distance).text
+            words = "with {change:text}, the distance from fp32's weights is {after:error} instead of {before:error}"
+            why = say(words, change=change, after=after.distance, before=before.distance).text
         if why:
-            return ([], before, why)
-        return (changes, after, "")
+            return [], before, why
+        return changes, after, ""
 
     @staticmethod
     def _changes(wrong: Iterable[Fault]) -> list[Change]:
@@ -144,9 +135,7 @@ class _Search:
         return Sites(self.files, {}, "cpu").located(row)
 
     def _tried(self, changes: Sequence[Change]) -> ScriptFacts | None:
-        """What the steps do with ``changes``; ``None`` if the script fails with them. Raises
-        :class:`UsageError` if it does without.
-        """
+        """What the steps do with ``changes``; ``None``, or without any an error, if they fail."""
         self.trials += 1
         if self.on_progress is not None:
             self.on_progress("fix", f"trial {self.trials}: {counted(len(changes), 'change')}")
@@ -161,7 +150,7 @@ class _Search:
                 raise
             return None
 
-    def _told(
+    def _fixing(
         self,
         changes: Sequence[Change],
         before: ScriptFacts,
@@ -169,7 +158,6 @@ class _Search:
         left: Sequence[tuple[Fault, str]],
         tolerance: float,
     ) -> Fixing:
-        ordered = [change_of(Site(source, fix.anchor, ""), fix) for source, fix in changes]
         texts = _texts(changes)
         return Fixing(
             tool=f"lowprec-check {version()}",
@@ -177,7 +165,7 @@ class _Search:
             device=before.device,
             due=bool(changes),
             passes=after.distance is not None and after.distance <= tolerance,
-            changes=ordered,
+            changes=[change_of(Site(source, fix.anchor, ""), fix) for source, fix in changes],
             diff="".join(unified_diff(source.text, text, shown_path(source.path)) for source, text in texts.items()),
             outputs_equal=after.fp32 == before.fp32,
             left_alone=[

@@ -1,5 +1,4 @@
-"""Scans and plans in a process of its own: whatever the user's file does to it, this process
-reports what was finished.
+"""Scans and plans in a process of its own: whatever the user's file does, results are kept.
 
 The process loads the target and starts the workers. Its messages are encoded by msgspec: nothing
 that it sends is unpickled. This process does not import torch: both would wait for it.
@@ -39,8 +38,6 @@ from lowprec_check.schema.scan_result import Run, ScanResult
 
 
 class _Progressed(Struct, frozen=True, tag="progress"):
-    """The run that goes on, and its step."""
-
     run: str
     doing: str
 
@@ -64,7 +61,6 @@ _DECODER: msgspec.msgpack.Decoder[_Message] = msgspec.msgpack.Decoder(_Message)
 
 EXIT_SECONDS = 5.0
 """Time for the exit handlers that the user's file registers."""
-
 _UNSENT = 74
 """Exit code of a process that could not send its messages: ``EX_IOERR`` of ``sysexits.h``."""
 
@@ -73,9 +69,7 @@ if TYPE_CHECKING:
 
 Item = TypeVar("Item", ScanResult, Planning, SourceTrial)
 Grow = Callable[..., Iterator[Item]]
-"""Yields what has been found so far, as :func:`growing_scan` does; picklable for a fresh
-interpreter.
-"""
+"""Yields what was found so far, like :func:`growing_scan`; picklable for a fresh interpreter."""
 
 
 def scan_file(
@@ -87,18 +81,17 @@ def scan_file(
 ) -> Iterator[ScanResult]:
     """Load and scan ``spec``; yield the result after each run, without its conclusion.
 
-    Runs that ``earlier``, a scan that ended early, has finished are not repeated if weights are streamed. ``options.budget`` limits the time to load, too. Raises :class:`UsageError` for what the user can fix, and
-    :class:`ProcessLostError` if the process ends after it has loaded the target.
+    Runs of ``earlier``, a scan that ended early, are not repeated if weights are streamed. Raises
+    :class:`UsageError` for what the user can fix, and :class:`ProcessLostError` if the process ends
+    after it has loaded the target.
     """
     runs: dict[RunKey, Run] = {}
     session = _Session(spec, options, isolation, options.budget or LOAD_SECONDS, on_progress)
     for result in session.grow(functools.partial(_growing_changes, earlier=earlier)):
+        # Op calls are sent once only.
         for run in result.runs:
-            known = runs.get(run.key)
-            if known is None:
-                runs[run.key] = run
-            else:
-                runs[run.key] = msgspec.structs.replace(run, op_calls=known.op_calls)
+            sent = runs.get(run.key)
+            runs[run.key] = run if sent is None else msgspec.structs.replace(run, op_calls=sent.op_calls)
         whole = msgspec.structs.replace(result, runs=list(runs.values()))
         yield msgspec.structs.replace(whole, runs=as_wanted(whole, whole.runs))
 
@@ -106,9 +99,7 @@ def scan_file(
 def plan_file(
     spec: TargetSpec, options: PlanOptions, isolation: Isolation | None = None, on_progress: OnProgress | None = None
 ) -> Iterator[Planning]:
-    """Load ``spec`` and search for its plan; yield what was found after each base. Raises as
-    :func:`scan_file` does.
-    """
+    """Load ``spec`` and search for its plan; yield the result after each base."""
     yield from _Session(spec, options, isolation, options.seconds, on_progress).grow(_growing_planning)
 
 
@@ -121,9 +112,7 @@ def _growing_planning(source: TargetSource, isolation: Isolation | None, options
 def try_source(
     spec: TargetSpec, options: ScanOptions, isolation: Isolation | None, grow: Grow[SourceTrial], seconds: float
 ) -> SourceTrial:
-    """Load ``spec`` with its changed sources, and return what ``grow`` finds within so many
-    ``seconds`` each. Raises as :func:`scan_file` does.
-    """
+    """Load ``spec`` with changed sources; what ``grow`` finds, within ``seconds`` each."""
     *_, trial = _Session(spec, options, isolation, seconds, None, seconds).grow(grow)
     return trial
 
@@ -131,9 +120,7 @@ def try_source(
 def _growing_changes(
     source: TargetSource, isolation: Isolation | None, options: ScanOptions, earlier: ScanResult | None = None
 ) -> Iterator[ScanResult]:
-    """The result after each run; ``runs`` has only those that are new, and those that have changed,
-    without the op calls that were sent before.
-    """
+    """The result after each run; ``runs`` has new and changed ones, these without op calls."""
     from lowprec_check.engine.scan import growing_scan
 
     sent: dict[RunKey, Run] = {}
@@ -157,9 +144,7 @@ class _Session:
     """Limit of what follows, if its runs have no limits of their own."""
 
     def grow(self, grow: Grow[Item]) -> Iterator[Item]:
-        """Load the target and yield what ``grow`` finds; in this process, if there are no other
-        ones.
-        """
+        """Load the target and yield what ``grow`` finds, in another process if there are any."""
         check_isolation(self.isolation)
         best = best_isolation(can_spawn=True)
         if (self.isolation or best) == "none":
@@ -208,15 +193,14 @@ class _Session:
                         self.on_progress(message.run, message.doing)
                 else:
                     step = (message.run, message.doing)
-                    if not loaded:  # what this program imports does not count
+                    # What this program imports does not count.
+                    if not loaded:
                         worker.set_timeout(self.load_seconds)
         if ended is not None:
             ended.check()
 
     def _raise_loss(self, event: StateEvent[Any], loaded: bool, line: str | None) -> NoReturn:
-        at = ""
-        if line:
-            at = f" at {line}"
+        at = f" at {line}" if line else ""
         if event.state == "timeout" and not loaded:
             raise UsageError(
                 f"{self.spec.name} was not loaded within {self.load_seconds:g} s{at and f'; it was{at}'}.",
@@ -263,9 +247,7 @@ def _work(session: _Session, log: int, grow: Grow[Any], send_bytes: SendBytes) -
 
 
 def _load(spec: TargetSpec, options: ScanOptions | PlanOptions) -> TargetSource:
-    """The source of the target; raises :class:`UsageError` for what the user can fix, in the
-    options first.
-    """
+    """The source of the target; raises :class:`UsageError` for what the user can fix."""
     from lowprec_check.engine.run.target_source import load_here
     from lowprec_check.engine.scan import check_options
 
@@ -275,9 +257,7 @@ def _load(spec: TargetSpec, options: ScanOptions | PlanOptions) -> TargetSource:
 
 
 def _packages_named_by(name: str) -> list[str]:
-    """The top-level package that a target names: ``timm`` of ``timm:resnet18``, ``package`` of
-    ``package.module:attr``.
-    """
+    """The top-level package of a target: ``timm`` of ``timm:resnet18``, ``a`` of ``a.b:attr``."""
     root = name.partition(":")[0].partition(".")[0]
     if root.isidentifier():
         return [{"hf": "transformers"}.get(root, root)]

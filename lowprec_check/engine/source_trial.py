@@ -1,6 +1,4 @@
-"""Trials of a source of the user's, in a process of their own: its plain runs, its bits in fp32,
-and what its expressions give.
-"""
+"""Trials of a user's source in a process of their own: runs, bits in fp32, expressions' values."""
 
 from __future__ import annotations
 
@@ -44,30 +42,23 @@ from lowprec_check.schema.scan_result import Run
 
 NEAR = 0.3
 """The part of the tolerance from which on the rounding of buffers may be why a run fails."""
-
 Goal = Literal["glance", "step", "proof"]
+Grown = Iterator[SourceTrial]
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlainTrial:
-    """A trial of a source: the model runs plain in fp32, then in each precision. Called in a
-    session, which may be its only process.
-    """
+    """A trial of a source: plain runs in fp32 and each precision, in a session."""
 
     fp32: Run
     """The reference of the scan, without its op calls."""
     goal: Goal
-    """``glance``: which precisions pass. ``proof``: also on further inputs, and the bits of fp32.
-    ``step``: a proof if all pass, else what fails is analyzed op by op.
-    """
+    """``glance``: which pass. ``proof``: and further inputs, fp32's bits. ``step``: or analysis."""
     passing: tuple[str, ...] = ()
-    """The precisions that pass without the changes."""
     apart: bool = False
     """Whether each run has a process of its own, which is ended if an op takes too long."""
 
-    def __call__(
-        self, source: TargetSource, isolation: Isolation | None, options: ScanOptions
-    ) -> Iterator[SourceTrial]:
+    def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
         """What was found."""
         settings = RunOptions(
             device=self.fp32.device,
@@ -78,51 +69,48 @@ class PlainTrial:
             further_inputs=options.further_inputs,
             timed=False,
         )
-        device, found, measured = settings.device, SourceTrial(), self.goal != "glance"
+        device, trial, measured = settings.device, SourceTrial(), self.goal != "glance"
         isolation = isolation or (isolation_on(device, source.best_on(device)) if self.apart else "none")
         source.isolated_by(isolation)
         with open_runs(source, settings, isolation) as runs:
             runs.reference(None if measured else self.fp32, instrumented=False)
             plain = [runs.run(n, measured=measured, instrumented=False) for n in options.names_of("precisions")]
+            # A step is a proof if all pass on the given inputs; else what fails is analyzed.
             given_pass = not any(fails(msgspec.structs.replace(run, further_inputs=None)) for run in plain)
             proves = self.goal == "proof" or (self.goal == "step" and given_pass)
             if proves:
-                found = _isolated(source, isolation, device, lambda: _bits(source, device, options.seed))
+                trial = _isolated(source, isolation, device, lambda: _bits(source, device, options.seed))
             if measured:
                 others = [runs.run(name, measured=proves, instrumented=False) for name in self.passing]
                 broken = [run for run in others if fails(run)]
-                found = msgspec.structs.replace(found, broken=[run.precision for run in broken])
+                trial = msgspec.structs.replace(trial, broken=[run.precision for run in broken])
                 plain += broken
             if self.goal == "step":
                 plain = [runs.run(run.precision, measured=proves) if fails(run) else run for run in plain]
-        yield msgspec.structs.replace(found, runs=plain)
+        yield msgspec.structs.replace(trial, runs=plain)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Look:
-    """What the expressions of a source with probes give in fp32 and in each precision, as far as
-    the model runs in it.
-    """
+    """What the expressions of a source with probes give in fp32 and in each precision."""
 
     device: str
     first: bool
     """Whether it is the original, whose bits in fp32 are taken twice."""
 
-    def __call__(
-        self, source: TargetSource, isolation: Isolation | None, options: ScanOptions
-    ) -> Iterator[SourceTrial]:
+    def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
         """What was found."""
         names, isolation = options.names_of("precisions"), isolation or "none"
-        found = _isolated(source, isolation, self.device, lambda: _probed(source, self.device, names, options))
+        trial = _isolated(source, isolation, self.device, lambda: _probed(source, self.device, names, options))
         if self.first:
             bits = _isolated(source, isolation, self.device, lambda: _bits(source, self.device, options.seed, calls=2))
-            found = msgspec.structs.replace(found, outputs=bits.outputs, gradients=bits.gradients)
-        yield found
+            trial = msgspec.structs.replace(trial, outputs=bits.outputs, gradients=bits.gradients)
+        yield trial
 
 
 @dataclass(frozen=True, kw_only=True)
 class ScriptTrial:
-    """The steps that a training script makes, as it is and in fp32, each in a process of its own."""
+    """The steps that a training script makes, as it is and in fp32, each in its own process."""
 
     path: str
     arguments: tuple[str, ...]
@@ -130,58 +118,40 @@ class ScriptTrial:
     twice: bool
     """Whether the steps in fp32 are made twice, to see whether they give the same."""
 
-    def __call__(
-        self, source: TargetSource, isolation: Isolation | None, options: ScanOptions
-    ) -> Iterator[SourceTrial]:
+    def __call__(self, source: TargetSource, isolation: Isolation | None, options: ScanOptions) -> Grown:
         """What was found."""
-        how = source.isolation_of_functions(isolation, options.device_name)
-        isolation = "fork" if how == "fork" else "none"
-        ran = [
+        isolation = source.isolation_of_functions(isolation, options.device_name)
+        in_fp32, as_it_is, *again = [
             isolated(functools.partial(self._made, fp32, options.seed), isolation, _Made)
-            for fp32 in (True, False, *([True] if self.twice else []))
+            for fp32 in [True, False] + [True] * self.twice
         ]
-        facts = ran[1].facts
-        fewest, counts = min(each.facts.steps for each in ran), [each.facts.steps for each in ran[:2]]
-        problem = next((each.facts.problem for each in ran if each.facts.problem), "")
-        if not problem and counts[0] != counts[1]:
-            problem = f"it makes {counts[0]} steps in fp32, but {counts[1]} as it is"
-        facts = msgspec.structs.replace(facts, steps=fewest, problem=problem)
-        if ran[0].weights and ran[1].weights:
-            kept = (ran[0].start, ran[0].weights, ran[1].weights)
-            start, fp32, low = ([t.double() for t in torch.load(io.BytesIO(each))] for each in kept)
-            is_same = [tensor.shape for tensor in fp32] == [tensor.shape for tensor in low]
-            moved = _norm(one - other for one, other in zip(fp32, start, strict=True))
-            if is_same:
-                apart = _norm(one - other for one, other in zip(fp32, low, strict=True))
-            else:
-                apart = math.inf
-            if moved:
-                distance = apart / moved
-            elif apart:
-                distance = math.inf
-            else:
-                distance = 0.0
-            known = distance if math.isfinite(distance) else None
-            is_repeatable = not self.twice or ran[2].weights == ran[0].weights
-            facts = msgspec.structs.replace(facts, distance=known, fp32=digest_of(fp32) if is_repeatable else "")
+        made = [in_fp32, as_it_is, *again]
+        facts, steps = as_it_is.facts, [one_run.facts.steps for one_run in made]
+        problem = next((one_run.facts.problem for one_run in made if one_run.facts.problem), "")
+        if not problem and steps[0] != steps[1]:
+            problem = f"it makes {steps[0]} steps in fp32, but {steps[1]} as it is"
+        facts = msgspec.structs.replace(facts, steps=min(steps), problem=problem)
+        if in_fp32.weights and as_it_is.weights:
+            saved = (in_fp32.start, in_fp32.weights, as_it_is.weights)
+            start, fp32, low = ([t.double() for t in torch.load(io.BytesIO(weights))] for weights in saved)
+            facts = msgspec.structs.replace(facts, distance=_distance(start, fp32, low))
+            # Without the same again, no change can be judged.
+            if all(repeated.weights == in_fp32.weights for repeated in again):
+                facts = msgspec.structs.replace(facts, fp32=digest_of(fp32))
         yield SourceTrial(script=facts)
 
     def _made(self, fp32: bool, seed: int) -> _Made:
         watch = made_steps(Path(self.path), self.arguments, self.steps, seed, fp32=fp32)
         saved = []
         for tensors in zip(*watch.weights, strict=True):
-            saved.append(io.BytesIO())
-            torch.save([tensor.cpu() for tensor in tensors], saved[-1])
-        if saved:
-            start, weights = (each.getvalue() for each in saved)
-        else:
-            start, weights = (b"", b"")
+            file = io.BytesIO()
+            torch.save([tensor.cpu() for tensor in tensors], file)
+            saved.append(file.getvalue())
+        start, weights = saved or (b"", b"")
         return _Made(facts=watch.facts(), start=start, weights=weights)
 
 
 class _Made(msgspec.Struct, kw_only=True):
-    """Steps of a script, with its weights."""
-
     facts: ScriptFacts
     start: bytes
     weights: bytes
@@ -191,11 +161,24 @@ def _norm(tensors: Iterable[Tensor]) -> float:
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
+def _distance(start: list[Tensor], fp32: list[Tensor], low: list[Tensor]) -> float | None:
+    """How far the weights end from those in fp32, in units of how far these moved."""
+    apart = math.inf
+    if [tensor.shape for tensor in fp32] == [tensor.shape for tensor in low]:
+        apart = _norm(ours - theirs for ours, theirs in zip(fp32, low, strict=True))
+    moved = _norm(end - begin for end, begin in zip(fp32, start, strict=True))
+    distance = 0.0
+    if moved:
+        distance = apart / moved
+    elif apart:
+        distance = math.inf
+    return distance if math.isfinite(distance) else None
+
+
 def _isolated(
     source: TargetSource, isolation: Isolation, device: str, function: Callable[[], SourceTrial]
 ) -> SourceTrial:
-    how = source.isolation_of_functions(isolation, device)
-    return isolated(function, "fork" if how == "fork" else "none", SourceTrial)
+    return isolated(function, source.isolation_of_functions(isolation, device), SourceTrial)
 
 
 # -- What runs in a fork, or in the session
@@ -227,21 +210,20 @@ def _probed(source: TargetSource, device: str, precisions: Sequence[str], option
 def _rounded_buffers(
     target: Target, device: str, precisions: Iterable[str], options: ScanOptions
 ) -> dict[str, list[str]]:
-    """The floating buffers that a cast rounds, by the file and class of their module, if fp32 with
-    the rounded ones comes near the tolerance.
-    """
+    """Floating buffers, by file and class, that a cast rounds so that fp32 nearly fails."""
     for precision in map(PRECISIONS.get, precisions):
-        found: dict[str, list[str]] = {}
+        by_owner: dict[str, list[str]] = {}
         with _ready(target, REFERENCE, device) as ready:
             changed = []
             for module in ready.model.modules() if precision.kind == "cast" else ():
                 code = getattr(type(module).__init__, "__code__", None)
-                names = found.setdefault(f"{getattr(code, 'co_filename', '')}:{type(module).__name__}", [])
+                names = by_owner.setdefault(f"{getattr(code, 'co_filename', '')}:{type(module).__name__}", [])
                 for name, buffer in module.named_buffers(recurse=False):
                     if buffer.dtype == torch.float32 and is_in_memory(buffer):
                         rounded = buffer.to(torch_dtype(precision.format)).float()
                         if not torch.equal(rounded, buffer):
-                            names += [] if name in names else [name]
+                            if name not in names:
+                                names.append(name)
                             changed.append((module, name, rounded))
             if changed:
                 before = output_tensors(run_once(ready, target.args, target.kwargs, options.seed)[0])
@@ -249,7 +231,7 @@ def _rounded_buffers(
                     module.register_buffer(name, rounded, persistent=name not in module._non_persistent_buffers_set)
                 after = output_tensors(run_once(ready, target.args, target.kwargs, options.seed)[0])
                 if judge(after, before, NEAR * (options.tolerance or precision.tolerance))[0] != "ok":
-                    return {owner: names for owner, names in found.items() if names}
+                    return {owner: names for owner, names in by_owner.items() if names}
     return {}
 
 
@@ -257,13 +239,13 @@ def _bits(source: TargetSource, device: str, seed: int, *, calls: int = 1) -> So
     """The digests of outputs and gradients in fp32, where so many calls give the same."""
     target = source.forked()
     with on_device(target, torch.device(device)), _ready(target, REFERENCE, device) as ready:
-        found = zip(*(_digests(ready, target, seed) for _ in range(calls)), strict=True)
-        outputs, gradients = (each[0] if len(set(each)) == 1 else "" for each in found)
+        digests = zip(*(_digests(ready, target, seed) for _ in range(calls)), strict=True)
+        outputs, gradients = (of_calls[0] if len(set(of_calls)) == 1 else "" for of_calls in digests)
     return SourceTrial(outputs=outputs, gradients=gradients)
 
 
 def _digests(ready: Any, target: Target, seed: int) -> tuple[str, str]:
-    parameters = [each for each in ready.model.parameters() if each.requires_grad]
+    parameters = [parameter for parameter in ready.model.parameters() if parameter.requires_grad]
     with torch.enable_grad():
         try:
             output, _ = run_once(ready, target.args, target.kwargs, seed)
@@ -273,13 +255,12 @@ def _digests(ready: Any, target: Target, seed: int) -> tuple[str, str]:
                 output, _ = run_once(ready, target.args, target.kwargs, seed)
         bits, generator = digest_of(output_tensors(output)), torch.Generator().manual_seed(0)
         floating = [tensor for _, tensor in leaves(output) if tensor.requires_grad]
-        # of one number, since torch imports sympy for gradients that it is given, which takes a
-        # second
+        # Of one number: torch imports sympy for gradients that it is given, which takes a second.
         products = [(t * torch.randn(t.shape, generator=generator).to(t)).sum().real for t in floating]
         try:
             gradients = torch.autograd.grad(sum(products, torch.zeros(())), parameters, allow_unused=True)
         except BaseException as error:
             reraise_interrupt(error)
             return bits, ""
-    known = [gradient for gradient in gradients if gradient is not None]
-    return bits, digest_of(known) if known else ""
+    used = [gradient for gradient in gradients if gradient is not None]
+    return bits, digest_of(used) if used else ""

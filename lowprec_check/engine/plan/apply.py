@@ -1,4 +1,4 @@
-"""``apply(model, plan)``: make a model run as planned, without a context manager around its calls."""
+"""``apply(model, plan)``: make a model run as planned, without a context manager."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def apply(model: Model, plan: Plan | str | Path) -> Model:
-    """Apply ``plan`` to ``model`` in place and return it; call the model as before, with fp32
-    inputs.
+    """Apply ``plan`` to ``model`` in place and return it; call it as before, with fp32 inputs.
 
     Hooks and wrapped ``forward`` methods keep modules in fp32, so the model can be deep-copied,
     compiled and wrapped afterwards, and its ``state_dict`` keeps its keys. Under a cast the output
@@ -31,14 +30,19 @@ def apply(model: Model, plan: Plan | str | Path) -> Model:
         plan: a plan, or the path of a saved one.
 
     Raises:
-        UsageError: the file is not a plan; or the model differs from that of the plan (the message names the module), is
-            compiled or wrapped, or already has a plan.
+        UsageError: the file is not a plan; or the model differs from that of the plan (the message
+            names the module), is compiled or wrapped, or already has a plan.
     """
     if not isinstance(plan, Plan):
         plan = Plan.load(plan)
     _check_unwrapped(model)
     plan.check_modules(describe_modules(model))
-    _check_device(model, plan.device)
+    kinds = {tensor.device.type for tensor in [*model.parameters()] or model.buffers()}
+    if kinds - {device_type(plan.device)}:
+        raise UsageError(
+            f"The plan is for {plan.device!r}, but the model is on {' and '.join(sorted(kinds))}.",
+            "Move the model, or search a plan for its device.",
+        )
     application, kind = application_of(PRECISIONS.get(plan.base)), device_type(plan.device)
     application.apply(model, kind, plan.keep_fp32)
     application.make_standalone(model, kind)
@@ -46,23 +50,12 @@ def apply(model: Model, plan: Plan | str | Path) -> Model:
 
 
 def describe_modules(model: nn.Module) -> dict[str, str]:
-    """Every module by its path: its type and the shapes of its own parameters, ``Linear(4x8, 4)``."""
-    return {name: _describe(module) for name, module in model.named_modules()}
-
-
-def _describe(module: nn.Module) -> str:
-    shapes = ("x".join(map(str, p.shape)) or "scalar" for p in module.parameters(recurse=False))
-    return f"{type(module).__name__}({', '.join(shapes)})"
-
-
-def _check_device(model: nn.Module, planned: str) -> None:
-    found = {tensor.device.type for tensor in [*model.parameters()] or model.buffers()}
-    if found - {device_type(planned)}:
-        where = " and ".join(sorted(found))
-        raise UsageError(
-            f"The plan is for {planned!r}, but the model is on {where}.",
-            "Move the model, or search a plan for its device.",
-        )
+    """Every module by its path: its type and its own parameters' shapes, ``Linear(4x8, 4)``."""
+    described = {}
+    for name, module in model.named_modules():
+        shapes = ("x".join(map(str, p.shape)) or "scalar" for p in module.parameters(recurse=False))
+        described[name] = f"{type(module).__name__}({', '.join(shapes)})"
+    return described
 
 
 def _check_unwrapped(model: nn.Module) -> None:
@@ -74,6 +67,7 @@ def _check_unwrapped(model: nn.Module) -> None:
         raise UsageError(
             f"The model is wrapped in {type(model).__name__}.", "Apply the plan first, then wrap the model."
         )
+    # A plan is hooks and casts, which cannot be applied twice, or to weights in 16 bits.
     if is_planned(model):
         raise UsageError("The model already has a plan.", "Apply the plan to a new copy of the model.")
     low = {p.dtype for p in model.parameters() if p.is_floating_point()} - {torch.float32}

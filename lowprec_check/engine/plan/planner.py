@@ -59,12 +59,11 @@ class PlanArguments(PlanOptions):
 
 @called_with(PlanArguments)
 def find_plan(model: nn.Module, inputs: Any, given: PlanArguments) -> Planning:
-    """Find the fewest modules of ``model`` that must stay in fp32 for it to pass, confirmed by
-    plain runs.
+    """Find the fewest modules that must stay in fp32 for ``model`` to pass, by plain runs.
 
     Args:
         model: in fp32, in the mode (``eval`` or ``train``) to search in.
-        inputs: as for :func:`lowprec_check.scan`; for several batches, a function of the batch number.
+        inputs: as for :func:`lowprec_check.scan`; for several batches, a function of the number.
 
     Returns:
         Every base that was tried, and the best plan if there is one.
@@ -91,7 +90,8 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
     if options.use_metric and target.metric is None:
         raise UsageError(
             "The file defines no metric.",
-            "Define `def metric(model): return accuracy`, higher is better; if the file calls the model, above that call.",
+            "Define `def metric(model): return accuracy`, higher is better; if the file calls the model, above that "
+            "call.",
         )
     parse_withheld(options.without_kernel)
     machine, isolation = prepared_runs(
@@ -112,13 +112,10 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
             batches.append(stack.enter_context(open_runs(batch, settings, isolation)))
         references = [batch.reference() for batch in batches]
         if options.use_metric and references[0].metric is None:
-            why = ""
-            if references[0].notes:
-                why = f": {references[0].notes[-1]}"
+            why = f": {references[0].notes[-1]}" if references[0].notes else ""
             raise UsageError(f"The metric of the fp32 model is not a finite number{why}.", "Fix the function `metric`.")
         objective = Objective(references[0], metric=options.use_metric, max_drop=options.max_drop)
-        limits = Limits(seconds=options.seconds)
-        proposer = Proposer(batches, objective, limits)
+        proposer = Proposer(batches, objective, Limits(seconds=options.seconds))
         proposals: list[Proposal] = []
         for proposal in _search_bases(batches, proposer, options):
             proposals.append(proposal)
@@ -133,9 +130,7 @@ def growing_planning(source: TargetSource, isolation: Isolation | None, options:
 
 
 def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: PlanOptions) -> Iterator[Proposal]:
-    """All bases without changes if one of them passes; else a search for each, which analyzes it op
-    by op.
-    """
+    """All bases without changes if one of them passes; else a search for each."""
     backend = replaced([options.backend])[0][0]
     runs = {
         name: [batch.run(name, backend, measured=batch is batches[0], instrumented=False) for batch in batches]
@@ -149,9 +144,7 @@ def _search_bases(batches: Sequence[TargetRuns], proposer: Proposer, options: Pl
 
 
 def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], name: str) -> Plan:
-    """The proposal in the form that is saved; ``machine`` is the environment, with the torch that
-    is predicted.
-    """
+    """The proposal as it is saved; ``machine`` is the environment, with the predicted torch."""
     run, objective, target = proposal.run, proposer.objective, proposer.batches[0].target
     assert run is not None
     assert run.base is not None
@@ -198,12 +191,8 @@ def make_plan(proposal: Proposal, proposer: Proposer, machine: dict[str, Any], n
 def plan_for_scan(
     batches: Sequence[TargetRuns], result: ScanResult, machine: dict[str, Any], name: str, *, wanted: bool | None
 ) -> ScanResult:
-    """``result`` with the best plan for its failing runs, which must pass on all ``batches``, and
-    with what was tried.
-
-    If ``wanted`` is ``None``, the search is quick, happens only if no run passed, and ends at the
-    first plan.
-    """
+    """``result`` with what was tried for its failing runs, and the best plan for all batches."""
+    # Unless it is asked for, the search is quick, made only if no run passed, and ends at a plan.
     runs = result.runs
     failing = {(run.precision, run.backend): run for run in plan_starts(runs, wanted=wanted)}
     backends = dict.fromkeys(backend for _, backend in failing)

@@ -1,4 +1,4 @@
-"""Which modules to keep in fp32 for each base: a search whose trials are plain runs of the model."""
+"""Which modules to keep in fp32 for each base: a search by trials, which are plain runs."""
 
 from __future__ import annotations
 
@@ -31,9 +31,7 @@ from lowprec_check.schema.scan_result import Run
 from lowprec_check.schema.statements import counted, say, short_op, some
 
 SLOWER = 1.5
-"""A base at least this many times slower than a plan already found is not searched, unless its
-calls are short.
-"""
+"""Times a plan already found that a base may take to be searched, unless its calls are short."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -44,34 +42,26 @@ class Limits:
     """For models of many modules whose trials are quick; of others, ``seconds`` ends the search."""
     seconds: float = 600.0
     most_alone: int | None = None
-    """Modules that may fail in low precision before the search ends, where only fp32 is known to
-    pass; ``None``: all.
-    """
+    """Modules that may fail alone before the search ends, if only fp32 is known to pass."""
 
 
 class Objective:
-    """When a run passes: its output is within tolerance, or its metric is at most ``max_drop``
-    below fp32's.
-    """
+    """When a run passes: by its tolerance, or if its metric drops by at most ``max_drop``."""
 
     def __init__(self, fp32: Run, *, metric: bool = False, max_drop: float | None = None) -> None:
         """``max_drop`` is in units of the metric; default: 1 % of fp32's."""
         self.fp32_metric = fp32.metric if metric else None
         self.max_drop = None
         if self.fp32_metric is not None:
-            if max_drop is None:
-                self.max_drop = abs(self.fp32_metric) / 100
-            else:
-                self.max_drop = max_drop
+            self.max_drop = abs(self.fp32_metric) / 100 if max_drop is None else max_drop
 
     def reached(self, run: Run) -> bool:
         """Whether ``run`` passes."""
         if self.fp32_metric is None or self.max_drop is None:
             return run.status == "ok"
-        drop = None
-        if run.metric is not None:
-            drop = self.fp32_metric - run.metric
-        return run.status in ("ok", "inaccurate") and drop is not None and drop <= self.max_drop
+        if run.metric is None:
+            return False
+        return run.status in ("ok", "inaccurate") and self.fp32_metric - run.metric <= self.max_drop
 
     def why_not(self, run: Run) -> str:
         """Why ``run`` does not pass, in words; empty if it does."""
@@ -84,27 +74,21 @@ class Objective:
             return say(drop, metric=run.metric, fp32=self.fp32_metric, most=self.max_drop).text
         return why(run).text
 
-    def attempt(self, run: Run, **known: object) -> Attempt:
-        """What is known of a base by ``run``, one of its runs."""
-        error = run.output_error.distance if run.output_error else None
-        found = {
+    def attempt(self, run: Run, **results: object) -> Attempt:
+        """What is known of a base by ``run``, one of its runs, and by further ``results``."""
+        of_run = {
             "base": run.precision,
             "backend": run.backend,
             "status": run.status,
             "why": self.why_not(run),
-            "rel_l2": error,
+            "rel_l2": run.output_error and run.output_error.distance,
         }
-        return msgspec.convert(found | known, Attempt)
-
-
-def _equals_fp32(run: Run) -> bool:
-    """Whether the output equals fp32's bit for bit, perhaps because nothing ran in low precision."""
-    return not run.output_is_zero and run.output_error is not None and run.output_error.rel_l2 == 0.0
+        return msgspec.convert(of_run | results, Attempt)
 
 
 def _is_low(row: OpCall, run: Run) -> bool:
     """Whether an op computes on values in the low precision of the run; casts do not count."""
-    marks = {known.mark for known in formats() if run.basis and known.name == run.basis.format.name}
+    marks = {low.mark for low in formats() if run.basis and low.name == run.basis.format.name}
     return not marks.isdisjoint(re.split("[+→]", row.dtypes)) and row.op != "aten._to_copy.default"
 
 
@@ -114,30 +98,22 @@ class Proposal:
 
     attempt: Attempt
     run: Run | None = None
-    """The base with modules kept, measured and analyzed, as a ``plan`` run; its error is the worst
-    of all batches.
-    """
+    """The base with modules kept, as a ``plan`` run; its error is the worst of all batches."""
     minimal: bool = False
     untried: Keep = ()
     """Modules of the plan that were not tried in low precision, each alone."""
     stopped: str | None = None
     evidence: tuple[Run, ...] = ()
-    """The runs of the search that were analyzed op by op, first that of the base without kept
-    modules.
-    """
+    """The runs that were analyzed op by op, first that of the base without kept modules."""
 
 
 class Proposer:
-    """Searches the bases of one target; each batch is a model with its inputs, run in the
-    precisions.
-    """
+    """Searches the bases of one target; each batch is a model with its inputs."""
 
     def __init__(
         self, batches: Sequence[TargetRuns], objective: Objective, limits: Limits, *, explains: bool = False
     ) -> None:
-        """The batches must have run their fp32 reference. ``explains``: whether the run of a plan
-        is analyzed op by op, for a report on it.
-        """
+        """The batches must have run fp32; ``explains``: analyze the run of a plan for a report."""
         self.batches, self.objective, self.explains = list(batches), objective, explains
         self.limits, self.started = limits, system.monotonic()
 
@@ -149,12 +125,12 @@ class Proposer:
         """The proposal for a base without a search."""
         worst = max(runs, key=error_of)
         if not self.passes_as_it_is(runs):
-            return Proposal(
-                attempt=self.objective.attempt(worst, outcome="not searched: another base passes without changes")
-            )
+            outcome = "not searched: another base passes without changes"
+            return Proposal(attempt=self.objective.attempt(worst, outcome=outcome))
         run = msgspec.structs.replace(runs[0], precision=PLAN, base=worst.precision, output_error=worst.output_error)
-        known = {"kept": 0, "speedup": _speedup(run, self.fp32), "outcome": "passes without changes"}
-        return Proposal(attempt=self.objective.attempt(worst, **known), run=run, minimal=True, evidence=tuple(runs))
+        speedup = _speedup(run, self.fp32)
+        attempt = self.objective.attempt(worst, kept=0, speedup=speedup, outcome="passes without changes")
+        return Proposal(attempt=attempt, run=run, minimal=True, evidence=tuple(runs))
 
     def propose(self, runs: Sequence[Run], *, best_so_far: Proposal | None = None) -> Proposal:
         """Search the base of ``runs``, unless it is too slow to beat ``best_so_far``."""
@@ -165,27 +141,28 @@ class Proposer:
         return _Search(self, runs).propose()
 
     def _why_not_searched(self, first: Run, failing: Run, best_so_far: Proposal | None) -> str | None:
-        """Why no plan is searched for a base, by its run on the ``first`` batch and on one on which
-        it is ``failing``; ``None`` if one is.
-        """
+        """Why no plan is searched for a base, by its runs on two batches; ``None`` if one is."""
         if failing.status in ("timeout", "skipped"):
             return failing.reason or failing.status
         if failing.status == "unjudged":
             return "its output cannot be compared, so no plan can be proven"
         if lowers_precision(first.backend):
             return f"{first.backend} quantizes modules that are kept in fp32, too"
-        known = best_so_far.run.latency_ms if best_so_far is not None and best_so_far.run is not None else None
-        if known is not None and first.latency_ms is not None and first.latency_ms > max(SHORT_MS, SLOWER * known):
-            times = f"{first.latency_ms / known:.1f} times as long as the fastest with the plan found"
-            return f"its fastest call took {times}"
-        return None
+        # A base that is much slower than the plan that was found cannot beat it.
+        best_ms = None
+        if best_so_far is not None and best_so_far.run is not None:
+            best_ms = best_so_far.run.latency_ms
+        if best_ms is None or first.latency_ms is None or first.latency_ms <= max(SHORT_MS, SLOWER * best_ms):
+            return None
+        times = f"{first.latency_ms / best_ms:.1f} times as long as the fastest with the plan found"
+        return f"its fastest call took {times}"
 
     def propose_each(self, bases: Iterable[Sequence[Run]]) -> Iterator[Proposal]:
         """Search one base after another."""
-        found: list[Proposal] = []
+        proposals: list[Proposal] = []
         for runs in bases:
-            found.append(self.propose(runs, best_so_far=best(found)))
-            yield found[-1]
+            proposals.append(self.propose(runs, best_so_far=best(proposals)))
+            yield proposals[-1]
 
     @property
     def fp32(self) -> Run:
@@ -204,14 +181,13 @@ class Proposer:
 
 
 class _Search:
-    """The search for one base."""
-
     def __init__(self, proposer: Proposer, runs: Sequence[Run]) -> None:
         self.proposer, self.base, self.backend = proposer, runs[0].precision, runs[0].backend
         batch, self.failing = next(
             pair for pair in zip(proposer.batches, runs, strict=False) if not proposer.objective.reached(pair[1])
         )
-        if not proposer.explains:  # a scan has analyzed its runs
+        # A scan has analyzed its runs.
+        if not proposer.explains:
             self.failing = self._run(batch, (), instrumented=True)
         self.evidence, self.failed = [self.failing], dict[Keep, Run]()
         self.order = list(proposer.batches)
@@ -230,29 +206,30 @@ class _Search:
     def _propose(self) -> Proposal:
         # What an error must not exceed is not known of a metric: then nothing is predicted.
         tolerance = self.failing.tolerance if self.proposer.objective.fp32_metric is None else None
-        found = search(
-            self.tree, suspects(self.failing), self.trials, self._explain, tolerance, self.proposer.limits.most_alone
-        )
-        run = fp32 = None
-        if found.keep is not None:
-            fp32, run = self.proposer.batches[0].time([self._measure(found.keep)]).runs
-        attempt = self.proposer.objective.attempt(
-            self.failing,
-            kept=number_of(found.keep, self.names) if found.keep is not None else None,
-            predicted=self.trials.predicted.get(found.keep) if found.keep is not None else None,
-            proven=_error(run) if run is not None else None,
-            first_pass=self.trials.first_pass,
-            speedup=_speedup(run, fp32) if run and fp32 else None,
-            trials=self.trials.count,
-            seconds=round(system.monotonic() - self.started, 2),
-            outcome=self._outcome(found),
-            constants=constants(self.failing),
-        )
+        most_alone = self.proposer.limits.most_alone
+        result = search(self.tree, suspects(self.failing), self.trials, self._explain, tolerance, most_alone)
+        run = None
+        attempt: dict[str, Any] = {}
+        if result.keep is not None:
+            fp32, run = self.proposer.batches[0].time([self._measure(result.keep)]).runs
+            attempt = {
+                "kept": number_of(result.keep, self.names),
+                "predicted": self.trials.predicted.get(result.keep),
+                "proven": _error(run),
+                "speedup": _speedup(run, fp32),
+            }
+        attempt |= {
+            "first_pass": self.trials.first_pass,
+            "trials": self.trials.count,
+            "seconds": round(system.monotonic() - self.started, 2),
+            "outcome": self._outcome(result),
+            "constants": constants(self.failing),
+        }
         return Proposal(
-            attempt=attempt,
+            attempt=self.proposer.objective.attempt(self.failing, **attempt),
             run=run,
-            minimal=found.minimal,
-            untried=found.untried,
+            minimal=result.minimal,
+            untried=result.untried,
             stopped=self.trials.stopped,
             evidence=tuple(self.evidence),
         )
@@ -273,9 +250,7 @@ class _Search:
         return Verdict(True, any_low=self._leaves_low(keep, runs), error=_error(max(runs, key=error_of)))
 
     def _leaves_low(self, keep: Keep, runs: Sequence[Run]) -> bool:
-        """Whether anything runs in low precision with ``keep`` in fp32; if unclear, a run is
-        analyzed op by op.
-        """
+        """Whether anything runs in low precision with ``keep`` in fp32."""
         kept = frozenset(keep)
 
         def has_low_op(run: Run) -> bool:
@@ -283,8 +258,11 @@ class _Search:
 
         # The dtypes of ops need not show the effect of a custom precision.
         expected = PRECISIONS.get(self.base).kind == "custom" or has_low_op(self.failing)
-        if expected and not all(map(_equals_fp32, runs)):
+        # An output that equals fp32's bit for bit may be so because nothing ran in low precision.
+        differs = any(run.output_is_zero or run.output_error is None or run.output_error.rel_l2 != 0.0 for run in runs)
+        if expected and differs:
             return True
+        # It is unclear: a run is analyzed op by op.
         return has_low_op(self._run(self.order[0], keep, instrumented=True))
 
     def _explain(self, keep: Keep) -> Suspects:
@@ -294,24 +272,23 @@ class _Search:
         return suspects(run)
 
     def _run(self, batch: TargetRuns, keep: Keep, *, instrumented: bool) -> Run:
-        """A run with ``keep`` in fp32; its calls end with the first that fails, unless a metric
-        decides.
-        """
+        """A run with ``keep`` in fp32, up to the first call that fails unless a metric decides."""
         how: Any = {"measured": False, "status_only": self.proposer.objective.fp32_metric is None}
         return batch.run(self.base, self.backend, keep_fp32=keep, instrumented=instrumented, **how)
 
     def _show_trial(self, keep: Keep, how: str) -> None:
         count, limits, best = self.trials.count, self.proposer.limits, self.trials.best
-        now = system.monotonic()
-        each = (now - self.started) / max(1, count - 1)
-        left = min(limits.seconds - (now - self.proposer.started), each * (limits.max_trials - count + 1))
-        found = ""
+        step = f"trial {count} of at most {limits.max_trials}, {len(keep)} modules {how}"
         if best is not None:
-            found = f", {len(best)} modules pass"
-        ending = ""
+            step += f", {len(best)} modules pass"
+        now = system.monotonic()
         if count > 1:
-            ending = f", at most {max(0.0, left):.0f} s left"
-        self._show(f"trial {count} of at most {limits.max_trials}, {len(keep)} modules {how}{found}{ending}")
+            seconds_a_trial = (now - self.started) / (count - 1)
+            left = min(
+                limits.seconds - (now - self.proposer.started), seconds_a_trial * (limits.max_trials - count + 1)
+            )
+            step += f", at most {max(0.0, left):.0f} s left"
+        self._show(step)
 
     def _show(self, step: str | None) -> None:
         for batch in self.proposer.batches:
@@ -319,49 +296,43 @@ class _Search:
 
     def _measure(self, keep: Keep) -> Run:
         self._show(f"measuring with {len(keep)} modules kept")
-        runs = [
-            batch.run(
-                self.base,
-                self.backend,
-                keep_fp32=keep,
-                measured=index == 0,
-                instrumented=index == 0 and self.proposer.explains,
-            )
-            for index, batch in enumerate(self.proposer.batches)
-        ]
+        runs: list[Run] = []
+        for batch in self.proposer.batches:
+            first = not runs
+            analyzed = first and self.proposer.explains
+            runs.append(batch.run(self.base, self.backend, keep_fp32=keep, measured=first, instrumented=analyzed))
         worst = max(runs, key=error_of)
-        is_cast = PRECISIONS.get(self.base).kind == "cast"
-        untied = []
-        if is_cast:
-            untied = shared_weights(self.proposer.batches[0].target.model, keep)
-        known: dict[str, Any] = {"untied": untied, "output_error": worst.output_error}
+        plan = msgspec.structs.replace(
+            runs[0], precision=PLAN, base=self.base, untied=[], output_error=worst.output_error
+        )
+        # A cast makes copies of weights that modules in fp32 share with others.
+        if PRECISIONS.get(self.base).kind == "cast":
+            plan = msgspec.structs.replace(plan, untied=shared_weights(self.proposer.batches[0].target.model, keep))
+        # Only the first batch is analyzed: places have no ranges.
         if runs[1:]:
-            known["batches"] = msgspec.structs.replace(ranges_of(runs), places=[])  # only the first is analyzed
-        return msgspec.structs.replace(runs[0], precision=PLAN, base=self.base, **known)
+            plan = msgspec.structs.replace(plan, batches=msgspec.structs.replace(ranges_of(runs), places=[]))
+        return plan
 
-    def _outcome(self, found: SearchResult) -> str:
-        if found.keep is not None:
+    def _outcome(self, result: SearchResult) -> str:
+        if result.keep is not None:
             early = " (search stopped early)" if self.trials.stopped is not None else ""
-            return f"passes with {some(found.keep)} in fp32{early}"
+            return f"passes with {some(result.keep)} in fp32{early}"
         if self.trials.stopped is not None:
             return f"{STOPPED_WITHOUT_PLAN} {self.trials.stopped}"
         if not self.tree.types:
             return "no plan: no submodule is called, so none can be kept in fp32"
         failed = self.failed.get(self.tree.normalized(self.tree.children("")))
-        if failed is None and found.failed_alone:
-            tried = f"fails with one module in low precision (tried: {some(found.failed_alone)})"
+        if failed is None and result.failed_alone:
+            tried = f"fails with one module in low precision (tried: {some(result.failed_alone)})"
             return f"no plan: passes with every op in fp32, {tried}"
         if failed is None:
             return "no plan: passes only with every op in fp32"
         reason = self.proposer.objective.why_not(failed)
+        # Keeping submodules in fp32 does not change a failure in the model's own forward.
         if failed.exception is None or not failed.exception.module:
-            # Keeping submodules in fp32 does not change a failure in the model's own forward.
             own = next(filter(None, (at_fault(run, "") for run in reversed(self.evidence))), None)
             if own is not None:
-                if own.op:
-                    what = f"{short_op(own.op)} {own.why}"
-                else:
-                    what = own.why
+                what = f"{short_op(own.op)} {own.why}" if own.op else own.why
                 reason = f"in the model's own forward, {what}{f', {own.source}' if own.source else ''}"
         return f"no plan: fails even with every submodule in fp32 ({reason})"
 
@@ -378,13 +349,9 @@ def _speedup(run: Run, fp32: Run) -> float | None:
 
 
 def called_modules(model: nn.Module, runs: Sequence[Run]) -> dict[str, str]:
-    """Path to type of every submodule that is called, and so can be kept in fp32 by hooks; parents
-    before children.
-
-    The children of a ``TransformerEncoderLayer`` are included: it calls them as soon as a hook
-    disables its fused path.
-    """
+    """Path to type of every called submodule, which hooks can keep in fp32; parents first."""
     called = {name for run in runs for name in run.called_modules}
+    # A fused layer calls its children as soon as a hook disables its fused path.
     fused = [name for name, module in model.named_modules() if isinstance(module, nn.TransformerEncoderLayer)]
     called |= {f"{layer}.{name}".lstrip(".") for layer in fused for name in _FUSED_CHILDREN}
     return {name: type(module).__name__ for name, module in model.named_modules() if name and name in called}
@@ -394,9 +361,7 @@ _FUSED_CHILDREN = ("self_attn", "linear1", "linear2", "norm1", "norm2")
 
 
 def best(proposals: Sequence[Proposal]) -> Proposal | None:
-    """None that is clearly slower than another; of these the one that keeps the fewest modules,
-    those inside others too, then the most accurate.
-    """
+    """Of those not clearly slower, the one with the fewest modules, then the most accurate."""
     passed = [proposal for proposal in proposals if proposal.run is not None]
     if not passed:
         return None

@@ -1,3 +1,1 @@
-"""Runs of a model in worker processes: tasks, messages, what happens to a worker, and the saved
-run.
-"""
+"""Runs of a model in worker processes: tasks, messages, how a worker ended, and the saved run."""

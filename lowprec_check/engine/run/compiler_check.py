@@ -1,6 +1,4 @@
-"""Is the compiler to blame? Runs a compiled model in eager mode and in fp64 too, and finds the pass
-that makes it worse.
-"""
+"""Whether the compiler adds to the error, measured against fp64; and which of its passes does."""
 
 from __future__ import annotations
 
@@ -9,7 +7,7 @@ import io
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -32,20 +30,12 @@ from lowprec_check.schema.run_key import EAGER
 
 SLACK = 0.1
 """An error of this share of the tolerance is harmless, however small eager's is."""
-
 MORE_CALLS = 8
-"""Further calls on other inputs that must confirm a larger error: that of a few numbers may be
-small by chance.
-"""
-
+"""Calls on other inputs that must confirm a larger error: a small sample may be off by chance."""
 SHARE_OF_BUDGET = 0.5
-"""Part of the budget of a call that further calls, and the search for the pass, may take together
-each.
-"""
-
+"""Part of a call's budget for further calls, and the same again for the search for the pass."""
 BISECT_SECONDS = 60.0
 """The search for the pass ends then, at the latest."""
-
 _EXACT = {
     "fp64": Precision(name="fp64", kind="cast", format=FP64, method="double", tolerance=0.0),
     "fp32": Precision(name="fp32-cast", kind="cast", format=FP32, method="float", tolerance=0.0),
@@ -53,51 +43,45 @@ _EXACT = {
 
 
 class CompilerChecker:
-    """Checks the run of ``task`` with the model ``ready``, whose call is compiled; ``rewind``
-    restores the model's state.
-
-    ``by_dynamo`` says that ``torch.compile`` compiled it, whose passes can be searched.
-    """
+    """Checks the run of ``task``, whose call is compiled; ``rewind`` restores the model's state."""
 
     def __init__(
         self, task: ModelTask, target: Target, ready: Prepared, rewind: Callable[[], None], *, by_dynamo: bool
     ) -> None:
         self.task, self.target, self.ready, self.rewind = task, target, ready, rewind
+        # The passes of torch.compile can be searched.
         self._by_dynamo = by_dynamo
         self.seconds = SHARE_OF_BUDGET * task.call_budget
         self._slack = SLACK * (task.tolerance if task.tolerance is not None else ready.precision.tolerance)
-        self._exact = "fp64"
+        self._exact: Literal["fp64", "fp32"] = "fp64"
 
     def checks(self) -> Iterator[CompilerCheck]:
-        """The check, then again with what explains it, as far as that is found; nothing if the
-        outputs cannot be compared.
-        """
-        given = self.target.inputs
-        calls = [self.corners(given)]
+        """The check, then again with what explains it; nothing if outputs cannot be compared."""
+        calls = [self.corners(self.target.inputs)]
         if calls[0] is None:
             return
-        found = self._distances(calls)
-        if found.uncertain(self._slack):
+        distance = self._worst(calls)
+        if distance.uncertain(self._slack):
             end = system.monotonic() + self.seconds
             for number in range(1, MORE_CALLS + 1):
                 if system.monotonic() < end:
-                    calls.append(self.corners(inputs_like(given, number)))
-            found = self._distances(calls)
-        errors = [found.error(squares) for squares in (found.fp32, found.eager, found.compiled)]
+                    calls.append(self.corners(inputs_like(self.target.inputs, number)))
+            distance = self._worst(calls)
+        errors = [distance.error(squares) for squares in (distance.fp32, distance.eager, distance.compiled)]
         fp32, eager, compiled = (error if math.isfinite(error) else None for error in errors)
         check = CompilerCheck(
-            verdict=found.verdict(self._slack),
-            tensor=found.index,
+            verdict=distance.verdict(self._slack),
+            tensor=distance.index,
             tensors=len(calls[0].exact),
             calls=sum(call is not None for call in calls),
-            exact="fp64" if self._exact == "fp64" else "fp32",
+            exact=self._exact,
             fp32_error=fp32,
             eager_error=eager,
             compiled_error=compiled,
-            nonfinite=found.nonfinite,
-            decisions=found.decisions,
-            eager_changed=found.eager_changed,
-            compiled_changed=found.compiled_changed,
+            nonfinite=distance.nonfinite,
+            decisions=distance.decisions,
+            eager_changed=distance.eager_changed,
+            compiled_changed=distance.compiled_changed,
         )
         yield check
         if check.verdict == "worse" and self._by_dynamo:
@@ -109,7 +93,7 @@ class CompilerChecker:
             yield check
             yield msgspec.structs.replace(check, culprit=self._bisect(calls))
 
-    def _distances(self, calls: list[Corners | None]) -> Distances:
+    def _worst(self, calls: list[Corners | None]) -> Distances:
         return worst(distances([call for call in calls if call is not None]), self._slack)
 
     # -- the corners
@@ -117,6 +101,7 @@ class CompilerChecker:
     def corners(self, call: Call) -> Corners | None:
         """The four outputs on the inputs ``call``; ``None`` if one fails, or they do not match."""
         eager = in_eager_mode(self.ready, self.target)
+        # The run itself has its status already; other inputs may not fit the model.
         try:
             low = self.outputs(eager, call, in_eager=True)
             exact, fp32 = self._wide(self._exact, call), self._wide("fp32", call)
@@ -124,15 +109,13 @@ class CompilerChecker:
                 exact, self._exact = fp32, "fp32"
             if exact is None or fp32 is None:
                 return None
-            found = Corners(exact, fp32, low, self.outputs(self.ready, call))
-        except Exception:  # the run itself has its status; other inputs may not fit the model
+            corners = Corners(exact, fp32, low, self.outputs(self.ready, call))
+        except Exception:
             return None
-        return found if found.match() else None
+        return corners if corners.match() else None
 
     def _wide(self, name: str, call: Call) -> list[Tensor] | None:
-        """The output of the model, its weights and inputs rounded to its precision, in a wider
-        format; ``None`` if it fails.
-        """
+        """The output in a wider format, on weights and inputs rounded to the run's precision."""
         args, kwargs = self.ready.inputs(*call)
         self.rewind()
         default = torch.get_default_dtype()
@@ -150,10 +133,9 @@ class CompilerChecker:
                 torch.set_default_dtype(default)
 
     def outputs(self, ready: Prepared, call: Call, *, in_eager: bool = False) -> list[Tensor]:
-        """The tensors in the output on the inputs ``call``, on the CPU; the state of the model is
-        rewound before.
-        """
-        self.rewind()  # which also restores the eager mode of compiled parts
+        """The tensors of the output, on the CPU; the model's state is rewound before the call."""
+        # This also restores the eager mode of compiled parts.
+        self.rewind()
         with compiled_code_in_eager() if in_eager else contextlib.nullcontext():
             output, _ = run_once(ready, *call, self.task.seed)
         return [tensor.cpu().clone() for tensor in output_tensors(output)]
@@ -161,31 +143,26 @@ class CompilerChecker:
     # -- the explanation
 
     def _compiled_again(self, calls: list[Corners | None], *, bisecting: bool = False) -> CompilerVerdict:
-        """The verdict on the model compiled again, on the same inputs; what its user compiled is
-        compiled as before.
-        """
+        """The verdict on the model compiled again, on the same inputs."""
         forget_compiled()
         compiled = on_backend(self.task, self.target, self.ready)
+        # What its user compiled is compiled as before, but where a pass is searched.
         if bisecting and self.task.backend == EAGER:
             compiled = compiled.calling(self.target.call(torch.compile(self.target.model)))
         again = [
-            known._replace(compiled=self.outputs(compiled, inputs_like(self.target.inputs, number)))
-            for number, known in enumerate(calls)
-            if known is not None
+            corners._replace(compiled=self.outputs(compiled, inputs_like(self.target.inputs, number)))
+            for number, corners in enumerate(calls)
+            if corners is not None
         ]
-        return worst(distances(again), self._slack).verdict(self._slack)
+        return self._worst([*again]).verdict(self._slack)
 
     def _bisect(self, calls: list[Corners | None]) -> str | None:
-        """The pass or lowering that makes it worse, by torch's own bisection; ``None`` if it is not
-        found in time.
-
-        What is compiled inside the model cannot be compiled by the bisection's backends.
-        """
+        """The pass or lowering that adds the error, by torch's bisection; ``None`` if not found."""
         from torch._inductor.compiler_bisector import BACKENDS, CompilerBisector
 
+        # What is compiled inside the model cannot be compiled by the bisection's backends.
         if self.task.backend == EAGER and self.target.compiled is None:
             return None
-
         end = system.monotonic() + min(BISECT_SECONDS, self.seconds)
 
         def passes() -> bool:
@@ -200,17 +177,15 @@ class CompilerChecker:
             context.callback(BACKENDS.update, inductor=tried)
             # it is tried separately, and would end the search before the lowerings
             BACKENDS["inductor"] = [part for part in tried if "emulate_precision_casts" not in part.name]
-            found = CompilerBisector.do_bisect(passes)
-            if found is not None and found.subsystem is not None:
-                parts = (found.backend, found.subsystem, found.debug_info)
+            culprit = CompilerBisector.do_bisect(passes)
+            if culprit is not None and culprit.subsystem is not None:
+                parts = (culprit.backend, culprit.subsystem, culprit.debug_info)
                 return " ".join(dict.fromkeys(str(part) for part in parts if part))
         return None
 
 
 def inputs_like(call: Call, number: int) -> Call:
-    """``call`` for 0, else inputs like it: floating tensors changed by about 1 %, integers shifted
-    along their last dimension.
-    """
+    """``call`` for 0, else with floats changed by about 1 % and integers shifted."""
     if number == 0:
         return call
     generator = torch.Generator().manual_seed(number)
@@ -228,7 +203,7 @@ def inputs_like(call: Call, number: int) -> Call:
     return args, kwargs
 
 
-# -- Compares a compiled model with eager execution, both against fp64: whose error is larger, and by how much
+# -- Compares a compiled model with eager execution, both against fp64
 
 
 class Corners(NamedTuple):
@@ -248,9 +223,7 @@ class Corners(NamedTuple):
 
 @dataclass
 class Distances:
-    """How far one output tensor is from fp64, summed over calls. Squares of 2-norms, of values that
-    are finite in all corners.
-    """
+    """How far one output tensor is from fp64 over all calls: squared 2-norms of finite values."""
 
     index: int
     size: float = 0.0
@@ -274,12 +247,11 @@ class Distances:
         e64, e32, low, made = (as_real(tensor).double() for tensor in (exact, fp32, eager, compiled))
         wanted = e64.isfinite() & low.isfinite()
         self.nonfinite += int((wanted & ~made.isfinite()).sum())
-        # beyond the range of the precision, eager has other values by intention:
-        # torch.finfo(x.dtype).min in a mask
+        # Beyond the range of the precision, eager has other values by intention:
+        # torch.finfo(x.dtype).min in a mask.
+        largest = math.inf
         if is_float(eager):
             largest = torch.finfo(eager.dtype).max
-        else:
-            largest = math.inf
         compared = wanted & made.isfinite() & e32.isfinite() & (e64.abs() <= largest)
         e64, e32, low, made = (torch.where(compared, values, 0.0) for values in (e64, e32, low, made))
         self.size += _square(e64)
@@ -296,12 +268,11 @@ class Distances:
         return 0.0
 
     def verdict(self, slack: float) -> CompilerVerdict:
-        """``worse`` if the compiled output has NaN or Inf that eager lacks, more than twice as many
-        changed decisions and more than by chance, or more than twice the error, and the error is
-        over ``slack``.
-        """
+        """How the compiled output compares with eager's; errors up to ``slack`` are harmless."""
+        # NaN or Inf that eager lacks.
         if self.nonfinite:
             return "worse"
+        # Integers and booleans: more than twice as many changed, and more than by chance.
         if self.decisions:
             excess = self.compiled_changed - FACTOR * self.eager_changed
             chance = 2 * math.sqrt(self.compiled_changed + FACTOR**2 * self.eager_changed)  # two standard deviations
@@ -316,9 +287,7 @@ class Distances:
         return "harmless" if compiled <= slack else "worse"
 
     def uncertain(self, slack: float) -> bool:
-        """Whether other inputs must confirm the verdict: a few numbers may be wrong by chance, or
-        be too few to tell.
-        """
+        """Whether other inputs must confirm the verdict, which may be due to chance."""
         verdict = self.verdict(slack)
         return not self.nonfinite and (verdict == "worse" or (verdict == "harmless" and self.decisions > 0))
 
@@ -341,14 +310,14 @@ def _square(values: Tensor) -> float:
 
 def distances(calls: Sequence[Corners]) -> list[Distances]:
     """The distances of each output tensor, over all calls, which must match."""
-    found = [Distances(index) for index in range(len(calls[0].exact))]
+    of_tensors = [Distances(index) for index in range(len(calls[0].exact))]
     for call in calls:
-        for distance, *tensors in zip(found, *call, strict=True):
+        for distance, *tensors in zip(of_tensors, *call, strict=True):
             distance.add(*tensors)
-    return found
+    return of_tensors
 
 
-def worst(found: Sequence[Distances], slack: float) -> Distances:
+def worst(of_tensors: Sequence[Distances], slack: float) -> Distances:
     """The output tensor with the worst verdict, and of those the largest excess."""
     order: tuple[CompilerVerdict, ...] = ("no-worse", "harmless", "worse")
-    return max(found, key=lambda distance: (order.index(distance.verdict(slack)), distance.severity))
+    return max(of_tensors, key=lambda distance: (order.index(distance.verdict(slack)), distance.severity))

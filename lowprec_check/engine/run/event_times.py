@@ -1,4 +1,4 @@
-"""Times calls on an accelerator by its own events, and finds out how much of a call its host takes.
+"""Times calls on an accelerator by its own events, and how much of a call its host takes.
 
 Waiting for each call would add the time until the first op reaches the device. Events are recorded
 between calls, and read when a few have been launched.
@@ -21,19 +21,13 @@ from lowprec_check.process import system
 from lowprec_check.schema.axes import Call
 
 WARM_UP_SECONDS, AGAIN_SECONDS = 0.05, 0.01
-"""How long calls are repeated before any is timed: an idle device has lowered its clocks, one
-between two turns only emptied its caches.
-"""
-
+"""Warm-up: an idle device has lowered its clocks; one between two turns only emptied its caches."""
 ENOUGH_SECONDS, LEAST_CALLS, MOST_CALLS = 0.05, 6, 50
 """Calls of a turn: until they have taken so long together and are the least, or are the most."""
-
 MOST_SECONDS = 0.3
 """How long a turn may go on for that, with all that is done between calls."""
-
 MOST_AHEAD = 0.3
 """The longest time that a device is kept busy while a call is launched."""
-
 CYCLES = 2e9
 """Cycles in a second, about."""
 
@@ -44,9 +38,7 @@ class Launched(NamedTuple):
     host: float
     """Until it was launched on an idle device."""
     device: float
-    """What it takes the device if that need not wait for the host: at most, as a device holds about
-    1,000 launches.
-    """
+    """At most what it takes without waiting for the host: a queue holds about 1,000 launches."""
 
 
 class EventCalls:
@@ -65,23 +57,20 @@ class EventCalls:
         self._inputs: Call = map_tensors(inputs, resident)
 
     def seconds(self, in_a_row: int, least: float, *, again: bool = False) -> list[float]:
-        """Of calls that together take ``least`` seconds, or are enough; of ``in_a_row`` calls the
-        first is not timed, as the device was idle before.
-
-        ``again``: whether others were timed just before.
-        """
+        """Seconds of calls, ``least`` together or enough of them; ``again``: a turn came before."""
         started = system.perf_counter()
         while system.perf_counter() - started < (AGAIN_SECONDS if again else WARM_UP_SECONDS):
             self._times(in_a_row)
-        found: list[float] = []
+        seconds: list[float] = []
         started = system.perf_counter()
-        while len(found) < LEAST_CALLS or (
-            len(found) < MOST_CALLS
-            and sum(found) < max(ENOUGH_SECONDS, least)
+        while len(seconds) < LEAST_CALLS or (
+            len(seconds) < MOST_CALLS
+            and sum(seconds) < max(ENOUGH_SECONDS, least)
             and system.perf_counter() - started < max(MOST_SECONDS, least)
         ):
-            found += self._times(in_a_row)[1:]
-        return found
+            # The device was idle before the first call in a row.
+            seconds += self._times(in_a_row)[1:]
+        return seconds
 
     def launched(self) -> Launched | None:
         """What a call takes its host and the device; ``None`` if that cannot be told here."""
@@ -89,44 +78,41 @@ class EventCalls:
         if keep_busy is None:
             return None
         self._rewind()
-        given = self._given()
+        inputs = self._seeded_inputs()
         synchronize(self._ready.device)
-        host = self._call(given).host
-        given = self._given()
+        host = self._call(inputs).host
+        inputs = self._seeded_inputs()
         synchronize(self._ready.device)
+        # The device is kept busy until the call is launched, so that it need not wait for the host.
         keep_busy(int(min(MOST_AHEAD, 2 * host + 1e-3) * CYCLES))
-        ahead = self._call(given)
+        ahead = self._call(inputs)
         synchronize(self._ready.device)
         return Launched(host, ahead.elapsed)
 
     def _times(self, calls: int) -> list[float]:
-        """The seconds of a few calls that are launched one after another, from the same state of
-        the model.
-        """
+        """The seconds of calls launched one after another, from the same state of the model."""
         self._rewind()
-        made = [self._call(self._given()) for _ in range(calls)]
+        timed = [self._call(self._seeded_inputs()) for _ in range(calls)]
         synchronize(self._ready.device)
-        return [call.elapsed for call in made]
+        return [call.elapsed for call in timed]
 
-    def _given(self) -> Call:
+    def _seeded_inputs(self) -> Call:
         seed_everything(self._seed)
         return self._ready.inputs(*self._inputs)
 
-    def _call(self, given: Call) -> _Call:
+    def _call(self, inputs: Call) -> _Call:
         start, end = (self._module.Event(enable_timing=True) for _ in range(2))
         with warnings.catch_warnings(), self._ready.context():
             warnings.simplefilter("ignore")  # the plain run has shown them
             start.record()
             started = system.perf_counter()
-            call_model(self._ready.call, *given)
+            call_model(self._ready.call, *inputs)
             host = system.perf_counter() - started
             end.record()
         return _Call(start, end, host)
 
 
 class _Call(NamedTuple):
-    """The events around a call, and seconds until it was launched."""
-
     start: Any
     end: Any
     host: float

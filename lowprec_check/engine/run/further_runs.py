@@ -1,6 +1,4 @@
-"""What a scan runs to learn more of a run: what fails, with the modules blamed in fp32; what
-passes, on further batches.
-"""
+"""Further runs that explain a run: blamed modules in fp32 if it fails, batches if it passes."""
 
 from __future__ import annotations
 
@@ -17,7 +15,6 @@ from lowprec_check.analysis.run_summary import error_of, never_called, ranges_by
 from lowprec_check.engine.core.devices import kept_generators
 from lowprec_check.engine.run.target_runs import TargetRuns, open_runs
 from lowprec_check.engine.run.target_source import TargetSource
-from lowprec_check.engine.run.target_spec import OnProgress
 from lowprec_check.engine.run.tasks import RunOptions
 from lowprec_check.errors import UsageError
 from lowprec_check.process import Isolation
@@ -27,50 +24,40 @@ from lowprec_check.schema.scan_result import Run
 _PASSING = ("ok", "unjudged", "skipped")
 
 _OF_FIRST_BATCH = (
-    "latency_ms",
-    "peak_memory_bytes",
-    "process_memory_bytes",
-    "timing",
-    "setup_seconds",
-    "metric",
-    "layer_errors",
+    *("latency_ms", "timing", "setup_seconds", "peak_memory_bytes", "process_memory_bytes"),
+    *("metric", "layer_errors"),
 )
 """What is measured on the first batch only."""
-
 SLOWEST_MS = 5000.0
 """A run that takes longer for a call is not repeated to test what its analysis blames."""
 
 
 def with_ablation(runs: TargetRuns, further: Sequence[TargetRuns], run: Run) -> Run:
-    """``run`` with its ablation, the same plain run with the modules blamed in fp32, if it fails by
-    its error and its analysis blames a module. Its status is that of the first of the ``further``
-    batches on which it fails.
-    """
+    """``run`` with its ablation, the run with blamed modules in fp32, if it fails by its error."""
     blamed = None
     if run.is_eager and run.training is None:
         blamed = blamed_modules(run)
     if blamed is None or run.judged_by_one_call or (run.latency_ms or 0.0) > SLOWEST_MS:
         return run
-    how: Any = {"memory_format": run.memory_format, "measured": False, "instrumented": False}
-    kept = runs.run(run.precision, keep_fp32=blamed.modules, **how)
-    status = kept.status
+    options: Any = {"memory_format": run.memory_format, "measured": False, "instrumented": False}
+    ablated = runs.run(run.precision, keep_fp32=blamed.modules, **options)
+    # The status is that of the first batch on which it fails.
+    status = ablated.status
     for batch in further:
         if status == "ok":
-            status = batch.run(run.precision, keep_fp32=blamed.modules, **how).status
+            status = batch.run(run.precision, keep_fp32=blamed.modules, **options).status
     ablation = Ablation(
         keep_fp32=list(blamed.modules),
         blamed_for=blamed.blamed_for,
         status=status,
-        rel_l2=kept.output_error.rel_l2 if kept.output_error is not None else None,
+        rel_l2=ablated.output_error.rel_l2 if ablated.output_error is not None else None,
         predicted=blamed.predicted,
     )
     return msgspec.structs.replace(run, ablation=ablation)
 
 
 def run_references(batches: Sequence[TargetRuns], first: Run) -> None:
-    """Run fp32 on each batch after ``first``, that of batch 0. Raises :class:`UsageError` naming a
-    batch on which it fails.
-    """
+    """Run fp32 on the batches after that of ``first``; :class:`UsageError` names one that fails."""
     for number, batch in enumerate(batches, start=1):
         try:
             batch.reference(timed_as=first)
@@ -79,54 +66,52 @@ def run_references(batches: Sequence[TargetRuns], first: Run) -> None:
 
 
 def checked_on(batches: Sequence[TargetRuns], run: Run) -> Run:
-    """``run``, if it passes on batch 0, with what the other ``batches`` show.
-
-    If it fails on one of them, its status and explanation are of that batch, and those after it are
-    not run. The op-by-op analysis leaves out local errors, unless the batch fails.
-    """
+    """``run``, if it passes on batch 0, with what the others show, up to one that fails."""
     if run.status != "ok" or not batches:
         return run
     runs = [run]
     for number, batch in enumerate(batches, start=1):
-        found = _run_on(batch, run)
-        runs.append(found)
-        if found.status not in _PASSING:
+        of_batch = _run_on(batch, run)
+        runs.append(of_batch)
+        # Status and explanation are those of the first batch that fails.
+        if of_batch.status not in _PASSING:
             return msgspec.structs.replace(
-                found,
+                of_batch,
                 failed_batch=number,
                 **_of_all(runs),
-                explained_by=found.explained_by or run.explained_by,
-                notes=list(dict.fromkeys([*run.notes, *found.notes])),
+                explained_by=of_batch.explained_by or run.explained_by,
+                notes=list(dict.fromkeys([*run.notes, *of_batch.notes])),
                 **{name: getattr(run, name) for name in _OF_FIRST_BATCH},
             )
-    worst = max((known for known in runs if known.status == "ok"), key=error_of)
+    worst = max((passed for passed in runs if passed.status == "ok"), key=error_of)
     notes = [
-        f"batch {number}: {found.status}; {note}"
-        for number, found in enumerate(runs)
-        if found.status != "ok"
-        for note in found.notes or [found.reason or "its output holds nothing to compare with fp32's"]
+        f"batch {number}: {of_batch.status}; {note}"
+        for number, of_batch in enumerate(runs)
+        if of_batch.status != "ok"
+        for note in of_batch.notes or [of_batch.reason or "its output holds nothing to compare with fp32's"]
     ]
     error = worst.output_error
     if error is not None and error.mismatched is not None:
-        shares = (its.output_error.mismatched for its in runs if its.output_error is not None)
+        shares = (of_batch.output_error.mismatched for of_batch in runs if of_batch.output_error is not None)
         error = msgspec.structs.replace(error, mismatched=max(share or 0.0 for share in shares))
     return msgspec.structs.replace(run, output_error=error, notes=[*run.notes, *notes], **_of_all(runs))
 
 
 def _run_on(batch: TargetRuns, run: Run) -> Run:
-    key, analyzed = (run.precision, run.backend, run.memory_format), bool(run.op_calls)
-    if not analyzed:
+    key, errors = (run.precision, run.backend, run.memory_format), batch.options.errors
+    if not run.op_calls:
         return batch.run(*key, measured=False, instrumented=False)
-    light = "accumulated" if batch.options.errors == "both" else batch.options.errors
-    found = batch.run(*key, measured=False, errors=light)
-    if found.status in _PASSING or light == batch.options.errors:
-        return found
+    # Local errors are left out of the op-by-op analysis, unless the batch fails.
+    if errors != "both":
+        return batch.run(*key, measured=False, errors=errors)
+    first = batch.run(*key, measured=False, errors="accumulated")
+    if first.status in _PASSING:
+        return first
     again = batch.run(*key, measured=False)
-    return again if again.status == found.status else found
+    return again if again.status == first.status else first
 
 
 def _of_all(runs: Sequence[Run]) -> dict[str, Any]:
-    """What ``runs`` of one precision, each on another batch, show together."""
     return {"batches": ranges_of(runs), "uncalled_modules": never_called(runs)}
 
 
@@ -143,20 +128,17 @@ def ranges_of(runs: Sequence[Run]) -> BatchRanges:
 def open_batches(
     source: TargetSource, number: int, options: RunOptions, isolation: Isolation
 ) -> Iterator[list[TargetRuns]]:
-    """Yield the batches after the first of ``number``; raises :class:`UsageError` if `inputs` has
-    fewer.
+    """Yield the batches after the first of ``number``; :class:`UsageError` if there are fewer."""
 
-    Nothing is timed in a scenario on them.
-    """
+    def report(index: int, run: str, doing: str) -> None:
+        source.on_progress(run, f"batch {index}, {doing}")
+
+    # Nothing is timed in a scenario on further batches.
     options, batches = dataclasses.replace(options, scenario=None, further_inputs=0), []
     with contextlib.ExitStack() as stack:
         stack.enter_context(kept_generators())
         for index in range(1, number):
             batch = source.batch(index, options.seed)
-            batch.on_progress = functools.partial(_report_batch, source.on_progress, index)
+            batch.on_progress = functools.partial(report, index)
             batches.append(stack.enter_context(open_runs(batch, options, isolation)))
         yield batches
-
-
-def _report_batch(on_progress: OnProgress, number: int, run: str, doing: str) -> None:
-    on_progress(run, f"batch {number}, {doing}")

@@ -1,6 +1,4 @@
-"""Takes times inside a worker that is an instance of a scenario: of its calls, while other
-instances run.
-"""
+"""Times the calls of one instance of a scenario, in a worker, while other instances run."""
 
 from __future__ import annotations
 
@@ -21,17 +19,12 @@ from lowprec_check.process import system
 
 INSTANCE_SECONDS = 3.0
 """How long the calls of an instance are timed."""
-
 INSTANCE_CALLS = 5
 """So many are timed at least."""
 
 
 def time_instance(task: InstanceTask, target: Target, send: Send, receive: Receive) -> None:
-    """Prepare the model, say so, wait until all instances are to start, and send the seconds of
-    each call.
-
-    Raises :class:`UsageError` if the model fails, as it may on one item, or in another process.
-    """
+    """Prepare the model, wait until all instances start, and send the seconds of each call."""
 
     def first(tensor: Tensor) -> Tensor:
         if tensor.ndim:
@@ -54,6 +47,7 @@ def time_instance(task: InstanceTask, target: Target, send: Send, receive: Recei
             end = system.monotonic() + INSTANCE_SECONDS
             while len(samples) < INSTANCE_CALLS or system.monotonic() < end:
                 samples.append(calls.call())
+    # The model may fail on one item, or in another process.
     except BaseException as error:
         reraise_interrupt(error)
         raise UsageError(failure_of(error)) from None

@@ -1,6 +1,4 @@
-"""Whether runs happen in a forked process, a fresh interpreter or this process, and calling a
-function that way.
-"""
+"""Whether runs happen in a fork, a fresh interpreter or this process; calls functions that way."""
 
 from __future__ import annotations
 
@@ -21,10 +19,7 @@ from lowprec_check.process.supervisor import MessageEvent, Supervisor
 from lowprec_check.schema.base import encoded
 
 IDLE_SECONDS = 5.0
-"""A fork that has waited for this long, without use of the processor, may wait for a thread or lock
-that was not copied.
-"""
-
+"""A fork that used no processor for so long may wait for a thread or lock that was not copied."""
 Result = TypeVar("Result")
 
 
@@ -37,20 +32,15 @@ def check_isolation(isolation: str | None) -> None:
 
 
 def best_isolation(*, can_spawn: bool) -> Isolation:
-    """``fork`` if that is safe (this process uses no accelerator), else ``spawn`` if possible, else
-    ``none``.
-    """
+    """``fork`` if that is safe (no accelerator in use), else ``spawn`` if possible, or ``none``."""
     if sys.platform.startswith("linux") and not accelerator_in_use():
         return "fork"
     return "spawn" if can_spawn and hasattr(os, "setsid") else "none"
 
 
 def isolation_on(device: str, best: Isolation) -> Isolation:
-    """The isolation by default on ``device``, where ``best`` is that on a CPU.
-
-    On an accelerator, starting a process and moving the model take longer than most runs: all runs
-    share one worker.
-    """
+    """The isolation by default on ``device``, where ``best`` is that on a CPU."""
+    # On an accelerator, starting a process and moving the model take longer than most runs.
     return best if device.startswith("cpu") or best == "none" else "shared"
 
 
@@ -64,9 +54,7 @@ def accelerator_in_use() -> bool:
 
 
 def other_threads() -> list[str]:
-    """Names of the running threads of this process, except the calling one: a fork does not copy
-    them.
-    """
+    """Names of this process's other running threads, which a fork does not copy."""
     return [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
 
 
@@ -85,13 +73,7 @@ def threads_end(*, known: Sequence[threading.Thread]) -> bool:
 
 
 def isolated(function: Callable[[], Result], isolation: Isolation, kind: type[Result]) -> Result:
-    """Call ``function`` in a forked process if ``isolation`` is ``fork``, and return its value, a
-    ``kind`` that msgspec encodes.
-
-    The function may initialize a device. A :class:`UsageError` that it raises is raised here too;
-    any other exception in the forked process becomes a :class:`WorkerError`. If the fork dies or
-    waits forever, the function is called here.
-    """
+    """Call ``function``, in a fork if ``isolation`` is ``fork``; msgspec encodes its ``kind``."""
     if isolation != "fork":
         with WHOLE_PROCESS:
             return function()
@@ -103,7 +85,9 @@ def isolated(function: Callable[[], Result], isolation: Isolation, kind: type[Re
     worker.idle_limit = IDLE_SECONDS
     with Supervisor[FunctionWorker[Ended], Ended]([worker]) as supervisor:
         ended = next((event.message for event in supervisor.events() if isinstance(event, MessageEvent)), None)
+    # The fork died, or waited forever.
     if ended is None:
         return function()
+    # A UsageError is raised here, too; any other exception in the fork becomes a WorkerError.
     ended.check()
     return msgspec.msgpack.decode(ended.value, type=kind)

@@ -1,6 +1,4 @@
-"""Where and how often tasks are done: in forks, in fresh interpreters where forks fail, or in one
-shared worker; again, if their process dies.
-"""
+"""Where and how often tasks are done: in forks, fresh interpreters or a shared worker; retries."""
 
 from __future__ import annotations
 
@@ -29,10 +27,8 @@ FORK_WAITED = (
 
 MAX_ATTEMPTS = 20
 """Number of times that the instrumented part is started before it is left incomplete."""
-
 MAX_SUSPECTS = 4
-"""Number of places in which the process dies, or takes too long, once each before the attempts end."""
-
+"""Places in which the process dies, or takes too long, once each before the attempts end."""
 MAX_CRASHES = 6
 """Number of places at which one op crashes before its other calls are not run any more."""
 
@@ -42,15 +38,11 @@ class Launcher:
 
     def __init__(self, source: TargetSource, isolation: Isolation) -> None:
         self.source, self.isolation = source, isolation
-        """Where tasks are done; ``spawn`` instead of ``fork`` after a fork has failed where a fresh
-        interpreter has not.
-        """
+        """Where tasks are done; ``spawn`` instead of ``fork`` once only a fork has failed."""
         self.changes_parameters = isolation == "none"
         """Whether a run was seen to write to parameters: their values are saved from then on."""
         self.hidden_state = False
-        """Whether the model keeps state that cannot be rewound: every part of a run is then done in
-        a process of its own.
-        """
+        """Whether the model keeps state that cannot be rewound: each part gets its own process."""
         self.side_by_side = SideBySide(source)
         self._forks_may_wait = True
         """Whether a fork that only waits may do so because it is a fork."""
@@ -58,16 +50,28 @@ class Launcher:
     # -- a task
 
     def execute(self, task: ModelTask) -> Outcome:
-        """Do ``task``; again in a fresh interpreter if a fork only waits, or in a new worker after
-        what may come from another task of a shared one.
-        """
+        """Do ``task``, again where the fork, or earlier tasks of its worker, may be to blame."""
         outcome = self._execute_here(task)
         if outcome.may_be_of_others:
             self.renew()
             outcome = self._execute_here(task)
         if outcome.ended != "idle":
             return outcome
-        if not self._can_be_sent():
+        # The fork only waited: a fresh interpreter may not, if the model can be sent to one.
+        can_be_sent = True
+        try:
+            self.source.fresh()
+        except UsageError as error:
+            can_be_sent = False
+            threads = other_threads()
+            if threads:
+                names = ", ".join(threads[:3]) + (", …" if len(threads) > 3 else "")
+                raise UsageError(
+                    "The model stopped working in a copy of this process, in which the threads of this process "
+                    f"({names}) do not run. {error.message}",
+                    'Scan its file from the command line, or pass isolation="none" while no thread uses the model.',
+                ) from None
+        if not can_be_sent:
             self._forks_may_wait = False
             return self.execute(task)
         self.side_by_side.finish()  # others would disturb its time
@@ -89,30 +93,29 @@ class Launcher:
         """Do ``task``, and repeat its instrumented part until that reaches its end."""
         first = dataclasses.replace(task, instrumented=task.instrumented and not self.hidden_state)
         outcome = self._with_parameters_kept(self._until_sure, first)
-        if task.instrumented and outcome.explained is None and not outcome.faults:
-            failed = outcome.plain is None or outcome.plain.status == "error"
-            again = dataclasses.replace(task, changes_parameters=task.changes_parameters or self.changes_parameters)
-            attempts = Attempts(again.as_task(ExplainTask, measure_once=failed))
-            found = outcome
-            if outcome.position is None or attempts.learn(outcome):
-                found = self.execute(attempts.task)
-                while attempts.learn(found):
-                    found = self.execute(attempts.task)
-            outcome.explained, outcome.gaps, outcome.op_calls_found = found.explained, found.gaps, found.op_calls_found
-            outcome.notes += found.notes if found is not outcome else []
-            outcome.incomplete_because = found.why_incomplete(task.explain_budget)
+        if not task.instrumented or outcome.explained is not None or outcome.faults:
+            return outcome
+        failed = outcome.plain is None or outcome.plain.status == "error"
+        again = dataclasses.replace(task, changes_parameters=task.changes_parameters or self.changes_parameters)
+        attempts = Attempts(again.as_task(ExplainTask, measure_once=failed))
+        explanation = outcome
+        if outcome.position is None or attempts.learn(outcome):
+            explanation = self.execute(attempts.task)
+            while attempts.learn(explanation):
+                explanation = self.execute(attempts.task)
+        outcome.explained, outcome.gaps = explanation.explained, explanation.gaps
+        outcome.op_calls_found = explanation.op_calls_found
+        if explanation is not outcome:
+            outcome.notes += explanation.notes
+        outcome.incomplete_because = explanation.why_incomplete(task.explain_budget)
         return outcome
 
     def run_reference(self, task: RunTask) -> Outcome:
-        """Do the fp32 ``task``; if it fails in a fork, but might not as its user runs it, also in a
-        fresh interpreter.
-        """
+        """Do the fp32 ``task``; if it fails because of the fork, again in a fresh interpreter."""
         return self._with_parameters_kept(self._as_its_user, task)
 
     def _with_parameters_kept(self, run: Callable[[RunTask], Outcome], task: RunTask) -> Outcome:
-        """``run`` the task; if it is the first that is seen to write to parameters, again with
-        their values saved.
-        """
+        """``run`` the task; again, with parameters saved, if it is the first to write to them."""
         outcome = run(task)
         if self.changes_parameters or outcome.plain is None or not outcome.plain.changes_parameters:
             return outcome
@@ -121,11 +124,10 @@ class Launcher:
         return run(dataclasses.replace(task, changes_parameters=True))
 
     def _until_sure(self, task: RunTask) -> Outcome:
-        """Do ``task``; if its process dies in the plain part, do it again, to tell a crash from a
-        signal from outside.
-        """
+        """Do ``task``; once more if its process dies in the plain part: it may have been killed."""
         outcome = self.execute(task)
-        if task.reads_once and outcome.plain is None:  # its instruments may be to blame
+        # The instruments of a run in one reading may be to blame.
+        if task.reads_once and outcome.plain is None:
             return self._until_sure(dataclasses.replace(task, reads_once=False))
         if not outcome.died_in_plain_part:
             if outcome.ended in ("crashed", "timeout") and outcome.plain is not None and outcome.position is None:
@@ -146,6 +148,7 @@ class Launcher:
         outcome = self._until_sure(task)
         if not self._forks or outcome.passed:
             return outcome
+        # Nothing tells a fork from a fresh interpreter: no file to load again, and no threads.
         if self.source.reload is None and outcome.ended == "done" and not other_threads():
             return outcome
         try:
@@ -156,9 +159,9 @@ class Launcher:
             return outcome
         if fresh.passed:
             self._stop_forking()
-            error = outcome.plain.exception if outcome.plain is not None else None
-            why = error.text if error is not None else outcome.reason
-            how = "took too long in a forked process"
+            why, how = outcome.reason, "took too long in a forked process"
+            if outcome.plain is not None and outcome.plain.exception is not None:
+                why = outcome.plain.exception.text
             if why:
                 how = f"fails in a forked process ({why})"
             fresh.notes.append(f"the model {how}, but not in a fresh interpreter, which the runs used")
@@ -172,54 +175,35 @@ class Launcher:
         return self.isolation == "fork" or (self.isolation == "shared" and self.source.method == "fork")
 
     def _stop_forking(self) -> None:
-        """Start fresh interpreters from now on."""
         self.source.stop_forking()
         self.side_by_side.close()
-        self.isolation = "spawn" if self.isolation == "fork" else self.isolation
+        if self.isolation == "fork":
+            self.isolation = "spawn"
 
     def _execute_here(self, task: ModelTask) -> Outcome:
         if self.hidden_state or BACKENDS.get(task.backend).changes_process:
             self.renew()
-        least = 2 * Activity.SECONDS  # one measurement may be of a process that lacks a core
+        # One measurement may be of a process that lacks a core.
+        least = 2 * Activity.SECONDS
         idle_limit = max(least, min(IDLE_SECONDS, task.budget / 2))
         limit = idle_limit if self._forks and self._forks_may_wait else math.inf
-        begun = None
         if self.isolation == "fork":
             begun = self.side_by_side.outcome(task, limit)
-        if begun is not None:
-            return begun
-        if isinstance(task, RunTask):  # neither may disturb the times of the other
+            if begun is not None:
+                return begun
+        # Neither may disturb the times of the other.
+        if isinstance(task, RunTask):
             self.side_by_side.finish()
         return execute(task, self.source, self.isolation, idle_limit=limit)
 
-    def _can_be_sent(self) -> bool:
-        """Whether a fresh interpreter can get the model; raises :class:`UsageError` if not and it
-        may wait for a thread.
-        """
-        try:
-            self.source.fresh()
-        except UsageError as error:
-            threads = other_threads()
-            if threads:
-                names = ", ".join(threads[:3]) + (", …" if len(threads) > 3 else "")
-                raise UsageError(
-                    "The model stopped working in a copy of this process, in which the threads of this process "
-                    f"({names}) do not run. {error.message}",
-                    'Scan its file from the command line, or pass isolation="none" while no thread uses the model.',
-                ) from None
-            return False
-        return True
-
 
 class Attempts:
-    """The next attempt at the instrumented part, so that the ops after the place where it ended are
-    seen too.
+    """The next attempt at the instrumented part, to see the ops after the place where it ended."""
 
-    An op is blamed for its time only if it took its limit twice: the budget may end in any op, and
-    a call may be long because something else had the processor. It is blamed for a crash only if
-    the process died in it twice: at the same place, or elsewhere in an op that is already blamed.
-    What died once may have been killed from outside, or by something that an earlier op broke.
-    """
+    # An op is blamed for its time only if it took its limit twice: the budget may end in any op,
+    # and a call may be long because something else had the processor. It is blamed for a crash if
+    # the process died in it twice: at the same place, or elsewhere in an op that is already blamed.
+    # What died once may have been killed from outside, or by something that an earlier op broke.
 
     def __init__(self, task: ExplainTask) -> None:
         self.task = task
@@ -230,16 +214,31 @@ class Attempts:
         self._died_between_ops = False
 
     def learn(self, outcome: Outcome) -> bool:
-        """Change the task by what ended an attempt; false if another attempt would not get further."""
+        """Change the task by what ended an attempt; false if another one would not get further."""
         self._left -= 1
         place = outcome.place
         if self._left < 0 or outcome.ended in ("done", "idle"):
             return False
         self.task = dataclasses.replace(self.task, measure_once=True)
         if outcome.ended == "crashed":
-            return self._learn_crash(place, outcome.reason or "the process died")
+            # Once between ops, it may have been killed; or by something that an earlier op broke.
+            if place is None:
+                again, self._died_between_ops = self._died_between_ops, True
+                return not again
+            # Blamed at the same place again, or at another place of an op that is already blamed.
+            crashed = [earlier for earlier, _ in self.task.crashed if earlier[0] == place[0]]
+            if place != self._suspect and not crashed:
+                self._suspect = place
+                return self._suspect_another()
+            self._suspects = 0
+            reason = outcome.reason or "the process died"
+            self.task = dataclasses.replace(self.task, crashed=(*self.task.crashed, (place, reason)))
+            if len(crashed) + 1 == MAX_CRASHES:
+                self._emulate(place[0], f"it crashed at {MAX_CRASHES} places; its other calls were not tried")
+            return True
+        # Without an op that took long, there were too many ops for the budget.
         if place is None or (outcome.ended == "timeout" and outcome.seconds_in_op < self.task.op_limit):
-            return False  # no op took long: they were too many
+            return False
         op = place[0]
         if outcome.ended == "stuck" and op == self._slow_suspect:
             self._suspects = 0
@@ -247,20 +246,6 @@ class Attempts:
             return True
         self._slow_suspect = op
         return self._suspect_another()
-
-    def _learn_crash(self, place: CallSite | None, reason: str) -> bool:
-        if place is None:
-            again, self._died_between_ops = self._died_between_ops, True
-            return not again
-        crashed = [known for known, _ in self.task.crashed if known[0] == place[0]]
-        if place != self._suspect and not crashed:
-            self._suspect = place
-            return self._suspect_another()
-        self._suspects = 0
-        self.task = dataclasses.replace(self.task, crashed=(*self.task.crashed, (place, reason)))
-        if len(crashed) + 1 == MAX_CRASHES:
-            self._emulate(place[0], f"it crashed at {MAX_CRASHES} places; its other calls were not tried")
-        return True
 
     def _suspect_another(self) -> bool:
         self._suspects += 1

@@ -1,5 +1,4 @@
-"""What a run leaves behind in its process: settings, patches, threads, hooks. A worker with
-leftovers is not used for another run.
+"""What a run leaves behind in its process (settings, patches, hooks): no other may use it then.
 
 What the snapshot of a model restores is not a leftover. Not seen: kernels that are registered with
 torch, and what native libraries keep.
@@ -32,15 +31,13 @@ from lowprec_check.schema.axes import DEVICES
 
 MOST_HELD = 256 << 20
 """Bytes that may remain on an accelerator after a run: libraries keep work space there."""
-
 _BACKENDS = (
     *("cudnn", "cuda", "cuda.matmul", "opt_einsum", "quantized", "mps"),
     *("mkldnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn"),
 )
 _SWITCHES = (
     *("enabled", "benchmark", "deterministic", "allow_tf32", "fp32_precision", "engine", "strategy"),
-    *(f"allow_{kind}_reduced_precision_reduction" for kind in ("fp16", "bf16")),
-    "allow_fp16_accumulation",
+    *("allow_fp16_reduced_precision_reduction", "allow_bf16_reduced_precision_reduction", "allow_fp16_accumulation"),
 )
 _ATTENTION = ("flash_sdp_enabled", "mem_efficient_sdp_enabled", "math_sdp_enabled", "cudnn_sdp_enabled")
 _PATCHED = (
@@ -52,40 +49,42 @@ _CONTAINERS = (dict, list, set, collections.deque)
 
 
 class Leftovers:
-    """The state of this process when it is made; :meth:`found` names what has changed since.
-
-    Objects are compared by identity; they are kept alive, so that a new object cannot have the
-    identity of an old one.
-    """
+    """The state of this process when it is made; :meth:`found` names what has changed since."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        gc.freeze()  # what is loaded stays: a collection after each run need not visit it
+        # What is loaded stays: a collection after each run need not visit it.
+        gc.freeze()
         self._held = release_memory()
-        self._known: list[Any] = []
+        # Objects are compared by identity: while they are alive, no new one has the same.
+        self._alive: list[Any] = []
         self._before = self._state()
 
     def found(self, *, parameters: bool = True) -> list[str]:
         """What the run left behind; ``parameters``: whether a write to a parameter counts."""
         held = release_memory() - self._held
-        known, self._known = self._known, []
-        after, left = self._state(), []
-        self._known = known
-        for name, value in self._before.items():
-            if after.get(name) != value and (parameters or not name.startswith("values of")):
-                left.append(name)
+        # The objects of the first state stay alive, those of this one need not.
+        alive, self._alive = self._alive, []
+        after = self._state()
+        self._alive = alive
+        changed = [
+            name
+            for name, value in self._before.items()
+            if after.get(name) != value and (parameters or not name.startswith("values of"))
+        ]
         added = [name for name in after if name not in self._before and name.startswith("parameter")]
         memory = []
         if held > MOST_HELD:
             memory = [f"{held / 2**20:.0f} MiB on the accelerator"]
-        return [*left, *added, *memory]
+        return [*changed, *added, *memory]
 
     def _state(self) -> dict[str, Any]:
-        with warnings.catch_warnings():  # reading some settings warns
+        # Reading some settings warns.
+        with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return dict(self._read())
+            return dict((*self._of_process(), *self._of_model()))
 
-    def _read(self) -> Iterator[tuple[str, Any]]:
+    def _of_process(self) -> Iterator[tuple[str, Any]]:
         for name, read in _SETTINGS.items():
             yield name, _value(read)
         for path in _BACKENDS:
@@ -101,12 +100,15 @@ class Leftovers:
         for name, namespace in {**patched, "torch.Tensor": Tensor, **kinds}.items():
             for key, value in dict(vars(namespace)).items():
                 if callable(value):
-                    self._known.append(value)
+                    self._alive.append(value)
                     yield f"{name}.{key}", id(value)
+        # Modules that the user wrote, which hold what their functions remember; not those that are
+        # made when they are used, as the namespaces of torch.ops.
         for name, module in list(sys.modules.items()):
-            if _is_users(module):
+            file = getattr(module, "__file__", None)
+            is_made = not isinstance(module, types.ModuleType) or type(module).__module__.startswith("torch.")
+            if not is_made and isinstance(file, str) and is_user_code(file) and not is_installed(file):
                 yield f"module {name}", self._identities(module)
-        yield from self._of_model()
 
     def _of_model(self) -> Iterator[tuple[str, Any]]:
         for kind in {kind for module in self._model.modules() for kind in type(module).__mro__}:
@@ -127,45 +129,34 @@ class Leftovers:
 
     def _identities(self, module: types.ModuleType) -> list[tuple[str, int, Any]]:
         """Which objects a user's module holds, and what is in its containers."""
-        found: list[tuple[str, int, Any]] = []
+        held: list[tuple[str, int, Any]] = []
         for key, value in dict(vars(module)).items():
             if key.startswith("__"):
                 continue
-            self._known.append(value)
+            self._alive.append(value)
             inside: Any = None
             if isinstance(value, Tensor):
                 inside = None if value.is_inference() else value._version
             elif isinstance(value, type):
                 inside = self._methods(value)
             elif type(value) in _CONTAINERS:
+                items = list(value)
                 if isinstance(value, dict):
-                    items = [*value.keys(), *value.values()]
-                else:
-                    items = list(value)
-                self._known += items
+                    items += value.values()
+                self._alive += items
                 inside = [id(item) for item in items]
-            found.append((key, id(value), inside))
-        return found
+            held.append((key, id(value), inside))
+        return held
 
     def _methods(self, kind: type) -> list[tuple[str, int]]:
         """The functions of a class; its other attributes are restored by the snapshot."""
         methods = {name: value for name, value in vars(kind).items() if callable(value)}
-        self._known += methods.values()
+        self._alive += methods.values()
         return [(name, id(value)) for name, value in methods.items()]
 
 
-def _is_users(module: Any) -> bool:
-    """Whether the user wrote this module, which holds what its functions remember."""
-    file = getattr(module, "__file__", None)
-    made_by_use = type(module).__module__.startswith(
-        "torch."
-    )  # torch.ops, whose namespaces are made when they are used
-    is_module = isinstance(module, types.ModuleType) and not made_by_use
-    return is_module and isinstance(file, str) and is_user_code(file) and not is_installed(file)
-
-
 def _value(read: Callable[[], Any]) -> Any:
-    """What ``read`` returns; the type of its exception, if this torch or this state has no answer."""
+    """What ``read`` returns; the type of its exception, if this torch or state has no answer."""
     try:
         return read()
     except Exception as error:

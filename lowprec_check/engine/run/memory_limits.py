@@ -1,6 +1,4 @@
-"""Keeps a scan within the memory that is free, and within its share of it: what does not fit is
-left out, with a note.
-"""
+"""Keeps a scan within the free memory and within its share of it; what does not fit is left out."""
 
 from __future__ import annotations
 
@@ -21,31 +19,22 @@ from lowprec_check.schema.measures import Errors
 
 MOST_TIMES_FP32 = 2.2
 """Times the peak of fp32 that a scan takes at most, unless its user allows all that is free."""
-
 SMALL = 4 << 30
 """Bytes that a scan may always take, so that the analysis of small models stays complete."""
-
 Part = Literal["plain", "none", "accumulated", "both"]
 """The plain part of a run, or its instrumented part by the errors that it computes."""
-
 _ACTIVATIONS: dict[Part, float] = {"plain": 1.0, "none": 1.1, "accumulated": 1.5, "both": 3.0}
-"""Times the activations that are alive at the peak of fp32; the largest measured are 0.8, 0.9, 1.5
-and 2.8, of DenseNet-121 and a transformer encoder.
-"""
-
+"""Times the activations at fp32's peak; the largest measured are 0.8, 0.9, 1.5 and 2.8."""
 _LARGEST: dict[Part, float] = {"plain": 0.0, "none": 0.0, "accumulated": 1.0, "both": 1.0}
 """Times the largest weight, which is widened for an op."""
-
 _FEWER: tuple[Errors, ...] = ("both", "accumulated", "none")
 """The errors that an instrumented part can compute; each needs less memory than the one before."""
-
 _LEFT_OUT: dict[Errors, str] = {
     "accumulated": "the error of each op on its own inputs was not computed (as with --errors accumulated)",
     "none": "the errors of ops were not computed (as with --errors none)",
 }
 
 _SMALLER = "Use a smaller batch or shorter inputs, or fewer precisions at a time (-p bfloat16), or free some memory"
-
 
 _TAPE_LIMIT = (
     f"what is left of {MOST_TIMES_FP32} times the memory of fp32; --budget-error on allows half of the free memory"
@@ -64,9 +53,7 @@ class Allowance(NamedTuple):
 
 
 def allowance(task: AnalysisTask, model: nn.Module) -> Allowance:
-    """What the instrumented part of ``task`` may compute. ``model`` is on the device of the task,
-    in fp32.
-    """
+    """What the instrumented part of ``task`` may compute; ``model`` is on its device, in fp32."""
     peak = task.fp32_peak
     if task.is_reference or peak is None:
         return Allowance("none" if task.is_reference else task.errors, None, None)
@@ -74,14 +61,17 @@ def allowance(task: AnalysisTask, model: nn.Module) -> Allowance:
     most = None
     if task.limits_memory:
         most = size.most(peak) - size.held
-    saved = (size.held + size.cast if task.changes_parameters else 0) + _outputs(task.files)
+    saved = _outputs(task.files)
+    if task.changes_parameters:
+        saved += size.held + size.cast
+    wanted = size.beyond(task.errors, peak) + saved
+    # The most errors that fit. What needs least runs wherever it fits into the free memory.
     for errors in _FEWER[_FEWER.index(task.errors) :]:
         need = size.beyond(errors, peak) + saved
         if need <= free and (most is None or need <= most or errors == "none"):
             tape = None
             if most is not None:
                 tape = MemoryLimit(max(0, most - need), _TAPE_LIMIT)
-            wanted = size.beyond(task.errors, peak) + saved
             if errors == task.errors:
                 return Allowance(errors, tape, None)
             if wanted > free:
@@ -100,35 +90,26 @@ def allowance(task: AnalysisTask, model: nn.Module) -> Allowance:
 
 
 def most_at_once(task: AnalysisTask, model: nn.Module) -> int:
-    """How many tasks like ``task`` may run at the same time, each complete, within the memory that
-    a scan takes.
-    """
+    """How many complete tasks like ``task`` may run at once within the memory of a scan."""
     size, peak = ModelBytes.of(model), task.fp32_peak
     if peak is None:
         return 1
-    free = free_memory(torch.device(task.device)) // 2
-    room = free
+    room = free_memory(torch.device(task.device)) // 2
     if task.limits_memory:
-        room = min(free, size.most(peak) - size.held)
+        room = min(room, size.most(peak) - size.held)
     return max(1, room // max(1, size.beyond(task.errors, peak)))
 
 
 def _outputs(files: TaskFiles) -> int:
-    """Bytes that are kept for comparisons: the outputs of fp32, which a file holds, as many of the
-    run, and further inputs.
-    """
+    """Bytes kept for comparisons: outputs of fp32 (a file), as many of the run, further inputs."""
     return 2 * os.fstat(files.reference).st_size + 2 * os.fstat(files.further).st_size
 
 
 def why_too_large(
     model: nn.Module, device: str, isolation: Isolation, fp32_peak: int | None, files: TaskFiles
 ) -> str | None:
-    """Why the plain part of a low-precision run does not fit into memory; ``None`` if it does, or
-    cannot be known here.
-
-    An accelerator reports what does not fit as an exception of the run; on a CPU, the kernel would
-    kill a process.
-    """
+    """Why the plain part does not fit into memory; ``None`` if it does, or that is not known."""
+    # An accelerator raises an exception for what does not fit; on a CPU, a process is killed.
     if device != "cpu":
         return None
     size, free = ModelBytes.of(model), free_memory(torch.device("cpu"))
@@ -139,19 +120,13 @@ def why_too_large(
 
 
 def check_weights_fit(model: nn.Module, device: torch.device, isolation: Isolation = "none") -> None:
-    """Raise :class:`UsageError` if the fp32 weights do not fit where a run needs them, beside those
-    of ``model`` itself.
-
-    On an accelerator they are moved; on a CPU a fresh interpreter loads them once more.
-    """
-    size = ModelBytes.of(model)
+    """Raise :class:`UsageError` if the fp32 weights do not fit beside those of ``model`` itself."""
+    size, need = ModelBytes.of(model), 0
+    # On an accelerator they are moved; on a CPU a fresh interpreter loads them once more.
     if device.type == "cpu":
         need = _loaded_again(size, isolation)
-    else:
-        elsewhere = (
-            tensor.device.type != device.type for tensor in itertools.chain(model.parameters(), model.buffers())
-        )
-        need = size.held if all(elsewhere) else 0
+    elif all(tensor.device.type != device.type for tensor in itertools.chain(model.parameters(), model.buffers())):
+        need = size.held
     free = 0
     if need:
         free = free_memory(device)
@@ -162,13 +137,13 @@ def check_weights_fit(model: nn.Module, device: torch.device, isolation: Isolati
         raise UsageError(
             f"The model does not fit into memory: a fresh interpreter loads its {weights} of fp32 weights again, and "
             f"{room} are free.",
-            "Free some memory; or use --isolation fork, which shares the weights, if the file starts no threads when it is "
-            "imported.",
+            "Free some memory; or use --isolation fork, which shares the weights, if the file starts no threads "
+            "when it is imported.",
         )
     raise UsageError(
         f"The model does not fit on {device}: its fp32 weights need {weights}, and {room} are free.",
-        "Free memory on the device, use --stream if the weights are in .safetensors files, scan a smaller variant of the model "
-        "(fewer layers), or use --device cpu.",
+        "Free memory on the device, use --stream if the weights are in .safetensors files, scan a smaller variant of "
+        "the model (fewer layers), or use --device cpu.",
     )
 
 
@@ -207,12 +182,8 @@ class ModelBytes(NamedTuple):
         return cls(held, cast, largest)
 
     def beyond(self, part: Part, fp32_peak: int | None) -> int:
-        """Bytes that ``part`` of a low-precision run needs beyond the fp32 weights, which stay in
-        memory.
-
-        ``fp32_peak`` is the peak of the fp32 run, weights included; ``None``, if unknown: then it
-        is a lower bound.
-        """
+        """Bytes that ``part`` needs beyond the fp32 weights, which stay in memory."""
+        # The peak includes the weights; without it, this is a lower bound.
         activations = 0
         if fp32_peak is not None:
             activations = max(0, fp32_peak - self.held)

@@ -1,9 +1,4 @@
-"""The messages between a worker and its parent, encoded by msgspec: nothing that a worker sends is
-unpickled.
-
-A verdict, the measures and the analysis are sent as they are; :class:`Ended` is the last message
-about a task.
-"""
+"""The messages between a worker and its parent, by msgspec: nothing a worker sends is unpickled."""
 
 from __future__ import annotations
 
@@ -33,9 +28,7 @@ class CallStarted(Struct, frozen=True, tag="call"):
 
 
 class Measures(Struct, frozen=True, kw_only=True, tag="measures"):
-    """Time, memory and metric of the plain run, as far as they are known; a later message replaces
-    it.
-    """
+    """Time, memory and metric of the plain run, as far as known; a later message replaces it."""
 
     latency_ms: float | None = None
     peak_memory_bytes: int | None = None
@@ -47,13 +40,10 @@ class Measures(Struct, frozen=True, kw_only=True, tag="measures"):
     metric: float | None = None
     compiler: CompilerCheck | None = None
     layer_errors: list[LayerError] = []
-    """Of a backend that quantizes."""
     further_inputs: InputsTried | None = None
     backend_check: BackendCheck | None = None
     draws: bool | None = None
-    """Whether the calls of a run that fails drew random numbers, or could not be repeated; ``None``
-    if that was not looked for.
-    """
+    """Whether a failing run drew random numbers or cannot be repeated; ``None``: unknown."""
 
 
 class ChangedInputStarted(Struct, frozen=True, tag="changed-input"):
@@ -68,7 +58,6 @@ class InputStarted(Struct, frozen=True, tag="input"):
     number: int
     """Of its batch."""
     so_far: InputsTried
-    """The results before it."""
 
 
 class WeightRead(Struct, frozen=True, tag="weight-read"):
@@ -94,9 +83,7 @@ class GapFound(Struct, frozen=True, tag="gap"):
 
 
 class OpCallsFound(Struct, frozen=True, tag="op-calls"):
-    """The op calls of the instrumented part since the last such message, in case it does not reach
-    its end.
-    """
+    """The instrumented part's op calls since the last such message, in case it does not finish."""
 
     op_calls: OpCalls
 
@@ -115,12 +102,10 @@ class Predicted(Struct, frozen=True, tag="predicted"):
 
 
 class StandInOps(Struct, frozen=True, tag="stand-in-ops"):
-    """The ops in 16 bits that the stand-in for a device ran."""
+    """The ops in 16 bits that the stand-in for a device ran, in the catalog and not."""
 
     known_ops: list[str]
-    """Those that the catalog has."""
     assumed_ops: list[str]
-    """Those that it does not have."""
 
 
 class PartFailed(Struct, frozen=True, tag="part-failed"):
@@ -130,9 +115,7 @@ class PartFailed(Struct, frozen=True, tag="part-failed"):
 
 
 class Ready(Struct, frozen=True, tag="ready"):
-    """The model is prepared to be timed; the worker waits for its turn, or for the other instances
-    of a scenario.
-    """
+    """The model is prepared; the worker waits for its turn, or for a scenario's other instances."""
 
 
 class NextTurn(Struct, frozen=True):
@@ -141,9 +124,7 @@ class NextTurn(Struct, frozen=True):
     round: int
     """Counted from 0."""
     on_one_core: bool
-    """Whether other programs use the cores, so that calls on one core, which they do not disturb,
-    are timed too.
-    """
+    """Whether other programs use the cores: calls on one core, less disturbed, are timed too."""
 
 
 class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
@@ -153,11 +134,8 @@ class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
     """The position of the run among those that are timed."""
     round: int
     seconds: list[float]
-    """Of each call."""
     waited: float | None
-    """The part of the time in which a thread waited for a core; ``None`` if the system does not
-    tell.
-    """
+    """The part of the time in which a thread waited for a core; ``None`` if unknown."""
     is_disturbed: bool = False
     """Whether threads waited in all of the calls."""
     on_one_core: list[float] = []
@@ -165,9 +143,7 @@ class TurnTimed(Struct, frozen=True, kw_only=True, tag="turn-timed"):
     fixed_work: float
     """Seconds of a fixed piece of work."""
     launched: tuple[float, float] | None = None
-    """Seconds that a call takes the host, and the accelerator if it need not wait for the host;
-    ``None`` if they are not known.
-    """
+    """Seconds that a call takes the host, and the accelerator alone; ``None`` if unknown."""
 
 
 Turns = Mapping[int, TurnTimed]
@@ -185,13 +161,10 @@ class InstanceTimed(Struct, frozen=True, tag="instance-timed"):
     """What an instance of a scenario measured."""
 
     seconds: list[float]
-    """Of each call."""
 
 
 class Checked(Struct, frozen=True, tag="checked"):
-    """After a task: what it left behind in its process, which can do another task if there is
-    nothing.
-    """
+    """What a task left behind in its process; if nothing, the process can do another task."""
 
     left: list[str]
 
@@ -221,8 +194,6 @@ TaskMessage = (
 )
 
 Send = Callable[[TaskMessage], None]
-"""Sends one message."""
-
 _DECODER: msgspec.msgpack.Decoder[TaskMessage] = msgspec.msgpack.Decoder(TaskMessage)
 
 
@@ -232,15 +203,12 @@ def encode(message: TaskMessage) -> bytes:
 
 
 def decode(data: bytes) -> TaskMessage:
-    """Decode the output of :func:`encode`; raises ``msgspec.DecodeError`` for anything else.
-
-    Each distinct text of the columns is stored once: there may be 100,000 op calls and 100
-    different names.
-    """
+    """Decode the output of :func:`encode`; raises ``msgspec.DecodeError`` for anything else."""
     message = _DECODER.decode(data)
     if isinstance(message, Instrumented):
-        calls, known = message.op_calls, dict[str | None, str | None]()
+        # Each distinct text is stored once: there may be 100,000 op calls and 100 different names.
+        calls, distinct = message.op_calls, dict[str | None, str | None]()
         for column in (calls.op, calls.module, calls.source, calls.caller, calls.dtypes, calls.shape):
             texts: list[Any] = column
-            texts[:] = [known.setdefault(text, text) for text in texts]
+            texts[:] = [distinct.setdefault(text, text) for text in texts]
     return message

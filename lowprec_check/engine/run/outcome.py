@@ -1,6 +1,4 @@
-"""What a worker sent about its task and how it ended, and the saved :class:`Run` that is made of
-it.
-"""
+"""What a worker sent about its task and how it ended, and the saved :class:`Run` made of it."""
 
 from __future__ import annotations
 
@@ -46,18 +44,14 @@ from lowprec_check.schema.verdict import Status, look
 from lowprec_check.schema.what_if import WhatIf
 
 FROM_OUTSIDE = ("SIGKILL", "SIGTERM", "SIGHUP", "SIGINT", "SIGQUIT", "SIGALRM", "SIGXCPU")
-"""Signals that another process, the user or the kernel sends; a model that fails by itself dies of
-others.
-"""
-
+"""Signals from another process, the user or the kernel; a model that fails dies of others."""
 _NO_MEMORY = ("OutOfMemoryError", "MemoryError")
-"""Exceptions that say that memory is used up."""
-
 _STORED: dict[type, str] = {
     PlainResult: "plain",
     TrainingDone: "training",
     StandInOps: "stand_in_ops",
     WeightRead: "weight_read",
+    InputStarted: "on_input",
 }
 """The fields of messages that are kept as they are, the last of each."""
 
@@ -73,7 +67,6 @@ class Outcome:
     on_input: InputStarted | None = None
     """The further input that the model runs on, and the results before it."""
     changed_input: InputChange | None = None
-    """The changed inputs that the model runs on."""
     weight_read: WeightRead | None = None
     """The weight that was read last, if weights stay in their files."""
     training: TrainingDone | None = None
@@ -81,31 +74,21 @@ class Outcome:
     gaps: list[Gap] = dataclasses.field(default_factory=list)
     """Gaps in the order they were found, for an instrumented part that did not finish."""
     op_calls_found: list[OpCalls] = dataclasses.field(default_factory=list)
-    """Op calls in the order they were found, for an instrumented part that did not finish."""
     turns: list[TurnTimed | TurnFailed] = dataclasses.field(default_factory=list)
-    """The turns of all runs, if the task timed them."""
     what_if: list[WhatIf] | None = None
-    """The output errors of formats that are not run, if they were predicted."""
     stand_in_ops: StandInOps | None = None
-    """The ops that the stand-in for a device ran, if the task predicted."""
     faults: list[str] = dataclasses.field(default_factory=list)
     """Failures of the tool after the plain run."""
     notes: list[str] = dataclasses.field(default_factory=list)
-    """What else happened to the worker."""
     ended: Literal["done", "crashed", "timeout", "stuck", "idle"] = "done"
-    """``stuck``: one op exceeded its time limit; ``idle``: a fork waited for too long without use
-    of the processor.
-    """
+    """``stuck``: an op exceeded its limit; ``idle``: a fork left the processor unused too long."""
     exit_code: int = 0
-    """Exit code of the process, if it crashed."""
     reason: str | None = None
-    """How the process died, if it crashed."""
     line: str | None = None
     """The user's line in which the plain part was when it took too long."""
     position: Position | None = None
     """The op that ran last in the instrumented part."""
     incomplete_because: str | None = None
-    """Why the instrumented part did not reach the end of the model."""
     reused: bool = False
     """Whether the worker had done other tasks before."""
     seconds_in_op: float = 0.0
@@ -116,17 +99,16 @@ class Outcome:
         match message:
             case CallStarted():
                 self.call = message.number
-            case PlainResult() | TrainingDone() | StandInOps() | WeightRead():
+            case PlainResult() | TrainingDone() | StandInOps() | WeightRead() | InputStarted():
                 setattr(self, _STORED[type(message)], message)
             case Measures():
                 self.measures, self.on_input, self.changed_input = message, None, None
             case ChangedInputStarted():
                 self.changed_input = message.change
-            case InputStarted():
-                self.on_input = message
             case Instrumented():
+                # It has all op calls that were sent before.
                 self.explained = message
-                self.op_calls_found.clear()  # it has them all
+                self.op_calls_found.clear()
             case ShareMeasured():
                 self._add_shares(message.shares)
             case GapFound():
@@ -141,10 +123,10 @@ class Outcome:
                 self.faults.append(message.message)
 
     def _add_shares(self, measured: dict[str, float]) -> None:
-        replace, budget = msgspec.structs.replace, self.explained.budget if self.explained is not None else None
-        if self.explained is None or budget is None:
+        if self.explained is None or self.explained.budget is None:
             return
-        modules = [replace(its, measured=measured.get(its.module, its.measured)) for its in budget.modules]
+        replace, budget = msgspec.structs.replace, self.explained.budget
+        modules = [replace(share, measured=measured.get(share.module, share.measured)) for share in budget.modules]
         self.explained = replace(self.explained, budget=replace(budget, modules=modules))
 
     @property
@@ -154,36 +136,30 @@ class Outcome:
 
     @property
     def draws(self) -> bool | None:
-        """Whether its calls draw random numbers: as recorded, or as its plain calls and the first
-        one op by op show; ``None`` if that is not known.
-        """
+        """Whether its calls draw random numbers, recorded or observed; ``None`` if unknown."""
         if self.measures is not None and self.measures.draws is not None:
             return self.measures.draws
         if self.plain is not None and self.plain.random:
             return True
-        found = self.explained
-        return found.draws if found is not None and found.complete and not found.faults else None
+        explained = self.explained
+        if explained is None or not explained.complete or explained.faults:
+            return None
+        return explained.draws
 
     @property
     def died_in_plain_part(self) -> bool:
-        """Whether the process died in a call of the plain part; what is measured after the calls
-        does not count.
-        """
+        """Whether the process died in a plain call; measurements after the calls do not count."""
         return self.ended == "crashed" and self.measures is None and self.position is None
 
     @property
     def failed_input(self) -> InputChange | None:
-        """The changed inputs in which the worker ended; a larger batch, for which a compiler
-        compiles again, may take any time.
-        """
+        """The changed inputs on which the worker ended; a larger batch may compile for any time."""
         took_long = self.ended != "crashed" and self.changed_input == "larger-batch"
         return None if self.ended == "done" or took_long else self.changed_input
 
     @property
     def may_be_of_others(self) -> bool:
-        """Whether what happened may come from a task that the same worker did before: the plain
-        part hangs, or memory is used up.
-        """
+        """Whether an earlier task of its worker may be the cause: a hang, or memory ran out."""
         hung = self.ended in ("timeout", "stuck", "idle") and self.measures is None and self.position is None
         exception = self.plain.exception if self.plain is not None else None
         return self.reused and (hung or (exception is not None and exception.type.endswith(_NO_MEMORY)))
@@ -195,23 +171,18 @@ class Outcome:
 
     @property
     def place(self) -> CallSite | None:
-        """The op that was running when the worker ended; ``None`` if it was between ops, or in the
-        plain part.
-        """
+        """The op that was running when the worker ended; ``None``: between ops, or plain part."""
         position = self.position
         if position is None or not position.in_op:
             return None
         return position.op, position.module, position.source
 
     def why_incomplete(self, budget: float) -> str | None:
-        """Why the instrumented part did not reach the end of the model, and where it was; ``None``
-        if its worker did not end.
-        """
+        """Why, and where, the worker ended in the instrumented part; ``None`` if it did not."""
         if self.ended == "done" or self.explained is not None:
             return None
-        if self.ended == "crashed":
-            what = self.reason
-        else:
+        what = self.reason
+        if self.ended != "crashed":
             what = f"the budget of {budget:g} s ended"
         if self.position is None:
             return what
@@ -219,16 +190,13 @@ class Outcome:
 
     @property
     def verdict_so_far(self) -> str | None:
-        """What the plain calls showed, which further ones may change: ``ok so far, error 2.2e-03``;
-        ``None`` before that is known.
-        """
+        """The verdict of the calls so far: ``ok so far, error 2.2e-03``; ``None``: unknown."""
         if self.plain is None:
             return None
         status, error = self.plain.status, self.plain.output_error
-        if status == "error":
-            words = look(status).word
-        else:
-            words = f"{look(status).word} so far"
+        words = look(status).word
+        if status != "error":
+            words += " so far"
         if error is None or status not in ("ok", "inaccurate"):
             return words
         return f"{words}, {say('error {error:error}', error=error.distance).text}"
@@ -242,31 +210,26 @@ class Outcome:
 
 def describe_position(position: Position) -> str:
     """``op 12: aten.mm.default in layers.0 (model.py:7)``."""
-    module = ""
+    words = f"op {position.ops}: {position.op}"
     if position.module:
-        module = f" in {position.module}"
-    source = ""
+        words += f" in {position.module}"
     if position.source:
-        source = f" ({position.source})"
-    return f"op {position.ops}: {position.op}{module}{source}"
+        words += f" ({position.source})"
+    return words
 
 
 # -- The run
 
 
 def compared_with(run: Run, fp32: Run | None) -> Run:
-    """``run`` without a share of choices, if it calls other ops than ``fp32``: the difference of
-    its reference to that is of these, too.
-    """
+    """``run`` without a share of choices if it calls other ops than ``fp32``, which add to it."""
     if run.budget is None or fp32 is None or not other_ops(run, fp32):
         return run
     return msgspec.structs.replace(run, budget=msgspec.structs.replace(run.budget, decisions=0.0))
 
 
 def make_run(task: RunTask, outcome: Outcome) -> Run:
-    """The run of ``task``: what a part found is the field of :class:`Run` that has the same name,
-    but for what is named here.
-    """
+    """The run of ``task``: a part's fields go to those of the same name, except for these here."""
     plain, measures, explained = outcome.plain, outcome.measures, outcome.explained
     calls = outcome.op_calls()
     fields: dict[str, Any] = {
@@ -275,45 +238,51 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         "calls": outcome.call,
         "failed_call": outcome.call if outcome.call > 1 else None,
         **_saved_fields(explained),
-        "stopped_by": explained.exception if explained else None,
+        "stopped_by": explained and explained.exception,
         "exception": None,
         **_saved_fields(measures),
         **_saved_fields(plain),
         **_saved_fields(outcome.stand_in_ops),
     }
+    notes: list[str] = []
+    if plain:
+        notes += plain.notes
+    if explained:
+        notes += [*explained.faults, *explained.notes]
+    notes += [*outcome.faults, *outcome.notes]
     status, fields["reason"] = _status(task, outcome)
     fields |= {
         "status": status,
         "tolerance": task.tolerance,
         "op_calls": calls,
-        "peak_memory_bytes": measures.peak_memory_bytes if measures is not None and status != "error" else None,
         "setup_seconds": _setup_seconds(task, outcome),
         "further_inputs": _further_inputs(outcome),
         "failed_input": outcome.failed_input or fields.get("failed_input"),
-        "training": outcome.training.run if outcome.training else None,
+        "training": outcome.training and outcome.training.run,
         "incomplete_because": outcome.incomplete_because or fields.get("incomplete_because"),
         "fallbacks": list(plain.fallbacks) if plain else [],
-        "notes": [
-            *(plain.notes if plain else ()),
-            *((*explained.faults, *explained.notes) if explained else ()),
-            *outcome.faults,
-            *outcome.notes,
-        ],
+        "notes": notes,
     }
+    if status == "error":
+        fields["peak_memory_bytes"] = None
+    if plain and plain.backend_gaps:
+        fields["gaps"] = plain.backend_gaps
+    # JSON cannot hold NaN and infinities.
     for name in ("metric", "output_rms"):
         value = fields.get(name)
-        if value is not None and not math.isfinite(value):  # which JSON cannot hold
+        if value is not None and not math.isfinite(value):
             fields[name] = None
             if name == "metric":
-                fields["notes"].append(f"metric(model) returned {value}: it is left out")
+                notes.append(f"metric(model) returned {value}: it is left out")
     if task.is_reference:
         fields |= dict.fromkeys(("output_error", "budget", "lockstep_error", "tolerance"))
     if task.predicted is not None:
         fields |= dict.fromkeys(MEASURED)
     if task.predicted is not None or not task.timed:
         fields["op_calls"] = without_times(calls)
+    # Without the ops of the instruments; all if those of the model are not known.
     called = set(calls.op)
-    for name in ("known_ops", "assumed_ops"):  # without those of the instruments; all if the model's are not known
+    for name in ("known_ops", "assumed_ops"):
         fields[name] = [op for op in fields.get(name, ()) if op in called or not called]
     return Run(
         precision=task.precision,
@@ -323,7 +292,7 @@ def make_run(task: RunTask, outcome: Outcome) -> Run:
         memory_format=task.memory_format,
         evidence=task.evidence,
         keep_fp32=list(task.keep_fp32),
-        **fields | ({"gaps": plain.backend_gaps} if plain and plain.backend_gaps else {}),
+        **fields,
     )
 
 
@@ -340,9 +309,12 @@ def _status(task: RunTask, outcome: Outcome) -> tuple[Status, str | None]:
         which = f" on call {outcome.call}"
     if outcome.died_in_plain_part:
         # The op in which it died again op by op. That analysis is about the first call.
-        gaps = outcome.explained.gaps if outcome.explained is not None and outcome.call == 1 else []
-        places = (f", in {gap.op}{f' of {gap.module}' if gap.module else ''}" for gap in gaps if gap.kind == "crash")
-        return "crashed", f"{outcome.reason or 'the process died'}{which}{next(places, '')}"
+        place = ""
+        if outcome.explained is not None and outcome.call == 1:
+            crashes = [gap for gap in outcome.explained.gaps if gap.kind == "crash"]
+            if crashes:
+                place = f", in {crashes[0].op}" + (f" of {crashes[0].module}" if crashes[0].module else "")
+        return "crashed", f"{outcome.reason or 'the process died'}{which}{place}"
     if outcome.plain is not None and outcome.failed_input is None:
         return outcome.plain.status, None
     if outcome.failed_input is not None and outcome.ended == "crashed":
@@ -355,11 +327,11 @@ def _status(task: RunTask, outcome: Outcome) -> tuple[Status, str | None]:
 
 def _further_inputs(outcome: Outcome) -> InputsTried | None:
     """How the run does on further inputs; one on which its worker ended fails."""
-    if outcome.on_input is not None and outcome.ended != "done":
-        status = "crashed" if outcome.ended == "crashed" else "timeout"
-        started = outcome.on_input
-        return with_interval(with_input(started.so_far, status, math.inf, started.number), looks=2)
-    return outcome.measures.further_inputs if outcome.measures is not None else None
+    started = outcome.on_input
+    if started is None or outcome.ended == "done":
+        return outcome.measures.further_inputs if outcome.measures is not None else None
+    status = "crashed" if outcome.ended == "crashed" else "timeout"
+    return with_interval(with_input(started.so_far, status, math.inf, started.number), looks=2)
 
 
 def _setup_seconds(task: RunTask, outcome: Outcome) -> float | None:
@@ -371,15 +343,15 @@ def _setup_seconds(task: RunTask, outcome: Outcome) -> float | None:
 
 
 def explained_by(run: Run, eager: Run) -> Run:
-    """``run``, on another backend, with what the op-by-op analysis of ``eager`` explains: the
-    modules called, and gaps if both failed: eager mode shows that nothing fails by a gap whose
-    exception the model catches.
-    """
-    failed = all(its.status in ("error", "crashed") for its in (run, eager))
+    """``run``, on another backend, with what the op-by-op analysis of ``eager`` explains."""
+    gaps = run.gaps
+    # If both failed: eager shows that nothing fails by a gap whose exception the model catches.
+    if not gaps and all(either.status in ("error", "crashed") for either in (run, eager)):
+        gaps = eager.gaps
     return msgspec.structs.replace(
         run,
         explained_by=eager.key.label,
-        gaps=run.gaps or (eager.gaps if failed else []),
+        gaps=gaps,
         uncalled_modules=eager.uncalled_modules,
         called_modules=eager.called_modules,
     )

@@ -1,6 +1,4 @@
-"""The plain part of a run: the verdict against the outputs that fp32 keeps in a file, then what is
-measured around it.
-"""
+"""The plain part of a run: the verdict against the saved outputs of fp32, then measurements."""
 
 from __future__ import annotations
 
@@ -68,9 +66,7 @@ class Fp32Outputs(NamedTuple):
     """The output of a module, if that of the model holds nothing to compare."""
 
     def save(self, files: TaskFiles) -> None:
-        """Write the file that :meth:`load` reads; raises :class:`UsageError` if memory, or a limit
-        of it, is too small.
-        """
+        """Write what :meth:`load` reads; :class:`UsageError` if memory or a limit is too small."""
         outputs = [[tensor.cpu() for tensor in tensors] for tensors in self.outputs]
         probe = self.probe and (self.probe.module, self.probe.number, [tensor.cpu() for tensor in self.probe.tensors])
         files.keep({"outputs": outputs, "probe": probe})
@@ -86,13 +82,11 @@ class Called(NamedTuple):
     """What the plain part of a run, or its training, leaves for the parts after it."""
 
     too_slow: bool
-    """Whether the model failed, or is too slow to be called again."""
     outputs: list[Tensor] | None = None
-    """The first output, if the instrumented part runs the same code and so must give the same one."""
+    """The first output, if the instrumented part runs the same code and so must repeat it."""
     seconds: float | None = None
     """What a call takes, if another one gives the same, in reasonable time."""
     way: WayToTrain | None = None
-    """The way to train that is explained."""
 
 
 class PlainPart:
@@ -108,16 +102,13 @@ class PlainPart:
         self._measures = Measures()
         self.result = PlainResult(status="error")
         self.outputs: list[list[Tensor]] = []
-        """The leaves of the outputs of the calls."""
         self.paths: list[str] = []
         """Where an output has them."""
         self._warnings: list[warnings.WarningMessage] = []
         self.probed: ModuleOutput | None = None
         """The output of a module that was judged in place of that of the model."""
         self.draws: list[list[Draw]] = []
-        """The random calls of each call, if the verdict may rest on other random numbers than
-        fp32's.
-        """
+        """The random calls of each call, if fp32 may have drawn other random numbers."""
 
     @property
     def too_slow(self) -> bool:
@@ -127,20 +118,19 @@ class PlainPart:
 
     def called(self) -> Called:
         """What it leaves for the parts after it."""
-        outputs = None
+        called = Called(self.too_slow)
         if self.outputs and not self._is_compiled:
-            outputs = self.outputs[0]
-        is_repeated = not (self.result.random or self.result.judged_by_one_call)
-        return Called(self.too_slow, outputs, self.result.seconds if is_repeated else None)
+            called = called._replace(outputs=self.outputs[0])
+        if not (self.result.random or self.result.judged_by_one_call):
+            called = called._replace(seconds=self.result.seconds)
+        return called
 
     @property
     def _is_compiled(self) -> bool:
         return self.task.backend != EAGER or self.result.compiled
 
     def run(self, made: Sequence[Any] = ()) -> None:
-        """Call the model, unless there are outputs of calls that were ``made`` already, and send
-        the verdict.
-        """
+        """Call the model, or take the outputs that were ``made`` already; send the verdict."""
         task = self.task
         saved = None
         if not task.saves_reference:
@@ -157,13 +147,12 @@ class PlainPart:
             prepares=task.backend != EAGER,
             made=made,
         )
-        if task.measured:
-            seconds = task.budget / 2
-        else:
-            seconds = min(2.0, task.budget / 5)
-        ends_early = task.status_only and not task.draws  # what random numbers excuse is not known before the last call
         result = calls.run(
-            seconds=seconds, too_slow=task.slow_seconds, hopeless=task.hopeless_seconds, until_failed=ends_early
+            seconds=task.budget / 2 if task.measured else min(2.0, task.budget / 5),
+            too_slow=task.slow_seconds,
+            hopeless=task.hopeless_seconds,
+            # What random numbers excuse is not known before the last call.
+            until_failed=task.status_only and not task.draws,
         )
         self.outputs, self.paths, self._warnings = calls.outputs, calls.paths, calls.warnings
         changed = not task.changes_parameters and _fingerprint(self.ready.model) != before
@@ -173,13 +162,20 @@ class PlainPart:
             self.result = self._as_reference(self.result)
             self.result = msgspec.structs.replace(self.result, notes=(*self.result.notes, *self._snapshot.notes))
         elif self.result.status == "unjudged" and saved.probe is not None:
-            self._judge_by_module(saved.probe)
+            # The output of the last module that has an informative one. The run itself has passed:
+            # what the hook changes is not its fault.
+            self._snapshot.rewind()
+            tensors = None
+            with contextlib.suppress(Exception):
+                tensors = module_output(*self._call, task.seed, saved.probe)
+            if tensors is not None:
+                self.probed = saved.probe._replace(tensors=tensors)
+                result = msgspec.structs.replace(self.result, compared_module=saved.probe.module)
+                self.result = with_verdict(result, *judge(tensors, saved.probe.tensors, task.tolerance))
         self._send(self.result)
 
     def draw_as_eager(self, context: contextlib.ExitStack) -> None:
-        """If a compiler drew other random numbers than fp32, compile again, without that, until
-        ``context`` ends.
-        """
+        """If a compiler drew other numbers than fp32, compile without that while in ``context``."""
         result, inductor = self.result, sys.modules.get("torch._inductor.config")
         if result.status != "inaccurate" or not (result.random and self._is_compiled) or inductor is None:
             return
@@ -193,13 +189,12 @@ class PlainPart:
         self._send(self.result)
 
     def measure(self) -> None:
-        """Send time and memory; for the reference also the difference between two runs. Records
-        random calls.
-        """
+        """Send time and memory; of the reference, how two runs differ. Records random calls."""
         task, result = self.task, self.result
         if result.status == "error":
             return
         self._add(latency_ms=result.seconds * 1e3 if task.measured else None)
+        # A verdict that may rest on other random numbers than fp32's is judged again later.
         may_draw = (task.draws or result.random) and not (task.saves_reference or self.too_slow)
         if may_draw and result.status in ("inaccurate", "nonfinite"):
             recorded = self._record_draws()
@@ -208,25 +203,25 @@ class PlainPart:
         if result.status == "inaccurate" and result.random and self._is_compiled and not self.draws:
             self.result = _without_verdict(result, OTHER_DRAWS)
             self._send(self.result)
+        # The output is None if what was attached to measure could change it.
         again = None
         if task.measured and not self.too_slow:
-            again = self._measure_memory()  # None if what was attached could change it
-        if task.saves_reference:
-            if stream_of(self.ready.model) is None:
-                if again is None:
-                    self._snapshot.rewind()
-                    again, _ = run_once(*self._call, task.seed)
-                compared = compare_outputs(output_tensors(again), self.outputs[0])
-                if compared.compared and compared.distance > 0:
-                    self._add(self_error=compared.error)
-            if result.status == "nonfinite":
+            again = self._measure_memory()
+        if not task.saves_reference:
+            return
+        if stream_of(self.ready.model) is None:
+            if again is None:
                 self._snapshot.rewind()
-                self._add(nonfinite_at=first_nonfinite(*self._call, task.seed))
+                again, _ = run_once(*self._call, task.seed)
+            compared = compare_outputs(output_tensors(again), self.outputs[0])
+            if compared.compared and compared.distance > 0:
+                self._add(self_error=compared.error)
+        if result.status == "nonfinite":
+            self._snapshot.rewind()
+            self._add(nonfinite_at=first_nonfinite(*self._call, task.seed))
 
     def check_backend(self) -> None:
-        """Send what the backend does otherwise than eager mode, and the verdict if it fails on
-        changed inputs.
-        """
+        """Send how the backend differs from eager mode; the verdict, if changed inputs fail."""
         task, result = self.task, self.result
         if not self._is_compiled or result.status == "error" or not task.measured:
             return
@@ -238,7 +233,7 @@ class PlainPart:
         try:
             checker.check(self._warnings, lambda change: self._send(ChangedInputStarted(change)))
         finally:
-            self._add(backend_check=checker.found)
+            self._add(backend_check=checker.observed)
         if checker.result is not result:
             self.result = checker.result
             self._send(self.result)
@@ -266,9 +261,7 @@ class PlainPart:
         return output
 
     def try_further_inputs(self) -> None:
-        """Keep further inputs, if this is the fp32 run; else try the model on them and send how it
-        does, if it passes.
-        """
+        """In the fp32 run, save further inputs; in others that pass, call the model on them."""
         task, result = self.task, self.result
         if task.further_inputs == 0 or not task.measured or result.status != "ok":
             return
@@ -276,28 +269,29 @@ class PlainPart:
         if task.saves_reference:
             probe = Fp32Outputs.load(task.files).probe
         calls = FurtherCalls(task, self.target, self.ready, self._snapshot.rewind, result, probe)
-        if task.saves_reference:
-            found = self._measures.self_error
-            calls.keep(0.0 if found is None else math.inf if found.distance is None else found.distance)
-        else:
+        if not task.saves_reference:
             self._add(further_inputs=calls.tried(lambda number, so_far: self._send(InputStarted(number, so_far))))
+            return
+        self_error, distance = self._measures.self_error, 0.0
+        if self_error is not None:
+            distance = math.inf if self_error.distance is None else self_error.distance
+        calls.keep(distance)
 
     def compute_metric(self) -> None:
         """Send the value of the user's metric, if there is one and the model ran."""
-        if self.target.metric is not None and self.result.status != "error" and not self.too_slow:
-            call = self.ready.call
+        metric, call = self.target.metric, self.ready.call
+        if metric is not None and self.result.status != "error" and not self.too_slow:
             replaced = call.prepared if isinstance(call, OnBackend) else self.target.compiled
             self._snapshot.rewind()
-            self._add(metric=float(self.target.metric(as_standalone(self.ready, replaced))))
+            self._add(metric=float(metric(as_standalone(self.ready, replaced))))
 
     def check_compiler(self) -> None:
-        """Send whether the compiler made the output worse, unless nothing was compiled, or outputs
-        are random.
-        """
+        """Send whether the compiler made the output worse, if it is compiled and not random."""
         backend = BACKENDS.get(self.task.backend)
         compiled = (self.result.compiled or self.task.backend != EAGER) and not backend.lowers_precision
         if compiled and self.outputs and not (self.result.random or self.too_slow or self.task.keep_fp32):
-            for check in self._compiler_checker().checks():  # each is sent, in case time is too short for what follows
+            # Each is sent, in case time is too short for what follows.
+            for check in self._compiler_checker().checks():
                 self._add(compiler=check)
 
     def add_layer_errors(self) -> None:
@@ -308,14 +302,11 @@ class PlainPart:
                 self._add(layer_errors=call.layer_errors())
 
     def _add(self, **measured: Any) -> None:
-        """Send what was measured so far."""
         self._measures = msgspec.structs.replace(self._measures, **measured)
         self._send(self._measures)
 
     def _as_reference(self, result: PlainResult) -> PlainResult:
-        """Save the outputs for the other runs. NaN in one is ``nonfinite``; infinities are taken as
-        meant.
-        """
+        """Save the outputs for the other runs. NaN is ``nonfinite``; infinities count as meant."""
         if result.status == "error":
             return result
         probe = None
@@ -338,45 +329,25 @@ class PlainPart:
             return msgspec.structs.replace(result, notes=(*result.notes, INFINITE))
         return result
 
-    def _judge_by_module(self, probe: ModuleOutput) -> None:
-        """Judge the output of the last module that has an informative one."""
-        self._snapshot.rewind()
-        try:
-            tensors = module_output(*self._call, self.task.seed, probe)
-        except Exception:  # the run itself has passed: what the hook changes is not its fault
-            tensors = None
-        if tensors is not None:
-            self.probed = probe._replace(tensors=tensors)
-            result = msgspec.structs.replace(self.result, compared_module=probe.module)
-            self.result = with_verdict(result, *judge(tensors, probe.tensors, self.task.tolerance))
-
     def _record_draws(self) -> list[list[Draw]] | None:
-        """The random calls of each call; empty if there are none, ``None`` if the calls cannot be
-        repeated exactly.
-
-        Only the first is repeated if it draws nothing and the others give the same output.
-        """
+        """The random calls of each call; empty if there are none, ``None`` if not repeatable."""
         self._snapshot.rewind()
-        found = []
+        of_calls = []
         for output in self.outputs:
             with compiled_code_in_eager(), RecordDraws() as recorder:
                 again, _ = run_once(*self._call, self.task.seed)
             if not same_bits(output_tensors(again), output):
                 return None
-            found.append(recorder.draws)
+            of_calls.append(recorder.draws)
+            # The first call is enough if it draws nothing and the others give the same output.
             draws = bool(recorder.draws) or self.result.random
             if not draws and all(same_bits(other, output) for other in self.outputs[1:]):
                 return []
-        return found if any(found) else []
+        return of_calls if any(of_calls) else []
 
 
 def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
-    """Send the verdict on the outputs of ``part`` against the fp32 model ``ready`` with the random
-    numbers that ``part`` drew.
-
-    If fp32 draws in other places, a finite run is ``unjudged``, with a note; numbers that fp32 does
-    not draw may be without an effect.
-    """
+    """Send the verdict on ``part`` against fp32, ``ready``, with the same random numbers."""
     call, tolerance = (ready, part.target.args, part.target.kwargs, part.task.seed), part.task.tolerance
     try:
         with compiled_code_in_eager():
@@ -392,10 +363,12 @@ def judge_with_same_draws(ready: Prepared, part: PlainPart, send: Send) -> None:
                 with replays[0]:
                     reference = module_output(*call, part.probed)
                 part.result = with_verdict(part.result, *judge(part.probed.tensors, reference or [], tolerance))
+        # Numbers that fp32 does not draw may be without an effect.
         if part.result.status != "ok":
             for replay in replays:
                 replay.check_all_drawn()
     except DrawsDiffer as difference:
+        # A finite output says nothing if fp32 draws in other places.
         if part.result.status != "nonfinite":
             part.result = _without_verdict(part.result, f"{OTHER_DRAWS} ({difference})")
     send(part.result)
@@ -406,19 +379,19 @@ def _without_verdict(result: PlainResult, why: str) -> PlainResult:
 
 
 def _fingerprint(model: nn.Module) -> int:
-    """A checksum of all parameters."""
-    found = 0
+    checksum = 0
     seen: set[int] = set()
     for parameter in stored(model.parameters()):
         if not is_in_memory(parameter) or storage_key(parameter) in seen:
             continue
         seen.add(storage_key(parameter))
         storage = parameter.untyped_storage()
-        if not storage.nbytes():  # its address is none, for which zlib starts anew
+        # The address of an empty one is none, for which zlib starts anew.
+        if not storage.nbytes():
             continue
         if storage.device.type == "cpu":
-            found = zlib.crc32((c_char * storage.nbytes()).from_address(storage.data_ptr()), found)
+            checksum = zlib.crc32((c_char * storage.nbytes()).from_address(storage.data_ptr()), checksum)
         else:
             values = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-            found = hash((found, int(values.sum())))
-    return found
+            checksum = hash((checksum, int(values.sum())))
+    return checksum

@@ -1,6 +1,4 @@
-"""The model of a task: on its device, in its precision and memory format, called through its
-backend, or as a module of its own.
-"""
+"""The model of a task: on its device, in its precision, on its backend, or standalone."""
 
 from __future__ import annotations
 
@@ -33,7 +31,7 @@ def on_device(target: Target, device: torch.device) -> Iterator[None]:
     """Move the model to ``device``, and back, unless it is there."""
     devices = {tensor.device for tensor in (*target.model.parameters(), *target.model.buffers())}
     is_there = bool(devices) and all(
-        found.type == device.type and device.index in (None, found.index) for found in devices
+        current.type == device.type and device.index in (None, current.index) for current in devices
     )
     if device.type == "cpu" or is_there:
         yield
@@ -51,9 +49,7 @@ def on_device(target: Target, device: torch.device) -> Iterator[None]:
 def prepared_for(
     task: ModelTask, target: Target, snapshot: Snapshot | None = None
 ) -> contextlib.AbstractContextManager[Prepared]:
-    """The model of ``task``, without its backend; restored afterwards, to ``snapshot`` if one is
-    given.
-    """
+    """The model of ``task`` without its backend; restored afterwards, to ``snapshot`` if given."""
     return prepared(
         target.model,
         PRECISIONS.get(task.precision),
@@ -74,9 +70,7 @@ def in_fp32(task: ModelTask) -> ModelTask:
 
 @contextlib.contextmanager
 def in_training(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
-    """The model of ``task`` in training mode, or that of its script, with gradients; restored
-    afterwards.
-    """
+    """The model of ``task``, or its script's, in training mode with gradients; restored later."""
     with prepared_for(task, target, snapshot) as ready, torch.enable_grad():
         if not ready.model.training and target.observed is None:
             ready.model.train()
@@ -85,9 +79,7 @@ def in_training(task: ModelTask, target: Target, snapshot: Snapshot | None = Non
 
 @contextlib.contextmanager
 def ready_for(task: ModelTask, target: Target, snapshot: Snapshot | None = None) -> Iterator[Prepared]:
-    """The model of ``task``, called as it runs: on its backend, or by a step of training in the
-    first way of its precision.
-    """
+    """The model of ``task`` as it runs: on its backend, or in training steps of the first way."""
     if task.steps:
         with in_training(task, target, snapshot) as ready:
             yield with_step(ready, TrainingStep(target, ready, ways_of(ready.precision, task.steps)[0]))
@@ -109,9 +101,7 @@ def on_backend(task: ModelTask, target: Target, ready: Prepared) -> Prepared:
 
 
 class OnBackend:
-    """Replaces the call of ``ready``; the backend prepares the model at the first call, whose
-    inputs it gets as an example, or those of the first batch.
-    """
+    """Replaces the call of ``ready``; the backend prepares the model at the first call."""
 
     def __init__(self, backend: Backend, target: Target, ready: Prepared, seed: int) -> None:
         self._backend, self._target, self._ready, self._seed = backend, target, ready, seed
@@ -119,16 +109,13 @@ class OnBackend:
         self.prepared: Callable[..., Any] | None = None
         """What replaces the model, without the loss; ``None`` before the first call."""
         self.gaps: list[Gap] = []
-        """The ops that the backend lacks."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what the backend prepared, and the loss if there is one."""
         if self._call is None:
-            backend, first = self._backend, self._target.first_inputs
-            if first is None:
-                example = (args, kwargs)
-            else:
-                example = self._ready.inputs(*first)
+            backend, example = self._backend, (args, kwargs)
+            if self._target.first_inputs is not None:
+                example = self._ready.inputs(*self._target.first_inputs)
             try:
                 with kept_generators():
                     prepared: Any = backend.prepare(self._ready.model, self._example(*example))
@@ -144,22 +131,15 @@ class OnBackend:
         return self._call(*args, **kwargs)
 
     def _example(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Example:
-        """What the model is prepared for. It is not kept: a process that serves the model holds no
-        copy of inputs.
-        """
+        """What the model is prepared for; not kept, since serving it takes no copy of inputs."""
         ready = self._ready
         return Example(
-            args=args,
-            kwargs=kwargs,
-            precision=ready.precision,
-            device=ready.device.type,
-            calibration=self._calibration,
+            args=args, kwargs=kwargs, precision=ready.precision, device=ready.device.type, calibration=self._calibration
         )
 
     def _calibration(self) -> Iterator[Call]:
-        """The batches to calibrate on: the same each time they are read, whatever draws random
-        numbers meanwhile.
-        """
+        """The batches to calibrate on, the same each time, whatever draws random numbers."""
+        # The generators' states are those of the batches while one is made, the others' meanwhile.
         with kept_generators():
             seed_everything(self._seed)
             batches, states = iter(self._target.calibration()), list(generator_restorers())
@@ -173,9 +153,7 @@ class OnBackend:
             yield self._ready.inputs(*batch)
 
     def memory(self, measured: int | None) -> int | None:
-        """Bytes that it takes at the peak of a call, as the backend knows them or as they were
-        ``measured``.
-        """
+        """Bytes at the peak of a call, as the backend knows them or as they were ``measured``."""
         return self._backend.memory(self.prepared, measured)
 
     def layer_errors(self) -> list[LayerError]:
@@ -188,9 +166,7 @@ class OnBackend:
 
 
 def as_standalone(ready: Prepared, replaced: Callable[..., Any] | None = None) -> nn.Module:
-    """``ready`` as a module that casts and moves its inputs; ``replaced`` is called in place of the
-    model, if it is given.
-    """
+    """``ready`` as a module that casts and moves its inputs; it calls ``replaced`` if given."""
     if replaced is not None:
         return _Replaced(ready, replaced)
     model, device = ready.model, ready.device
@@ -210,7 +186,8 @@ class _Replaced(nn.Module):
     def __init__(self, ready: Prepared, replaced: Callable[..., Any]) -> None:
         super().__init__()
         self.replaced_model = ready.model
-        self._ready, self._call = [ready], [replaced]  # in lists: modules inside are not registered again
+        # In lists, in which modules are not registered again.
+        self._ready, self._call = [ready], [replaced]
         self.training = ready.model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -221,7 +198,6 @@ class _Replaced(nn.Module):
             return self._call[0](*inputs, **named)
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the model."""
         try:
             return super().__getattr__(name)
         except AttributeError:

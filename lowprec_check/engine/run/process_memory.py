@@ -1,5 +1,4 @@
-"""What the process of a run on the CPU holds: its memory with the prepared model alone, at the peak
-of a call.
+"""The memory of a CPU run's process: with the prepared model alone, at the peak of a call.
 
 Counted are its own pages (anonymous ones) and those of files other than the libraries that were
 loaded before the model was prepared: weights that are mapped, libraries of a backend. What the
@@ -31,85 +30,73 @@ from lowprec_check.errors import UsageError, WorkerError
 from lowprec_check.process import system
 
 CALLS, SECONDS = 5, 1.0
-"""Of the model, to find the peak: at most so many calls, and none after so many seconds. The
-threads of kernels do not meet in each.
-"""
+"""Most calls, and seconds, to find the peak: the threads of kernels do not meet in each call."""
 
 
 class ProcessMemory:
-    """The memory of this process beyond what it holds without ``model``, which is not prepared yet."""
+    """This process's memory beyond what it holds without ``model``, which is not prepared yet."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = model
-        self._libraries = {each.path for each in _mappings() if ".so" in os.path.basename(each.path)}
+        self._libraries = {mapped.path for mapped in _mappings() if ".so" in os.path.basename(mapped.path)}
         self._libraries.add(os.path.realpath(sys.executable))
-        self._without_model = self._in_copy(lambda: _free_all(model))
+
+        def free_all() -> None:
+            for tensor in (*model.parameters(), *model.buffers()):
+                # It may belong to a file, or be sparse.
+                with contextlib.suppress(RuntimeError, NotImplementedError):
+                    tensor.untyped_storage().resize_(0)
+            free_weights(model, lambda _: True)
+
+        self._without_model = self._in_copy(free_all)
 
     @classmethod
     def of(cls, task: RunTask, model: nn.Module) -> ProcessMemory | None:
-        """That of the run of ``task``; ``None`` if it is not asked for, its process has done other
-        runs, or they are on another device.
-        """
-        here = task.process_memory and task.alone and task.measured and task.device == "cpu" and task.predicted is None
-        if here:
-            return cls(model)
-        return None
+        """That of the run of ``task``; ``None`` if not asked for, not alone, or not on the CPU."""
+        asked = task.process_memory and task.alone and task.measured
+        return cls(model) if asked and task.device == "cpu" and task.predicted is None else None
 
     def peak(self, call: Callable[[], object], free: Callable[[], object], prepared: object = None) -> int | None:
-        """Bytes at the peak of ``call``, which was called before; ``None`` if the system does not
-        tell.
+        """Bytes at the peak of ``call``, which was called before; ``None`` if unknown."""
 
-        ``free`` frees what only a scan needs, in a copy of this process. ``prepared`` is what a
-        backend made of the model: weights of modules that it does not refer to are freed there,
-        too.
-        """
-
+        # What only a scan needs is freed in a copy of this process, and so are the weights of
+        # modules that ``prepared``, what a backend made, does not refer to.
         def alone() -> None:
             free()
-            self._free_originals(prepared)
+            gc.unfreeze()  # what a fork copied is found again
+            for item in gc.get_objects():
+                if type(item) is Snapshot:
+                    vars(item).clear()
+            if prepared is not None:
+                free_weights(self._model, lambda _: True, but={id(module) for module in _modules_reached(prepared)})
+                gc.collect()
 
         ready = self._in_copy(alone)
-        more = None
-        if ready is not None:
-            more = _more_in(call)
-        if ready is None or more is None or self._without_model is None:
+        if ready is None:
             return None
-        files: int = sum(each.rss - each.anonymous for each in _mappings() if each.path not in self._libraries)
+        more = _more_in(call)
+        if more is None or self._without_model is None:
+            return None
+        files: int = sum(mapped.rss - mapped.anonymous for mapped in _mappings() if mapped.path not in self._libraries)
         return max(0, ready + files + more - self._without_model)
 
-    def _free_originals(self, prepared: object) -> None:
-        gc.unfreeze()  # what a fork copied is found again
-        for found in gc.get_objects():
-            if type(found) is Snapshot:
-                vars(found).clear()
-        if prepared is not None:
-            free_weights(self._model, lambda _: True, but={id(module) for module in _modules_reached(prepared)})
-            gc.collect()
-
     def _in_copy(self, free: Callable[[], object]) -> int | None:
-        """Bytes that a copy of this process holds after ``free``; ``None`` if the system does not
-        tell, or the copy dies.
-        """
+        """Bytes that a copy of this process holds after ``free``; ``None`` if unknown."""
         original = os.getpid()
 
         def held() -> int:
+            # If the copy dies, the function is called in this process, which must not be changed.
             if os.getpid() == original:
                 return -1
             free()
             _trim()
-            return sum(each.anonymous + each.swap for each in _mappings())
+            return sum(mapped.anonymous + mapped.swap for mapped in _mappings())
 
         with contextlib.suppress(UsageError, WorkerError, psutil.Error, OSError):
-            found = isolated(held, "fork", int)
-            return found if found > 0 else None
+            size = isolated(held, "fork", int)
+            if size > 0:
+                return size
         return None
-
-
-def _free_all(model: nn.Module) -> None:
-    for tensor in (*model.parameters(), *model.buffers()):
-        with contextlib.suppress(RuntimeError, NotImplementedError):  # it belongs to a file, or is sparse
-            tensor.untyped_storage().resize_(0)
-    free_weights(model, lambda _: True)
 
 
 def _mappings() -> list[Any]:
@@ -144,20 +131,19 @@ def _status(name: str) -> int:
 
 
 def _modules_reached(start: object) -> list[nn.Module]:
-    """The modules that ``start`` refers to, directly or not; the globals of functions do not count."""
-    found: list[nn.Module] = []
+    """The modules that ``start`` refers to, directly or not; globals of functions do not count."""
+    reached: list[nn.Module] = []
     seen, left = set[int](), [start]
+    passed_over = (types.ModuleType, type, types.FrameType, types.CodeType, Tensor, Snapshot)
     while left:
         item = left.pop()
-        if id(item) in seen or isinstance(
-            item, (types.ModuleType, type, types.FrameType, types.CodeType, Tensor, Snapshot)
-        ):
+        if id(item) in seen or isinstance(item, passed_over):
             continue
         seen.add(id(item))
         if isinstance(item, nn.Module):
-            found.append(item)
+            reached.append(item)
         if isinstance(item, types.FunctionType):
             left += [item.__closure__, item.__defaults__, item.__kwdefaults__, item.__dict__]
         else:
             left += gc.get_referents(item)
-    return found
+    return reached

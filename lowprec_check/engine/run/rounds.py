@@ -1,8 +1,7 @@
-"""The rounds in which runs are timed: which is timed next, until their ratios can be told or time
-is up. No clock of a call is read here.
+"""The rounds in which runs are timed: which is next, until ratios are clear or time is up.
 
-Rounds go over all runs, fp32, half, bf16, … and back, so that what disturbs the machine meets all
-of them.
+Reads no clock of a call. Rounds go over all runs, fp32, half, bf16, … and back, so that what
+disturbs the machine meets all of them.
 """
 
 from __future__ import annotations
@@ -28,42 +27,27 @@ from lowprec_check.process import system
 from lowprec_check.schema.measures import Latency, Speedup, TimingConditions
 
 LONG_SECONDS = 0.25
-"""A call that takes longer is timed once a turn, and needs no call before it that fills the caches."""
-
+"""A longer call is timed once a turn, and needs no call before it that fills the caches."""
 ENOUGH = 6
-"""Rounds after which any ratio may be known; one far from 1 is after
-:data:`~lowprec_check.analysis.speed.FEW`.
-"""
-
+"""Rounds after which any ratio may be known; a few are enough if it is far from 1."""
 MOST = 30
 
 FAR = 1.5
 """So far from 1 that a few rounds tell."""
-
 SAME = 1.1
 """A ratio is known if its interval is no wider than this, or lies on one side of 1 by as much."""
-
 MORE = 3.0
-"""How many times as long rounds are repeated where other programs use the cores, times vary much,
-or the host limits those that cannot be told.
-"""
-
+"""Times as long where other programs use the cores, times vary, or the host limits unclear ones."""
 ROUNDS_SECONDS = 1.5
 """How long rounds are repeated."""
-
 FINAL = 3.0
 """Times the usual seconds that the rounds take which decide between the fastest runs."""
-
 UNTOLD = 10.0
-"""How many times as long the first :data:`ENOUGH` rounds may take where a ratio cannot be told
-without them.
-"""
+"""Times as long for the first :data:`ENOUGH` rounds, where a ratio is unclear without them."""
 
 
 class RoundSchedule:
-    """Iterates over the rows to time, the first of which is fp32; :meth:`note` takes what was
-    measured.
-    """
+    """Iterates over the rows to time, fp32 first; :meth:`note` takes measurements."""
 
     def __init__(
         self,
@@ -74,24 +58,18 @@ class RoundSchedule:
         patient: bool = False,
         earlier: Sequence[Turns] = (),
     ) -> None:
-        """``seconds``: how long rounds are repeated, after the first
-        :data:`~lowprec_check.analysis.speed.FEW`; by default :data:`ROUNDS_SECONDS`.
-
-        ``final``: whether it decides which of the rows is the fastest, until all others are told to be slower or as fast. ``patient``: whether
-        :data:`UNTOLD` counts for all rounds: on an accelerator, nothing else disturbs times. ``earlier``: the turns of each row in rounds before
-        these, which count too.
-        """
+        """``seconds``: how long rounds are repeated; ``earlier``: each row's turns before these."""
+        # ``final``: rounds decide which row is the fastest, until all others are slower or as fast.
+        # ``patient``: UNTOLD counts for all rounds: on an accelerator, nothing else disturbs times.
         self._final, self._patient = final, patient
         self.turns: list[dict[int, TurnTimed]] = [dict(turns) for turns in earlier] or [{} for _ in range(rows)]
         """By row, its turn in each round."""
         self.failures: dict[int, str] = {}
         """Why a row could not be timed, though it had run before."""
         if seconds is None:
-            self._seconds = ROUNDS_SECONDS * (FINAL if final else 1.0)
-        else:
-            self._seconds = seconds
+            seconds = ROUNDS_SECONDS * (FINAL if final else 1.0)
+        self._seconds = seconds
         self.number = 1 + max((number for turns in self.turns for number in turns), default=-1)
-        """The number of the round."""
 
     def __iter__(self) -> Iterator[int]:
         started, first = system.monotonic(), self.number
@@ -99,21 +77,33 @@ class RoundSchedule:
             rows = [0, *(row for row in range(1, len(self.turns)) if not self._is_settled(row))]
             if 0 in self.failures or (self.number and rows == [0]):
                 return
-            least = FEW + self.is_disturbed  # the first round of fp32 is not yet repeated on one core
+            # The first round of fp32 is not yet repeated on one core.
+            least = FEW + self.is_disturbed
             done = self.number - first
             if done and self.number >= least:
-                noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
-                is_longer = self.is_disturbed or (noisy and not first)  # those that follow others are more in any case
-                limit = self._seconds * (MORE if is_longer else 1.0)
-                untold = [row for row in rows[1:] if not self._is_told(row)]
-                if (self._patient or self.number < ENOUGH) and untold:
-                    limit = max(limit, self._seconds * (MORE if all(map(self._times_host, untold)) else UNTOLD))
                 elapsed = system.monotonic() - started
-                if elapsed + elapsed / done > limit:
+                if elapsed + elapsed / done > self._limit(rows, follows=bool(first)):
                     return
             for row in rows if self.number % 2 == 0 else reversed(rows):
                 if row not in self.failures:
                     yield row
+
+    def _limit(self, rows: Sequence[int], *, follows: bool) -> float:
+        """Seconds of all rounds of ``rows``; ``follows``: they come after earlier ones."""
+        # Rounds that follow others are more in any case.
+        noisy = any(latency.noisy for latency in map(self.latency, rows) if latency is not None)
+        times = MORE if self.is_disturbed or (noisy and not follows) else 1.0
+        untold = []
+        for row in rows[1:]:
+            latency = self.latency(row)
+            speedup = latency.speedup if latency is not None else None
+            if speedup is not None and judged(speedup.median, speedup.low, speedup.high).told == "noisy":
+                untold.append(row)
+        if untold and (self._patient or self.number < ENOUGH):
+            # Where a row and fp32 wait for the host, more rounds would only time that.
+            waiting = all(waits_for_host(latency_of_rounds(self._rounds(row))) for row in (0, *untold))
+            times = max(times, MORE if waiting else UNTOLD)
+        return self._seconds * times
 
     def note(self, turn: TurnTimed | TurnFailed) -> None:
         """Note a turn; a row that failed is left out from now on."""
@@ -124,29 +114,25 @@ class RoundSchedule:
 
     def latency(self, row: int) -> Latency | None:
         """The times of ``row``; ``None`` if it was never timed."""
-        mine = self._rounds(row)
-        latency = None
-        if mine:
-            latency = latency_of_rounds(mine)
-        return latency and msgspec.structs.replace(latency, speedup=self._compared(row, 0) if row else None)
+        rounds = self._rounds(row)
+        if not rounds:
+            return None
+        return msgspec.structs.replace(latency_of_rounds(rounds), speedup=self._compared(row, 0) if row else None)
 
     def slower_than(self, row: int) -> list[int]:
         """The rows that are told to be faster than ``row``, but fp32."""
-        ratios = {}
-        if row:
-            ratios = {other: self._compared(row, other) for other in self._rivals(row)}
+        if not row:
+            return []
+        ratios = {other: self._compared(row, other) for other in self._rivals(row)}
         return [other for other, ratio in ratios.items() if ratio is not None and _is_slower(ratio)]
 
     def _rivals(self, row: int) -> list[int]:
         return [other for other in range(1, len(self.turns)) if other != row and other not in self.failures]
 
     def _compared(self, row: int, reference: int) -> Speedup | None:
-        """How many times as fast as ``reference`` a row is."""
-        mine, fp32 = self._rounds(row), self._rounds(0)
-        others = [self._rounds(other) for other in self._rivals(0)]
-        on_one_core = any(rather_on_one_core(rounds, fp32) for rounds in others)
-        its = self._rounds(reference)
-        return speedup_in_rounds(mine, its, on_one_core=on_one_core)
+        fp32 = self._rounds(0)
+        on_one_core = any(rather_on_one_core(self._rounds(other), fp32) for other in self._rivals(0))
+        return speedup_in_rounds(self._rounds(row), self._rounds(reference), on_one_core=on_one_core)
 
     def _rounds(self, row: int) -> Rounds:
         return {
@@ -169,16 +155,6 @@ class RoundSchedule:
             speed_change=work[-1 - len(work) // 10] / work[len(work) // 10] if work else None,
         )
 
-    def _is_told(self, row: int) -> bool:
-        latency = self.latency(row)
-        found = latency.speedup if latency is not None else None
-        return found is None or judged(found.median, found.low, found.high).told != "noisy"
-
-    def _times_host(self, row: int) -> bool:
-        """Whether ``row`` and fp32 wait for the host, so that more rounds would only time that."""
-        known = [latency_of_rounds(self._rounds(each)) for each in (0, row)]
-        return all(map(waits_for_host, known))
-
     def _is_settled(self, row: int) -> bool:
         if row in self.failures:
             return True
@@ -188,7 +164,8 @@ class RoundSchedule:
         if latency is None or latency.speedup is None:
             return False
         speedup = latency.speedup
-        if latency.median_ms >= LONG_SECONDS * 1e3 and _is_slower(speedup):  # its interval is wide after one round
+        # A long call has a wide interval after one round.
+        if latency.median_ms >= LONG_SECONDS * 1e3 and _is_slower(speedup):
             return True
         enough = speedup.rounds >= ENOUGH
         margin = SAME if enough else FAR
@@ -196,14 +173,12 @@ class RoundSchedule:
         return speedup.rounds >= FEW and (narrow or speedup.low >= margin or speedup.high <= 1 / margin)
 
     def _is_settled_among_rivals(self, row: int) -> bool:
-        """Whether ``row`` is told to be slower than the fastest or as fast; of the fastest, whether
-        all others are.
-        """
-        ratios = {each: self._compared(each, 0) for each in self._rivals(0)}
-        medians = {each: ratio.median for each, ratio in ratios.items() if ratio is not None}
+        """Whether ``row`` is slower than the fastest, or as fast; the fastest: all others are."""
+        ratios = {rival: self._compared(rival, 0) for rival in self._rivals(0)}
+        medians = {rival: ratio.median for rival, ratio in ratios.items() if ratio is not None}
         if row not in medians:
             return False
-        best = max(medians, key=lambda each: medians[each])
+        best = max(medians, key=lambda rival: medians[rival])
 
         def is_settled(other: int) -> bool:
             ratio = self._compared(other, best)

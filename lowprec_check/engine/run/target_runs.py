@@ -1,6 +1,4 @@
-"""Runs one target repeatedly, each time in a worker, and returns a :class:`Run`. Used by scans and
-by the planner.
-"""
+"""Runs one target repeatedly, each time in a worker, and returns a :class:`Run` each."""
 
 from __future__ import annotations
 
@@ -49,27 +47,17 @@ from lowprec_check.schema.what_if import WhatIf
 
 REFERENCE_BUDGET = 600.0
 """Budget in seconds of the fp32 run, whose time is not known yet."""
-
 MAX_SELF_ERROR = 0.1
 """Largest rel_l2 between two fp32 runs for which fp32 is used as the reference."""
-
 EXPLAIN_RATIO = 60.0
-"""Times an fp32 forward that the instrumented part may take; 20 are usual for a model with many
-small ops.
-"""
-
+"""Times an fp32 forward that the instrumented part may take; 20 are usual with many small ops."""
 BUDGET, BUDGET_RATIO = 20.0, 10.0
-"""Budget in seconds of the other runs, or so many times an fp32 forward, or :data:`FIRST_CALLS`
-first ones, if that is longer.
-"""
-
+"""Seconds for each other run; more if so many fp32 forwards, or a few first ones, take longer."""
 FIRST_CALLS = 3.0
 
 ERRORS_OF_FP32 = 3.0
 """So many times the difference between two fp32 runs passes."""
-
 HIDDEN_STATE = "the model keeps state that a scan cannot rewind: plain and instrumented runs use separate processes"
-
 
 _FROM_OPTIONS = {field.name for field in dataclasses.fields(RunOptions)} & {
     field.name for field in dataclasses.fields(RunTask)
@@ -78,9 +66,7 @@ _FROM_OPTIONS = {field.name for field in dataclasses.fields(RunOptions)} & {
 
 
 class TargetRuns:
-    """Runs a target: first the fp32 reference, by :meth:`reference`, then other precisions,
-    compared with it.
-    """
+    """Runs a target: first the fp32 reference, then other precisions, compared with it."""
 
     def __init__(self, source: TargetSource, options: RunOptions, isolation: Isolation, files: TaskFiles) -> None:
         self.target, self.options, self._files = source.target, options, files
@@ -93,14 +79,12 @@ class TargetRuns:
         self._self_error = 0.0
         self._first_seconds = 0.0
         self._drew: dict[RunKey, bool | None] = {}
-        """Whether a run without kept modules drew random numbers; ``None`` if that was not looked
-        for.
-        """
+        """Whether a run without modules kept in fp32 drew random numbers; ``None``: unknown."""
         self._stream = stream_of(source.target.model)
         self._ablations: dict[tuple[RunKey, frozenset[str]], Run] = {}
         """By the run and the modules in fp32: one may be a trial of a plan, too."""
         self._eager: dict[RunKey, Run] = {}
-        """The eager runs without a plan, whose op-by-op analysis explains those on other backends."""
+        """The eager runs without a plan, whose analysis explains those on other backends."""
 
     @property
     def isolation(self) -> Isolation:
@@ -112,26 +96,18 @@ class TargetRuns:
         self._launcher.side_by_side.close()
 
     def show_step(self, search: str, step: str | None) -> None:
-        """Show as progress the ``step`` of a ``search``, until there is none, in place of what its
-        runs do.
-        """
+        """Show the ``step`` of a ``search``, if there is one, as progress in place of its runs'."""
         source = self._launcher.source
-        if step is None:
-            source.search_step = None
-        else:
-            source.search_step = (search, step)
+        source.search_step = None
         if step is not None:
+            source.search_step = (search, step)
             source.report(search, step)
 
     # -- the reference
 
     def reference(self, timed_as: Run | None = None, *, instrumented: bool = True) -> Run:
-        """Run fp32; raises :class:`UsageError` if the model fails, hangs, or has NaN or Inf in its
-        output.
-
-        ``timed_as`` is its run on another batch, whose time is taken instead of measuring it, and
-        which was analyzed; ``instrumented`` is whether it is, too.
-        """
+        """Run fp32; :class:`UsageError` if the model fails, hangs, or gives NaN or Inf."""
+        # A run on another batch was analyzed, and its time is used here.
         first = timed_as is None
         if self.options.device == "cpu":
             check_weights_fit(self.target.model, torch.device("cpu"), self.isolation)
@@ -147,7 +123,8 @@ class TargetRuns:
         self._self_error = self._self_error_in(measures)
         if self._self_error > MAX_SELF_ERROR:
             raise UsageError(
-                f"Two fp32 runs with the same seed differ by {self._self_error:.1e} (rel_l2), too much for a reference.",
+                f"Two fp32 runs with the same seed differ by {self._self_error:.1e} (rel_l2), too much for a "
+                "reference.",
                 "Remove clocks, unseeded generators, and state outside the model's attributes from the forward.",
             )
         self._first_seconds = plain.first_seconds
@@ -155,22 +132,18 @@ class TargetRuns:
         self._drew[task.key] = outcome.draws
         self.training = outcome.training.setup if outcome.training is not None else None
         repeatable = self.training is None or self.training.repeatable
-        run = msgspec.structs.replace(
-            run,
-            nondeterministic=self._self_error > 0 or not repeatable,
-            notes=[*run.notes, *([HIDDEN_STATE] if self._launcher.hidden_state else [])],
-        )
-        if timed_as is None:
-            if self._stream is not None:
-                self._fp32_ms = plain.seconds * 1e3
-            elif measures:
-                self._fp32_ms = measures.latency_ms
-            else:
-                self._fp32_ms = None
-            self.fp32 = self._timed(run, task)
-        else:
+        run = msgspec.structs.replace(run, nondeterministic=self._self_error > 0 or not repeatable)
+        if self._launcher.hidden_state:
+            run = msgspec.structs.replace(run, notes=[*run.notes, HIDDEN_STATE])
+        # The time of fp32 sets the limits of all other runs.
+        if timed_as is not None:
             self._fp32_ms, peak = timed_as.latency_ms, timed_as.peak_memory_bytes
             self.fp32 = msgspec.structs.replace(run, latency_ms=self._fp32_ms, peak_memory_bytes=peak)
+        else:
+            self._fp32_ms = measures.latency_ms if measures else None
+            if self._stream is not None:
+                self._fp32_ms = plain.seconds * 1e3
+            self.fp32 = self._timed(run, task)
         self._eager[run.key] = self.fp32
         return self.fp32
 
@@ -179,17 +152,14 @@ class TargetRuns:
         return Fp32Outputs.load(self._files).outputs[0]
 
     def _self_error_in(self, measures: Measures | None) -> float:
-        """How far two fp32 runs differ.
-
-        If they do in one process, after the state was rewound, the second is made in another one,
-        without state of the first.
-        """
-        found = measures.self_error if measures is not None else None
-        if found is None:
+        if measures is None or measures.self_error is None:
             return 0.0
-        within = found.distance if found.distance is not None else math.inf
+        within = measures.self_error.distance
+        if within is None:
+            within = math.inf
         if not within or self.isolation == "none":
             return within
+        # They do in one process, in spite of the rewound state: another process makes the second.
         self._launcher.renew()
         task = self._task(REFERENCE, budget=self._reference_budget, measured=False, instrumented=False)
         again = self._launcher.execute(task)
@@ -212,10 +182,9 @@ class TargetRuns:
     def tolerance(self, precision: str, backend: str = EAGER) -> float:
         """Largest rel_l2 of the output that passes; larger if two fp32 runs differ."""
         default = max(PRECISIONS.get(precision).tolerance, BACKENDS.get(backend).tolerance)
+        ops: set[str] = set()
         if precision == REFERENCE and self.fp32 is not None:
             ops = set(self.fp32.op_calls.op)
-        else:
-            ops = set()
         if rounds_to_tf32(torch.device(self.options.device), ops):
             default = max(default, FP16.tolerance)
         asked = default if self.options.tolerance is None else self.options.tolerance
@@ -225,12 +194,10 @@ class TargetRuns:
 
     def in_order(self, keys: Sequence[RunKey]) -> list[RunKey]:
         """``keys`` in the order to run them: slow ones last, which may run side by side."""
-        slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
-        options, one_by_one = self.options, self._stream is not None or self._launcher.hidden_state
-        one_by_one |= (
-            options.device != "cpu" or options.steps > 0 or options.batches > 1 or options.scenario is not None
-        )
-        if not one_by_one:
+        options = self.options
+        alone = self._stream is not None or self._launcher.hidden_state or options.scenario is not None
+        if not alone and options.device == "cpu" and options.steps == 0 and options.batches <= 1:
+            slow = [key for key in keys if key.backend == EAGER and self.is_slow(key.precision)]
             possible = [key for key in slow if self._why_skipped(key) is None]
             self._launcher.side_by_side.expect(map(self._usual_task, possible))
         return sorted(keys, key=lambda key: self.is_slow(key.precision))
@@ -247,13 +214,9 @@ class TargetRuns:
         errors: Errors | None = None,
         status_only: bool = False,
     ) -> Run:
-        """Run ``precision`` on ``backend``. ``measured`` adds time and memory, ``instrumented``
-        explains every op, with the ``errors`` of the options unless others are given;
-        ``status_only`` ends the calls with the first that fails.
-
-        A crash, a hang or an exception is reported as the status. A run on another backend is
-        explained by the eager run of the same precision and memory format, if there was one.
-        """
+        """Run ``precision`` on ``backend``; a crash, a hang or an exception is its status."""
+        # ``measured`` adds time and memory, ``instrumented`` explains every op, with the errors of
+        # the options by default; ``status_only`` ends the calls with the first that fails.
         key = RunKey(precision, backend, self.options.device, memory_format)
         ablation = None
         if keep_fp32 and not (measured or instrumented):
@@ -264,12 +227,14 @@ class TargetRuns:
         reason = self._why_skipped(task.key)
         if reason is not None:
             return skipped(task.key, reason, task.evidence)
+        # The eager run of the same precision and memory format explains one on another backend.
         eager = None
         if backend != EAGER and not keep_fp32:
             eager = self._eager.get(task.key._replace(backend=EAGER))
         task = dataclasses.replace(task, instrumented=instrumented and eager is None, status_only=status_only)
-        if keep_fp32 and self.fp32 is not None:  # it draws what is drawn without kept modules, or in fp32
-            drew = {self._drew.get(each) for each in (task.key, self.fp32.key)}
+        # It draws what is drawn without kept modules, or in fp32.
+        if keep_fp32 and self.fp32 is not None:
+            drew = {self._drew.get(task.key), self._drew.get(self.fp32.key)}
             task = dataclasses.replace(task, draws=drew != {False})
         outcome = self._launcher.run(task)
         if not keep_fp32:
@@ -286,31 +251,28 @@ class TargetRuns:
         return explained_by(run, eager)
 
     def time(self, runs: Sequence[Run]) -> TimedRuns:
-        """fp32 and ``runs``, with the times of calls in rounds over all of them; none if no times
-        are taken.
-        """
+        """fp32 and ``runs``, with times in rounds over all; without, if times are not compared."""
         assert self.fp32 is not None
         self.close()
         if self.options.predicted is not None or not self.options.timed or self._stream is not None:
             return untimed([self.fp32, *runs])
 
         def task_of(run: Run) -> ModelTask:
-            key, kept = run.key._replace(precision=run.base or run.precision), tuple(run.keep_fp32)
-            how: dict[str, Any] = {"keep_fp32": kept, "usual_ms": run.latency_ms}
-            return self._usual_task(key, **how, setup_budget=BACKENDS.get(run.backend).setup_budget)
+            return self._usual_task(
+                run.key._replace(precision=run.base or run.precision),
+                keep_fp32=tuple(run.keep_fp32),
+                usual_ms=run.latency_ms,
+                setup_budget=BACKENDS.get(run.backend).setup_budget,
+            )
 
         return time_runs(self.fp32, runs, task_of, self._launcher)
 
     def is_slow(self, precision: str) -> bool:
-        """Whether the device does not accelerate its format, so that one call may decide about a
-        run.
-        """
+        """Whether the device does not accelerate its format: one call may decide about a run."""
         return PRECISIONS.get(precision).format.short in self.options.slow_formats
 
     def what_if(self, formats: tuple[str, ...]) -> list[WhatIf]:
-        """The output error that each of ``formats`` would cause, predicted from fp32: none of them
-        is run.
-        """
+        """The output error that each of ``formats`` would cause, predicted from an fp32 run."""
         budget = self._reference_budget
         task = self._task(REFERENCE).as_task(WhatIfTask, formats=formats, budget=budget)
         outcome = self._launcher.execute(task)
@@ -320,13 +282,10 @@ class TargetRuns:
         return [WhatIf(format=name, note=why) for name in formats]
 
     def _with_extension_ways(self, run: Run, task: RunTask) -> Run:
-        """``run`` with the ways of Intel's extension, if it fits the training; with those before,
-        and a note, if its worker dies or takes too long.
-
-        They are tried for autocast to bf16 on the CPU, in a worker: the extension changes its
-        process for good. ``ipex.optimize`` takes weights in fp32 only, and would cast those of
-        modules that are kept in fp32.
-        """
+        """``run`` with the ways of Intel's extension, if it fits; notes say what failed."""
+        # They are tried for autocast to bf16 on the CPU, in a worker: the extension changes its
+        # process for good. ``ipex.optimize`` takes weights in fp32 only, and would cast those of
+        # modules that are kept in fp32.
         precision = PRECISIONS.get(task.precision)
         fits = any(way.trial == "own process" and way.suits(precision) for way in WAYS)
         here = task.device == "cpu" and task.predicted is None and self.isolation != "none"
@@ -336,17 +295,17 @@ class TargetRuns:
             return run
         extension = task.as_task(ExtensionTask)
         outcome = self._launcher.execute(extension)
-        found = outcome.training.run.ways if outcome.training is not None else []
+        ways = [*run.training.ways]
+        if outcome.training is not None:
+            ways += outcome.training.run.ways
+        notes = [*run.notes, *outcome.faults]
         why = outcome.why_incomplete(extension.part_budget)
-        untried = []
         if why:
-            untried = [f"not all ways of Intel's extension were tried: {why}"]
-        notes = [*run.notes, *outcome.faults, *untried]
-        training = msgspec.structs.replace(run.training, ways=[*run.training.ways, *found])
-        return msgspec.structs.replace(run, training=training, notes=notes)
+            notes.append(f"not all ways of Intel's extension were tried: {why}")
+        return msgspec.structs.replace(run, training=msgspec.structs.replace(run.training, ways=ways), notes=notes)
 
     def _timed(self, run: Run, task: RunTask) -> Run:
-        """``run`` with the times in the scenario, if one was asked for and the run gave an output."""
+        """``run`` with the times in the scenario, if one is asked for and it gave an output."""
         if self.options.scenario is None or run.latency_ms is None:
             return run
         changes = self._launcher.changes_parameters or task.steps > 0
@@ -358,13 +317,9 @@ class TargetRuns:
         return msgspec.structs.replace(run, timing=timing)
 
     def _why_skipped(self, key: RunKey) -> str | None:
-        """Why a run is not possible here, in words."""
-        backend, target = BACKENDS.get(key.backend), self.target
-        done = {
-            "predicted": self.options.predicted is not None,
-            "trained": self.options.steps > 0,
-            "streamed": self._stream is not None,
-        }
+        options, target, backend = self.options, self.target, BACKENDS.get(key.backend)
+        done = {"predicted": options.predicted is not None, "trained": options.steps > 0}
+        done["streamed"] = self._stream is not None
         if backend.name != EAGER and any(done.values()):
             return f"only eager runs are {next(filter(done.get, done))}"
         if backend.changes_process and self.isolation == "none":
@@ -373,7 +328,8 @@ class TargetRuns:
             )
         precision = PRECISIONS.get(key.precision)
         reason = backend.skip_reason(precision, key.device, key.memory_format)
-        if self.options.predicted is None:  # torch disables the autocast of a device that is not here
+        # torch disables the autocast of a device that is not here.
+        if options.predicted is None:
             reason = reason or autocast_problem(precision, device_type(key.device))
         elif precision.kind in ("cast", "autocast"):
             problem = why_not_covered(precision)
@@ -381,15 +337,12 @@ class TargetRuns:
                 reason = f"nothing can be predicted: {problem}"
         reason = reason or format_problem(key.memory_format, target.model, target.inputs)
         peak = self.fp32.peak_memory_bytes if self.fp32 else None
-        return reason or why_too_large(target.model, self.options.device, self.isolation, peak, self._files)
+        return reason or why_too_large(target.model, options.device, self.isolation, peak, self._files)
 
     def _usual_task(self, key: RunKey, **changes: Any) -> RunTask:
-        """The task of the run ``key``, but for ``changes``."""
-        setup = 0.0
-        if not self.options.budget:
-            setup = BACKENDS.get(key.backend).setup_budget
-        how: dict[str, Any] = {"backend": key.backend, "memory_format": key.memory_format, "setup_budget": setup}
-        return self._task(key.precision, **how | changes)
+        setup = 0.0 if self.options.budget else BACKENDS.get(key.backend).setup_budget
+        usual = {"backend": key.backend, "memory_format": key.memory_format, "setup_budget": setup}
+        return self._task(key.precision, **usual | changes)
 
     def _task(self, precision: str, **changes: Any) -> RunTask:
         options, fp32_ms = self.options, self._fp32_ms or 0.0
@@ -404,16 +357,17 @@ class TargetRuns:
             "explain_budget": options.budget or max(self.budget, forwards),
             "fp32_ms": self._fp32_ms,
             "fp32_setup": max(0.0, self._first_seconds - fp32_ms / 1e3),
-            "fp32_peak": self.fp32.peak_memory_bytes if self.fp32 else None,
+            "fp32_peak": self.fp32 and self.fp32.peak_memory_bytes,
             "changes_parameters": self._launcher.changes_parameters or options.steps > 0,
             "accelerated": not self.is_slow(precision),
         }
-        reads_once = self._stream is not None and self._stream.nbytes > HELD_BYTES and precision != REFERENCE
-        # Their derivative reads all weights once more, so that it must be asked for.
-        budget = options.budget_error and not options.limits_memory
-        streamed = {"measured": False, "budget_error": budget, "reads_once": reads_once}
-        left_out = {} if self._stream is None else streamed
-        return RunTask(precision=precision, **settings | changes | left_out)
+        settings |= changes
+        if self._stream is not None:
+            settings["measured"] = False
+            # The derivative reads all weights once more, so that it must be asked for.
+            settings["budget_error"] = options.budget_error and not options.limits_memory
+            settings["reads_once"] = self._stream.nbytes > HELD_BYTES and precision != REFERENCE
+        return RunTask(precision=precision, **settings)
 
 
 @contextlib.contextmanager

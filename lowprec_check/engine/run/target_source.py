@@ -1,6 +1,4 @@
-"""The target: loaded as the user names it, and how workers get it: a fork has it already; a fresh
-interpreter loads it again, or unpickles it.
-"""
+"""Loads the target; workers get it by a fork, or load or unpickle it in a fresh interpreter."""
 
 from __future__ import annotations
 
@@ -37,8 +35,7 @@ from lowprec_check.process.breadcrumb import read_shared, shared_file
 from lowprec_check.process.function_worker import KeptWorker, Method
 from lowprec_check.process.interpreter import change_folder, current_folder
 
-# -- How workers get the target: a fork has it already; a fresh interpreter loads it again, or unpickles it
-
+# -- How workers get the target
 
 Load = Callable[[], Target]
 """Returns the target inside a worker; picklable if the worker is a fresh interpreter."""
@@ -52,12 +49,10 @@ class FreshLoad(NamedTuple):
 
 
 class TargetSource:
-    """The source of ``target`` for workers.
+    """The source of ``target`` for workers."""
 
-    ``reload`` loads it from the user's file; without it, the target is pickled. ``imports`` is what
-    the file imported; ``best`` is how runs are isolated by default, on a CPU; ``name`` is the
-    user's name for the target.
-    """
+    # ``reload`` loads it from the user's file; without it, the target is pickled. ``imports`` is
+    # what the file imported; ``best`` is the default isolation on a CPU; ``name`` is the user's.
 
     def __init__(
         self,
@@ -83,13 +78,12 @@ class TargetSource:
     @property
     def method(self) -> Method:
         """How a worker starts that is to be as it is with ``fork`` if possible."""
-        forks = self.best == "fork" and not self._fork_fails and not accelerator_in_use()
-        return "fork" if forks else "spawn"
+        if self.best == "fork" and not self._fork_fails and not accelerator_in_use():
+            return "fork"
+        return "spawn"
 
     def best_on(self, device: str) -> Isolation:
-        """How runs on ``device`` are isolated by default, but for sharing a worker: no fork, if it
-        could not use the device.
-        """
+        """The default isolation on ``device``, sharing aside: no fork that could not use it."""
         if device.startswith("cpu") or self.best != "fork" or not self._forks_lose_accelerators:
             return self.best
         self.stop_forking()
@@ -97,15 +91,11 @@ class TargetSource:
 
     @functools.cached_property
     def _forks_lose_accelerators(self) -> bool:
-        """Whether a fork cannot use accelerators, because this process has asked for them; what
-        torch knows only a fork tells.
-        """
+        """Whether forks cannot use accelerators, as this process asked for them; a fork tells."""
         return cuda_driver_is_initialized() or isolated(in_bad_fork, "fork", bool)
 
     def isolation_of_functions(self, isolation: Isolation | None, device: str | None) -> Isolation:
-        """How a function that may initialize ``device`` is called, where the runs have this
-        ``isolation``.
-        """
+        """How a function that may initialize ``device`` is called, for runs with ``isolation``."""
         wanted = isolation or self.best
         method = "fork" if wanted == "shared" and self.method == "fork" else wanted
         if method == "fork" and not (device or "").startswith("cpu") and self._forks_lose_accelerators:
@@ -113,13 +103,11 @@ class TargetSource:
         return method
 
     def stop_forking(self) -> None:
-        """From now on, :attr:`method` is a fresh interpreter: a fork has failed where that has not."""
+        """Make :attr:`method` a fresh interpreter: a fork has failed where that has not."""
         self._fork_fails = True
 
     def isolated_by(self, isolation: Isolation) -> None:
-        """Prepare for runs with this ``isolation``: free what this process holds on an accelerator,
-        if workers load it again.
-        """
+        """Free what this process holds on an accelerator, if workers load it again."""
         loads_again = isolation == "spawn" or (isolation == "shared" and self.method == "spawn")
         if self.reload is not None and loads_again:
             free_weights(self.target.model)
@@ -131,18 +119,20 @@ class TargetSource:
         return self.target
 
     def fresh(self) -> FreshLoad:
-        """The target for a fresh interpreter; raises :class:`UsageError` if it cannot be pickled."""
+        """The target for a fresh interpreter; :class:`UsageError` if it cannot be pickled."""
         if self.reload is not None:
             return FreshLoad(self.reload)
         if self._pickled is None:
             descriptor = shared_file()
             try:
+                # With what the main script defines, which need not run again.
                 with os.fdopen(os.dup(descriptor), "wb") as file:
-                    cloudpickle.dump(self.target, file)  # with what the main script defines, which need not run again
+                    cloudpickle.dump(self.target, file)
             except Exception as error:
                 os.close(descriptor)
+                why = f"{type_name(error)}: {first_line(message_of(error))}"
                 raise UsageError(
-                    f"The model cannot be sent to a fresh interpreter: {type_name(error)}: {first_line(message_of(error))}",
+                    f"The model cannot be sent to a fresh interpreter: {why}",
                     "Scan its file with: lowprec-check scan FILE.",
                 ) from None
             self._pickled = descriptor
@@ -159,14 +149,13 @@ class TargetSource:
         return batch
 
     def scale_weights(self, seed: int, output_rms: float) -> bool:
-        """Scale the random weights of a model that was loaded by name, whose output has this root
-        mean square; whether any was scaled, also in the workers that start from now on.
-        """
+        """Scale random weights of a model loaded by name, by its output's RMS; whether any was."""
         if self.target.weights != "random":
             return False
         self.target = scale_weights(self.target, seed, output_rms)
         if self.target.weights != "scaled":
             return False
+        # Also in the workers that start from now on.
         if self.reload is not None:
             self.reload = functools.partial(_load_scaled, self.reload, seed, output_rms)
         self.kept.end()  # it has the weights as they were
@@ -181,9 +170,7 @@ class TargetSource:
         return sorted(path for path in {*map(Path, own), Path(self.name.partition(":")[0])} if path.is_file())
 
     def report(self, run: str, doing: str) -> None:
-        """Show as progress what ``run`` is ``doing``, or the step of the search that it is made
-        for.
-        """
+        """Show what ``run`` is ``doing`` as progress, or the step of the search that needs it."""
         self.on_progress(*(self.search_step or (run, doing)))
 
     def close(self) -> None:
@@ -215,29 +202,22 @@ def _unpickle(descriptor: int) -> Target:
 # survive a fork.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
-
 QUICK_SECONDS = 10.0
 """A file that takes longer to load is not loaded again for other initial weights."""
 
 
 def load_spec(spec: TargetSpec, seed: int) -> Target:
-    """Load the target after seeding, so that a file with random weights gets the same ones in every
-    worker and scan.
-    """
+    """Load the target after seeding: random weights are the same in every worker and scan."""
     started = system.monotonic()
     seed_everything(seed)
     use_sources(dict(spec.sources), with_probes if spec.probed else None)
     if spec.probed:
         start_probing()
-    weights = None
-    if spec.weights is not None:
-        weights = str(spec.weights)
+    weights = str(spec.weights) if spec.weights is not None else None
     target = load_target(spec.name, spec.inputs, weights, spec.arguments, spec.steps, stream=spec.stream)
-    is_quick = system.monotonic() - started <= QUICK_SECONDS
-    remake = functools.partial(_model, spec._replace(steps=min(1, spec.steps)))
-    if is_quick:
-        return target._replace(remake=remake)
-    return target
+    if system.monotonic() - started > QUICK_SECONDS:
+        return target
+    return target._replace(remake=functools.partial(_model, spec._replace(steps=min(1, spec.steps))))
 
 
 def _model(spec: TargetSpec, seed: int) -> nn.Module:
@@ -245,34 +225,30 @@ def _model(spec: TargetSpec, seed: int) -> nn.Module:
 
 
 def load_here(spec: TargetSpec, seed: int) -> TargetSource:
-    """Load ``spec`` in this process; the source knows how its runs are isolated best.
-
-    A file that starts threads or sets their number is loaded again in fresh interpreters: threads
-    are not forked.
-    """
+    """Load ``spec`` in this process; the source knows how its runs are isolated best."""
     running, threads, folder = threading.enumerate(), torch.get_num_threads(), current_folder()
-    torch.set_num_threads(1)  # a process that forks must not have a pool of threads
+    # Threads are not forked: a process that forks must not have a pool of them, and a file that
+    # starts some, or sets their number, is loaded again in fresh interpreters.
+    torch.set_num_threads(1)
     try:
         with separate_imports() as imports, cuda_asked_in_a_fork():
             target = load_spec(spec, seed)
         forks_safely = torch.get_num_threads() == 1 and threads_end(known=[*running, *parked_threads()])
+        # A backward pass starts threads for accelerators.
         if target.observed is not None and resolve(None).type != "cpu":
-            forks_safely = False  # a backward pass starts threads for accelerators
+            forks_safely = False
     finally:
         torch.set_num_threads(threads)
-    isolation = best_isolation(can_spawn=True)
-    best: Isolation = "spawn" if isolation == "fork" and not forks_safely else isolation
+    best = best_isolation(can_spawn=True)
+    if best == "fork" and not forks_safely:
+        best = "spawn"
     return TargetSource(target, functools.partial(_load_in, folder, spec, seed), imports, best, name=spec.name)
 
 
 @contextlib.contextmanager
 def cuda_asked_in_a_fork() -> Iterator[None]:
-    """Let a fork find out what files ask about a GPU when they are imported, as
-    ``torch.utils._triton.has_triton`` does.
-
-    This process does not initialize it for that: its forks could not use it then, and would have to
-    load the model again.
-    """
+    """Let a fork answer what imported files ask about a GPU, as ``torch.utils._triton`` does."""
+    # Initializing CUDA here would keep forks from using it: they would have to load the model.
     cuda, asks = torch.cuda, torch.backends.cuda.is_built() and sys.platform.startswith("linux")
     current_device, get_device_properties = cuda.current_device, cuda.get_device_properties
 
@@ -281,14 +257,21 @@ def cuda_asked_in_a_fork() -> Iterator[None]:
             return 0
         return current_device()
 
+    def plain_properties(device: Any) -> dict[str, Any]:
+        about = get_device_properties(device)
+        values = {name: getattr(about, name) for name in dir(about) if not name.startswith("_")}
+        return {
+            name: value if isinstance(value, (int, float, str, tuple)) else str(value) for name, value in values.items()
+        }
+
     @functools.cache
-    def found_in_a_fork(device: Any) -> dict[str, Any]:
-        return isolated(lambda: _plain_values(get_device_properties(device)), "fork", dict)
+    def asked_in_a_fork(device: Any) -> dict[str, Any]:
+        return isolated(lambda: plain_properties(device), "fork", dict)
 
     def properties(device: Any = None) -> Any:
         if asks and not cuda.is_initialized():
             with contextlib.suppress(WorkerError):  # else the error is raised here
-                return SimpleNamespace(**found_in_a_fork(device))
+                return SimpleNamespace(**asked_in_a_fork(device))
         return get_device_properties(device)
 
     cuda.current_device, cuda.get_device_properties = current, properties
@@ -298,15 +281,7 @@ def cuda_asked_in_a_fork() -> Iterator[None]:
         asks, cuda.current_device, cuda.get_device_properties = False, current_device, get_device_properties
 
 
-def _plain_values(properties: Any) -> dict[str, Any]:
-    names = (name for name in dir(properties) if not name.startswith("_"))
-    found = {name: getattr(properties, name) for name in names}
-    return {name: value if isinstance(value, (int, float, str, tuple)) else str(value) for name, value in found.items()}
-
-
 def _load_in(folder: str | None, spec: TargetSpec, seed: int) -> Target:
-    """Load ``spec`` in the folder of the command: its file may have changed the current one, which
-    new processes inherit.
-    """
+    """Load ``spec`` in the command's folder: its file may have changed the current one."""
     change_folder(folder)
     return load_spec(spec, seed)

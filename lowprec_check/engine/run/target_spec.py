@@ -1,6 +1,4 @@
-"""How the user names a target. Does not import torch, so that a command can say it to a process
-that does.
-"""
+"""How the user names a target; does not import torch, so that a command can use it."""
 
 from __future__ import annotations
 
@@ -10,11 +8,8 @@ from typing import NamedTuple
 
 LOAD_SECONDS = 600.0
 """A process must have loaded the target by then."""
-
 OnProgress = Callable[[str, str], None]
 """Called with the name of a run and its current step."""
-
-
 NOTICE = "notice"
 """In place of the name of a run: what is said once about all runs, and stays."""
 
@@ -29,9 +24,7 @@ class TargetSpec(NamedTuple):
     weights: Path | None = None
     """File with a state dict."""
     stream: bool = False
-    """Whether weights stay in their files until a module uses them; automatic for a folder whose
-    weights do not fit into memory.
-    """
+    """Whether weights stay in files until used; automatic if a folder's do not fit into memory."""
     arguments: tuple[str, ...] = ()
     """What a script gets as ``sys.argv[1:]``."""
     steps: int = 0

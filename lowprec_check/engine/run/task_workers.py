@@ -1,6 +1,4 @@
-"""Runs a task in a worker: starts it, takes its messages and sets its limits; slow tasks may run
-side by side.
-"""
+"""Runs a task in a worker: starts it, takes its messages, sets its limits; or several at once."""
 
 from __future__ import annotations
 
@@ -42,24 +40,17 @@ from lowprec_check.schema.statements import percent
 
 CHECK_SECONDS = 30.0
 """Time in which a shared worker must have said whether it can do another task."""
-
 WATCHED_SECONDS = 1.0
 """How long a call must have run before others may start beside it."""
-
 BUSY = 0.9
 """A call that uses fewer cores waits for other programs."""
-
 TaskWorker = FunctionWorker[TaskMessage]
 
 Event = MessageEvent[TaskWorker, TaskMessage] | StateEvent[TaskWorker]
 
 
 def execute(task: ModelTask, source: TargetSource, isolation: Isolation, *, idle_limit: float = math.inf) -> Outcome:
-    """Do ``task``. A worker that does not use the processor for ``idle_limit`` seconds is killed.
-
-    Raises :class:`WorkerError` if the tool itself fails, and :class:`UsageError` if the worker
-    cannot load the target or save the fp32 output.
-    """
+    """Do ``task``; a worker that leaves the processor unused for ``idle_limit`` s is killed."""
     outcome = Outcome()
     clear_shared(task.files.log)
     if isolation == "none":
@@ -88,10 +79,7 @@ def execute(task: ModelTask, source: TargetSource, isolation: Isolation, *, idle
 
 def start_worker(task: ModelTask, source: TargetSource, method: Method, *, shared: bool = False) -> TaskWorker:
     """A worker for ``task`` alone; a ``shared`` one waits for it, and for those that follow."""
-    if method == "fork":
-        fresh = FreshLoad(source.forked)
-    else:
-        fresh = source.fresh()
+    fresh = FreshLoad(source.forked) if method == "fork" else source.fresh()
     worker: TaskWorker = FunctionWorker(
         functools.partial(serve, fresh.load) if shared else functools.partial(do_task, task, fresh.load),
         decode,
@@ -105,9 +93,7 @@ def start_worker(task: ModelTask, source: TargetSource, method: Method, *, share
 
 
 def _shared_worker(task: ModelTask, source: TargetSource) -> tuple[TaskWorker, bool]:
-    """A worker that waits for ``task``, and whether it has done other tasks; one that has left
-    something behind is ended.
-    """
+    """A waiting worker, and whether it did other tasks; one with leftovers is replaced."""
     kept = source.kept
     worker: TaskWorker | None = kept.take(_owner(task, source))
     if worker is not None:
@@ -132,45 +118,43 @@ def _owner(task: ModelTask, source: TargetSource) -> tuple[object, ...]:
     return id(source), task.device, task.files, source.method
 
 
-def _set_limits(worker: TaskWorker, message: TaskMessage, task: ModelTask) -> None:
-    """Each call and each part gets its budget; if the plain run is too slow or failed, each op gets
-    its limit.
-    """
+def _take(event: Event, outcome: Outcome, task: ModelTask) -> None:
+    """Add what a worker sent, or its state, to the ``outcome`` of ``task``; set its limits."""
+    if isinstance(event, StateEvent):
+        _take_state(event, outcome, task)
+        return
+    worker, message = event.worker, event.message
+    outcome.add(message)
+    if isinstance(message, Ended):
+        message.check()
+        return
+    # Each call and part gets its budget. After these, the instrumented part may be next.
     failed = isinstance(message, PlainResult) and message.status == "error"
-    if isinstance(task, AnalysisTask) and (
-        failed or isinstance(message, Measures)
-    ):  # the instrumented part may be next
+    if isinstance(task, AnalysisTask) and (failed or isinstance(message, Measures)):
         worker.set_timeout(max(task.call_budget, task.explain_budget))
     elif isinstance(message, (Loaded, CallStarted, PlainResult, InputStarted, TurnTimed, WeightRead)):
         worker.set_timeout(task.part_budget)
+    # Each op gets its limit if the plain run failed or was too slow.
     if failed or (isinstance(message, Loaded) and isinstance(task, ExplainTask) and task.measure_once):
         worker.op_limit = task.op_limit
 
 
-def _take(event: Event, outcome: Outcome, task: ModelTask) -> None:
-    """Add what a worker sent, or how it is, to the ``outcome`` of its ``task``, and set its limits."""
-    if isinstance(event, MessageEvent):
-        outcome.add(event.message)
-        if isinstance(event.message, Ended):
-            event.message.check()
-        else:
-            _set_limits(event.worker, event.message, task)
-        return
-    outcome.position = event.position
+def _take_state(event: StateEvent[TaskWorker], outcome: Outcome, task: ModelTask) -> None:
+    position = outcome.position = event.position
     if event.state == "running":
         return
-    if event.position is not None:
-        outcome.seconds_in_op = event.position.seconds_in_op()
-    else:
-        outcome.seconds_in_op = 0.0
+    outcome.seconds_in_op = position.seconds_in_op() if position is not None else 0.0
     line = model_line(read_shared(task.files.log))
     if event.state != "ended":
         outcome.ended = event.state
-        outcome.line = line if event.position is None else None
+        outcome.line = line if position is None else None
     elif event.exit_code is not None:
-        hint = " (out of memory?)" if signal_name(event.exit_code) == "SIGKILL" else ""
         outcome.ended, outcome.exit_code = "crashed", event.exit_code
-        outcome.reason = f"{describe_exit(event.exit_code)}{hint}{f' at {line}' if line else ''}"
+        outcome.reason = describe_exit(event.exit_code)
+        if signal_name(event.exit_code) == "SIGKILL":
+            outcome.reason += " (out of memory?)"
+        if line:
+            outcome.reason += f" at {line}"
 
 
 def _report(event: Event, outcome: Outcome, task: ModelTask, source: TargetSource) -> None:
@@ -178,10 +162,10 @@ def _report(event: Event, outcome: Outcome, task: ModelTask, source: TargetSourc
     if isinstance(event, MessageEvent) or event.state != "running":
         return
     (name, doing), read = task.progress, outcome.weight_read
-    if read is not None:
-        doing = f"{doing} in {read.module}"
     if outcome.position:
         doing = describe_position(outcome.position)
+    elif read is not None:
+        doing = f"{doing} in {read.module}"
     if read is not None:
         doing = f"{doing}, {percent(read.share)} of the weights"
     so_far = None if task.is_reference else outcome.verdict_so_far
@@ -221,12 +205,11 @@ class _Begun:
 
 
 class SideBySide:
-    """Runs the first attempts at slow tasks in forks, several at once if the first one leaves cores
-    idle: kernels that are not made for a format often use one core. A call beside others that uses
-    several cores is ended, since its time would be wrong: its task must run alone. What a worker
-    waits for a core does not count against its budget. A failed run is explained beside the calls
-    of others.
-    """
+    """Runs the first attempts at slow tasks in forks, several at once if the first leaves cores."""
+
+    # Kernels that are not made for a format often use one core. A call beside others that uses
+    # several cores is ended, since its time would be wrong: its task must run alone. Waiting for a
+    # core does not count against the budget. A failed run is explained beside the calls of others.
 
     def __init__(self, source: TargetSource) -> None:
         self._source = source
@@ -243,11 +226,23 @@ class SideBySide:
         self._expected = list(tasks)
 
     def outcome(self, task: ModelTask, idle_limit: float) -> Outcome | None:
-        """That of the first attempt at ``task``; ``None`` if it must run alone. Waits for it, and
-        may begin others meanwhile.
-        """
+        """The first attempt at ``task``, waited for; ``None`` if it must run alone."""
         with self._reading():
-            return self._outcome(task, idle_limit)
+            if task in self._expected:
+                self._expected.remove(task)
+                self._begin(task, idle_limit)
+            elif isinstance(task, ExplainTask):
+                self._begin(task, idle_limit)
+            while asked := next((begun for begun in self._begun.values() if begun.task == task), None):
+                if asked.ended:
+                    return self._begun.pop(asked.worker).outcome
+                self._take_next(asked)
+                # Others may begin meanwhile, if the task leaves cores idle.
+                leaves_cores = isinstance(asked.task, RunTask) or asked.threads
+                if self._expected and leaves_cores and not asked.ended and len(self._running) < self._at_once:
+                    with contextlib.suppress(OSError, UsageError):  # it runs when it is asked for
+                        self._begin(self._expected.pop(0), idle_limit)
+            return None
 
     def finish(self) -> None:
         """Wait for what was begun, so that what follows runs alone."""
@@ -257,7 +252,6 @@ class SideBySide:
 
     @contextlib.contextmanager
     def _reading(self) -> Iterator[None]:
-        """This process reads what the workers send."""
         for worker in self._running:
             worker.resume(system.monotonic() - self._left)
         try:
@@ -265,41 +259,28 @@ class SideBySide:
         finally:
             self._left = system.monotonic()
 
-    def _outcome(self, task: ModelTask, idle_limit: float) -> Outcome | None:
-        if task in self._expected:
-            self._expected.remove(task)
-            self._begin(task, idle_limit)
-        elif isinstance(task, ExplainTask):
-            self._begin(task, idle_limit)
-        while mine := next((its for its in self._begun.values() if its.task == task), None):
-            if mine.ended:
-                return self._begun.pop(mine.worker).outcome
-            self._take_next(mine)
-            leaves_cores = isinstance(mine.task, RunTask) or mine.threads
-            if self._expected and leaves_cores and not mine.ended and len(self._running) < self._at_once:
-                with contextlib.suppress(OSError, UsageError):  # it runs when it is asked for
-                    self._begin(self._expected.pop(0), idle_limit)
-        return None
-
     def _take_next(self, asked: _Begun | None) -> None:
         """Take the next event of any worker, and show as progress that of the one ``asked`` for."""
         event = next(self._events, None)
-        if event is None:  # there was no worker
+        # There was no worker.
+        if event is None:
             self._events = self._supervisor.events()
             return
-        its = self._begun.get(event.worker)
-        if its is None:  # it was discarded
+        sender = self._begun.get(event.worker)
+        # It was discarded.
+        if sender is None:
             return
         try:
-            _take(event, its.outcome, its.own)
+            _take(event, sender.outcome, sender.own)
         except (UsageError, WorkerError):
-            if its is asked:
+            if sender is asked:
                 raise
-            self._discard(event.worker)  # it is raised when it is asked for
+            # It is raised when it is asked for.
+            self._discard(event.worker)
             return
-        if its is asked:
-            _report(event, its.outcome, its.own, self._source)
-        self._note(event, its)
+        if sender is asked:
+            _report(event, sender.outcome, sender.own, self._source)
+        self._note(event, sender)
 
     def _begin(self, task: AnalysisTask, idle_limit: float) -> None:
         with contextlib.ExitStack() as files:
@@ -311,28 +292,26 @@ class SideBySide:
             worker = start_worker(with_own, self._source, "fork")
             worker.idle_limit = idle_limit
             self._supervisor.add(worker)
-            for descriptor in own.values():  # not for those that begin beside it
+            # Not for those that begin beside it.
+            for descriptor in own.values():
                 PRIVATE.add(descriptor)
                 files.callback(PRIVATE.discard, descriptor)
             self._begun[worker] = _Begun(worker=worker, task=task, own=with_own, files=files.pop_all())
         self._share_threads()
 
     def _share_threads(self) -> None:
-        """Limit the threads of the instruments: those that spin while they wait cost a worker
-        beside them several times their share of the cores.
-        """
-        running = self._running
-        for worker in running if len(running) > 1 else ():
-            self._begun[worker].beside = True
-        if len(running) <= 1 and self._expected:  # another one may begin beside it
+        """Limit instruments' threads: spinning ones cost a neighbour several times their share."""
+        running, threads = self._running, 0
+        if len(running) > 1:
+            threads = max(1, torch.get_num_threads() // len(running))
+            for worker in running:
+                self._begun[worker].beside = True
+        elif self._expected:  # another one may begin beside it
             return
         for worker in running:
-            if len(running) > 1:
-                self._begun[worker].threads = max(1, torch.get_num_threads() // len(running))
-            else:
-                self._begun[worker].threads = 0
+            self._begun[worker].threads = threads
             assert worker.breadcrumb is not None
-            worker.breadcrumb.limit_threads(self._begun[worker].threads)
+            worker.breadcrumb.limit_threads(threads)
 
     def _discard(self, worker: TaskWorker) -> None:
         self._begun.pop(worker).end()
@@ -341,45 +320,49 @@ class SideBySide:
 
     @property
     def _running(self) -> list[TaskWorker]:
-        return [worker for worker, its in self._begun.items() if not its.ended and worker.exit_code is None]
+        return [worker for worker, begun in self._begun.items() if not begun.ended and worker.exit_code is None]
 
-    def _note(self, event: Event, its: _Begun) -> None:
+    def _note(self, event: Event, begun: _Begun) -> None:
         """Note the start of the first call, how many cores it uses, and the end of a worker."""
         worker, now = event.worker, system.monotonic()
         if isinstance(event, MessageEvent) and isinstance(event.message, CallStarted):
-            its.called = its.called or (now, worker.processor_seconds())
-        elif isinstance(event, MessageEvent) and isinstance(event.message, Ended):
+            begun.called = begun.called or (now, worker.processor_seconds())
+            return
+        if isinstance(event, MessageEvent) and isinstance(event.message, Ended):
             self._supervisor.release(worker)
             worker.end()
-            its.end()
+            begun.end()
             self._share_threads()
-        elif isinstance(event, StateEvent) and event.state != "running":
-            its.end()
+            return
+        if isinstance(event, StateEvent) and event.state != "running":
+            begun.end()
             self._share_threads()
-        else:
-            waited, its.waited = its.waited, max(its.waited, worker.waited_seconds())
-            worker.deadline += its.waited - waited if its.beside else 0.0
-            if its.watched or its.called is None or not isinstance(its.task, RunTask):
-                return
-            started, before = its.called
-            if its.outcome.plain is not None or now >= started + WATCHED_SECONDS:
-                its.watched = True
-                self._learn(its, (worker.processor_seconds() - before) / max(now - started, 1e-3))
-
-    def _learn(self, its: _Begun, used: float) -> None:
-        """Learn from the cores that a call has ``used`` whether others may run beside it."""
+            return
+        # What it waited for a core beside others does not count against its budget.
+        waited, begun.waited = begun.waited, max(begun.waited, worker.waited_seconds())
+        if begun.beside:
+            worker.deadline += begun.waited - waited
+        if begun.watched or begun.called is None or not isinstance(begun.task, RunTask):
+            return
+        started, before = begun.called
+        has_result = begun.outcome.plain is not None
+        if not has_result and now < started + WATCHED_SECONDS:
+            return
+        # The cores that its call uses say whether others may run beside it.
+        begun.watched = True
+        used = (worker.processor_seconds() - before) / max(now - started, 1e-3)
         if len(self._running) > 1:
             if round(used) > 1:
                 self._at_once = 1
-                self._discard(its.worker)
-        elif its.outcome.plain is None and used > BUSY:  # else it is quick, or other programs use the cores
-            most = most_at_once(its.task, self._source.target.model)
+                self._discard(worker)
+        elif not has_result and used > BUSY:  # else it is quick, or other programs use the cores
+            most = most_at_once(begun.task, self._source.target.model)
             self._at_once = min(torch.get_num_threads() // round(used), most)
 
     def close(self) -> None:
         """End what was begun and not asked for, and begin no more."""
         self._expected.clear()
-        for worker in list(self._begun):
-            if not self._begun[worker].ended:
+        for worker, begun in list(self._begun.items()):
+            if not begun.ended:
                 self._discard(worker)
         self._begun.clear()

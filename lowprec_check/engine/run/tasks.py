@@ -22,18 +22,14 @@ from lowprec_check.schema.scan_result import Evidence
 
 OP_SECONDS = 1.0
 """An op may take so long, or as long as two fp32 forwards, before it is taken to be too slow."""
-
 HOPELESS_RATIO, HOPELESS_SECONDS = 20.0, 0.25
-"""A call that takes so many times as long as fp32's, and so many seconds, in a format that is not
-accelerated is the only one.
-"""
-
+"""Times as long as fp32, and seconds, that end the calls in a format that is not accelerated."""
 EXTENSION_SECONDS = 120.0
 """Time to import Intel's extension, and for each step with it, if the budget is less."""
 
 
 class TaskFiles(NamedTuple):
-    """Descriptors of the files without names that the workers of a target share with this process."""
+    """Descriptors of unnamed files that the workers of a target share with this process."""
 
     breadcrumb: int
     """The op that the worker runs."""
@@ -45,11 +41,7 @@ class TaskFiles(NamedTuple):
     """Further inputs, and the outputs of fp32 on them."""
 
     def keep(self, content: dict[str, Any], *, further: bool = False) -> None:
-        """In the worker of the fp32 run: keep tensors and plain values, with which other runs are
-        compared.
-
-        Raises :class:`UsageError` if memory, or a limit of it, is too small.
-        """
+        """In the fp32 run: save tensors and plain values; :class:`UsageError` without memory."""
         descriptor = self.further if further else self.reference
         clear_shared(descriptor)
         try:
@@ -68,7 +60,8 @@ class TaskFiles(NamedTuple):
                 content: dict[str, Any] = torch.load(file, weights_only=True)
         except Exception:
             raise UsageError(
-                "The fp32 output kept for the comparison cannot be read: the model writes to file descriptors that it did not open.",
+                "The fp32 output kept for the comparison cannot be read: the model writes to file descriptors that it "
+                "did not open.",
                 "Let it write to those only that it opens.",
             ) from None
         return content
@@ -95,7 +88,6 @@ class ModelTask:
     precision: str
     backend: str = EAGER
     device: str
-    """Where it runs."""
     predicted: PredictedDevice | None = None
     """The device that the worker stands for, if it is not ``device``."""
     memory_format: MemoryFormat = CONTIGUOUS
@@ -118,11 +110,8 @@ class ModelTask:
     steps: int = 0
     """Steps of training; 0 if only the forward pass is run."""
     process_memory: bool = False
-    """Whether to measure what its process holds."""
     accelerated: bool = True
-    """Whether the hardware may compute in this format, so that a slow call does not decide about
-    the run.
-    """
+    """Whether the hardware may compute in this format: if so, one slow call does not decide."""
 
     def as_task(self, kind: type[AnyTask], **more: object) -> AnyTask:
         """A task of another kind about the same run."""
@@ -166,38 +155,34 @@ class ModelTask:
 
     @property
     def op_limit(self) -> float:
-        """Seconds that one op may take before it is emulated; emulated kernels have the speed of
-        fp32.
-        """
+        """Seconds before an op is emulated; emulated kernels have the speed of fp32."""
         if self.predicted is not None:
             return math.inf
         return min(max(OP_SECONDS, 2 * (self.fp32_ms or 0.0) / 1e3), self.budget / 2)
 
     @property
     def slow_seconds(self) -> float:
-        """A call that takes longer is not repeated: an eighth of the budget, or ten times fp32's
-        time if that is more, and what a first one takes.
-        """
+        """Longer calls are not repeated: an eighth of the budget, or ten fp32 calls, plus setup."""
         if self.fp32_ms is None:
             return math.inf
         return self.fp32_setup + max(self.budget / 8, 10 * self.fp32_ms / 1e3)
 
     @property
     def hopeless_seconds(self) -> float:
-        """A call that takes longer decides about the run, since the hardware cannot make it faster."""
-        decides = self.fp32_ms is not None and not self.accelerated and not self.steps
-        longest = max(HOPELESS_SECONDS, HOPELESS_RATIO * (self.fp32_ms or 0.0) / 1e3)
-        if decides:
-            return self.fp32_setup + longest
-        return math.inf
+        """A longer call decides about the run: the hardware cannot make it faster."""
+        if self.fp32_ms is None or self.accelerated or self.steps:
+            return math.inf
+        return self.fp32_setup + max(HOPELESS_SECONDS, HOPELESS_RATIO * self.fp32_ms / 1e3)
 
     @property
     def progress(self) -> tuple[str, str]:
         """What to show while it runs: the name of the run, and what it does before its first op."""
-        kept = "plain run"
-        if self.keep_fp32:
-            kept = f"plain run with {len(self.keep_fp32)} modules in fp32"
-        return self.key.label, "training" if self.steps else kept
+        doing = "plain run"
+        if self.steps:
+            doing = "training"
+        elif self.keep_fp32:
+            doing = f"plain run with {len(self.keep_fp32)} modules in fp32"
+        return self.key.label, doing
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -206,16 +191,11 @@ class AnalysisTask(ModelTask):
 
     errors: Errors = "both"
     budget_error: bool = True
-    """Whether to find out where the error of the output comes from, if both errors of each op are
-    computed.
-    """
+    """Whether to find where the output's error comes from, if both errors of ops are computed."""
     reference: str = "fp32"
     explain_budget: float = 20.0
-    """Seconds for the instrumented part."""
     limits_memory: bool = True
-    """Whether the instrumented part takes a limited multiple of fp32's memory, not all that is
-    free.
-    """
+    """Whether the instrumented part takes a multiple of fp32's memory, not all free memory."""
     fp32_peak: int | None = None
     """Peak memory of the fp32 run in bytes, weights included."""
 
@@ -231,23 +211,17 @@ class RunTask(AnalysisTask):
     alone: bool = False
     """Whether its process does this task only, so that what it holds is the run's."""
     instrumented: bool = True
-    """Whether the instrumented part follows."""
     further_inputs: int | None = 0
-    """The number of further inputs to try, if it is measured; ``None``: as many as a small part of
-    the time allows.
-    """
+    """Further inputs to try, if it is measured; ``None``: as many as fit into a little time."""
     batches: int = 1
     """Number of batches that runs of their own try: further inputs are those after them."""
     timed: bool = True
     """Whether the times of its ops are kept."""
     draws: bool = True
-    """Whether its calls may draw random numbers."""
     status_only: bool = False
     """Whether nothing but the status is asked for: a call that fails is the last one."""
     reads_once: bool = False
-    """Whether the output of the instrumented part is judged, so that weights in files are read
-    once, if it is that of a plain call.
-    """
+    """Whether the instrumented part's output is judged, so that weights are read once."""
 
     @property
     def part_budget(self) -> float:
@@ -327,7 +301,6 @@ class TurnsTask(ModelTask):
     """In a fork: take the turns of one run in the rounds over all."""
 
     row: int
-    """The position of the run among those that are timed."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -345,14 +318,10 @@ class InstanceTask(ModelTask):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RunOptions:
-    """Options of all runs; ``budget`` is in seconds, by default 20 or ten fp32 forwards, whichever
-    is longer.
-    """
+    """Options of all runs, as tasks have them; ``budget``: by default 20 s or ten fp32 calls."""
 
     device: str = "cpu"
-    """Where runs happen."""
     predicted: PredictedDevice | None = None
-    """The device that they stand for, if it is not ``device``."""
     budget: float | None = None
     errors: Errors = "both"
     budget_error: bool = True
@@ -363,20 +332,11 @@ class RunOptions:
     without_kernel: tuple[str, ...] = ()
     scenario: Scenario | None = None
     further_inputs: int | None = 0
-    """The number of further inputs that a run that passes is tried on; ``None``: as many as a small
-    part of the time allows.
-    """
+    """Further inputs for a run that passes; ``None``: as many as fit into a little time."""
     batches: int = 1
-    """Number of batches that have runs of their own."""
     steps: int = 0
-    """Steps of training; 0 if only the forward pass is run."""
     timed: bool = True
-    """Whether times are compared."""
     process_memory: bool = False
-    """Whether the memory is that of processes, since the runs of other backends hold more than
-    tensors of torch.
-    """
+    """Whether memory is that of processes: other backends hold more than torch's tensors."""
     slow_formats: frozenset[str] = frozenset()
-    """Short names of the formats that the device does not accelerate: one call may decide about a
-    run in them.
-    """
+    """Short names of formats that the device does not accelerate: one call may decide in them."""

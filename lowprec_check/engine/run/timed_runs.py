@@ -1,5 +1,4 @@
-"""Adds times to runs: in rounds over all of them, unless they are too slow to be called again; and
-in a scenario, as it is served.
+"""Adds times to runs: in rounds over all, unless they are too slow; and in a scenario, as served.
 
 Forks each prepare one run, wait for their turn, and keep what they compiled. Elsewhere (one fresh
 interpreter, this process, an accelerator, whose memory holds one model) the model is cast in place
@@ -12,7 +11,7 @@ import math
 import os
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -39,15 +38,9 @@ from lowprec_check.schema.run_key import EAGER, RunKey
 from lowprec_check.schema.scan_result import Run
 
 SLOW_SECONDS, SLOW_RATIO = 5.0, 10.0
-"""A run whose calls take longer, and are so many times slower than those of fp32, is not called
-again to time it: the plain part tells that much even on a busy machine. In a format that is not
-accelerated, :data:`~lowprec_check.engine.run.rounds.LONG_SECONDS` and a ratio that tells it to be
-slower will do.
-"""
-
+"""Runs with longer calls, and so many times slower than fp32, are not called again to time them."""
 AT_ONCE = 5
 """Runs timed beside fp32 in the same rounds."""
-
 MEMORY = 0.25
 """The part of the free memory that copies of the weights may take while runs are timed."""
 
@@ -61,9 +54,7 @@ class TimedRuns(NamedTuple):
 
 
 def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask], launcher: Launcher) -> TimedRuns:
-    """``fp32`` and ``runs`` with the times of calls in rounds; the others have those of their plain
-    part, as fp32 has if its calls are long and no run is timed beside it.
-    """
+    """``fp32`` and ``runs`` with times in rounds; the others keep the time of their plain part."""
     timed = [run for run in runs if _is_timed(run, fp32, accelerated=task_of(run).accelerated)]
     latencies: dict[RunKey, Latency] = {}
     failures: dict[RunKey, str] = {}
@@ -73,8 +64,10 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
     def take(group: Sequence[Run], *, final: bool = False) -> None:
         tasks = [task_of(run) for run in group]
         forks = launcher.isolation == "fork" and tasks[0].device == "cpu" and _copies_fit(tasks, launcher.source)
-        goes_on = final and len(timed) <= AT_ONCE  # rounds of several groups cannot be compared
-        earlier = tuple(turns[run.key] for run in group) if goes_on else ()
+        # Rounds of several groups cannot be compared.
+        earlier: tuple[Turns, ...] = ()
+        if final and len(timed) <= AT_ONCE:
+            earlier = tuple(turns[run.key] for run in group)
         schedule = time_in_rounds(tasks, launcher, in_forks=forks, final=final, earlier=earlier)
         conditions.append(schedule.conditions())
         for row, run in enumerate(group):
@@ -83,56 +76,61 @@ def time_runs(fp32: Run, runs: Sequence[Run], task_of: Callable[[Run], ModelTask
             if latency is not None:
                 faster = [group[other].key.label for other in schedule.slower_than(row)]
                 latency = msgspec.structs.replace(latency, slower_than=faster)
-            if latency is not None and (final or run.key not in latencies):
-                latencies[run.key] = latency
+                if final or run.key not in latencies:
+                    latencies[run.key] = latency
             if row in schedule.failures:
                 failures.setdefault(run.key, schedule.failures[row])
 
+    # fp32, too, keeps its plain time, if its calls are long and no run is timed beside it.
     if timed or fp32.latency_ms is None or fp32.latency_ms < LONG_SECONDS * 1e3:
         for start in range(0, max(1, len(timed)), AT_ONCE):
             take([fp32, *timed[start : start + AT_ONCE]])
-    rivals = []
-    if rounds.ROUNDS_SECONDS:
-        rivals = _rivals(timed, latencies)
-    if rivals:
+    rivals = _rivals(timed, latencies)
+    if rivals and rounds.ROUNDS_SECONDS:
         take([fp32, *rivals], final=True)
+
+    # Those outside of rounds are compared with fp32 in rounds, unless they failed there.
     failed = {run.key for run in timed}.difference(latencies)
     for run in runs if conditions else (fp32, *runs):
         if run.latency_ms is not None and run.key not in latencies:
-            reference = None
-            if run.key not in failed:
-                reference = latencies.get(fp32.key)
+            reference = None if run.key in failed else latencies.get(fp32.key)
             latencies[run.key] = latency_outside_rounds(run.latency_ms / 1e3, reference)
-    answers = []
-    for run in (fp32, *runs):
-        changes: dict[str, Any] = {}
-        if run.key in failures:
-            changes["notes"] = [*run.notes, FAILED_WHILE_TIMED + failures[run.key]]
-        if run.key in latencies:
-            changes |= {"latency": latencies[run.key], "latency_ms": latencies[run.key].median_ms}
-        answers.append(msgspec.structs.replace(run, **changes))
-    worst = TimingConditions(
-        waited=max((known.waited for known in conditions if known.waited is not None), default=None),
-        speed_change=max((known.speed_change for known in conditions if known.speed_change is not None), default=None),
-    )
-    return TimedRuns(answers, worst if conditions else None)
+    answers = [_with_latency(run, latencies.get(run.key), failures.get(run.key)) for run in (fp32, *runs)]
+    return TimedRuns(answers, _worst(conditions))
+
+
+def _with_latency(run: Run, latency: Latency | None, failure: str | None) -> Run:
+    """``run`` with its times, and a note on its ``failure``, as far as there are any."""
+    if failure is not None:
+        run = msgspec.structs.replace(run, notes=[*run.notes, FAILED_WHILE_TIMED + failure])
+    if latency is not None:
+        run = msgspec.structs.replace(run, latency=latency, latency_ms=latency.median_ms)
+    return run
+
+
+def _worst(conditions: Sequence[TimingConditions]) -> TimingConditions | None:
+    """The worst conditions of all groups; ``None`` if nothing was timed in rounds."""
+    if not conditions:
+        return None
+    waited = [group.waited for group in conditions if group.waited is not None]
+    changes = [group.speed_change for group in conditions if group.speed_change is not None]
+    return TimingConditions(waited=max(waited, default=None), speed_change=max(changes, default=None))
 
 
 def _rivals(timed: Sequence[Run], latencies: Mapping[RunKey, Latency]) -> list[Run]:
-    """The passing runs that may be the fastest, if their times do not tell which is; none if fp32
-    is faster than all, or the host limits them all: then more rounds would only time the host.
-    """
+    """The passing runs that may be the fastest, if times do not tell and more rounds may."""
     passing = [run for run in candidates(timed) if passes_all(run, timed)]
     labels = {run.key.label for run in passing}
-    known = [
-        (run, found.speedup)
-        for run in passing
-        if (found := latencies.get(run.key)) is not None and found.speedup and labels.isdisjoint(found.slower_than)
-    ]
-    most = max((speedup.low for _, speedup in known), default=0.0)
-    may_gain = [(run, found) for run, found in known if found.high >= max(most, 1.0)]
-    rivals = sorted(may_gain, key=lambda each: -each[1].high)
-    is_told = all(found.high <= TOLD * found.low for _, found in rivals)
+    speedups = []
+    for run in passing:
+        latency = latencies.get(run.key)
+        if latency is not None and latency.speedup and labels.isdisjoint(latency.slower_than):
+            speedups.append((run, latency.speedup))
+    # None if fp32 is faster than all, or the host limits them all: more rounds would only time it.
+    most = max((speedup.low for _, speedup in speedups), default=0.0)
+    may_gain = [(run, speedup) for run, speedup in speedups if speedup.high >= max(most, 1.0)]
+    rivals = sorted(may_gain, key=lambda rival: -rival[1].high)
+    is_told = all(speedup.high <= TOLD * speedup.low for _, speedup in rivals)
     is_told |= all(waits_for_host(latencies[run.key]) for run, _ in rivals)
     if len(rivals) < 2 or is_told:
         return []
@@ -145,22 +143,16 @@ def untimed(runs: Sequence[Run]) -> TimedRuns:
 
 
 def _is_timed(run: Run, fp32: Run, *, accelerated: bool) -> bool:
-    """Whether ``run`` gave an output, and is not known to be slow, in a format that may be
-    ``accelerated``.
-    """
-    mine, reference = run.latency_ms, fp32.latency_ms
-    if (
-        mine is None
-        or reference is None
-        or run.judged_by_one_call
-        or run.status in ("error", "crashed", "timeout", "skipped")
-    ):
+    """Whether ``run`` gave an output and may be fast; ``accelerated``: its format may be."""
+    run_ms, fp32_ms = run.latency_ms, fp32.latency_ms
+    failed = run.status in ("error", "crashed", "timeout", "skipped")
+    if run_ms is None or fp32_ms is None or run.judged_by_one_call or failed:
         return False
+    # The plain part tells that much even on a busy machine; for a slow format, less will do.
+    seconds, ratio = LONG_SECONDS, TOLD * ONE_CALL
     if accelerated:
-        seconds, ratio = (SLOW_SECONDS, SLOW_RATIO)
-    else:
-        seconds, ratio = (LONG_SECONDS, TOLD * ONE_CALL)
-    return mine <= max(seconds * 1e3, ratio * reference)
+        seconds, ratio = SLOW_SECONDS, SLOW_RATIO
+    return run_ms <= max(seconds * 1e3, ratio * fp32_ms)
 
 
 def _copies_fit(tasks: Sequence[ModelTask], source: TargetSource) -> bool:
@@ -181,28 +173,19 @@ def time_in_rounds(
     final: bool = False,
     earlier: tuple[Turns, ...] = (),
 ) -> RoundSchedule:
-    """Time ``tasks``, the first of which is fp32: each in a fork of its own, or all in one process;
-    in further rounds after ``earlier`` ones.
-    """
+    """Time ``tasks``, fp32 first: in forks, or all in one process; after ``earlier`` rounds."""
     schedule = RoundSchedule(len(tasks), final=final, earlier=earlier)
     if in_forks:
         with Supervisor[TaskWorker, TaskMessage]() as supervisor:
             _Forks(tasks, launcher.source, schedule, supervisor).run()
     else:
-        _report_round(launcher.source, 0)
-        longest = max(task.call_budget for task in tasks)
-        outcome = launcher.execute(
-            tasks[0].as_task(
-                TimeTask, runs=tuple(tasks), final=final, earlier=earlier, budget=3 * longest, setup_budget=0.0
-            )
-        )
-        for turn in outcome.turns:
+        launcher.source.on_progress("times", "round 1")
+        budget = 3 * max(task.call_budget for task in tasks)
+        runs = tuple(tasks)
+        task = tasks[0].as_task(TimeTask, runs=runs, final=final, earlier=earlier, budget=budget, setup_budget=0.0)
+        for turn in launcher.execute(task).turns:
             schedule.note(turn)
     return schedule
-
-
-def _report_round(source: TargetSource, number: int) -> None:
-    source.on_progress("times", f"round {number + 1}")
 
 
 class _Forks:
@@ -231,7 +214,7 @@ class _Forks:
         schedule = self._schedule
         for row in schedule:
             if row == 0:
-                _report_round(self._source, schedule.number)
+                self._source.on_progress("times", f"round {schedule.number + 1}")
             worker = self._workers[row]
             worker.set_timeout(3 * self._tasks[row].call_budget)
             worker.send(msgspec.msgpack.encode(NextTurn(schedule.number, on_one_core=schedule.is_disturbed)))
@@ -241,9 +224,7 @@ class _Forks:
             worker.deadline = math.inf
 
     def _wait_for(self, row: int, kind: type[TaskMessage]) -> TaskMessage | None:
-        """The next message of a ``kind`` from the fork of ``row``; ``None`` if it has failed. The
-        schedule knows which have.
-        """
+        """The next ``kind`` of message from the fork of ``row``; ``None`` if the row has failed."""
         failures = self._schedule.failures
         while row not in failures:
             event = next(self._events)
@@ -262,7 +243,7 @@ class _Forks:
         return None
 
 
-# -- As a run is served: one instance on all cores (offline), or several with batches of 1 (realtime)
+# -- As a run is served: one instance on all cores (offline), or several (realtime)
 
 CORES_OF_INSTANCE = 4
 """Most cores of an instance in realtime."""
@@ -273,17 +254,14 @@ class NotTimedError(Exception):
 
 
 def cores_of_instances(scenario: Scenario, device: str) -> list[tuple[int, ...]]:
-    """The numbers of the cores of each instance of a scenario on this machine; an accelerator is
-    given one instance.
-    """
+    """The cores of each instance of a scenario on this machine; an accelerator has one instance."""
+    cores = list(range(os.cpu_count() or 1))
     if hasattr(os, "sched_getaffinity"):
         cores = sorted(os.sched_getaffinity(0))
-    else:
-        cores = list(range(os.cpu_count() or 1))
     if scenario == "offline" or device != "cpu":
         return [tuple(cores)]
-    each = min(CORES_OF_INSTANCE, max(1, len(cores) // 2))
-    return [tuple(cores[start : start + each]) for start in range(0, len(cores) - each + 1, each)]
+    count = min(CORES_OF_INSTANCE, max(1, len(cores) // 2))
+    return [tuple(cores[start : start + count]) for start in range(0, len(cores) - count + 1, count)]
 
 
 def time_in_scenario(task: ModelTask, launcher: Launcher, scenario: Scenario) -> Timing:
@@ -317,9 +295,7 @@ def time_in_scenario(task: ModelTask, launcher: Launcher, scenario: Scenario) ->
 def batch_of(call: Call) -> int | None:
     """The size of the first dimension that all tensors of a call share; ``None`` if they do not."""
     sizes = {tensor.shape[0] for _, tensor in leaves(call) if tensor.ndim}
-    if len(sizes) == 1:
-        return sizes.pop()
-    return None
+    return sizes.pop() if len(sizes) == 1 else None
 
 
 def percentile(samples: list[float], share: float) -> float:
@@ -328,11 +304,11 @@ def percentile(samples: list[float], share: float) -> float:
 
 
 def _time_here(task: InstanceTask, source: TargetSource, *, threads: int) -> list[float]:
-    found: list[float] = []
+    samples: list[float] = []
 
     def send(message: TaskMessage) -> None:
         if isinstance(message, InstanceTimed):
-            found.extend(message.seconds)
+            samples.extend(message.seconds)
 
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
@@ -342,7 +318,7 @@ def _time_here(task: InstanceTask, source: TargetSource, *, threads: int) -> lis
         raise NotTimedError(error.message) from None
     finally:
         torch.set_num_threads(before)
-    return found
+    return samples
 
 
 def _time_in_workers(tasks: list[InstanceTask], source: TargetSource, method: Method) -> list[float]:

@@ -1,6 +1,4 @@
-"""The plain part of a task that trains: steps in each way, without instruments, judged against fp32
-runs from other seeds.
-"""
+"""The plain part of training: steps in each way, judged against fp32 runs from other seeds."""
 
 from __future__ import annotations
 
@@ -38,14 +36,7 @@ from lowprec_check.engine.train.first_step import (
 )
 from lowprec_check.engine.train.lost_updates import LostUpdateCounter, check_epsilon, lost_buffer_updates
 from lowprec_check.engine.train.spread import Spread
-from lowprec_check.engine.train.steps import (
-    MAX_SKIPPED,
-    Loop,
-    StepFailedError,
-    TrainingStep,
-    Watcher,
-    state_bytes,
-)
+from lowprec_check.engine.train.steps import MAX_SKIPPED, Loop, StepFailedError, TrainingStep, Watcher, state_bytes
 from lowprec_check.engine.train.trajectory import Trajectory
 from lowprec_check.engine.train.ways.usual import PLAIN, SUGGESTED
 from lowprec_check.errors import UsageError
@@ -55,7 +46,7 @@ from lowprec_check.schema.ways_to_train import DEFAULT_SCALE, WAYS, WayToTrain
 
 
 class TrainingPart(TrainingSteps):
-    """Trains the model ``ready`` on ``batches`` in each way of its precision; sends what it finds."""
+    """Trains ``ready`` on ``batches`` in each way of its precision; sends the results."""
 
     def __init__(
         self,
@@ -69,9 +60,7 @@ class TrainingPart(TrainingSteps):
         super().__init__(task, target, ready, send, batches)
         self._reference = reference
         self._underflow: dict[str, float] = {}
-        """By the name of a way, the share of all elements of gradients that underflow in the first
-        step.
-        """
+        """Per way, the share of the gradients' elements that underflow in the first step."""
         self._training = TrainingRun(ways=[])
         self._limit = max(task.budget, 3 * task.steps * (task.fp32_ms or 0.0) / 1e3)
         """Seconds for the steps of the first way, and for those of all others together."""
@@ -84,47 +73,40 @@ class TrainingPart(TrainingSteps):
         return self._reference.samples.sizes
 
     def run(self) -> None:
-        """Train in the first way, whose status is that of the run; the error is that of the output
-        and the loss in the first step.
-        """
+        """Train in the first way, which gives the run its status."""
         way, watchers = self._ways[0], self._watchers(self._ways[0])
-        found, loop = self._train(way, watchers)
+        result, loop = self._train(way, watchers)
+        # The error is that of the output and the loss in the first step.
         error = None
         if self.outputs is not None and self._reference.outputs:
-            mine = [tensor.cpu() for tensor in self.outputs[: len(self._reference.outputs)]]
-            compared = compare_outputs(mine, self._reference.outputs)
-            error = compared.error if compared.compared else None
-        if loop is None:
-            trajectory = Trajectory()
-        else:
-            trajectory = loop.trajectory
+            outputs = [tensor.cpu() for tensor in self.outputs[: len(self._reference.outputs)]]
+            compared = compare_outputs(outputs, self._reference.outputs)
+            if compared.compared:
+                error = compared.error
+        trajectory = Trajectory() if loop is None else loop.trajectory
         seconds = trajectory.seconds
         self.result = PlainResult(
-            status=found.status,
-            exception=found.exception,
+            status=result.status,
+            exception=result.exception,
             output_error=error,
             seconds=min(seconds, default=0.0),
-            first_seconds=seconds[0] if seconds else 0.0,
+            first_seconds=next(iter(seconds), 0.0),
             calls=max(1, trajectory.steps),
-            failed_call=found.failed_step if found.failed_step != 1 else None,
-            loss=found.losses[-1] if found.losses else None,
+            failed_call=result.failed_step if result.failed_step != 1 else None,
+            loss=next(reversed(result.losses), None),
         )
         self._send(self.result)
-        self._add(found, loop, watchers)
-        if found.skipped_steps:  # it is explained as it was made: with a smaller scale, or without one if none was
-            if not trajectory.steps:
-                self.explained = PLAIN
-            else:
-                self.explained = dataclasses.replace(way, scale=found.final_scale)
+        self._add(result, loop, watchers)
+        # A step is explained as it was made: with a smaller scale, or without one if none was made.
+        if result.skipped_steps:
+            self.explained = PLAIN
+            if trajectory.steps:
+                self.explained = dataclasses.replace(way, scale=result.final_scale)
             self.outputs = None
 
     def compare_ways(self) -> None:
-        """Train in the other ways, and in one with the suggested loss scale; then look for an
-        ``eps`` of zero.
-
-        Together they may take as long as one way alone: a precision that is slow here is slow in
-        each.
-        """
+        """Train in the other ways, then with the suggested loss scale; look for a zero ``eps``."""
+        # Together they may take as long as one way: a precision that is slow here is slow in each.
         self._try_each(self._ways[1:], self._make(self.trained.values()))
         ran = self._seconds <= self._limit and any(way.status != "error" for way in self._training.ways)
         if ran and SUGGESTED.suits(self.ready.precision):
@@ -135,9 +117,7 @@ class TrainingPart(TrainingSteps):
             self._report(epsilon=check_epsilon(parameters, self._make))
 
     def compare_extension(self) -> None:
-        """Train in the ways of Intel's extension that exist for the optimizer; it stays imported in
-        this process.
-        """
+        """Train in the ways of Intel's extension that the optimizer has; it stays imported here."""
         fitting = [way for way in WAYS if way.trial == "own process" and way.suits(self.ready.precision)]
         self._try_each(fitting, self._make(self.trained.values()))
 
@@ -150,36 +130,36 @@ class TrainingPart(TrainingSteps):
                 continue
             watchers = self._watchers(way)
             try:
-                found, loop = self._train(way, watchers)
+                result, loop = self._train(way, watchers)
             except UsageError:
                 raise
             except Exception as error:
                 if way.trial != "own process":
                     raise
-                exception = describe_error(error, self.ready.model)  # of ipex.optimize, before the first step
-                found, loop = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
-            if found.status == "ok" and self.result.status != "ok":  # the run has the memory of the first way
-                found = msgspec.structs.replace(found, peak_memory_bytes=self._peak(way))
-            self._add(found, loop, watchers)
+                # An exception of ipex.optimize, before the first step.
+                exception = describe_error(error, self.ready.model)
+                result, loop = TrainingWay(name=way.name, status="error", exception=exception, failed_step=1), None
+            # The run has the memory of the first way.
+            if result.status == "ok" and self.result.status != "ok":
+                result = msgspec.structs.replace(result, peak_memory_bytes=self._peak(way))
+            self._add(result, loop, watchers)
 
     def _make(self, parameters: Any) -> Any:
         return make_optimizer(self.target.optimizer, list(parameters))
 
     def _watchers(self, way: WayToTrain) -> dict[str, Watcher]:
-        """What observes the steps of ``way``: its gradients, as it is and with a loss scale; the
-        updates, if the weights are cast.
-        """
+        """Observe gradients of ``way``, plain or with a loss scale; updates of cast weights."""
         parameters = self.trained
         watchers: dict[str, Watcher] = {}
         if way == PLAIN or way.scale:
             watchers["gradients"] = FirstGradients(parameters)
         if way == PLAIN and any(p.dtype in NARROW for p in parameters.values()):
-            with contextlib.suppress(Exception):  # an optimizer that cannot be made: the run itself shows it
+            # The run itself shows an optimizer that cannot be made.
+            with contextlib.suppress(Exception):
                 watchers["updates"] = LostUpdateCounter(parameters, self._make)
         return watchers
 
     def _train(self, way: WayToTrain, watchers: dict[str, Watcher]) -> tuple[TrainingWay, Loop | None]:
-        """The steps in one way, from the initial state."""
         self._snapshot.rewind()
         try:
             step = self._step(way)
@@ -192,27 +172,25 @@ class TrainingPart(TrainingSteps):
             trajectory = loop.run(self.task.steps, may_continue=lambda seconds: seconds <= self._limit)
         except StepFailedError as failure:
             exception = msgspec.structs.replace(describe_error(failure.error, self.ready.model), phase=step.phase)
-            failed = loop.trajectory.steps + 1
-            return TrainingWay(name=way.name, status="error", exception=exception, failed_step=failed), loop
+            failed_step = loop.trajectory.steps + 1
+            return TrainingWay(name=way.name, status="error", exception=exception, failed_step=failed_step), loop
         if way != self._ways[0]:
             self._seconds += sum(trajectory.seconds)
         for fault in loop.faults:
             self._send(PartFailed(fault))
-        return self._judged(way, step, trajectory), loop
-
-    def _judged(self, way: WayToTrain, step: TrainingStep, trajectory: Trajectory) -> TrainingWay:
-        spread = Spread(
-            self._reference.base, self._reference.others, self._reference.samples, self.task.tolerance or 0.0
-        )
+        reference = self._reference
+        spread = Spread(reference.base, reference.others, reference.samples, self.task.tolerance or 0.0)
         status: Status = "ok"
         divergence, failed = None, None
         finite = [math.isfinite(loss) for loss in trajectory.losses]
         if not all(finite) or trajectory.skipped > MAX_SKIPPED or not trajectory.weights[-1].isfinite().all():
-            status, failed = "nonfinite", (finite.index(False) + 1 if False in finite else trajectory.steps)
+            status = "nonfinite"
+            failed = finite.index(False) + 1 if False in finite else trajectory.steps
         else:
             divergence = spread.divergence(trajectory, self.ready.precision.format.roundoff, noisy=way.is_random)
-            status = "ok" if divergence is None else "inaccurate"
-        return TrainingWay(
+            if divergence is not None:
+                status = "inaccurate"
+        result = TrainingWay(
             name=way.name,
             status=status,
             failed_step=failed,
@@ -227,6 +205,7 @@ class TrainingPart(TrainingSteps):
             final_scale=step.scale,
             state_bytes=state_bytes(step.parts),
         )
+        return result, loop
 
     def _add(self, way: TrainingWay, loop: Loop | None, watchers: dict[str, Watcher]) -> None:
         """Send what is known with this way, and what was observed of it."""
@@ -242,7 +221,9 @@ class TrainingPart(TrainingSteps):
             compared = compare_gradients(gradients.found, self._reference.gradients)
             self._underflow[way.name] = compared.underflow or 0.0
             if way.name != PLAIN.name:
-                lost = {found.parameter: found.underflow for found in compared.parameters if found.underflow}
+                lost = {
+                    gradient.parameter: gradient.underflow for gradient in compared.parameters if gradient.underflow
+                }
                 way = msgspec.structs.replace(way, underflow=lost)
             else:
                 changes |= {"gradients": compared.parameters, "gradient_error": compared.error}
@@ -256,54 +237,44 @@ class TrainingPart(TrainingSteps):
         self._send(TrainingDone(run=self._training))
 
     def _try_suggested_scale(self) -> None:
-        """Train with the initial loss scale that the largest gradient suggests; suggest it, or that
-        of ``GradScaler`` if it is no better.
-
-        None if the loss or a gradient is not finite with any, or if no gradient has 16 bits.
-        """
+        """Train with the loss scale that the largest gradient suggests; suggest the better one."""
         plain = self._training.way(PLAIN.name)
         largest = self._largest_gradient()
+        # None helps if the loss or a gradient is not finite with any, or no gradient has 16 bits.
         if (plain is not None and plain.losses[:1] == [None]) or not math.isfinite(largest.value):
             return
         if not largest.value and not self._training.underflow:
             return
         scale = suggested_scale(largest.value, self.ready.precision.format.largest)
-        found = self._training.way("grad-scaler")
+        best = self._training.way("grad-scaler")
         if scale != DEFAULT_SCALE:
             way = dataclasses.replace(SUGGESTED, scale=scale)
             watchers = self._watchers(way)
             tried, loop = self._train(way, watchers)
             ways = self._training.ways
             self._add(tried, loop, watchers)
-            if found is None or self._is_better(tried, found):
-                found = tried
+            if best is None or self._losses(tried) < self._losses(best):
+                best = tried
             else:
                 self._report(ways=ways)
-        if found is None or found.status == "error":
+        if best is None or best.status == "error":
             return
         suggestion = LossScale(
-            scale=found.initial_scale or scale,
+            scale=best.initial_scale or scale,
             largest=largest.value,
             largest_at=largest.module,
             underflow_unscaled=self._training.underflow or 0.0,
-            underflow=self._underflow.get(found.name),
-            skipped_steps=found.skipped_steps,
+            underflow=self._underflow.get(best.name),
+            skipped_steps=best.skipped_steps,
         )
         self._report(loss_scale=suggestion)
 
-    def _is_better(self, way: TrainingWay, other: TrainingWay) -> bool:
-        """Whether ``way`` passes where ``other`` does not, or skips fewer steps, or else loses
-        fewer elements of gradients.
-        """
-        mine, its = (
-            (one.status != "ok", one.skipped_steps, self._underflow.get(one.name, math.inf)) for one in (way, other)
-        )
-        return mine < its
+    def _losses(self, way: TrainingWay) -> tuple[bool, int, float]:
+        """Sorts ways: one that fails, skipped steps, elements of gradients that underflow."""
+        return way.status != "ok", way.skipped_steps, self._underflow.get(way.name, math.inf)
 
     def _largest_gradient(self) -> Largest:
-        """The largest gradient in 16 bits of the first step; of a loss that is scaled down if it is
-        not finite, and up if it is zero.
-        """
+        """The first step's largest 16-bit gradient; its loss is scaled if that is zero or Inf."""
         largest, scales = Largest(), [1.0, 2.0**-10, 2.0**-20]
         for scale in scales:
             self._snapshot.rewind()
@@ -328,24 +299,21 @@ def _last(values: Sequence[float]) -> float | None:
 
 
 def with_draws_of(task: ModelTask, target: Target, reference: TrainingReference, send: Send) -> TrainingReference:
-    """``reference`` with the first step of fp32 repeated with the random numbers that the precision
-    of ``task`` draws.
-
-    Other dtypes draw other numbers from the same seed. If fp32 draws in other places, nothing of
-    its first step is compared.
-    """
+    """``reference`` with fp32's first step repeated with the random numbers that ``task`` draws."""
+    # Other dtypes draw other numbers from the same seed.
     with in_training(task, target) as ready:
         recorder = RecordDraws()
         try:
             first_step_under(recorder, ready, target, task.seed)
         except Exception:  # the run itself shows it
             return reference
+    # If fp32 draws in other places, nothing of its first step is compared.
     replay = ReplayDraws(recorder.draws)
     with in_training(in_fp32(task), target) as ready:
         try:
-            found = first_step_under(replay, ready, target, task.seed)
+            first_step = first_step_under(replay, ready, target, task.seed)
             replay.check_all_drawn()
         except DrawsDiffer as difference:
             send(PartFailed(f"its first step cannot be compared, since fp32 draws other random numbers ({difference})"))
             return dataclasses.replace(reference, outputs=[], gradients={})
-    return dataclasses.replace(reference, outputs=found.outputs, gradients=found.gradients)
+    return dataclasses.replace(reference, outputs=first_step.outputs, gradients=first_step.gradients)

@@ -1,6 +1,4 @@
-"""Steps of training, and those in fp32: the run that all others are compared with, and runs from
-other seeds, whose spread is the limit.
-"""
+"""Training steps, and those in fp32: the reference, and other seeds, which set the limits."""
 
 from __future__ import annotations
 
@@ -72,7 +70,6 @@ class TrainingReference:
     gradients: dict[str, Tensor]
     """Of the first step, by parameter; empty if they cannot be compared."""
     draws: bool
-    """Whether the first step draws random numbers."""
 
     def save(self, files: TaskFiles) -> None:
         """Write the file that :meth:`load` reads."""
@@ -84,24 +81,22 @@ class TrainingReference:
         """Read what the fp32 run saved."""
         saved = files.kept()
         base, *others = (Trajectory(**run) for run in saved["runs"])
-        sizes, *kept = saved["kept"]
-        return cls(base, others, Samples(sizes), *kept)
+        sizes, *first_step = saved["kept"]
+        return cls(base, others, Samples(sizes), *first_step)
 
 
 def script_parts(target: Target) -> dict[str, Any]:
-    """What is saved of the step of a script besides its loss and its optimizer; empty for other
-    targets.
-    """
+    """A script's step beyond its loss and optimizer, to be saved; empty for other targets."""
     observed, optimizer = target.observed, target.optimizer
     if observed is None or not isinstance(optimizer, (OptimizerLike, OptimizersLike)):
         return {}
     parts, clips = optimizer.parts, [[clip.code for clip in part.clips] for part in optimizer.parts]
-    found: dict[str, Any] = {"script": observed.line or "", "framework": observed.framework, "clip_code": clips[0]}
+    fields: dict[str, Any] = {"script": observed.line or "", "framework": observed.framework, "clip_code": clips[0]}
     if isinstance(target.model, ScriptStep) and len(parts) > 1:
         plan = target.model.start(target.args)
         phases = [TrainingPhase(clears=list(phase.clears), steps=list(phase.steps)) for phase in plan]
-        found |= {"optimizers": list(observed.optimizers), "clips": clips, "phases": phases}
-    return found
+        fields |= {"optimizers": list(observed.optimizers), "clips": clips, "phases": phases}
+    return fields
 
 
 class TrainingSteps:
@@ -126,9 +121,7 @@ class TrainingSteps:
 
     @property
     def _compared(self) -> Collection[str] | None:
-        """The names of the parameters that are compared with fp32's; ``None`` for all that are
-        trained.
-        """
+        """Names of the parameters compared with fp32's; ``None``: all that are trained."""
         return None
 
     @property
@@ -147,15 +140,13 @@ class TrainingSteps:
                 self._send(msgspec.structs.replace(measures, peak_memory_bytes=peak))
 
     def _peak(self, way: WayToTrain) -> int | None:
-        """Peak bytes of two steps in ``way``: the optimizer makes its state in the first. A step
-        that a ``GradScaler`` skips is repeated; ``None`` if all are skipped, or memory is not
-        measured.
-        """
+        """Peak bytes of two steps in ``way``; ``None`` if all are skipped, or not measured."""
         if not self._measures_memory:
             return None
         self._snapshot.rewind()
         step, made = self._step(way), 0
 
+        # The optimizer makes its state in the first. A step that GradScaler skips is repeated.
         def two_steps(*args: Any, **kwargs: Any) -> None:
             nonlocal made
             for _ in range(MAX_SKIPPED + 2):
@@ -165,10 +156,12 @@ class TrainingSteps:
                 if made == 2:
                     return
 
-        kept = kept_by(step.parts) + ([] if step.average is None else list(step.average.state_dict().values()))
+        kept = kept_by(step.parts)
+        if step.average is not None:
+            kept = [*kept, *step.average.state_dict().values()]
         ready = self.ready._replace(call=two_steps, enters_context=True)
-        found = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.task.seed, kept=kept)
-        return found.peak if made == 2 else None
+        memory = measure_memory(ready, self.target.args, self.target.kwargs, seed=self.task.seed, kept=kept)
+        return memory.peak if made == 2 else None
 
     def compare_ways(self) -> None:
         """Train in the other ways; there is only one in fp32."""
@@ -200,9 +193,7 @@ class TrainingSteps:
 
 
 class ReferenceTraining(TrainingSteps):
-    """Trains the model ``ready`` in fp32 on ``batches`` in turn, then from other seeds; sends what
-    it finds.
-    """
+    """Trains the model in fp32 on ``batches``, then from other seeds; sends the results."""
 
     def __init__(self, task: ModelTask, target: Target, ready: Prepared, send: Send, batches: Sequence[Target]) -> None:
         super().__init__(task, target, ready, send, batches)
@@ -213,9 +204,7 @@ class ReferenceTraining(TrainingSteps):
         """As it is before the first step, in words."""
 
     def run(self) -> None:
-        """Train, and send the verdict: an exception, or a loss that is not finite, is for the user
-        to fix.
-        """
+        """Train, send the verdict; an exception or a non-finite loss is for the user to fix."""
         check_optimizer(self.target.optimizer, list(self.trained.values()))
         gradients, stalls = FirstGradients(self.trained), Stalls(self.trained)
         step = call_user_code("Calling average(model)", lambda: self._step(PLAIN))
@@ -239,21 +228,22 @@ class ReferenceTraining(TrainingSteps):
                 f"No weight changes in fp32 in {steps} of training, so there is nothing to compare.",
                 "Check the learning rate (a warm-up may start at 0), and that the loss depends on the weights.",
             )
-        observed = self.target.observed
-        if observed is None or loop.draws:
-            differs = None
-        else:
+        observed, differs = self.target.observed, None
+        if observed is not None and not loop.draws:
             differs = observed.differs_in(base.losses[: base.steps])
-        note = differs
-        if observed is None:
-            note = _untrained(self.target.optimizer)
+        note, optimizer = differs, self.target.optimizer
+        # Parameters of an optimizer of the user that the scan does not train.
+        if observed is None and isinstance(optimizer, OptimizerLike) and optimizer.foreign:
+            whose = f"{counted(optimizer.foreign, 'parameter')} of the optimizer that the model does not have"
+            them = "it" if optimizer.foreign == 1 else "them"
+            note = f"{whose}, perhaps of the loss: the scan does not train {them}"
         finite = all(map(math.isfinite, base.losses)) and bool(base.weights[-1].isfinite().all())
         if differs is not None and not finite:
             raise UsageError(f"The training of the script cannot be scanned: {differs}.", DEFINE_PARTS)
         self.result = PlainResult(
             status="ok" if finite else "nonfinite",
             seconds=min(base.seconds, default=0.0),
-            first_seconds=base.seconds[0] if base.seconds else 0.0,
+            first_seconds=next(iter(base.seconds), 0.0),
             calls=max(1, base.steps),
             loss=base.losses[-1] if finite else None,
             notes=(note,) if note is not None else (),
@@ -263,7 +253,7 @@ class ReferenceTraining(TrainingSteps):
         self._send(self.result)
 
     def _add_seeds(self, loop: Loop, gradients: dict[str, Tensor], trained: TrainingStep, stalls: Stalls) -> None:
-        """Train from other seeds; save all for the other runs, and send how the model was trained."""
+        """Train from other seeds; save all for other runs, and send how the model was trained."""
         base, samples, state = loop.trajectory, loop.samples, state_bytes(trained.parts)
         seeds = OtherSeeds(
             self.target,
@@ -315,25 +305,26 @@ class ReferenceTraining(TrainingSteps):
             limit_high=limits[1],
             distances=spread.distance_limits(),
         )
-        if counter is None:
-            share, lost = (None, [])
-        else:
-            share, lost = (counter.share(), counter.figures())
-        way = TrainingWay(name=PLAIN.name, status="ok", losses=list(base.losses), state_bytes=state, lost_updates=share)
-        self._send(TrainingDone(run=TrainingRun(ways=[way], lost_updates=lost), setup=setup))
+        way = TrainingWay(name=PLAIN.name, status="ok", losses=list(base.losses), state_bytes=state)
+        run = TrainingRun(ways=[way])
+        if counter is not None:
+            way = msgspec.structs.replace(way, lost_updates=counter.share())
+            run = TrainingRun(ways=[way], lost_updates=counter.figures())
+        self._send(TrainingDone(run=run, setup=setup))
 
     def _repeats(self, counter: LostUpdateCounter | None) -> bool:
-        """Whether the first step gives the same bits again; with a ``counter``, all steps are made
-        again, and it observes them.
-        """
+        """Whether the first step gives the same bits again; a ``counter`` observes all steps."""
         self._snapshot.rewind()
         again: list[Tensor] = []
 
         def keep(result: StepResult) -> None:
             again.extend(tensor.clone() for tensor in output_tensors(result))  # the last loss changes buffers
 
+        watchers: tuple[Watcher, ...] = ()
+        steps = 1
+        if counter is not None:
+            watchers, steps = (counter,), self.task.steps
         try:
-            watchers, steps = ((), 1) if counter is None else ((counter,), self.task.steps)
             self._loop(self._step(PLAIN), self.task.seed, watchers, keep).run(steps)
         except StepFailedError:
             return False
@@ -358,20 +349,17 @@ class ReferenceTraining(TrainingSteps):
 
 def _failed_loss(error: ExceptionInfo, target: Target) -> tuple[str, str]:
     """The message about a loss that raises an exception in fp32, and what to do."""
-    given = "the output of the model"
+    arguments = "the output of the model"
     if target.loss is not None and required_arguments(target.loss) > 1:
-        given += " and the rest of the batch" if target.targets else " and its inputs, as the batch has nothing else"
+        if target.targets:
+            arguments += " and the rest of the batch"
+        else:
+            arguments += " and its inputs, as the batch has nothing else"
     source = ""
     if error.source:
         source = f" at {error.source}"
-    hint = f"It is called with {given}. Labels are the elements of a batch that the model does not take: `inputs` may be a DataLoader."
+    hint = (
+        f"It is called with {arguments}. Labels are the elements of a batch that the model does not take: "
+        "`inputs` may be a DataLoader."
+    )
     return f"The loss fails in fp32{source}: {error.text}", hint
-
-
-def _untrained(optimizer: Any) -> str | None:
-    """What an optimizer of the user trains besides the model, in words."""
-    foreign = optimizer.foreign if isinstance(optimizer, OptimizerLike) else 0
-    if not foreign:
-        return None
-    whose = f"{counted(foreign, 'parameter')} of the optimizer that the model does not have, perhaps of the loss"
-    return f"{whose}: the scan does not train {'it' if foreign == 1 else 'them'}"

@@ -28,15 +28,12 @@ from lowprec_check.schema.run_key import EAGER
 
 WORK_STEPS = 20_000
 """About a millisecond of work."""
-
 WORK_REPEATS = 3
 """The fastest of so many counts: the others may have been interrupted."""
 
 
 def seconds_of_fixed_work() -> float:
-    """Seconds that a fixed piece of integer work takes: more if the clock of the processor is
-    slower.
-    """
+    """Seconds of a fixed piece of integer work: more if the processor's clock is slower."""
     found = []
     for _ in range(WORK_REPEATS):
         value, started = 1, system.perf_counter()
@@ -49,52 +46,32 @@ def seconds_of_fixed_work() -> float:
 # -- A turn: a few calls of the prepared model
 
 VERY_LONG_SECONDS = 5.0
-"""A call that takes longer is not called on one core too: its time is an average over all that
-disturbs it.
-"""
-
+"""A longer call is not repeated on one core: its time averages over all that disturbs it."""
 DISTURBED = 0.03
 """The largest part of a few calls in which threads may wait for a core."""
-
 PATIENCE = 0.15
 """How long calls are repeated, in seconds, to find some that nothing disturbed."""
-
 ONE_CORE_SECONDS = 0.5
 """How long calls on one core are repeated."""
-
 TURN_SECONDS = 0.02
 """Shorter calls are repeated until they have taken so long together."""
-
 LEAST_CALLS, MOST_CALLS = 3, 50
 ENOUGH_SECONDS = 0.05
 """After so long, fewer calls than :data:`LEAST_CALLS` will do."""
-
 REFUSED_SECONDS = 0.1
 """After so long, none will count: a compiler has threads of its own."""
-
 ALONE = 0.3
-"""The part of a call on one core that other threads may work: those of torch spin a little after
-the calls before.
-"""
-
+"""The part of a call on one core in which torch's other threads may still spin."""
 UNDISTURBED = 0.02
 """The largest part of a short call on one core that it may have waited."""
-
 SHORT_SECONDS = 0.005
 """What is left of a longer call counts even if the thread had to wait."""
-
 WARM_UP_CALLS = 3
 """Before the first turn of a compiled model: a traced graph is optimized in its second call."""
-
 FILLS = 2.0
-"""A long call that took so many times its usual time has made something that later ones use, as a
-table, which rewinding forgets.
-"""
-
+"""A long call, so many times its usual time, made something (a table) that rewinding forgets."""
 IN_A_ROW = 3
 """The state of the model is rewound after so many calls: it need not survive more."""
-
-
 Receive = Callable[[], bytes | None]
 """Waits for what the parent sends; ``None`` if nothing more will come."""
 
@@ -113,8 +90,10 @@ class TimedCalls:
 
     def warm_up(self, calls: int | None = None) -> None:
         """Calls that are not timed: they compile, allocate, choose kernels."""
+        if calls is None:
+            calls = 1 if self._task.backend == EAGER else WARM_UP_CALLS
         first = self.call()
-        for _ in range(1, calls or (1 if self._task.backend == EAGER else WARM_UP_CALLS)):
+        for _ in range(1, calls):
             self.call()
         if self._is_unusual(first):
             self._rewind()
@@ -125,9 +104,7 @@ class TimedCalls:
         return seconds >= LONG_SECONDS and usual is not None and seconds > FILLS * usual / 1e3
 
     def turn(self, row: int, number: int, *, on_one_core: bool, least: float = 0.0) -> TurnTimed:
-        """The turn of ``row`` in round ``number``, of at least so many seconds; ``on_one_core``
-        adds calls that other programs do not disturb.
-        """
+        """The turn of ``row`` in a round, at least ``least`` s; ``on_one_core`` adds such calls."""
         work = seconds_of_fixed_work()
         self._rewind()
         started, before = system.perf_counter(), system.longest_wait()
@@ -136,6 +113,7 @@ class TimedCalls:
             seconds = self._events.seconds(IN_A_ROW, least, again=number > 0)
             launched = self._events.launched()
             return TurnTimed(row=row, round=number, seconds=seconds, waited=None, launched=launched, fixed_work=work)
+        # Calls are repeated until enough were undisturbed, or as long as patience lasts.
         clean, disturbed, waited = list[float](), list[float](), 0.0
         calls, since = [first] if first >= LONG_SECONDS else self._burst(first), started
         while True:
@@ -159,35 +137,28 @@ class TimedCalls:
         )
 
     def _burst(self, first: float) -> list[float]:
-        """Seconds of calls from the same state of the model: of a short call, those after one that
-        fills the caches.
-        """
+        """Seconds of calls from the same state; a short one after one that fills the caches."""
         if first >= SHORT_SECONDS:
             return [self.call()]
         self._snapshot.rewind()
-        given = [self._ready.inputs(*self._inputs) for _ in range(IN_A_ROW)]
+        inputs_in_a_row = [self._ready.inputs(*self._inputs) for _ in range(IN_A_ROW)]
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            return [call_once(self._ready, *inputs)[1] for inputs in given][1:]
+            return [call_once(self._ready, *inputs)[1] for inputs in inputs_in_a_row][1:]
 
     def _on_one_core(self) -> list[float]:
-        """A thread alone never waits for another one, so what it waits for its core can be told,
-        and subtracted.
-
-        That includes waits shortly before and after a call: short calls count only if there were
-        none.
-        """
+        """Seconds of calls with one thread, whose waits for its core are known and subtracted."""
         threads = torch.get_num_threads()
         try:
-            first = self._call_alone()
             seconds = []
+            first = self._call_alone()
             if first is not None and first >= LONG_SECONDS:
                 seconds = [first]
             started = system.monotonic()
             while sum(seconds) < TURN_SECONDS and len(seconds) < MOST_CALLS:
-                found = self._call_alone()
-                if found is not None:
-                    seconds.append(found)
+                alone = self._call_alone()
+                if alone is not None:
+                    seconds.append(alone)
                 if system.monotonic() - started > (ONE_CORE_SECONDS if seconds else REFUSED_SECONDS):
                     break
             return seconds
@@ -195,17 +166,16 @@ class TimedCalls:
             torch.set_num_threads(threads)
 
     def _call_alone(self) -> float | None:
-        """Seconds of a call on one core, less those it waited for it; ``None`` if that cannot be
-        told, or other threads worked too, or it was compiled again, as code is that was compiled
-        for more threads.
-        """
+        """Seconds of a call on one core, less its waits; ``None`` if they are unknown."""
         self._rewind()  # which restores the number of threads, too
         torch.set_num_threads(1)
         before, cpu, frames = system.own_wait(), system.time_of_other_threads(), compiled_frames()
         taken, after = self.call(), system.own_wait()
+        # Nor may other threads work, or code that was compiled for more threads be compiled again.
         others_worked = system.time_of_other_threads() - cpu > ALONE * taken
         if before is None or after is None or others_worked or compiled_frames() > frames:
             return None
+        # Waits shortly before and after the call count too: a short call may have none.
         waited = after - before
         if waited <= UNDISTURBED * taken or taken - waited >= SHORT_SECONDS:
             return taken - waited
@@ -253,7 +223,8 @@ def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
             with ready_for(run, target, snapshot) as ready:
                 calls = TimedCalls(run, target, ready)
                 calls.warm_up()
-                least = min(LONG_SECONDS, system.perf_counter() - started)  # else most of the time goes into preparing
+                # Otherwise most of the time goes into preparing.
+                least = min(LONG_SECONDS, system.perf_counter() - started)
                 turn = calls.turn(row, schedule.number, on_one_core=schedule.is_disturbed, least=least)
         except BaseException as error:
             reraise_interrupt(error)
@@ -263,11 +234,8 @@ def time_in_place(task: TimeTask, target: Target, send: Send) -> None:
 
 
 def time_turns(task: TurnsTask, target: Target, send: Send, receive: Receive) -> None:
-    """In a fork: prepare the run, then take a turn each time that one comes; raises
-    :class:`UsageError` if the model fails.
-
-    What the model prints was printed by its plain run.
-    """
+    """In a fork: prepare the run, then take a turn when asked; :class:`UsageError` if it fails."""
+    # What the model prints was printed by its plain run.
     with open(os.devnull, "wb") as nothing:
         os.dup2(nothing.fileno(), 1)
     try:

@@ -1,6 +1,4 @@
-"""What a worker does: gets the target, runs the model as its task says, sends what it finds, and at
-last how the task ended.
-"""
+"""What a worker does: gets the target, runs the model as its task says, sends the results."""
 
 from __future__ import annotations
 
@@ -87,19 +85,13 @@ from lowprec_check.schema.precisions import PRECISIONS
 from lowprec_check.schema.ways_to_train import WayToTrain, ways_of
 
 COLD = 0.1
-"""The model is called in fp32 before the time of an op is limited, if its first call took this part
-of the limit longer than others.
-"""
+"""First calls longer by this part of an op's limit: fp32 is called before the limit applies."""
 
 
 def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
-    """Do ``task``; ``receive`` waits for what the parent sends meanwhile. Afterwards the model is
-    restored.
-
-    A task that predicts makes its process the stand-in for the device, which can do nothing else
-    afterwards.
-    """
+    """Do ``task``; ``receive`` waits for what the parent sends. The model is restored."""
     check_process(task.predicted)
+    # A process that becomes the stand-in for a device can do nothing else afterwards.
     if task.predicted is not None:
         become_stand_in(task.predicted)
         warnings.filterwarnings("ignore", message=FALLBACK_WARNING)  # the plain part has filters of its own
@@ -120,13 +112,11 @@ def work(task: ModelTask, target: Target, send: Send, receive: Receive) -> None:
                 time_instance(task, target, send, receive)
 
 
-# -- The model: the plain part, then the instrumented part that explains it. Independent of processes
+# -- The model: the plain part, then the instrumented part. Independent of processes
 
 
 def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
-    """Run the plain part, the instrumented part, or both, and send each result as soon as it is
-    known.
-    """
+    """Run the plain part, the instrumented part, or both; send each result once it is known."""
     stream = stream_of(target.model)
     if stream is not None:
         stream.on_progress = lambda name, share: send(WeightRead(name.rpartition(".")[0], share))
@@ -137,33 +127,31 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
     if isinstance(task, RunTask):
         called = (_train if task.steps else _run_plain)(task, target, send)
     else:
-        way = None
-        if task.steps:
-            way = ways_of(PRECISIONS.get(task.precision), task.steps)[0]
+        way = ways_of(PRECISIONS.get(task.precision), task.steps)[0] if task.steps else None
         slow, crashed, called = dict(task.slow), dict(task.crashed), Called(task.measure_once, way=way)
     if not isinstance(task, RunTask) or task.instrumented:
-        measure_once = called.too_slow and task.predicted is None  # the times of emulated kernels mean nothing
+        # The times of emulated kernels mean nothing.
+        measure_once = called.too_slow and task.predicted is None
         started = system.thread_time()
         with _report_faults("instrumenting", send):
             emulation = Emulation(slow, crashed, measure_once=measure_once)
-            found = _instrument(task, target, called.outputs, send, emulation, called.way)
-            send(found)
+            instrumented = _instrument(task, target, called.outputs, send, emulation, called.way)
+            send(instrumented)
             seconds = system.thread_time() - started
+            shares = measured_shares(task, target, instrumented, called.outputs, called.seconds, seconds=seconds)
             with _kernels(task):
-                for each in measured_shares(task, target, found, called.outputs, called.seconds, seconds=seconds):
-                    send(each)
+                for share in shares:
+                    send(share)
     if task.predicted is not None:
         send(StandInOps(known_ops(), assumed_ops()))
 
 
 def predict_formats(task: WhatIfTask, target: Target, send: Send) -> None:
-    """Send the output errors of formats that are not run, from one instrumented run of the model in
-    fp32.
-    """
+    """Send the output errors of formats that are not run, from one instrumented fp32 run."""
     with _report_faults("predicting", send), prepared_for(task, target) as ready, _kernels(task):
         eager, breadcrumb = in_eager_mode(ready, target), Breadcrumb(task.files.breadcrumb)
-        found = predict(eager, target.args, target.kwargs, task.formats, seed=task.seed, breadcrumb=breadcrumb)
-        send(Predicted(found))
+        entries = predict(eager, target.args, target.kwargs, task.formats, seed=task.seed, breadcrumb=breadcrumb)
+        send(Predicted(entries))
 
 
 def train_with_extension(task: ExtensionTask, target: Target, send: Send) -> None:
@@ -196,28 +184,27 @@ def _run_plain(task: RunTask, target: Target, send: Send) -> Called:
 
 
 def _run_in_one_reading(task: RunTask, target: Target, send: Send) -> None:
-    """Run the instrumented part and judge its output; if that is not the one of a plain call, run
-    the plain part too.
-    """
+    """Judge the instrumented part's output; run the plain part if that gives another one."""
     seed_everything(task.seed)
-    made, before = list[Any](), generator_states()
+    outputs, before = list[Any](), generator_states()
 
     def keep(output: Any) -> None:
         if generator_states() == before:  # random numbers must be those of fp32
-            made.append(output)
+            outputs.append(output)
 
-    found = None
+    instrumented = None
     with _report_faults("instrumenting", send):
-        found = _instrument(task, target, None, send, Emulation(), keep=keep)
-    changed = found is None or found.function_mode or found.gaps or found.emulated or found.faults
-    if changed or not made:
+        instrumented = _instrument(task, target, None, send, Emulation(), keep=keep)
+    # What changes or replaces calls may change the output.
+    changed = instrumented is None or instrumented.function_mode or instrumented.emulated
+    if instrumented is None or changed or instrumented.gaps or instrumented.faults or not outputs:
         _run_plain(task, target, send)
     else:
         with prepared_for(task, target) as ready:
-            PlainPart(task, target, ready, send).run(made[-1:])
+            PlainPart(task, target, ready, send).run(outputs[-1:])
         send(Measures())
-    if found is not None:
-        send(found)
+    if instrumented is not None:
+        send(instrumented)
 
 
 def _train(task: RunTask, target: Target, send: Send) -> Called:
@@ -230,11 +217,11 @@ def _train(task: RunTask, target: Target, send: Send) -> Called:
             reference = with_draws_of(task, target, reference, send)
     frames, batches = compiled_frames(), batches_of(target, task.steps)
     with in_training(task, target) as ready, _kernels(task):
-        part: ReferenceTraining | TrainingPart = (
-            ReferenceTraining(task, target, ready, send, batches)
-            if reference is None
-            else TrainingPart(task, target, ready, send, batches, reference)
-        )
+        part: ReferenceTraining | TrainingPart
+        if reference is None:
+            part = ReferenceTraining(task, target, ready, send, batches)
+        else:
+            part = TrainingPart(task, target, ready, send, batches, reference)
         part.run()
         with _report_faults("measuring", send):
             part.measure(memory=task.measured)
@@ -253,16 +240,16 @@ def _instrument(
     way: WayToTrain | None = None,
     keep: Callable[[Any], None] = lambda _output: None,
 ) -> Instrumented:
-    """The instrumented part, in eager mode; ``outputs`` it must give if nothing is rescued; ``way``
-    is of training; ``keep`` gets the output.
-    """
+    """The instrumented part, in eager mode; it must give ``outputs`` if nothing is rescued."""
     allowed = allowance(task, target.model)
     if allowed.errors is None:
         return Instrumented.not_run(allowed.note or "")
     budget = task.budget_error and allowed.errors == "both"
-    saved = None
+    fp32_outputs = probe = None
     if budget:
         saved = Fp32Outputs.load(task.files)
+        probe = saved.probe
+        fp32_outputs = probe.tensors if probe else saved.outputs[0]
     options = Options(
         errors=allowed.errors,
         wide=torch.float64 if task.reference == "fp64" else torch.float32,
@@ -276,8 +263,8 @@ def _instrument(
         budget=budget,
         budget_limit=allowed.tape,
         autocast=task.uses_autocast,
-        fp32_outputs=None if saved is None else saved.probe.tensors if saved.probe else saved.outputs[0],
-        probe=saved.probe if saved is not None else None,
+        fp32_outputs=fp32_outputs,
+        probe=probe,
     )
     if emulation.measure_once and task.fp32_setup > COLD * task.op_limit and not task.is_reference:
         # What a first call imports must not count against the time limit of an op.
@@ -290,30 +277,21 @@ def _instrument(
             options, called = options._replace(step=step), with_step(ready, step)
         else:
             called = in_eager_mode(ready, target)
-        found = run_instrumented(called, target.args, target.kwargs, fp32, options, outputs)
-    with _kernels(task):
-        if task.steps or task.is_reference:
-            trials = []
-        else:
-            trials = tried_ranges(task, target, found)
-    if allowed.note is None:
-        notes = found.notes
-    else:
-        notes = (*found.notes, allowed.note)
-    return msgspec.structs.replace(found, range_trials=trials, notes=notes)
+        instrumented = run_instrumented(called, target.args, target.kwargs, fp32, options, outputs)
+    if not (task.steps or task.is_reference):
+        with _kernels(task):
+            trials = tried_ranges(task, target, instrumented)
+        instrumented = msgspec.structs.replace(instrumented, range_trials=trials)
+    if allowed.note is not None:
+        instrumented = msgspec.structs.replace(instrumented, notes=(*instrumented.notes, allowed.note))
+    return instrumented
 
 
 @contextlib.contextmanager
 def _kernels(task: ModelTask) -> Iterator[None]:
-    """The kernels that the model runs with: without those that are withheld, and those of the
-    device that is predicted.
-
-    A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
-    """
-    if task.predicted is not None:
-        eager = compiled_code_in_eager()
-    else:
-        eager = contextlib.nullcontext()
+    """The kernels that the model runs with: without withheld ones, or a predicted device's."""
+    # A compiler would trace the emulation, so that a prediction runs compiled code in eager mode.
+    eager = contextlib.nullcontext() if task.predicted is None else compiled_code_in_eager()
     with eager, withholding(task.without_kernel), standing_in(task.predicted):
         yield
 
@@ -328,12 +306,10 @@ def _report_faults(what: str, send: Send) -> Iterator[None]:
         send(PartFailed(f"{what} failed: {type_name(error)}: {first_line(message_of(error))}"))
 
 
-# -- The process, for one task or several: a shared one checks itself after each, so that what fails then costs no row
+# -- The process, for one task or several
 
 QUESTION = b""
-"""Asks a worker that has finished a task what that left behind. It sends nothing between the two,
-so that no message is lost.
-"""
+"""Asks a finished worker for its leftovers; it sends nothing in between, so no message is lost."""
 
 
 def do_task(task: ModelTask, load: Callable[[], Target], channel: Channel) -> None:
@@ -342,9 +318,7 @@ def do_task(task: ModelTask, load: Callable[[], Target], channel: Channel) -> No
 
 
 def serve(load: Callable[[], Target], channel: Channel) -> None:
-    """Do the tasks that come, until nothing more comes; after each, look for what it left behind,
-    and say so if asked.
-    """
+    """Do the tasks that come, until nothing more comes; report each one's leftovers if asked."""
     loaded: _Loaded | None = None
 
     def target_for(task: ModelTask) -> Target:
@@ -360,9 +334,7 @@ def serve(load: Callable[[], Target], channel: Channel) -> None:
         task: ModelTask = pickle.loads(data)
         send = Sender(task, channel)
         _do(task, functools.partial(target_for, task), send)
-        left = []
-        if loaded is not None:
-            left = loaded.left_by(send)
+        left = loaded.left_by(send) if loaded is not None else []
 
 
 class Sender:
@@ -371,11 +343,11 @@ class Sender:
     def __init__(self, task: ModelTask, channel: Channel) -> None:
         self.task, self.channel = task, channel
         self.plain: PlainResult | None = None
-        """The last verdict that was sent."""
 
     def __call__(self, message: TaskMessage) -> None:
         """Send a message."""
-        self.plain = message if isinstance(message, PlainResult) else self.plain
+        if isinstance(message, PlainResult):
+            self.plain = message
         self.channel(encode(message))
 
 
@@ -403,9 +375,7 @@ def _do(task: ModelTask, load: Callable[[], Target], send: Sender) -> None:
 
 
 class _Loaded:
-    """The target of a shared worker, on the device of the tasks, and the state of the process with
-    it.
-    """
+    """The target of a shared worker, on the device of the tasks, and the state of its process."""
 
     def __init__(self, target: Target, task: ModelTask) -> None:
         self.target = target
@@ -416,14 +386,13 @@ class _Loaded:
             except torch.OutOfMemoryError as error:
                 raise UsageError(
                     f"The fp32 model does not fit on {device}: {first_line(message_of(error))}",
-                    "Free its memory, use --stream if the weights are in .safetensors files, or choose another --device.",
+                    "Free its memory, use --stream if the weights are in .safetensors files, or choose another "
+                    "--device.",
                 ) from None
         self._leftovers = Leftovers(target.model)
 
     def left_by(self, send: Sender) -> list[str]:
-        """What the task of ``send`` left behind; the process can be used for another one if there
-        is nothing.
-        """
+        """What the task of ``send`` left behind; if nothing, the process can do another task."""
         broken, task = why_broken(), send.task
         if broken is not None:
             return [broken]

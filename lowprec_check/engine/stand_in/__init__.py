@@ -1,3 +1,1 @@
-"""A process that stands in for a device that is not here: the device's autocast policies and
-kernels, on CPU tensors.
-"""
+"""A process that stands in for a missing device: its autocast policies and kernels, on the CPU."""

@@ -1,13 +1,11 @@
-"""What the catalog says of one op call on the device that is predicted: whether it runs, and if
-not, what is raised there.
-"""
+"""Whether one op call runs on the predicted device, by the catalog; else, what is raised there."""
 
 from __future__ import annotations
 
 import functools
 import os
 import re
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,16 +32,11 @@ _ON_DEVICE = {"cuda": {"_embedding_bag": "_embedding_bag_forward_only"}}
 _FFT = ("_fft_r2c", "_fft_c2r", "_fft_c2c")
 _MATRIX_PRODUCTS = ("addmm", "mm", "bmm", "baddbmm", "addbmm", "addmv", "mv", "convolution")
 _ONE_DTYPE = ("native_layer_norm", "native_group_norm")
-"""Their kernels on a GPU read weights in the dtype of the input; those of a CPU take fp32 weights
-as well.
-"""
+"""Their GPU kernels read weights in the dtype of the input; those of a CPU take fp32, too."""
 
-_OF_TORCHVISION = frozenset(
-    f"torchvision::{name}" for name in ("nms", "roi_align", "roi_pool", "ps_roi_align", "ps_roi_pool", "deform_conv2d")
-)
-"""Their kernels on a GPU are for fp32, fp64 and half (``AT_DISPATCH_FLOATING_TYPES_AND_HALF``).
-Autocast casts to fp32 before them.
-"""
+_VISION = "nms roi_align roi_pool ps_roi_align ps_roi_pool deform_conv2d"
+_OF_TORCHVISION = frozenset(f"torchvision::{name}" for name in _VISION.split())
+"""Their GPU kernels are for fp32, fp64 and half; autocast casts to fp32 before them."""
 
 
 class Refusal(NamedTuple):
@@ -73,16 +66,15 @@ class KernelSupport:
         variable = device_of(device.name).fallback_variable
         self._falls_back = variable is not None and os.environ.get(variable) == "1"
         self._find = functools.cache(self._look_up)
-        self._registered = functools.cache(self._registration)
+        self.registration = functools.cache(self._registration)
+        """How an op is registered on the device; ``None`` if that is not known."""
         self.known: set[str] = set()
         """Ops in 16 bits that the catalog has, as op calls name them: ``aten.mm.default``."""
         self.assumed: set[str] = set()
         """Those that it does not have; they are taken to run."""
 
     def why_refused(self, call: DispatchedCall, narrow: list[Tensor], wide: list[Tensor]) -> Refusal | None:
-        """Why a call with these floating inputs, of 16 bits and of more, does not run; ``None`` if
-        it does.
-        """
+        """Why a call with these floating inputs, in 16 bits and more, does not run, if so."""
         func, name = call.func, self.name_of(call.func)
         if self.registration(func) == "none":
             message = (
@@ -91,11 +83,10 @@ class KernelSupport:
             return Refusal("missing", message, f"{self._device.kernels}: aten::{name} is not registered")
         if not narrow:
             return None
-        known = None
         if not self.is_cpu:
-            known = self._by_source(call, name, narrow, wide)
-        if known is not None:
-            return known
+            refusal = self._by_source(call, name, narrow, wide)
+            if refusal is not None:
+                return refusal
         for dtype in {tensor.dtype for tensor in narrow}:
             support = self._find(func, DTYPES[dtype], "complex" if dtype.is_complex else "floating")
             if support.state is None:
@@ -109,38 +100,33 @@ class KernelSupport:
         return None
 
     def _by_source(self, call: DispatchedCall, name: str, narrow: list[Tensor], wide: list[Tensor]) -> Refusal | None:
-        """What the sources of the kernels say of calls that no sweep makes: mixed dtypes, complex
-        numbers, ops of torchvision.
-        """
+        """What sources of kernels say of mixed dtypes, complex numbers and ops of torchvision."""
         if name in _ONE_DTYPE and any(tensor.ndim for tensor in wide):
             expected = FORMATS[DTYPES[narrow[0].dtype]].cpp_name
             return Refusal("refused", f"expected scalar type {expected} but found Float", SOURCE)
+        dtypes = {tensor.dtype for tensor in narrow}
         missing = None
-        if name in _MATRIX_PRODUCTS and any(tensor.dtype == torch.complex32 for tensor in narrow):
+        if name in _MATRIX_PRODUCTS and torch.complex32 in dtypes:
             missing = "ComplexHalf"
-        if name in _OF_TORCHVISION and not call.autocast_keys:
-            missing = "BFloat16" if any(tensor.dtype == torch.bfloat16 for tensor in narrow) else None
+        if name in _OF_TORCHVISION and not call.autocast_keys and torch.bfloat16 in dtypes:
+            missing = "BFloat16"
         if missing:
             return Refusal("missing", f"\"{name}\" not implemented for '{missing}'", SOURCE)
         return None
 
     def name_of(self, func: OpOverload) -> str:
-        """The name of the overload that the device runs for ``func``: ``add.Tensor``,
-        ``_cudnn_rnn``.
-        """
+        """The overload that the device runs for ``func``: ``add.Tensor``, ``_cudnn_rnn``."""
         name = overload_name(func.name())
-        instead = counterpart(name, self._device.name)
-        if instead:
-            return instead.dispatches[0]
+        of_device = counterpart(name, self._device.name)
+        if of_device:
+            return of_device.dispatches[0]
         return _ON_DEVICE.get(self._device.name, {}).get(name, name)
 
     def takes_in_fft(self) -> list[torch.dtype]:
-        """The narrow dtypes that ``torch.fft`` takes on the device, at least for some sizes; a CPU
-        refuses them.
-        """
+        """The narrow dtypes that ``torch.fft`` takes on the device, at least for some sizes."""
         if not self._catalogs or self.is_cpu:
             return []
-        # there are no complex tensors of bfloat16
+        # There are no complex tensors of bfloat16.
         ops = {torch.float16: ("fft_rfft", *_FFT), torch.bfloat16: ("fft_rfft", "_fft_r2c")}
 
         def runs(dtype: torch.dtype, name: str) -> bool:
@@ -148,24 +134,22 @@ class KernelSupport:
 
         return [dtype for dtype, names in ops.items() if all(runs(dtype, name) for name in names)]
 
-    def registration(self, func: OpOverload) -> Registration | None:
-        """How the op is registered on the device; ``None`` if that is not known."""
-        return self._registered(func)
-
     def _registration(self, func: OpOverload) -> Registration | None:
         catalog = self._catalogs.get("float32")
         if catalog is None or func.namespace != "aten":
             return None
         name = self.name_of(func)
-        if catalog.declared is None:  # one kernel serves all overloads, if ``name`` is the name of ``func`` itself
+        # One kernel serves all overloads, if ``name`` is the name of ``func`` itself.
+        if catalog.declared is None:
             base = name.partition(".")[0]
             overloads = getattr(torch.ops.aten, base, func.overloadpacket).overloads()
             names = [name, *(f"{base}.{other}".removesuffix(".default") for other in overloads)]
-            found = {catalog.of(known).state: catalog.of(known).kind for known in names}
-            return "none" if "all" not in found and found.get("none") == "no-backend-kernel" else None
+            kinds = {catalog.of(overload).state: catalog.of(overload).kind for overload in names}
+            return "none" if "all" not in kinds and kinds.get("none") == "no-backend-kernel" else None
         row = catalog.declared.row(name)
+        # The device dispatches another op there, which is not known.
         if only_device(name) not in (None, self._device.name) and (row is None or row.registration == "none"):
-            return None  # the device dispatches another op there, which is not known
+            return None
         if row is not None and row.registration == "none" and self._falls_back:
             return "fallback"
         return row.registration if row is not None else None
@@ -175,16 +159,18 @@ class KernelSupport:
         if func.namespace != "aten":
             return AtenSupport(state=None)
         if self._catalogs:
-            of_own = None
+            # That of the op itself, of the one that the device runs, or else of all its overloads.
+            catalog = self._catalogs[dtype]
             if counterpart(own, self._device.name):
-                of_own = self._catalogs[dtype].of(own, numbers)
-            if of_own is not None and of_own.state is not None:
-                return of_own
-            found = self._catalogs[dtype].of(name, numbers)
+                of_own = catalog.of(own, numbers)
+                if of_own.state is not None:
+                    return of_own
+            support = catalog.of(name, numbers)
             base = name.partition(".")[0]
-            if found.state is not None or base == name:
-                return found
-            return self._catalogs[dtype].of(base, numbers)
+            if support.state is not None or base == name:
+                return support
+            return catalog.of(base, numbers)
+        # Without a catalog of the release, known issues may name it.
         device, low = self._device, SHORT[dtype]
         for issue in matching(op=name, device=device.name, dtype=low, torch=device.torch, code="LP101"):
             if function_name(name) in issue.ops:
@@ -192,56 +178,49 @@ class KernelSupport:
                 return AtenSupport(state="none", kind="missing-kernel", message=message, shown_by=[issue.link])
         return AtenSupport(state=None)
 
-    def _refusal(self, name: str, call: DispatchedCall, dtype: Dtype, found: AtenSupport) -> Refusal:
-        message = found.message or f"no kernel for {SHORT[dtype]}"
+    def _refusal(self, name: str, call: DispatchedCall, dtype: Dtype, support: AtenSupport) -> Refusal:
+        message = support.message or f"no kernel for {SHORT[dtype]}"
         if self._catalogs and self._catalogs[dtype].declared is not None:
             message = f"aten::{name} in {SHORT[dtype]}: {message}"
-        shown = ""
-        if found.shown_by:
-            shown = f", shown by {', '.join(found.shown_by[:2])}"
-        kind: Literal["missing", "refused"] = "refused" if found.kind == "unsupported-dtype" else "missing"
-        if name in _FFT:  # the sizes of the call, instead of those of the catalog's sample
+        basis = f"{self._device.kernels}: aten::{name} in {SHORT[dtype]}"
+        if support.shown_by:
+            basis += f", shown by {', '.join(support.shown_by[:2])}"
+        kind: Literal["missing", "refused"] = "refused" if support.kind == "unsupported-dtype" else "missing"
+        # The sizes of the call, instead of those of the catalog's sample.
+        if name in _FFT:
             kind, message = "refused", re.sub(r"\[[\d, ]+\]$", str(_transformed(name, call)), message)
-        return Refusal(kind, message, f"{self._device.kernels}: aten::{name} in {SHORT[dtype]}{shown}")
+        return Refusal(kind, message, basis)
 
 
 def _fails_here(name: str, call: DispatchedCall, inputs: list[Tensor], condition: str | None) -> bool:
-    """Whether a call fails, of an op that fails for some samples of the catalog.
-
-    cuFFT computes in half only where all sizes are powers of two. Of other ops, the condition of
-    the catalog decides, ``fails where training`` or ``runs only where …``, if it is about arguments
-    of the op; without one, every call fails that is not empty: the samples that pass do not
-    dispatch the op (``cdist`` by a matrix product).
-    """
+    """Whether a call fails, of an op that fails for some samples of the catalog."""
+    # cuFFT computes in half only where all sizes are powers of two.
     if name in _FFT:
         return any(size & (size - 1) for size in _transformed(name, call))
+    # The condition is ``fails where training`` or ``runs only where …``, perhaps about arguments.
     verb, _, terms = (condition or "").partition(" where ")
-    defaults = {its.name: its.default_value for its in call.func._schema.arguments if its.has_default_value()}
-    holds = None
-    if verb in ("fails", "runs only"):
-        holds = _all_hold(terms.split(" and "), defaults | call.named)
-    if holds is None:
-        return any(tensor.numel() for tensor in inputs)
-    return holds == (verb == "fails")
-
-
-def _all_hold(terms: list[str], given: dict[str, Any]) -> bool | None:
-    """Whether all of ``training``, ``not training`` and ``p=2.0`` hold for the arguments; ``None``
-    if one of these is not given.
-    """
+    arguments = {
+        argument.name: argument.default_value
+        for argument in call.func._schema.arguments
+        if argument.has_default_value()
+    }
+    arguments |= call.named
     held = []
-    for term in terms:
+    for term in terms.split(" and "):
         name, _, value = term.removeprefix("not ").partition("=")
-        if name not in given:
-            return None
-        held.append(repr(given[name]) == value if value else bool(given[name]) != term.startswith("not "))
-    return all(held)
+        # Without a condition about arguments, every call fails that is not empty: the samples that
+        # pass do not dispatch the op (``cdist`` by a matrix product).
+        if verb not in ("fails", "runs only") or name not in arguments:
+            return any(tensor.numel() for tensor in inputs)
+        if value:
+            held.append(repr(arguments[name]) == value)
+        else:
+            held.append(bool(arguments[name]) != term.startswith("not "))
+    return all(held) == (verb == "fails")
 
 
 def _transformed(name: str, call: DispatchedCall) -> list[int]:
-    """The sizes of the dimensions that a Fourier transform is over."""
-    given, dims = call.args[0], call.args[1]
-    sizes = [given.shape[dim] for dim in dims]
+    sizes = [call.args[0].shape[dim] for dim in call.args[1]]
     if name == "_fft_c2r":
         return [*sizes[:-1], call.args[3]]
     return sizes

@@ -1,8 +1,7 @@
-"""Makes this process the stand-in for a device that is not here: its autocast policies, kernels and
-choices, on CPU tensors.
+"""Makes this process the stand-in for a missing device: its autocast policies, kernels, choices.
 
-A process that became a stand-in stays one: kernels are registered and functions replaced for good.
-So it does one job, then ends.
+It stays one, since kernels are registered and functions replaced for good: it does one job, then
+ends.
 """
 
 from __future__ import annotations
@@ -35,22 +34,15 @@ DEFAULT_AUTOCAST = torch.float16
 
 
 class _StandIn(NamedTuple):
-    """What this process became."""
-
     device: PredictedDevice
     support: KernelSupport
 
 
 _became: list[_StandIn] = []
-"""At most one."""
 
 
 def become_stand_in(device: PredictedDevice) -> None:
-    """Make this process the stand-in for ``device``; again for the same device it does nothing.
-
-    Raises ``RuntimeError`` if it is the one for another, and :class:`UsageError` if the catalog
-    does not cover the release.
-    """
+    """Make this process the stand-in for ``device``; fails if it is another's, or not covered."""
     check_process(device)
     if _became:
         return
@@ -60,22 +52,26 @@ def become_stand_in(device: PredictedDevice) -> None:
         return
     _register_autocast(device.name, policies_for(device), DEFAULT_AUTOCAST)
     _answer_as(device.name)
-    _choose_as_on_gpu()
+    # Imported functions that ask for a CPU choose as on a GPU: their code compares with a name that
+    # no device has. It is changed inside the function object, since a model may hold a reference to
+    # the function, or import it by name.
+    for module, name in _ASK_FOR_CPU:
+        function = getattr(sys.modules.get(module), name, None)
+        if isinstance(function, types.FunctionType):
+            code = function.__code__
+            constants = tuple("another device" if value == "cpu" else value for value in code.co_consts)
+            function.__code__ = code.replace(co_consts=constants)
     allow_fft(support.takes_in_fft())
 
 
 def check_process(device: PredictedDevice | None) -> None:
-    """Raise ``RuntimeError`` if this process stands in for another device than ``device``, or for
-    any if that is ``None``.
-    """
+    """Raise ``RuntimeError`` if this process stands in for another device (any, if ``None``)."""
     if _became and _became[0].device != device:
         raise RuntimeError(f"a process that predicts {_became[0].device.name} cannot do anything else")
 
 
 def standing_in(device: PredictedDevice | None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which ops run as on ``device``, for which this process stands in; does nothing
-    for ``None``.
-    """
+    """A context in which ops run as on ``device``, if this process stands in for it."""
     check_process(device)
     if _became:
         return StandInKernels(_became[0].support)
@@ -93,9 +89,7 @@ def known_ops() -> list[str]:
 
 
 def policies_for(device: PredictedDevice) -> Mapping[str, CastPolicy]:
-    """The autocast policies of ``device``; if they are those of the installed torch, it must
-    register the same ops.
-    """
+    """The autocast policies of ``device``; those of the installed torch as it registers them."""
     if device.autocast != release_of(torch.__version__):
         return policies_of(device.name, device.autocast)
     key = f"Autocast{device.name.upper()}"
@@ -132,60 +126,47 @@ def _answer_as(device: str) -> None:
         torch.get_autocast_gpu_dtype = lambda: torch.get_autocast_dtype("cpu")
 
 
+# Of more than 1,000 boxes, it treats classes one by one on a CPU; a GPU moves those of each class
+# apart, which takes digits that half does not have.
 _ASK_FOR_CPU = (("torchvision.ops.boxes", "batched_nms"),)
-"""Functions that compute in another way if ``tensor.device.type == "cpu"``. ``batched_nms`` of more
-than 1,000 boxes treats classes one by one on a CPU. On a GPU it moves the boxes of each class
-apart, which takes digits that half does not have.
-"""
-
-
-def _choose_as_on_gpu() -> None:
-    """Let imported functions that ask for a CPU choose as on a GPU: their code compares with a name
-    that no device has.
-
-    The code is changed inside the function object, since a model may hold a reference to the
-    function, or import it by name.
-    """
-    for module, name in _ASK_FOR_CPU:
-        function = getattr(sys.modules.get(module), name, None)
-        if isinstance(function, types.FunctionType):
-            code = function.__code__
-            constants = tuple("another device" if value == "cpu" else value for value in code.co_consts)
-            function.__code__ = code.replace(co_consts=constants)
+"""Functions that choose by ``tensor.device.type == "cpu"``."""
 
 
 # -- autocast
 #
-# Python kernels for the dispatch key ``AutocastCPU`` do what torch's C++ templates do for the policies in ``ATen/autocast_mode.h``;
-# composite functions written in C++ meet them too. The cache of cast weights is left out: it changes no values. What it caches is cast
-# with gradients enabled, though (since torch 2.11), and requires them under ``torch.no_grad()`` too, which makes ``matmul`` choose
-# ``mm`` over ``bmm``.
+# Python kernels for the dispatch key ``AutocastCPU`` do what torch's C++ templates do for the
+# policies in ``ATen/autocast_mode.h``; composite functions written in C++ meet them too. The cache
+# of cast weights is left out: it changes no values. What it caches is cast with gradients enabled,
+# though (since torch 2.11), and requires them under ``torch.no_grad()`` too, which makes ``matmul``
+# choose ``mm`` over ``bmm``.
 
 _KEY = "AutocastCPU"
 _LIBRARIES: list[torch.library.Library] = []
 """Kernels exist as long as their library does."""
 _RECURRENT = ("lstm.input", "lstm.data", "gru.input", "gru.data", "rnn_tanh.input", "rnn_relu.input")
-"""Recurrent layers: CUDA has a kernel for the whole layer (``_cudnn_rnn``), XPU one for each step;
-both cast all that they read.
-"""
+"""Layers that CUDA runs by one kernel, ``_cudnn_rnn``, XPU step by step; both cast all inputs."""
 
 
 def _register_autocast(device: str, policies: Mapping[str, CastPolicy], default: torch.dtype) -> None:
-    """Give autocast on the CPU the policies of ``device`` and its ``default`` dtype, for the rest
-    of this process.
-    """
+    """Give autocast on the CPU the policies and default dtype of ``device``, for good."""
     library = torch.library.Library("aten", "IMPL", _KEY)
     _LIBRARIES.append(library)
     policies = {**policies, **dict.fromkeys(_RECURRENT, policies.get("_cudnn_rnn", "lower"))}
-    ours = {name: func for name in policies if (func := aten_overload(f"aten::{name}")) is not None}
-    kernels = {name: _kernel(func, _CHANGES[policies[name]]) for name, func in ours.items()}
+    overloads = {}
+    for name in policies:
+        overload = aten_overload(f"aten::{name}")
+        if overload is not None:
+            overloads[name] = overload
+    kernels = {name: _kernel(func, _CHANGES[policies[name]]) for name, func in overloads.items()}
+    # What the CPU's own autocast casts otherwise stays as it is.
     for registered in torch._C._dispatch_get_registrations_for_dispatch_key(_KEY):
         if registered.startswith("aten::") and aten_overload(registered) is not None:
             kernels.setdefault(registered.removeprefix("aten::"), torch.library.fallthrough_kernel)
     overriding = {}
     if "allow_override" in inspect.signature(library.impl).parameters:
         overriding = {"allow_override": True}
-    with warnings.catch_warnings():  # torch warns that kernels are replaced
+    # torch warns that kernels are replaced.
+    with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for name, kernel in kernels.items():
             library.impl(name, kernel, **overriding)
@@ -194,15 +175,14 @@ def _register_autocast(device: str, policies: Mapping[str, CastPolicy], default:
         if dtype is not None and _custom_dtype(custom, "cpu") is None:
             custom.register_autocast("cpu", dtype)
     torch.set_autocast_dtype("cpu", default)
-    replace_autocast_kernels(_KEY, frozenset(func.name() for func in ours.values()))
+    replace_autocast_kernels(_KEY, frozenset(func.name() for func in overloads.values()))
 
 
 def _custom_dtype(custom: Any, device: str) -> torch.dtype | None:
-    """The dtype that autocast on ``device`` casts the inputs of an op to that was made by
-    ``torch.library.custom_op``.
-    """
-    found: torch.dtype | None = getattr(custom, "_autocast_dtype", {}).get(device)
-    return found if found is not None else getattr(custom, f"_autocast_{device}_dtype", None)  # before torch 2.13
+    """The dtype to which autocast casts the inputs of an op of ``torch.library.custom_op``."""
+    dtype: torch.dtype | None = getattr(custom, "_autocast_dtype", {}).get(device)
+    # The attribute of torch before 2.13.
+    return dtype if dtype is not None else getattr(custom, f"_autocast_{device}_dtype", None)
 
 
 Call = tuple[OpOverload, tuple[Any, ...], dict[str, Any]]
@@ -210,9 +190,7 @@ Change = Callable[[OpOverload, tuple[Any, ...], dict[str, Any]], Call]
 
 
 def _kernel(func: OpOverload, change: Change) -> Callable[..., Any]:
-    """The autocast kernel of ``func``: changes the arguments as its policy says, then calls it
-    without autocast.
-    """
+    """The autocast kernel of ``func``: changes arguments, then calls it without autocast."""
 
     def kernel(*args: Any, **kwargs: Any) -> Any:
         with torch._C._ExcludeDispatchKeyGuard(torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastCPU)):
@@ -244,30 +222,23 @@ def _with_dtype(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any])
     """With fp32 as the ``dtype`` of the result, unless the call says one."""
     if args and isinstance(args[0], Tensor) and _is_eligible(args[0]):
         at = next(index for index, argument in enumerate(func._schema.arguments) if argument.name == "dtype")
+        dtype = kwargs.get("dtype")
         if at < len(args):
-            given = args[at]
-        else:
-            given = kwargs.get("dtype")
-        if given is None:
+            dtype = args[at]
+        if dtype is None:
             return func, args[:at], kwargs | {"dtype": torch.float32}
     return func, args, kwargs
 
 
 def _appending_dtype(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
     """The overload of ``norm`` that takes a dtype, with fp32."""
-    if _is_eligible(args[0]):
-        dtype = torch.float32
-    else:
-        dtype = args[0].dtype
+    dtype = torch.float32 if _is_eligible(args[0]) else args[0].dtype
     if func._overloadname == "Scalar":
-        if len(args) > 1:
-            p = args[1]
-        else:
-            p = kwargs.get("p", 2)
+        p = args[1] if len(args) > 1 else kwargs.get("p", 2)
         return torch.ops.aten.norm.ScalarOpt_dtype, (args[0], p), {"dtype": dtype}
     defaults = {"p": None, "dim": None, "keepdim": False}
-    given = defaults | dict(zip(("p", "dim", "keepdim"), args[1:], strict=False)) | kwargs
-    return torch.ops.aten.norm.ScalarOpt_dim_dtype, (args[0], *given.values()), {"dtype": dtype}
+    arguments = defaults | dict(zip(("p", "dim", "keepdim"), args[1:], strict=False)) | kwargs
+    return torch.ops.aten.norm.ScalarOpt_dim_dtype, (args[0], *arguments.values()), {"dtype": dtype}
 
 
 def _refuse(func: OpOverload, _args: tuple[Any, ...], _kwargs: dict[str, Any]) -> Call:
