@@ -221,7 +221,7 @@ class Attempts:
             return False
         self.task = dataclasses.replace(self.task, measure_once=True)
         if outcome.ended == "crashed":
-            # Once between ops, it may have been killed; or by something that an earlier op broke.
+            # It died between ops: if only once, it may have been killed from outside.
             if place is None:
                 again, self._died_between_ops = self._died_between_ops, True
                 return not again

@@ -141,15 +141,15 @@ class FurtherCalls:
 
     def tried(self, on_input: Callable[[int, InputsTried], Any]) -> InputsTried:
         """How the run does on the inputs of fp32; ``on_input`` gets the result before each call."""
-        task, error = self._task, self._plain.output_error
+        task, output_error = self._task, self._plain.output_error
         further = FurtherInputs("resampled", [], reason=NOT_KEPT)
         # Nothing was kept if the worker of fp32 ended before.
         with contextlib.suppress(Exception):
             further = FurtherInputs(**task.files.kept(further=True))
         result = InputsTried(kind=further.kind, left_out=further.left_out, seed=task.seed)
         largest, near = 0.0, NEAR * (task.tolerance or 0.0)
-        if error is not None and error.distance is not None:
-            largest = error.distance
+        if output_error is not None and output_error.distance is not None:
+            largest = output_error.distance
         reason, looks = further.reason, 1
         if self._plain.random:
             reason = RANDOM

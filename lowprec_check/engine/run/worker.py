@@ -138,9 +138,9 @@ def run_model(task: RunTask | ExplainTask, target: Target, send: Send) -> None:
             instrumented = _instrument(task, target, called.outputs, send, emulation, called.way)
             send(instrumented)
             seconds = system.thread_time() - started
-            shares = measured_shares(task, target, instrumented, called.outputs, called.seconds, seconds=seconds)
+            outputs, call_seconds = called.outputs, called.seconds
             with _kernels(task):
-                for share in shares:
+                for share in measured_shares(task, target, instrumented, outputs, call_seconds, seconds=seconds):
                     send(share)
     if task.predicted is not None:
         send(StandInOps(known_ops(), assumed_ops()))
