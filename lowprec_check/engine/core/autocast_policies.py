@@ -19,9 +19,7 @@ class _FirstCall(Exception):  # noqa: N818 - no error: it ends a call whose firs
 
 
 class _FirstOp(DispatchMode):
-    """Keeps the dtype that the first op casts to, and ends the call. Autocast casts before anything
-    is computed.
-    """
+    """Keeps the dtype that the first op casts to and ends the call: autocast casts first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,16 +32,16 @@ class _FirstOp(DispatchMode):
 
 
 def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtype]:
-    """By the name of the function, those that autocast to ``dtype`` casts the inputs of on a type
-    of device.
+    """What autocast to ``dtype`` does to the inputs of functions, by the function's name.
 
-    ``fp32`` if 16-bit inputs are cast to it, ``low`` if fp32 inputs are; ``inputs`` if only mixed
-    ones are cast. Empty if this build of torch or this machine does not have the device.
+    ``fp32``: it casts 16-bit inputs to fp32; ``low``: it casts fp32 inputs; ``inputs``: it casts
+    mixed ones only. Empty if this build of torch or this machine lacks the device.
     """
     key = "AutocastCPU"
     if device != "cpu":
         key = f"Autocast{device.upper()}"
-    found: dict[str, AutocastDtype] = {}
+    policies: dict[str, AutocastDtype] = {}
+    # A device that is absent fails at the first tensor.
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.zeros(1, device=device)
         for registered in torch._C._dispatch_get_registrations_for_dispatch_key(key):
@@ -51,19 +49,18 @@ def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtyp
             if func is None:
                 continue
             name = func._schema.name.partition("::")[2]
+            # The first overload of a name decides.
             if _cast(func, device, dtype, [dtype]) == torch.float32:
-                found.setdefault(name, "fp32")
+                policies.setdefault(name, "fp32")
             elif _cast(func, device, dtype, [torch.float32]) == dtype:
-                found.setdefault(name, "low")
+                policies.setdefault(name, "low")
             elif _cast(func, device, dtype, [dtype, torch.float32]):
-                found.setdefault(name, "inputs")
-    return found
+                policies.setdefault(name, "inputs")
+    return policies
 
 
 def aten_overload(registered: str) -> OpOverload | None:
-    """The overload ``aten::conv2d.padding``; ``None`` for those of other packages and for those
-    without a Python binding.
-    """
+    """The overload ``aten::conv2d.padding``; ``None`` if not aten or without a Python binding."""
     space, _, name = registered.partition("::")
     base, _, overload = name.partition(".")
     packet = None
@@ -79,7 +76,7 @@ def _cast(func: OpOverload, device: str, low: torch.dtype, dtypes: Sequence[torc
     required = [a for a in func._schema.arguments if not a.has_default_value()]
     args = [_example(argument.type, tensors) for argument in required if not argument.kwarg_only]
     kwargs = {argument.name: _example(argument.type, tensors) for argument in required if argument.kwarg_only}
-    # Arguments are wrong for many functions: those fail after the cast, or without one.
+    # The arguments are wrong for many functions, which then fail after the cast, or without one.
     with torch.autocast(device, dtype=low), contextlib.suppress(_FirstCall, RuntimeError, TypeError, IndexError), mode:
         func(*args, **kwargs)
     return mode.cast_to

@@ -1,6 +1,4 @@
-"""Models that were compiled or exported, or compile parts of themselves. Never imports Dynamo,
-which takes a second.
-"""
+"""Compiled and exported models. Never imports Dynamo, which takes a second."""
 
 from __future__ import annotations
 
@@ -27,25 +25,25 @@ def compiled_frames() -> int:
 def graph_breaks() -> list[tuple[str, str | None]]:
     """The reason and the line of each graph break since compiled code was forgotten last."""
     dynamo = sys.modules.get("torch._dynamo")
-    found: list[tuple[str, str | None]] = []
-    for its in getattr(getattr(dynamo, "utils", None), "graph_break_reasons", ()):
-        if its.graph_break:
-            lines = [
-                show_line(frame.filename, frame.lineno or 0) for frame in its.user_stack if is_user_code(frame.filename)
-            ]
-            what, _, rest = its.reason.partition("\n")
-            explained = next(
-                (line.partition(":")[2].strip() for line in rest.splitlines() if "Explanation:" in line), what
-            )
-            text = "control flow depends on data" if what.startswith("generic_jump") else explained
-            found.append((text.rstrip("."), lines[-1] if lines else None))
-    return found
+    breaks: list[tuple[str, str | None]] = []
+    for reason in getattr(getattr(dynamo, "utils", None), "graph_break_reasons", ()):
+        if not reason.graph_break:
+            continue
+        summary, _, details = reason.reason.partition("\n")
+        text = summary
+        if summary.startswith("generic_jump"):
+            text = "control flow depends on data"
+        elif "Explanation:" in details:
+            line_of_text = next(line for line in details.splitlines() if "Explanation:" in line)
+            text = line_of_text.partition(":")[2].strip()
+        # The stack starts at the outermost frame.
+        lines = [show_line(at.filename, at.lineno or 0) for at in reason.user_stack if is_user_code(at.filename)]
+        breaks.append((text.rstrip("."), lines[-1] if lines else None))
+    return breaks
 
 
 def in_training_mode(model: torch.nn.Module) -> bool:
-    """Whether ``model`` is in training mode, which a program of torch.export claims whatever it was
-    exported from.
-    """
+    """Whether ``model`` is in training mode; an exported program always claims to be."""
     is_exported = isinstance(model, torch.fx.GraphModule) and "eval" in vars(model)
     return model.training and not is_exported
 
@@ -59,11 +57,10 @@ def compiled_code_in_eager() -> contextlib.AbstractContextManager[Any]:
 
 
 def keep_dynamo_out(code: types.CodeType) -> None:
-    """Let Dynamo never compile a function with this code nor what it calls, as
-    ``torch._disable_dynamo``, but without a wrapper.
+    """Prevent Dynamo from compiling a function with this code, or what it calls.
 
-    It is needed where code that Dynamo compiled calls the handler of a mode, as ``torch.cond``
-    does. Before torch 2.7 it does nothing.
+    Like ``torch._disable_dynamo`` but without a wrapper; for code that Dynamo compiled and that
+    calls the handler of a mode, as ``torch.cond`` does. No effect before torch 2.7.
     """
     frames: Any = torch._C._dynamo.eval_frame
     if hasattr(frames, "set_code_exec_strategy"):
@@ -71,17 +68,14 @@ def keep_dynamo_out(code: types.CodeType) -> None:
         frames.set_code_exec_strategy(code, frames._FrameExecStrategy(skip, skip))
 
 
+# Since this release the key of torch's files of compiled graphs contains the dtype of autocast;
+# before (2.8, 2.11), torch used the graph of bf16 for fp16.
 AUTOCAST_IN_KEY = (2, 13)
-"""Since this release, torch's files of compiled graphs are keyed on the dtype of autocast; before,
-2.8 and 2.11 used the graph of bf16 for fp16.
-"""
 
 
 @contextlib.contextmanager
 def own_compiled_code(*, autocast: bool) -> Iterator[None]:
-    """Compile without the code of other runs: that in memory, and under ``autocast`` that on disk
-    if its dtype is unknown.
-    """
+    """Compile without the code of other runs: in memory, and on disk if its dtype is unknown."""
     forget_compiled()
     release = minor_version(torch.__version__)
     if not autocast or (release is not None and release >= AUTOCAST_IN_KEY):
@@ -98,12 +92,8 @@ def own_compiled_code(*, autocast: bool) -> Iterator[None]:
 
 
 def forget_compiled() -> None:
-    """Drop compiled code, so that a model in another precision does not reach the limit of
-    recompilations.
-
-    If nothing was compiled there is none: a reset would import inductor where there is a GPU, which
-    takes seconds.
-    """
+    """Drop compiled code, so that another precision does not hit the recompilation limit."""
     dynamo = sys.modules.get("torch._dynamo")
+    # Only if anything was compiled: where there is a GPU, a reset imports inductor (seconds).
     if dynamo is not None and hasattr(dynamo, "reset") and dynamo.utils.counters["frames"]:
         dynamo.reset()

@@ -1,6 +1,4 @@
-"""One code path for all devices, through ``torch.get_device_module``: what they are, their free
-memory, and their random number generators.
-"""
+"""Devices of all kinds through ``torch.get_device_module``: memory and random number generators."""
 
 from __future__ import annotations
 
@@ -26,8 +24,7 @@ from lowprec_check.process import system
 from lowprec_check.schema.axes import DEVICES, accelerators, device_of, device_type
 from lowprec_check.schema.op_calls import PRODUCTS
 
-# -- One code path for all devices, through ``torch.get_device_module``: which there are, their memory, and times
-# on them
+# -- Which devices exist
 
 
 def module_of(device: torch.device) -> Any:
@@ -36,28 +33,25 @@ def module_of(device: torch.device) -> Any:
 
 
 def is_available(name: str) -> bool:
-    """Whether torch can use a device of this type here, and with an index (``cuda:1``) that very
-    device.
-    """
+    """Whether torch can use this type of device here, or with an index (``cuda:1``) that one."""
     kind, _, index = name.partition(":")
     if kind == "cpu":
         return True
     try:
         module = module_of(torch.device(kind))
         return bool(module.is_available()) and (not index or int(index) < module.device_count())
-    except RuntimeError:  # this build of torch does not support the type
+    except RuntimeError:
+        # This build of torch does not support the type.
         return False
 
 
 def resolve(name: str | None) -> torch.device:
-    """The device ``name``, by default an accelerator if there is one; raises :class:`UsageError` if
-    it is not available.
-    """
+    """The device ``name``, by default an accelerator if there is one; may raise UsageError."""
     if name is None:
         return torch.device(next((kind for kind in accelerators() if is_available(kind)), "cpu"))
-    known = device_of(name)
+    declared = device_of(name)
     try:
-        device = torch.device(known.name + name.strip()[len(device_type(name)) :])
+        device = torch.device(declared.name + name.strip()[len(device_type(name)) :])
     except RuntimeError:
         raise UsageError(
             f"Unknown device {name!r} in this torch.", f"Choose from {', '.join(DEVICES.names())}, or upgrade torch."
@@ -65,17 +59,16 @@ def resolve(name: str | None) -> torch.device:
     if not is_available(device.type):
         available = [kind for kind in DEVICES.names() if is_available(kind)]
         hint = ""
-        if known.catalog:
+        if declared.catalog:
             hint = f" Predict it with: lowprec-check scan TARGET --device {device.type}"
         raise UsageError(f"Device {name!r} is not available.", f"Available here: {', '.join(available)}.{hint}")
     return device
 
 
 def default_index(kind: str) -> int:
-    """The index that a type stands for: ``cuda`` is ``cuda:0``, or what ``torch.cuda.set_device``
-    chose. Starts no device.
-    """
+    """The index of a bare type: ``cuda`` is ``cuda:0``, or what ``set_device`` chose."""
     module = module_of(torch.device(kind))
+    # To ask a device that is not in use would start it.
     if getattr(module, "is_initialized", lambda: False)():
         return int(module.current_device())
     return 0
@@ -106,35 +99,26 @@ def initialized() -> Iterator[Any]:
 
 
 def in_bad_fork() -> bool:
-    """Whether this process is a fork of one that has asked for its accelerators, so that it cannot
-    use them.
-
-    ``torch.cuda.is_available()`` is enough, after which ``is_initialized()`` is still false.
-    """
+    """Whether this process is a fork of one that used its accelerators, and so cannot use them."""
+    # ``torch.cuda.is_available()`` is enough, after which ``is_initialized()`` is still false.
     modules = (getattr(torch, name, None) for name in accelerators())
     return any(getattr(module, "_is_in_bad_fork", lambda: False)() for module in modules)
 
 
 def cuda_driver_is_initialized() -> bool:
-    """Whether something in this process has initialized CUDA's driver, torch or another library: no
-    fork can use it then.
-
-    A device count, which needs the driver but does not initialize it, is error 3
-    (``CUDA_ERROR_NOT_INITIALIZED``) before that.
-    """
+    """Whether torch or another library initialized CUDA's driver here; no fork can use it then."""
     try:
-        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # only if it is loaded
+        # Only if it is loaded.
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
     except (OSError, AttributeError):
         return False
+    # A device count needs the driver but does not initialize it: before, it fails with error 3.
     return int(driver.cuDeviceGetCount(ctypes.byref(ctypes.c_int()))) == 0
 
 
 def why_broken() -> str | None:
-    """Why an accelerator cannot be used any more in this process; ``None`` if all can be. Waits for
-    them.
-
-    After an assertion in a kernel or an illegal access to memory, every later call fails.
-    """
+    """Why this process can no longer use an accelerator; ``None`` if it can. Waits for all."""
+    # After a failed assertion in a kernel or an illegal memory access, every later call fails.
     try:
         for module in initialized():
             module.synchronize()
@@ -157,30 +141,30 @@ def timed(device: torch.device, work: Callable[[], Any]) -> tuple[Any, float]:
     return result, system.perf_counter() - started
 
 
+# Ops of cuDNN: torch lets them use TF32 by default, but not matrix products.
 _OF_CUDNN = re.compile(r"conv(?!ert)|rnn|lstm|gru")
 
 
 def rounds_to_tf32(device: torch.device, ops: Collection[str]) -> bool:
-    """Whether one of these ops in fp32 may round its operands to TF32 on ``device``, as
-    convolutions of cuDNN do by default: to the bits of fp16.
-    """
+    """Whether one of these fp32 ops may round its operands to TF32: to the bits of fp16."""
     if device.type != "cuda":
         return False
     of_cudnn = any(map(_OF_CUDNN.search, ops))
     products = any(PRODUCTS.search(op) and not _OF_CUDNN.search(op) for op in ops)
-    with contextlib.suppress(RuntimeError):  # old and new settings are mixed
-        allowed = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
-        return (of_cudnn and allowed[0]) or (products and allowed[1])
+    # torch refuses to read the settings where the user mixed old and new ones.
+    with contextlib.suppress(RuntimeError):
+        cudnn_allows, cublas_allows = torch.backends.cudnn.allow_tf32, torch.backends.cuda.matmul.allow_tf32
+        return (of_cudnn and cudnn_allows) or (products and cublas_allows)
     return of_cudnn or products
 
 
 # -- Memory: what is free, and what a call allocates
 
+# The limit and the use of memory of a container, in bytes, in both versions of control groups.
 _GROUP_FILES = (
     ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current"),
     ("/sys/fs/cgroup/memory/memory.limit_in_bytes", "/sys/fs/cgroup/memory/memory.usage_in_bytes"),
 )
-"""The limit and the use of memory of a container, in both versions of control groups."""
 
 
 class MemoryLimit(NamedTuple):
@@ -197,38 +181,36 @@ class MemoryLimit(NamedTuple):
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can still allocate on ``device``; of a CPU also within the limit of
-    its container.
-    """
+    """Bytes this process can still allocate on ``device``; on a CPU, also within its container."""
     if device.type != "cpu":
         module = module_of(device)
         with contextlib.suppress(AttributeError, RuntimeError):
             free, _ = module.mem_get_info()
             return int(free) + int(module.memory_reserved()) - int(module.memory_allocated())
-    available = psutil.virtual_memory().available  # mps shares the memory of the CPU
+    # mps shares the memory of the CPU.
+    available = psutil.virtual_memory().available
     for limit, used in _GROUP_FILES:
-        with contextlib.suppress(OSError, ValueError):  # no limit is "max"
+        # Without a limit, the file says "max".
+        with contextlib.suppress(OSError, ValueError):
             available = min(available, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
     return available
 
 
 def release_memory() -> int:
-    """Free what is no longer used, and return the bytes of tensors that remain on the accelerators."""
+    """Free unused memory and return the bytes of the tensors that remain on the accelerators."""
     gc.collect()
     held = 0
     for module in initialized():
         for name in ("synchronize", "empty_cache"):
             if hasattr(module, name):
                 getattr(module, name)()
-        held += int(module.memory_allocated()) if hasattr(module, "memory_allocated") else 0
+        if hasattr(module, "memory_allocated"):
+            held += int(module.memory_allocated())
     return held
 
 
 def peak_memory(device: torch.device, work: Callable[[], Any]) -> int | None:
-    """Peak bytes that ``work`` allocates on the accelerator, as its allocator reports them.
-
-    ``None`` for the CPU, and for a device whose allocator does not report a peak (mps).
-    """
+    """Peak bytes that ``work`` allocates on the accelerator; ``None`` for the CPU and mps."""
     module = module_of(device)
     if not hasattr(module, "reset_peak_memory_stats"):
         return None
@@ -241,8 +223,7 @@ def peak_memory(device: torch.device, work: Callable[[], Any]) -> int | None:
 
 
 def peak_allocated(work: Callable[[], Any]) -> int:
-    """Peak bytes that ``work`` allocates on the CPU, compiled code and memory inside kernels
-    included.
+    """Peak bytes that ``work`` allocates on the CPU, inside kernels and compiled code too.
 
     Raises ``RuntimeError`` if this process is being profiled already.
     """
@@ -252,7 +233,9 @@ def peak_allocated(work: Callable[[], Any]) -> int:
     settings = torch._C._profiler._ExperimentalConfig()
     api._enable_profiler_legacy(api.ProfilerConfig(api.ProfilerState.CPU, *only_memory, settings))
     try:
-        with _without_stderr():  # torch logs a warning for memory that was allocated before and is freed in a call
+        # torch warns of memory that was allocated before and is freed in the call. What the model
+        # itself prints, an earlier call has printed.
+        with _without_stderr():
             work()
     finally:
         threads = api._disable_profiler_legacy()
@@ -264,11 +247,9 @@ def peak_allocated(work: Callable[[], Any]) -> int:
 
 @contextlib.contextmanager
 def _without_stderr() -> Iterator[None]:
-    """Nothing is written to the standard error of this process, if it has one; an earlier call has
-    printed what a model prints.
-    """
+    """Discard what is written to the standard error of this process, if it has one."""
     try:
-        kept = os.dup(2)
+        stderr = os.dup(2)
     except OSError:
         yield
         return
@@ -277,8 +258,8 @@ def _without_stderr() -> Iterator[None]:
             os.dup2(nothing.fileno(), 2)
         yield
     finally:
-        os.dup2(kept, 2)
-        os.close(kept)
+        os.dup2(stderr, 2)
+        os.close(stderr)
 
 
 # -- Exceptions of devices
@@ -295,9 +276,7 @@ _NO_DEVICE = re.compile(
 
 
 def says_device_is_absent(message: str) -> bool:
-    """Whether the message of an exception is about a device that this torch or this machine does
-    not have.
-    """
+    """Whether an exception's message is about a device that this torch or this machine lacks."""
     return _NO_DEVICE.search(message) is not None
 
 
@@ -305,11 +284,8 @@ def says_device_is_absent(message: str) -> bool:
 
 
 def seed_everything(seed: int) -> None:
-    """Seed torch (the CPU and all initialized accelerators), ``random``, and NumPy if it is loaded.
-
-    ``torch.manual_seed`` is avoided: its first call imports ``torch._dynamo``, which takes a second
-    in each worker.
-    """
+    """Seed torch (CPU and all initialized accelerators), ``random``, and NumPy if it is loaded."""
+    # Not ``torch.manual_seed``: its first call imports ``torch._dynamo``, a second in each worker.
     torch.default_generator.manual_seed(seed)
     for module in initialized():
         module.manual_seed_all(seed)
@@ -322,9 +298,7 @@ def seed_everything(seed: int) -> None:
 
 
 def generator_restorers() -> Iterator[Callable[[], Any]]:
-    """What restores each generator to its state of now: of torch (the CPU and all initialized
-    accelerators), ``random``, NumPy.
-    """
+    """Functions that restore the generators of torch, ``random`` and NumPy to the present state."""
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
     for module in initialized():
         yield functools.partial(module.set_rng_state_all, module.get_rng_state_all())
@@ -346,9 +320,7 @@ def kept_generators() -> Iterator[None]:
 
 
 def generator_states() -> list[Any]:
-    """The states of torch's generators: of the CPU and of all initialized accelerators. They are
-    equal until a number is drawn.
-    """
+    """The states of torch's generators on all devices in use; equal until a number is drawn."""
     states: list[Any] = [torch.default_generator.get_state().tolist()]
     for module in initialized():
         states += [state.tolist() for state in module.get_rng_state_all()]
@@ -357,9 +329,11 @@ def generator_states() -> list[Any]:
 
 def default_generator(device: Any = None) -> torch.Generator:
     """The generator of torch for ``device``, by default that of the CPU."""
-    device = torch.device("cpu" if device is None else device)
+    if device is None:
+        device = "cpu"
+    device = torch.device(device)
     generators = getattr(getattr(torch, device.type, None), "default_generators", None)
     if not generators:
         return torch.default_generator
-    found: torch.Generator = generators[device.index or 0]
-    return found
+    generator: torch.Generator = generators[device.index or 0]
+    return generator

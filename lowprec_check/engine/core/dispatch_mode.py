@@ -1,6 +1,4 @@
-"""The base class of all dispatch modes: their handlers see the ops that run, and autocast applies
-as it does without a mode.
-"""
+"""The base class of dispatch modes: handlers see the ops that run, and autocast still applies."""
 
 from __future__ import annotations
 
@@ -37,20 +35,16 @@ from lowprec_check.engine.core.op_kernels import (
 from lowprec_check.engine.core.source_location import PACKAGE
 
 AutocastKeys = tuple[Any, ...]
-"""Dispatch keys that apply inside a kernel: of the devices whose autocast does, and
-:func:`in_place_keys`.
-"""
-
+"""Dispatch keys that apply inside a kernel: autocast of some devices, :func:`in_place_keys`."""
 
 _thread = threading.local()
 
 
 @contextlib.contextmanager
 def observing() -> Iterator[None]:
-    """While the instruments compute figures of their own: a process that stands in for a device has
-    the kernels of its CPU for them.
+    """While the instruments compute their own figures; also a decorator.
 
-    Also a decorator.
+    A process that stands in for a device then has the kernels of its CPU.
     """
     before = is_observing()
     _thread.observing = True
@@ -68,12 +62,17 @@ def is_observing() -> bool:
 class DispatchMode(TorchDispatchMode):
     """A dispatch mode; subclasses implement :meth:`handle`.
 
-    * Composite ops, which reach a mode under ``torch.inference_mode()``, and higher-order ops (``torch.cond``) are not
-      handled themselves: the ops inside them are. An op that has a kernel for its tensors, such as nested ones, is not composite.
-    * Inside a handler torch turns autocast off. :func:`run_op` turns it on again for ops whose kernels autocast reaches
-      without a mode, such as ``affine_grid`` or a custom op written in Python.
-    * torch wraps a handler to keep Dynamo out. The wrapper imports ``torch._dynamo`` at the first op (about a second) and
-      costs microseconds at every further op. :func:`keep_dynamo_out` does it without.
+    Composite ops, which reach a mode under ``torch.inference_mode()``, and higher-order ops
+    (``torch.cond``) are not handled themselves: the ops inside them are. An op that has a kernel
+    for its tensors, such as nested ones, is not composite.
+
+    Inside a handler torch turns autocast off. :func:`run_op` turns it on again for ops whose
+    kernels autocast reaches without a mode, such as ``affine_grid`` or a custom op written in
+    Python.
+
+    torch wraps a handler to keep Dynamo out; the wrapper imports ``torch._dynamo`` at the first op
+    (about a second) and costs microseconds at each further op. :func:`keep_dynamo_out` does
+    without.
     """
 
     supports_higher_order_operators = True
@@ -106,7 +105,8 @@ class DispatchMode(TorchDispatchMode):
         self._called.pause()
         try:
             if not isinstance(func, OpOverload):
-                if eager_kernel(func) is None:  # a higher-order op whose inside this mode cannot see
+                # Without a kernel in Python, this mode cannot see inside a higher-order op.
+                if eager_kernel(func) is None:
                     return func(*args, **kwargs)
                 return run_inside(func, args, kwargs, lambda: self)
             keys = autocast_keys(func, self._called)
@@ -119,9 +119,7 @@ class DispatchMode(TorchDispatchMode):
             self._called.resume()
 
     def decomposed(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
-        """In a handler: the result of an op with a :func:`shared_kernel`, whose ops this mode
-        handles one by one.
-        """
+        """In a handler: run an op with a :func:`shared_kernel` while this mode handles its ops."""
         with self:
             return run_op(functools.partial(func._op_dk, shared_kernel(func)), args, kwargs, keys)
 
@@ -135,6 +133,7 @@ keep_dynamo_out(DispatchMode.__torch_dispatch__.__code__)
 
 def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
     """Run an op in a handler; the dispatch keys ``keys`` apply inside its kernel."""
+    # Hot path: most ops have no such key.
     excluded = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     if not excluded:
         return func(*args, **kwargs)
@@ -148,42 +147,35 @@ def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: Autoc
 
 
 def autocast_keys(func: OpOverload, called: CalledFunctions) -> AutocastKeys:
-    """In a handler: the devices whose autocast applies to the ops inside the kernel of ``func``.
+    """In a handler: the autocast keys that apply to the ops inside the kernel of ``func``.
 
-    Those whose autocast is on where the op was called, unless autocast has a kernel of its own for
-    ``func`` or for the composite op that calls it, which turns autocast off.
+    Those of devices whose autocast is on where the op was called, unless autocast has a kernel of
+    its own for ``func`` or for the composite op that calls it: such a kernel turns autocast off.
     """
+    # The snapshot is the state in which the user's code called the op.
     with torch._C._RestorePythonTLSSnapshot():  # type: ignore[attr-defined]
         if not torch._C._is_any_autocast_enabled():
             return ()
         active = [key for device, key in autocast_devices() if _is_autocast_enabled(device)]
     called.start()
     own = func._schema.name.partition("::")[2]
-    return tuple(
-        [
-            key
-            for key in active
-            if not has_autocast_kernel(func, key) and not called.is_in(names_with_kernel(key), besides=own)
-        ]
-    )
+    keys = [key for key in active if not has_autocast_kernel(func, key)]
+    return tuple([key for key in keys if not called.is_in(names_with_kernel(key), besides=own)])
 
 
 def _is_autocast_enabled(device: str) -> bool:
     try:
         return torch.is_autocast_enabled(device)
-    except TypeError:  # torch before 2.4, which the catalog measures
-        if device == "cpu":
-            return torch.is_autocast_cpu_enabled()
-        return torch.is_autocast_enabled()
+    except TypeError:
+        # torch before 2.4, which the catalog measures.
+        return torch.is_autocast_cpu_enabled() if device == "cpu" else torch.is_autocast_enabled()
 
 
 def in_place_keys(func: OpOverload) -> AutocastKeys:
-    """In a handler: the dispatch key that counts writes (``_version``) and tracks views, if it
-    applies inside the kernel of ``func``.
+    """In a handler: the key that counts writes (``_version``) and tracks views, if it applies.
 
-    Inside a handler torch turns it off, since it comes before modes. It applies inside a composite
-    op and inside a kernel in Python, unless the op has a kernel for this key (``chunk``), which
-    turns it off.
+    torch turns it off in handlers, since it comes before modes. It applies inside a composite op or
+    a kernel in Python, unless the op has a kernel for this key (``chunk``), which turns it off.
     """
     if not torch._C._dispatch_tls_is_dispatch_key_excluded(IN_PLACE) or tracks_writes(func):
         return ()
@@ -200,17 +192,16 @@ class CalledFunctions:
     """The functions written in C++ that Python is calling, noted by a profiler while autocast is
     on.
 
-    A composite op such as ``cdist`` does not reach a mode, only the ops that it is made of do.
-    Whether autocast applies inside their kernels depends on it.
+    Only the ops inside a composite op such as ``cdist`` reach a mode; whether autocast applies to
+    their kernels depends on the composite op.
     """
 
     def __init__(self) -> None:
+        # Those called now for which autocast has a kernel, the innermost last; ``""`` for one of
+        # another package.
         self._names: list[str] = []
-        """Those called now for which autocast has a kernel, the innermost last; ``""`` for one of
-        another package.
-        """
+        # The call that was being made when profiling started, until it ends.
         self._missed: RunningCall | None = None
-        """The call that was being made when profiling started, until it ends."""
         self.profiling = False
         """Whether :meth:`pause` and :meth:`resume` do anything."""
 
@@ -218,7 +209,9 @@ class CalledFunctions:
         """Whether Python is calling a function of one of these names other than ``besides``."""
         if self._missed is not None and self._missed != running_call():
             self._missed = None
-        called = [*self._names, *(self._missed.names if self._missed else ())]
+        called = self._names
+        if self._missed is not None:
+            called = [*called, *self._missed.names]
         return any(name in names and name != besides for name in called)
 
     def start(self) -> None:
@@ -252,8 +245,7 @@ class CalledFunctions:
         self._names.clear()
 
     def _note(self, _frame: Any, event: str, function: Any) -> None:
-        # Called for every call in Python and C, so the first lines decide the cost of autocast
-        # under this mode.
+        # Hot path, at every call in Python and C: the first lines decide what autocast costs here.
         if event in {"call", "return"}:
             return
         name = function.__name__
@@ -266,9 +258,7 @@ class CalledFunctions:
 
 
 def _is_of_torch(function: Any) -> bool:
-    """Whether a function written in C is torch's: ``torch.prod``, not ``math.prod`` or a method of
-    NumPy.
-    """
+    """Whether a function written in C is torch's: ``torch.prod``, not ``math.prod`` or NumPy's."""
     owner = getattr(function, "__self__", None)
     if isinstance(owner, ModuleType):
         return owner.__name__.startswith("torch")
@@ -276,29 +266,24 @@ def _is_of_torch(function: Any) -> bool:
 
 
 class RunningCall(NamedTuple):
-    """A call of a C function that a frame of Python is making, read from its code: the profiler may
-    start in the middle of it.
-    """
+    """The call of a C function that a Python frame is making, read from the frame's code."""
 
     frame: int
     """The ``id`` of the frame that makes it; the frame itself would keep its variables alive."""
     position: int
     """The instruction that makes it."""
     names: frozenset[str]
-    """The attributes and variables that its line has loaded so far, among them the function:
-    ``torch.cdist(x, y)`` has ``cdist``.
-    """
+    """What its line has loaded so far, with the function: ``cdist`` of ``torch.cdist(x, y)``."""
 
 
 def running_call() -> RunningCall | None:
-    """The call that the innermost frame outside this package is making; ``None`` if there is no
-    such frame.
-    """
+    """The call that the innermost frame outside this package is making; ``None`` without one."""
     frame = sys._getframe(1)
     while frame.f_code.co_filename.startswith(PACKAGE):
         if frame.f_back is None:
             return None
         frame = frame.f_back
+    # A profiler that starts in the middle of this call does not see it.
     return RunningCall(id(frame), frame.f_lasti, _loaded(frame.f_code, frame.f_lasti))
 
 
@@ -313,13 +298,11 @@ def _loaded(code: CodeType, position: int) -> frozenset[str]:
     )
 
 
-# -- Higher-order ops (``torch.cond``, ``flex_attention``) under a mode that sees the ops inside them
+# -- Higher-order ops (``torch.cond``, ``flex_attention``) under a mode that sees their inner ops
 
 
 def run_below(func: HigherOrderOperator, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """In the handler of a mode: what ``func`` does below this mode, in the frames that it has
-    without the mode.
-    """
+    """In a mode's handler: what ``func`` does below this mode, in the frames it has without it."""
     keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)
     return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
@@ -330,32 +313,32 @@ def run_inside(
     kwargs: dict[str, Any],
     active: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
-    """In the handler of a mode: run a higher-order op with an :func:`eager_kernel` while the mode
-    is ``active``: around the whole kernel, or, if the kernel refuses modes (``cond``, ``scan``),
-    around the functions that it is given.
+    """In a mode's handler: run a higher-order op with an :func:`eager_kernel` while the mode is
+    ``active``.
+
+    Around the whole kernel, or, if the kernel refuses modes (``cond``, ``scan``), around the
+    functions it is given.
     """
     kernel = eager_kernel(func)
     while isinstance(kernel, functools.partial):
         kernel = kernel.func
-    if "_get_current_dispatch_mode" not in kernel.__code__.co_names:  # those that refuse a mode ask for it
-        keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)  # without the one of modes: none is active yet
+    # A kernel that refuses modes asks for the active one.
+    if "_get_current_dispatch_mode" not in kernel.__code__.co_names:
+        # Without the key of modes, since none is active yet.
+        keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)
         with active():
             return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
 
     def inside(value: Any) -> Any:
         is_function = callable(value) and not isinstance(value, (torch.Tensor, OperatorBase, type))
-        if is_function:
-            return _Inside(value, active)
-        return value
+        return _Inside(value, active) if is_function else value
 
     args, kwargs = _pytree.tree_map(inside, (args, kwargs))
     return run_below(func, args, kwargs)
 
 
 class _Inside:
-    """A function that runs while a mode is active. It is shown, as in a traceback, and has
-    attributes as that function.
-    """
+    """A function that runs while a mode is active; it has the attributes and the ``repr`` of it."""
 
     def __init__(self, function: Any, active: Callable[[], AbstractContextManager[Any]]) -> None:
         self._function, self._active = function, active
@@ -365,23 +348,22 @@ class _Inside:
             return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._function, name)  # such as the one that says how a graph is called
+        # Such as the attribute that says how a graph is called.
+        return getattr(self._function, name)
 
     def __repr__(self) -> str:
         return repr(self._function)
 
 
-def _accept_higher_order_ops() -> None:
-    """Make torch 2.6 run higher-order ops under :class:`DispatchMode`: it refuses to under modes
-    that it does not know.
-
-    Later releases look at the attribute ``supports_higher_order_operators``.
-    """
+# torch 2.6 refuses to run higher-order ops under a mode that it does not know; later releases look
+# at the attribute ``supports_higher_order_operators``.
+if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
     owner: Any = HigherOrderOperator
     refusing: Any = owner.dispatch
 
     @functools.wraps(refusing)
     def dispatch(self: Any, /, key: Any, *args: Any, **kwargs: Any) -> Any:
+        """Call the handler of a :class:`DispatchMode` without torch's check."""
         mode: Any = _get_current_dispatch_mode() if key == torch._C.DispatchKey.Python else None
         if not isinstance(mode, DispatchMode):
             return refusing(self, key, *args, **kwargs)
@@ -389,7 +371,3 @@ def _accept_higher_order_ops() -> None:
             return mode.__torch_dispatch__(self, (), args, kwargs)
 
     owner.dispatch = dispatch
-
-
-if not hasattr(TorchDispatchMode, "supports_higher_order_operators"):
-    _accept_higher_order_ops()

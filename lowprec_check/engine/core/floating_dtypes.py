@@ -1,6 +1,4 @@
-"""Floating dtypes: which are narrow, which underflow, and which dtype replaces them in an fp32 or
-fp64 reference.
-"""
+"""Floating dtypes: which are narrow, which underflow, and their replacements in a reference."""
 
 from __future__ import annotations
 
@@ -25,17 +23,19 @@ _WIDE_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128
 def rounding_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     """What rounding wide ``values`` to a narrow ``dtype`` adds to them."""
     rounded = values.to(dtype)
-    return torch.sub(rounded.to(values.dtype) if dtype.itemsize == 1 else rounded, values)  # 8 bits are not promoted
+    # torch does not promote dtypes of 8 bits.
+    if dtype.itemsize == 1:
+        rounded = rounded.to(values.dtype)
+    return torch.sub(rounded, values)
 
 
 def torch_dtype(format: FloatFormat) -> torch.dtype:
-    """The torch dtype of a format, ``torch.float16`` for fp16; raises :class:`UsageError` if this
-    torch has none.
-    """
+    """The torch dtype of a format: ``torch.float16`` of fp16; raises :class:`UsageError`."""
     dtype = getattr(torch, format.name, None)
     if not isinstance(dtype, torch.dtype):
         raise UsageError(
-            f"The format {format.short} of a precision has the dtype {format.name!r}, which torch {torch.__version__} lacks.",
+            f"The format {format.short} of a precision has the dtype {format.name!r}, "
+            f"which torch {torch.__version__} lacks.",
             "Upgrade torch, or uninstall the package that registers the precision.",
         )
     return dtype
@@ -53,22 +53,18 @@ def is_narrow(tensor: Tensor) -> bool:
 
 
 def underflows(dtype: torch.dtype) -> bool:
-    """Whether normal fp32 values can be too small for ``dtype`` and become subnormal or 0: true for
-    fp16, not for bf16.
-    """
+    """Whether normal fp32 values can be subnormal or 0 in ``dtype``: in fp16, not in bf16."""
     return torch.finfo(dtype).tiny > torch.finfo(torch.float32).tiny
 
 
 @functools.cache
 def widened_dtype(dtype: torch.dtype, wide: torch.dtype) -> torch.dtype:
     """The dtype that replaces ``dtype`` in a reference computed in ``wide`` (fp32 or fp64)."""
-    if dtype.is_complex:
-        if dtype != torch.complex128:
-            return _WIDE_COMPLEX[wide]
+    if dtype in (torch.complex128, torch.float64):
         return dtype
-    if dtype.is_floating_point and dtype != torch.float64:
-        return wide
-    return dtype
+    if dtype.is_complex:
+        return _WIDE_COMPLEX[wide]
+    return wide if dtype.is_floating_point else dtype
 
 
 def widen(tensor: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
@@ -76,13 +72,12 @@ def widen(tensor: Tensor, wide: torch.dtype = torch.float32) -> Tensor:
     dtype = widened_dtype(tensor.dtype, wide)
     if tensor.dtype is dtype:
         return tensor
-    return tensor.float() if dtype is torch.float32 else tensor.to(dtype)  # ``float`` has less to parse than ``to``
+    # ``float`` has fewer arguments to parse than ``to``.
+    return tensor.float() if dtype is torch.float32 else tensor.to(dtype)
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """View a complex tensor as its real and imaginary parts; resolves lazy conjugation and
-    negation.
-    """
+    """A complex tensor as its real and imaginary parts; resolves lazy conjugation and negation."""
     if tensor.is_complex():
         return torch.view_as_real(tensor.resolve_conj())
     return tensor.resolve_neg()

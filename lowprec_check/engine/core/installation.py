@@ -1,6 +1,4 @@
-"""What is installed here, found without importing it: versions of packages, whether Intel's
-extension fits, the CPU. Never imports torch.
-"""
+"""Installed packages and the CPU, read without importing the packages. Never imports torch."""
 
 from __future__ import annotations
 
@@ -22,22 +20,16 @@ MinorVersion = tuple[int, int]
 
 
 def minor_version(version: str | None) -> MinorVersion | None:
-    """``(2, 8)`` of ``2.8.0+cpu``; ``None`` if it does not start with two numbers, or there is
-    none.
-    """
-    found = re.match(r"(\d+)\.(\d+)", version or "")
-    if found:
-        return (int(found[1]), int(found[2]))
-    return None
+    """``(2, 8)`` of ``2.8.0+cpu``; ``None`` if it does not start with two numbers."""
+    numbers = re.match(r"(\d+)\.(\d+)", version or "")
+    if numbers is None:
+        return None
+    return int(numbers[1]), int(numbers[2])
 
 
 def extension_problem() -> str | None:
-    """Why Intel's extension cannot be imported here; ``None`` if it is installed beside the torch
-    that it needs.
-
-    The versions are compared without importing it: beside another torch than its own, it calls
-    ``os._exit(127)``.
-    """
+    """Why Intel's extension cannot be imported here; ``None`` if it is installed with its torch."""
+    # Compared without importing it: beside another torch than its own, it calls ``os._exit(127)``.
     torch, extension = installed_version("torch") or "of an unknown version", installed_version(IPEX)
     install = f"run pip install torch==2.8.0 {IPEX}==2.8.0"
     if extension is None and (minor_version(torch) or LAST_FIT) > LAST_FIT:
@@ -53,46 +45,33 @@ def extension_problem() -> str | None:
     return None
 
 
+# By dtype, the instructions with which ``ipex.optimize`` prepacks weights, and their flags in
+# ``/proc/cpuinfo``. Source: ``frontend.optimize`` of the extension 2.8. ``AVX-NE-CONVERT`` would
+# do too, but Linux does not list it.
 _PREPACKS = {
     "bfloat16": ("AVX-512", ("avx512bw", "avx512vl", "avx512dq")),
     "float16": ("AVX512-FP16", ("avx512_fp16",)),
 }
-"""By dtype, the instructions with which ``ipex.optimize`` prepacks weights, and their flags in
-``/proc/cpuinfo``.
-
-Source: ``frontend.optimize`` of the extension 2.8. ``AVX-NE-CONVERT`` would do too; Linux does not
-list it.
-"""
 
 
 def prepack_problem(dtype: str) -> str | None:
-    """Why ``ipex.optimize`` cannot prepack weights in ``dtype`` on this processor; ``None`` if it
-    can.
-
-    Variables of the environment limit what oneDNN and torch use of the processor.
-    """
-    instructions, needed = _PREPACKS.get(dtype, ("", ()))
+    """Why ``ipex.optimize`` cannot prepack weights in ``dtype`` on this CPU; ``None`` if it can."""
+    # Variables of the environment limit which instructions oneDNN and torch use.
+    limit = (os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or "").upper()
+    is_old = limit.startswith(("SSE", "AVX2")) or limit == "AVX"
+    has_no_fp16 = limit in ("AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
+    capability = os.environ.get("ATEN_CPU_CAPABILITY", "").lower()
     flags = []
-    if not _is_limited(dtype):
+    if not (is_old or (dtype == "float16" and has_no_fp16) or capability in ("default", "avx2")):
         flags = cpu_info("flags").split()
+    instructions, needed = _PREPACKS.get(dtype, ("", ()))
     if all(flag in flags for flag in needed):
         return None
     return f"without {instructions}, ipex.optimize cannot prepack weights in {dtype} and needs weights_prepack=False"
 
 
-def _is_limited(dtype: str) -> bool:
-    """Whether the environment withholds the instructions that prepacking in ``dtype`` needs."""
-    limit = os.environ.get("ONEDNN_MAX_CPU_ISA") or os.environ.get("DNNL_MAX_CPU_ISA") or ""
-    is_old = limit.upper().startswith(("SSE", "AVX2")) or limit.upper() == "AVX"
-    has_no_fp16 = limit.upper() in ("AVX512_CORE", "AVX512_CORE_VNNI", "AVX512_CORE_BF16")
-    capability = os.environ.get("ATEN_CPU_CAPABILITY", "").lower()
-    return is_old or (dtype == "float16" and has_no_fp16) or capability in ("default", "avx2")
-
-
 def missing_packages(*packages: str) -> str | None:
-    """``onnx, which is not installed: pip install onnx`` for those that are missing; ``None`` if
-    there is none.
-    """
+    """``onnx, which is not installed: pip install onnx``; ``None`` if no package is missing."""
     missing = [package for package in packages if installed_version(package) is None]
     if not missing:
         return None
@@ -101,9 +80,7 @@ def missing_packages(*packages: str) -> str | None:
 
 
 def cpu_info(field: str) -> str:
-    """What ``/proc/cpuinfo`` says of the first core, by ``field``: ``model name``, ``flags``; empty
-    if there is no such file.
-    """
+    """A field (``model name``, ``flags``) of the first core in ``/proc/cpuinfo``, or ``""``."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -1,6 +1,4 @@
-"""Which kernels an op has: for which dispatch keys, made of other ops or from Python, and those of
-autocast.
-"""
+"""Which kernels an op has: by dispatch key, composed of other ops, from Python, for autocast."""
 
 from __future__ import annotations
 
@@ -21,21 +19,18 @@ EXPLICIT_NONFUNCTIONAL = torch._C.DispatchKey.CompositeExplicitAutogradNonFuncti
 IN_PLACE = torch._C.DispatchKey.ADInplaceOrView
 """The key that counts writes (``_version``) and tracks views."""
 
+# Whether a write in the body of a ``torch.library.custom_op`` counts besides the one of the op: in
+# torch 2.13, not in 2.11.
 _COUNTS_WRITES_INSIDE = hasattr(CustomOpDef, "_register_mutation_version_bump")
-"""Whether a write in the body of a ``torch.library.custom_op`` counts besides the one of the op: in
-torch 2.13, not in 2.11.
-"""
 _OF_TORCH = ("aten", "prims", "prim")
 _BACKENDS = ("CPU", "CUDA", "XPU", "MPS", EXPLICIT.name, EXPLICIT_NONFUNCTIONAL.name)
 _PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
+# Dispatch keys by their names in lower case: torch writes ``SparseCPU`` but ``SparseMeta``.
 _KEYS = {name.lower(): name for name in torch._C.DispatchKey.__members__}
-"""The names of dispatch keys by their small letters: torch writes ``SparseCPU`` and ``SparseMeta``."""
 
 
 def _is_registered(func: OpOverload, key: str) -> bool:
-    """Whether ``func`` has a kernel for a dispatch key. Ops such as ``aten::sym_size``, which ask
-    for a shape, are not in the dispatcher.
-    """
+    """Whether ``func`` has a kernel for this key. ``aten::sym_size`` is not in the dispatcher."""
     name = func.name()
     return torch._C._dispatch_has_kernel(name) and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
 
@@ -53,16 +48,12 @@ def composite_kernel(func: OpOverload) -> Any:
 
 
 def are_plain(types: Iterable[type]) -> bool:
-    """Whether no tensor of a call is of a subclass, which may handle a composite op itself, as
-    jagged tensors do.
-    """
+    """Whether no tensor is of a subclass, which (as jagged ones) may handle a composite op."""
     return _PLAIN.issuperset(types)
 
 
 def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
-    """Whether one of the values is a nested tensor, or a quantized or sparse one, or one of oneDNN,
-    for which ``func`` has a kernel.
-    """
+    """Whether a value is nested, quantized, sparse or oneDNN's and ``func`` has a kernel for it."""
     for value in values:
         if not isinstance(value, torch.Tensor):
             continue
@@ -73,27 +64,26 @@ def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
             kind = "Quantized"
             if not value.is_quantized:
                 kind = kinds.get(value.layout, "SparseCsr")
-            key = _KEYS.get(f"{kind}{value.device.type}".lower())  # Python may have no name for it
+            # Python may have no name for the key.
+            key = _KEYS.get(f"{kind}{value.device.type}".lower())
             if key and _is_registered(func, key):
                 return True
     return False
 
 
 def python_kernel(func: OpOverload, tensors: Sequence[torch.Tensor]) -> Any:
-    """The kernel that ``func`` runs on these tensors, as a function, if it was registered from
-    Python; else ``None``.
+    """The kernel that ``func`` runs on these tensors if registered from Python; else ``None``.
 
-    For ops of ``torch.library``: ``torch.library.custom_op`` registers one kernel for each type of
-    device, or one for all.
+    ``torch.library.custom_op`` registers one kernel for each type of device, or one for all.
     """
     devices = {tensor.device.type for tensor in tensors} - {"cpu"} or {"cpu"}
-    if not devices <= {"cpu", *accelerators()}:  # on meta, an op of torch.library runs what describes its outputs
+    # On meta, an op of torch.library runs the function that describes its outputs.
+    if not devices <= {"cpu", *accelerators()}:
         return None
     for key in (*(device.upper() for device in devices), EXPLICIT.name):
         if _is_registered(func, key):
-            dispatch_key = getattr(torch._C.DispatchKey, key)
             if _is_from_python(func, key):
-                return functools.partial(func._op_dk, dispatch_key)
+                return functools.partial(func._op_dk, getattr(torch._C.DispatchKey, key))
             return None
     return None
 
@@ -104,15 +94,13 @@ def has_python_kernel(func: OpOverload) -> bool:
 
 
 def _is_from_python(func: OpOverload, key: str) -> bool:
-    """Whether the kernel of ``func`` for a dispatch key was registered through ``torch.library``."""
+    """Whether this kernel of ``func`` was registered through ``torch.library``."""
     return f"{func.name().replace('::', '/', 1)}/{key}" in _impls
 
 
 @functools.cache
 def has_autograd_kernel(func: OpOverload) -> bool:
-    """Whether ``func`` defines its gradient; without, autograd differentiates the ops inside its
-    kernel.
-    """
+    """Whether ``func`` defines its gradient; else autograd differentiates the ops inside it."""
     keys = ("Autograd", *(f"Autograd{kind.upper()}" for kind in ("cpu", *accelerators())))
     return any(_is_registered(func, key) for key in keys)
 
@@ -125,9 +113,7 @@ def is_explicit(func: OpOverload) -> bool:
 
 @functools.cache
 def shared_kernel(func: OpOverload) -> Any:
-    """The dispatch key of the kernel, made of other ops, that all devices use for ``func``;
-    ``None`` if they have kernels of their own.
-    """
+    """The key of the kernel, made of other ops, that all devices share; ``None`` without one."""
     if _is_registered(func, "CPU"):
         return None
     return next((key for key in (EXPLICIT, EXPLICIT_NONFUNCTIONAL) if _is_registered(func, key.name)), None)
@@ -135,40 +121,34 @@ def shared_kernel(func: OpOverload) -> Any:
 
 @functools.cache
 def tracks_writes(func: OpOverload) -> bool:
-    """Whether ``func`` counts its writes and tracks its views itself, so that the ops inside it do
-    not.
-    """
+    """Whether ``func`` counts its writes and tracks its views itself, so that its ops do not."""
     if func.namespace not in _OF_TORCH and _COUNTS_WRITES_INSIDE and not func._schema._is_view_op():
         return False
     return _is_registered(func, IN_PLACE.name)
 
 
 def eager_kernel(func: Any) -> Any:
-    """The kernel, written in Python, of a higher-order op on all devices; ``None`` if it has none."""
-    found = func.py_kernels if isinstance(func, HigherOrderOperator) else {}
-    return found.get(EXPLICIT) or found.get(torch._C.DispatchKey.BackendSelect)  # which looks for the device
+    """The Python kernel of a higher-order op on all devices; ``None`` if it has none."""
+    if not isinstance(func, HigherOrderOperator):
+        return None
+    # The kernel of ``BackendSelect`` looks for the device.
+    return func.py_kernels.get(EXPLICIT) or func.py_kernels.get(torch._C.DispatchKey.BackendSelect)
 
 
 # -- Autocast
 
+# By autocast key, the ops that have a kernel since :func:`replace_autocast_kernels`.
 _REPLACED: dict[str, frozenset[str]] = {}
-"""By the name of an autocast key, the ops that have a kernel since
-:func:`replace_autocast_kernels`.
-"""
 
 
 def replace_autocast_kernels(key: str, ops: frozenset[str]) -> None:
-    """From now on, autocast by this dispatch key has kernels for these ops (``aten::pow.Scalar``)
-    alone; others fall through.
-    """
+    """Let autocast by this dispatch key have kernels for these ops (``aten::pow.Scalar``) only."""
     _REPLACED[key] = ops
     forget_kernels()
 
 
 def forget_kernels() -> None:
-    """Look kernels up again: some have been registered since they were first looked up, perhaps
-    before this process was forked.
-    """
+    """Look kernels up again: some may be new since the lookup, perhaps made before a fork."""
     cached: tuple[Any, ...] = (is_composite, has_autograd_kernel, is_explicit, shared_kernel, tracks_writes)
     for function in (*cached, names_with_kernel, names_with_any_kernel, has_autocast_kernel):
         function.cache_clear()
@@ -185,8 +165,8 @@ def has_autocast_kernel(func: OpOverload, key: Any) -> bool:
 @functools.cache
 def names_with_kernel(key: Any) -> frozenset[str]:
     """Names of the functions for which autocast by this dispatch key has a kernel: ``cdist``."""
-    found = _REPLACED.get(key.name) or torch._C._dispatch_get_registrations_for_dispatch_key(key.name)
-    return frozenset(name.removeprefix("aten::").partition(".")[0] for name in found)
+    ops = _REPLACED.get(key.name) or torch._C._dispatch_get_registrations_for_dispatch_key(key.name)
+    return frozenset(op.removeprefix("aten::").partition(".")[0] for op in ops)
 
 
 @functools.cache
@@ -198,7 +178,5 @@ def names_with_any_kernel() -> frozenset[str]:
 @functools.cache
 def autocast_devices() -> list[tuple[str, Any]]:
     """Each device type that has autocast in this build of torch, with its key."""
-    found = [
-        (kind, getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}", None)) for kind in ("cpu", *accelerators())
-    ]
-    return [(kind, key) for kind, key in found if key is not None]
+    keys = {kind: getattr(torch._C.DispatchKey, f"Autocast{kind.upper()}", None) for kind in ("cpu", *accelerators())}
+    return [(kind, key) for kind, key in keys.items() if key is not None]

@@ -1,8 +1,7 @@
-"""The error of a model's whole output: its tensors are compared pairwise with the reference's; the
-largest error counts.
+"""The error of a model's whole output: tensors are compared in pairs, and the largest error counts.
 
-A model that replaces functions of torch, such as `torch.isfinite` or `Tensor.abs`, does not change
-what is found.
+A model that replaces functions of torch (`torch.isfinite`, `Tensor.abs`) does not change the
+result.
 """
 
 from __future__ import annotations
@@ -25,24 +24,21 @@ from lowprec_check.schema.verdict import ErrorStats
 
 NOTHING = ErrorStats(rel_l2=None, max_abs=None, cosine=None, sqnr_db=None)
 
-
+# What torch and its tensors consist of before the user's code runs.
 _AT_IMPORT: dict[Any, dict[str, Any]] = {owner: dict(vars(owner)) for owner in (torch, Tensor)}
-"""What torch and its tensors consist of before the user's code runs."""
 
+# Methods of the base class of tensors, which a replacement in ``Tensor`` hides.
 _OF_BASE = frozenset(dir(torch._C.TensorBase))
-"""Methods of the base class of tensors, which a replacement hides."""
 
 
 @contextlib.contextmanager
 def torch_as_imported() -> Iterator[None]:
-    """Undo what the user's code has replaced in torch and in the methods of tensors; also a
-    decorator.
-    """
+    """Undo what the user's code replaced in torch and in methods of tensors; also a decorator."""
     replaced = [
         (owner, name, now)
         for owner, original in _AT_IMPORT.items()
         for name, now in vars(owner).items()
-        if (original[name] is not now if name in original else name in _OF_BASE) and callable(now)
+        if original.get(name) is not now and (name in original or name in _OF_BASE) and callable(now)
     ]
     for owner, name, _ in replaced:
         if name in _AT_IMPORT[owner]:
@@ -57,23 +53,19 @@ def torch_as_imported() -> Iterator[None]:
 
 
 class OutputComparison(NamedTuple):
-    """The error of a whole output, and whether it holds a NaN or Inf that the reference does not."""
+    """The error of a whole output, and whether it has a NaN or Inf that the reference lacks."""
 
     error: ErrorStats
     distance: float
-    """What is held against the tolerance: rel_l2, or for an output without floating tensors the
-    share of elements that differ; infinite if it cannot be computed.
+    """What the tolerance limits: rel_l2; without floating tensors the share of elements that
+    differ; ``inf`` if it cannot be computed.
     """
     nonfinite: bool = False
     note: str | None = None
     compared: bool = True
-    """False if the output contains no number, or no integers and floating leaves that are all zero,
-    in fp32 too.
-    """
+    """False if the output has no number, or no integers and in fp32 too only zeros."""
     rms: float | None = None
-    """Root mean square of the reference's floating leaf that the error is about; ``None`` if there
-    is none.
-    """
+    """Root mean square of the floating leaf of the reference that has this error, if any."""
     leaf: int | None = None
     """The number of that leaf."""
 
@@ -87,19 +79,20 @@ def compare_outputs(
     tolerance: float | None = None,
 ) -> OutputComparison:
     """Compare the leaves of two outputs pairwise; the leaf with the largest error counts.
-    ``called``: what notes call the reference.
 
-    A leaf that is all zeros in the reference has an infinite error and tells little: one over
-    ``tolerance`` that is not counts before it.
+    ``called`` is what notes call the reference. A leaf that is all zeros in the reference has an
+    infinite error, which tells little: a leaf over ``tolerance`` that is not zeros counts before
+    it.
 
-    The distance is that of the floating leaves, or of the integer and boolean ones if there are no
-    floating leaves: the share of elements that differ. It is infinite if the number or the shapes
-    of the leaves differ, for instance when a detector keeps a different number of boxes.
+    The distance is that of the floating leaves; without any, the share of integers and booleans
+    that differ. It is infinite if the number or shapes of the leaves differ, for instance when a
+    detector keeps another number of boxes.
     """
     if not any(tensor.numel() for tensor in (*outputs, *references)):
         return OutputComparison(NOTHING, math.inf, compared=False)
     if len(outputs) != len(references):
         return _incomparable(f"the output has {len(outputs)} tensors, {called} {len(references)}", outputs, references)
+    # Outputs of different structure cannot be compared.
     pairs = list(zip(outputs, references, strict=True))
     for out, reference in pairs:
         if out.shape != reference.shape:
@@ -109,22 +102,22 @@ def compare_outputs(
     integers = [pair for number, pair in enumerate(pairs) if number not in floating]
     shares = (float((out != reference).double().mean()) for out, reference in integers if reference.numel())
     mismatched = max(shares, default=None)
-    if all(is_zero(tensor) for pair in floating.values() for tensor in pair):  # they tell nothing
+    # Floating leaves of zeros only, or none: the integers decide.
+    if all(is_zero(tensor) for pair in floating.values() for tensor in pair):
         if mismatched is None:
             return OutputComparison(NOTHING, 0.0, compared=False, rms=0.0)
         rms = 0.0 if any(pair[1].numel() for pair in floating.values()) else None
         return OutputComparison(msgspec.structs.replace(NOTHING, mismatched=mismatched), mismatched, rms=rms)
-    leaves = {number: _compare_leaf(*pair, called) for number, pair in floating.items()}
-    telling = {
-        number for number, its in leaves.items() if its.rms and tolerance is not None and its.distance > tolerance
-    }
-    leaf = max(telling or leaves, key=lambda number: leaves[number].distance)
-    worst = leaves[leaf]
-    if worst.error is NOTHING:
-        error = worst.error
-    else:
-        error = msgspec.structs.replace(worst.error, mismatched=mismatched)
-    nonfinite = any(compared.nonfinite for compared in leaves.values())
+    comparisons = {number: _compare_leaf(*pair, called) for number, pair in floating.items()}
+    over_tolerance = set()
+    if tolerance is not None:
+        over_tolerance = {n for n, leaf in comparisons.items() if leaf.rms and leaf.distance > tolerance}
+    leaf = max(over_tolerance or comparisons, key=lambda number: comparisons[number].distance)
+    worst = comparisons[leaf]
+    error = worst.error
+    if error is not NOTHING:
+        error = msgspec.structs.replace(error, mismatched=mismatched)
+    nonfinite = any(compared.nonfinite for compared in comparisons.values())
     return worst._replace(error=error, nonfinite=nonfinite, leaf=leaf)
 
 
@@ -147,36 +140,53 @@ def is_zero(tensor: Tensor) -> bool:
 
 
 def _compare_leaf(out: Tensor, reference: Tensor, called: str) -> OutputComparison:
-    parts = list(map(_compare_part, _parts(out), _parts(reference)))
-    if any(part.nonfinite for part in parts):
-        return OutputComparison(NOTHING, math.inf, nonfinite=True, rms=root_mean_square(reference))
-    if any(part.lacks_inf for part in parts):
+    # By part: norms of difference, reference and output, where the reference is finite.
+    part_norms: list[tuple[float, float, float]] = []
+    dots: list[float] = []
+    max_abs, finite_count, lacks_inf = 0.0, 0, False
+    for out_part, reference_part in zip(_parts(out), _parts(reference), strict=False):
+        y, r = out_part.double(), reference_part.double()
+        finite = r.isfinite()
+        if not bool(finite.all()) or not bool(y.isfinite().all()):
+            if bool(nonfinite_unlike(y, r).any()):
+                return OutputComparison(NOTHING, math.inf, nonfinite=True, rms=root_mean_square(reference))
+            lacks_inf = lacks_inf or bool((y.isfinite() & r.isinf()).any())
+            y, r = torch.where(finite, y, 0.0), torch.where(finite, r, 0.0)
+        change = y - r
+        finite_count += int(finite.count_nonzero())
+        part_norms.append((_norm(change), _norm(r), _norm(y)))
+        dots.append(float(torch.dot(y, r)))
+        if y.numel():
+            max_abs = max(max_abs, float(change.abs().max()))
+    # A NaN or Inf of its own in any part counts before an Inf that is missing in another.
+    if lacks_inf:
         note = f"the output is finite where {called} is infinite"
         return OutputComparison(NOTHING, math.inf, note=note, rms=root_mean_square(reference))
-    difference, size, own = (math.hypot(*norms) for norms in zip(*(part.norms for part in parts), strict=True))
+
+    difference, size, own_size = (math.hypot(*norms) for norms in zip(*part_norms, strict=True))
+    rel_l2 = math.inf
     if difference == 0:
         rel_l2 = 0.0
     elif size:
         rel_l2 = difference / size
-    else:
-        rel_l2 = math.inf
-    norms, has_classes = own * size, reference.ndim == 2 and reference.shape[0] > 0 and reference.shape[1] > 1
+    norms = own_size * size
+    # The second dimension of a batch of vectors is taken for classes.
+    has_classes = reference.ndim == 2 and reference.shape[0] > 0 and reference.shape[1] > 1
     top1 = None
     if has_classes and is_float(reference) and not reference.is_complex():
         top1 = float((out.float().argmax(1) == reference.float().argmax(1)).float().mean())
     error = ErrorStats(
         rel_l2=rel_l2 if math.isfinite(rel_l2) else None,
-        max_abs=max(part.max_abs for part in parts),
-        cosine=math.fsum(part.dot for part in parts) / norms if 0 < norms < math.inf else None,
+        max_abs=max_abs,
+        cosine=math.fsum(dots) / norms if 0 < norms < math.inf else None,
         sqnr_db=-20 * math.log10(rel_l2) if 0 < rel_l2 < math.inf else None,
         top1=top1,
     )
-    finite = sum(part.finite for part in parts)
-    return OutputComparison(error, rel_l2, rms=size / math.sqrt(finite) if finite else None)
+    return OutputComparison(error, rel_l2, rms=size / math.sqrt(finite_count) if finite_count else None)
 
 
+# Values of an output that are compared at once on a CPU: 1 MiB in fp64, which stays in its caches.
 _PART = 1 << 17
-"""Values of an output that are compared at once on a CPU, so that they stay in its caches."""
 
 
 def _parts(tensor: Tensor) -> Sequence[Tensor]:
@@ -185,48 +195,13 @@ def _parts(tensor: Tensor) -> Sequence[Tensor]:
     return values.split(_PART) if values.device.type == "cpu" else [values]
 
 
-class _Part(NamedTuple):
-    """The comparison of a part of a leaf; without figures if it is ``nonfinite`` or ``lacks_inf``."""
-
-    nonfinite: bool = False
-    """Whether it has a NaN or Inf that the reference lacks."""
-    lacks_inf: bool = False
-    """Whether it is finite where the reference is infinite."""
-    finite: int = 0
-    """The number of finite values of the reference."""
-    norms: tuple[float, float, float] = (0.0, 0.0, 0.0)
-    """Of the difference, the reference and the output, where the reference is finite."""
-    dot: float = 0.0
-    max_abs: float = 0.0
-
-
-def _compare_part(out: Tensor, reference: Tensor) -> _Part:
-    y, r = out.double(), reference.double()
-    finite = r.isfinite()
-    if not bool(finite.all()) or not bool(y.isfinite().all()):
-        if bool(nonfinite_unlike(y, r).any()):
-            return _Part(nonfinite=True)
-        if bool((y.isfinite() & r.isinf()).any()):
-            return _Part(lacks_inf=True)
-        y, r = torch.where(finite, y, 0.0), torch.where(finite, r, 0.0)
-    change = y - r
-    return _Part(
-        finite=int(finite.count_nonzero()),
-        norms=(_norm(change), _norm(r), _norm(y)),
-        dot=float(torch.dot(y, r)),
-        max_abs=float(change.abs().max()) if y.numel() else 0.0,
-    )
-
-
 @torch_as_imported()
 def root_mean_square(tensor: Tensor) -> float | None:
     """Of the finite values of a floating or complex tensor; ``None`` if there are none."""
     norms, count = [0.0], 0
     for part in map(Tensor.double, _parts(tensor)):
         finite = part.isfinite()
-        values = part
-        if not bool(finite.all()):
-            values = part[finite]
+        values = part if bool(finite.all()) else part[finite]
         norms.append(_norm(values))
         count += values.numel()
     if count:
@@ -246,37 +221,39 @@ def _norm(values: Tensor) -> float:
 
 @torch_as_imported()
 def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    """Whether two outputs have the same number of tensors, dtypes, shapes and values; NaN equals
-    NaN.
-    """
-    return len(outputs) == len(others) and all(map(_same_tensor, outputs, others))
-
-
-def same_values(one: Any, other: Any) -> bool:
-    """Whether two values hold the same tensors and numbers, in the same order."""
-    mine, others = ([tensor for _, tensor in leaves(value, numbers=True)] for value in (one, other))
-    return same_bits(mine, others)
-
-
-def _same_tensor(a: Tensor, b: Tensor) -> bool:
-    if a.dtype != b.dtype or a.shape != b.shape:
+    """Whether both outputs have as many tensors, the same dtypes, shapes and values; NaN is NaN."""
+    if len(outputs) != len(others):
         return False
-    if a.dtype == torch.complex32:  # few kernels support it
-        a, b = as_real(a), as_real(b)
-    if torch.equal(a, b):
-        return True
-    nan = a.isnan()
-    return is_float(a) and torch.equal(nan, b.isnan()) and torch.equal(a.masked_fill(nan, 0), b.masked_fill(nan, 0))
+    for output, other in zip(outputs, others, strict=True):
+        if output.dtype != other.dtype or output.shape != other.shape:
+            return False
+        a, b = output, other
+        # Few kernels support complex32.
+        if a.dtype == torch.complex32:
+            a, b = as_real(a), as_real(b)
+        if torch.equal(a, b):
+            continue
+        nan = a.isnan()
+        if not is_float(a) or not torch.equal(nan, b.isnan()):
+            return False
+        if not torch.equal(a.masked_fill(nan, 0), b.masked_fill(nan, 0)):
+            return False
+    return True
+
+
+def same_values(value: Any, other: Any) -> bool:
+    """Whether two values hold the same tensors and numbers, in the same order."""
+    tensors, others = ([tensor for _, tensor in leaves(held, numbers=True)] for held in (value, other))
+    return same_bits(tensors, others)
 
 
 def digest_of(tensors: Iterable[Tensor]) -> str:
-    """The SHA-256 of their dtypes, shapes and values, bit for bit; of a tensor that is not strided,
-    without its values.
-    """
-    found = hashlib.sha256()
+    """The SHA-256 of dtypes, shapes and values, bit for bit; without values if not strided."""
+    digest = hashlib.sha256()
     for tensor in tensors:
-        found.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+        digest.update(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
         if tensor.layout == torch.strided and tensor.numel():
             values = tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
-            found.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
-    return found.hexdigest()
+            # NumPy cannot hold all dtypes (bf16), so the bytes are read from memory.
+            digest.update(ctypes.string_at(values.data_ptr(), values.numel() * values.element_size()))
+    return digest.hexdigest()

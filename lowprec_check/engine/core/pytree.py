@@ -1,6 +1,4 @@
-"""Tensors inside the inputs and outputs of a model: mappings, sequences, dataclasses, and objects
-such as ModelOutput.
-"""
+"""Tensors inside a model's inputs and outputs: containers, dataclasses, objects as ModelOutput."""
 
 from __future__ import annotations
 
@@ -21,9 +19,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 
 def stored(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
-    """The tensors that hold the values of ``tensors``: each itself, or those inside it, as of
-    weights that torchao stores in 8 bits.
-    """
+    """The tensors that hold the values: each itself, or those inside it, as of torchao weights."""
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
             yield from stored(getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
@@ -32,24 +28,22 @@ def stored(tensors: Iterable[Any]) -> Iterator[torch.Tensor]:
 
 
 def leaves(value: Any, *, numbers: bool = False, shared: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield ``(path, tensor)`` for every tensor in ``value``, in a stable order; cycles are
-    followed once.
+    """Yield ``(path, tensor)`` for each tensor in ``value``, in a stable order; cycles only once.
 
-    With ``numbers``, Python and NumPy numbers and arrays (NumPy's, and objects that NumPy can read
-    as one) are yielded too, as tensors: copies, or with ``shared`` tensors on the memory of the
-    array where that is possible.
+    With ``numbers``, also Python and NumPy numbers and arrays (NumPy's, and objects that NumPy
+    reads as one), as tensors: copies, or with ``shared`` on the memory of the array where possible.
     """
     yield from _leaves(value, "", frozenset(), shared if numbers else None)
 
 
 def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -> Iterator[tuple[str, torch.Tensor]]:
-    """Those of ``value`` at ``path``, inside the objects ``above``; with ``shared`` ``None``,
-    without numbers and arrays.
-    """
-    waiting = [(value, path, above)]  # not by recursion: outputs may be nested deeply
+    """Those inside the objects ``above``; without numbers and arrays if ``shared`` is ``None``."""
+    # Not by recursion: outputs may be nested deeply.
+    waiting = [(value, path, above)]
     while waiting:
         value, path, above = waiting.pop()
-        kind = type(value)  # not `isinstance`, which asks an object for its class
+        # Not ``isinstance``, which asks an object for its class.
+        kind = type(value)
         if issubclass(kind, torch.Tensor):
             yield path, value
         elif issubclass(kind, (int, float, complex)):
@@ -68,9 +62,7 @@ def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -
 
 
 def _number(value: Any) -> Any:
-    """A number that torch can hold, without the methods of a subclass; those of NumPy keep their
-    dtype.
-    """
+    """A number torch can hold, without a subclass's methods; NumPy's keep their dtype."""
     kind = type(value)
     if kind is bool or kind.__module__ == "numpy":
         return value
@@ -84,27 +76,25 @@ def _number(value: Any) -> Any:
     return complex.__pos__(value)
 
 
+# Integers that torch cannot hold are compared by their remainders.
 _PRIME = 2**61 - 1
-"""Integers that torch cannot hold are compared by their remainders."""
+# The NumPy dtype of each kind that torch can always hold.
 _WIDEST = {"b": "?", "i": "i8", "u": "u8", "f": "f8", "c": "c16"}
 
 
 def _leaves_of_array(array: Any, path: str, above: frozenset[int], shared: bool) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensor of an array or a NumPy number; of an array of objects, those in its elements; of
-    records, one per field.
-    """
+    """The tensor of an array; of an array of objects, its elements'; of records, one per field."""
     dtype = getattr(array, "dtype", None)
     if dtype is None:
         return
-    prefix = ""
-    if path:
-        prefix = f"{path}."
+    prefix = f"{path}." if path else ""
     if dtype.kind in "biufc":
         try:
             with warnings.catch_warnings():
                 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
                 tensor = torch.as_tensor(array if shared else array.copy())
-        except (TypeError, ValueError):  # a dtype or byte order that torch lacks, or negative strides
+        except (TypeError, ValueError):
+            # A dtype or byte order that torch lacks, or negative strides.
             tensor = torch.as_tensor(array.astype(_WIDEST[dtype.kind], order="C"))
         yield path, tensor
     elif dtype.names:
@@ -116,9 +106,7 @@ def _leaves_of_array(array: Any, path: str, above: frozenset[int], shared: bool)
 
 
 def _read_by_numpy(value: Any) -> Any:
-    """An object that holds no tensor as a NumPy array, if it says how and the program uses NumPy;
-    else ``None``.
-    """
+    """An object without tensors as an array, if it says how and NumPy is in use; else ``None``."""
     numpy, kind = sys.modules.get("numpy"), type(value)
     if numpy is None or not (hasattr(kind, "__array__") or hasattr(kind, "__array_interface__")):
         return None
@@ -131,16 +119,19 @@ def _read_by_numpy(value: Any) -> Any:
 
 
 def _children(value: Any) -> list[tuple[Any, Any]]:
-    """The parts of a container or an object by key; where its own methods fail, those that it holds
-    without them.
-    """
+    """The parts of a container or object by key, without its own methods where those fail."""
     kind = type(value)
     if issubclass(kind, Mapping):
         return _pairs(value)
     if issubclass(kind, (list, tuple, deque)):
         return list(enumerate(_elements(value)))
-    if _is_dataclass(value):
-        return _fields(value)
+    if dataclasses.is_dataclass(kind):
+        # Only fields that are set.
+        fields = []
+        for field in dataclasses.fields(value):
+            with contextlib.suppress(Exception):
+                fields.append((field.name, getattr(value, field.name)))
+        return fields
     wrapped = wrapped_in(value)
     if wrapped is not None:
         return _children(wrapped)
@@ -166,25 +157,15 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 def _elements(value: Any) -> list[Any]:
     try:
-        return [*iter(value)]  # not `list()`, which asks for the length
+        # Not ``list()``, which asks for the length.
+        return [*iter(value)]
     except Exception:
         kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(value), base))
         return [*kind.__iter__(value)]
 
 
-def _fields(value: Any) -> list[tuple[str, Any]]:
-    """The fields of a dataclass that are set."""
-    pairs = []
-    for field in dataclasses.fields(value):
-        with contextlib.suppress(Exception):
-            pairs.append((field.name, getattr(value, field.name)))
-    return pairs
-
-
 def wrapped_in(value: Any) -> Any:
-    """What a proxy, such as those of ``wrapt``, stands for: its class declares ``__wrapped__``;
-    ``None`` of other objects.
-    """
+    """What a proxy (``wrapt``) stands for, if its class declares ``__wrapped__``; else ``None``."""
     kind: Any = type(value)
     if not _declares_wrapped(kind):
         return None
@@ -198,30 +179,27 @@ def _declares_wrapped(kind: Any) -> bool:
     return any("__wrapped__" in vars(owner) for owner in kind.__mro__)
 
 
-def _is_dataclass(value: Any) -> bool:
-    return dataclasses.is_dataclass(type(value))
-
-
+# Packages whose objects are not looked into.
 _CLOSED = sys.stdlib_module_names | {"torch", "numpy"}
 
 
 def _is_user_object(value: Any) -> bool:
-    """Whether ``value`` is an instance of a user's class, which may hold tensors in its attributes."""
+    """Whether it is an instance of a user's class, which may hold tensors in its attributes."""
     kind = type(value)
     package = str(kind.__module__).partition(".")[0]
+    # Namespaces of ``types`` and ``argparse`` hold what the user put there.
     if issubclass(kind, (type, torch.nn.Module)) or package in _CLOSED:
         return package in ("types", "argparse")
     return bool(kind.__dictoffset__) or hasattr(kind, "__slots__")
 
 
+# Reads the dictionary in which CPython stores attributes, whatever the class defines.
 _dictionary_of = ctypes.pythonapi.PyObject_GenericGetDict
 _dictionary_of.argtypes, _dictionary_of.restype = (ctypes.py_object, ctypes.c_void_p), ctypes.py_object
 
 
 def attributes_of(value: Any) -> dict[str, Any] | None:
-    """The dictionary of an object's attributes, ``None`` if it has none. A property of its class
-    may hide it from ``vars``.
-    """
+    """The dictionary of an object's attributes, even if a property hides it from ``vars``."""
     kind: Any = type(value)
     if not kind.__dictoffset__:
         return None
@@ -256,6 +234,7 @@ def _declared_slots(kind: Any) -> list[Any]:
     for owner in kind.__mro__:
         declared = vars(owner).get("__slots__", ())
         for name in [declared] if isinstance(declared, str) else declared:
+            # Python mangles the name of a private slot.
             is_private = name.startswith("__") and not name.endswith("__")
             slot = vars(owner).get(f"_{owner.__name__.lstrip('_')}{name}" if is_private else name)
             if isinstance(slot, types.MemberDescriptorType):
@@ -264,8 +243,7 @@ def _declared_slots(kind: Any) -> list[Any]:
 
 
 def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
-    """Return ``value`` with every tensor replaced by ``function(tensor)``, in new containers of the
-    same types.
+    """Return ``value`` with each tensor replaced by ``function(tensor)``, in new equal containers.
 
     An object that cannot be copied, since its own methods fail, stays as it is if it holds no
     tensor.
@@ -277,17 +255,36 @@ def map_tensors(value: Any, function: Callable[[torch.Tensor], Any]) -> Any:
         content = {key: map_tensors(item, function) for key, item in _pairs(value)}
         if kind is dict:
             return content
-        return _made(value, lambda: _refilled(copy.copy(value), content))
+
+        def refilled() -> Any:
+            mapping = copy.copy(value)
+            try:
+                for key, item in content.items():
+                    mapping[key] = item
+            except TypeError:
+                # A read-only mapping.
+                return content
+            return mapping
+
+        return _made(value, refilled)
     if issubclass(kind, (list, tuple)):
         mapped = [map_tensors(item, function) for item in _elements(value)]
         return _made(value, lambda: kind(*mapped) if hasattr(kind, "_fields") else kind(mapped))
-    if _is_dataclass(value) or _is_user_object(value):
+    if dataclasses.is_dataclass(kind) or _is_user_object(value):
+        # Not the user's objects inside it, which may refer back to this one.
         changed = [
             (name, map_tensors(item, function))
             for name, item in _children(value)
-            if dataclasses.is_dataclass(item) or not _is_user_object(item)  # which may refer back to this one
+            if dataclasses.is_dataclass(item) or not _is_user_object(item)
         ]
-        return _made(value, lambda: _with_attributes(copy.copy(value), changed))
+
+        def with_attributes() -> Any:
+            clone = copy.copy(value)
+            for name, item in changed:
+                object.__setattr__(clone, name, item)
+            return clone
+
+        return _made(value, with_attributes)
     return value
 
 
@@ -301,18 +298,3 @@ def _made(value: Any, make: Callable[[], Any]) -> Any:
         if next(leaves(value), None) is not None:
             raise
         return value
-
-
-def _with_attributes(clone: Any, attributes: Iterable[tuple[str, Any]]) -> Any:
-    for name, item in attributes:
-        object.__setattr__(clone, name, item)
-    return clone
-
-
-def _refilled(mapping: Any, content: dict[Any, Any]) -> Any:
-    try:
-        for key, item in content.items():
-            mapping[key] = item
-    except TypeError:  # a read-only mapping
-        return content
-    return mapping

@@ -32,16 +32,14 @@ class SourceLines(NamedTuple):
     source: str | None
     """The innermost line that is not torch's; ``None`` if there is none."""
     caller: str | None = None
-    """The innermost line of the user's own files, if ``source`` is in an installed package; empty
-    if there is none.
-    """
+    """The innermost line of the user's own files, if ``source`` is in a package; ``""`` if none."""
     span: str | None = None
     """The expression in that line of the user's own files, as :attr:`OpCall.span` has it."""
 
 
 @functools.cache
 def is_user_code(filename: str) -> bool:
-    """Whether a source file belongs to neither torch, nor this package, nor the standard library."""
+    """Whether a file belongs to neither torch, nor this package, nor the standard library."""
     if filename.startswith((_TORCH, PACKAGE, "<frozen", "<__array", "<eval_with_key")):
         return False
     return is_installed(filename) or not filename.startswith(_STDLIB)
@@ -53,19 +51,16 @@ def is_installed(filename: str) -> bool:
 
 
 def is_own_file(filename: str) -> bool:
-    """Whether code is in a file of the user's own: not in an installed package, and not made at run
-    time (``<string>``).
-    """
+    """Whether code is in a file of the user's own: not installed, and not made at run time."""
     return is_user_code(filename) and not is_installed(filename) and not filename.startswith("<")
 
 
+# The code of torch and the standard library, of this package, of other packages, and of the user.
 _PASSED_OVER, _OURS, _FOREIGN, _OWN = range(4)
 
 
 class _Kinds(dict[str, int]):
-    """How the code of a file counts, by its name: frames are walked for every op, so a file is
-    looked at once.
-    """
+    """How the code of a file counts, by its name; cached, since each op walks the frames."""
 
     def __missing__(self, filename: str) -> int:
         if filename.startswith(PACKAGE):
@@ -74,6 +69,7 @@ class _Kinds(dict[str, int]):
             kind = _PASSED_OVER
         else:
             kind = _OWN if is_own_file(filename) else _FOREIGN
+        # The next look-up does not come here.
         self[filename] = kind
         return kind
 
@@ -88,9 +84,7 @@ def show_line(filename: str, line: int) -> str:
 
 
 def show_file(filename: str) -> str:
-    """The path as a user would write it: relative to the current folder, or starting at the
-    installed package.
-    """
+    """The path as users write it: relative to the current folder, or from the installed package."""
     return _shown(filename, current_folder())
 
 
@@ -99,6 +93,7 @@ def _shown(filename: str, here: str | None) -> str:
     for marker in ("site-packages" + os.sep, "dist-packages" + os.sep):
         if marker in filename:
             return encodable(filename.split(marker, 1)[1])
+    # Code made at run time (``<string>``) has no path.
     relative = filename
     if filename[:1] != "<" and here is not None:
         relative = os.path.relpath(filename, here)
@@ -107,9 +102,7 @@ def _shown(filename: str, here: str | None) -> str:
 
 @functools.lru_cache(10_000)
 def _span(code: CodeType, instruction: int) -> str | None:
-    """Where the expression of an instruction starts and ends; ``None`` before Python 3.11, which
-    knows lines only.
-    """
+    """Where an instruction's expression starts and ends; ``None`` before Python 3.11."""
     if sys.version_info < (3, 11):
         return None
     first, last, start, end = next(itertools.islice(code.co_positions(), instruction // 2, None), (None,) * 4)
@@ -119,10 +112,7 @@ def _span(code: CodeType, instruction: int) -> str | None:
 
 
 def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Call the model; a generator or another iterator that it returns is run to its end.
-
-    ``source_lines`` stops at this frame when it searches for the user's lines.
-    """
+    """Call the model and run an iterator it returns to its end; ``source_lines`` stops here."""
     output = call(*args, **kwargs)
     if isinstance(output, Iterator):
         return list(output)
@@ -130,14 +120,13 @@ def call_model(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str
 
 
 def call_recorded(call: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], line: str | None) -> Any:  # noqa: ARG001
-    """Call again what the user's code called at ``line``; ``source_lines`` stops at this frame, and
-    takes that line for it.
-    """
+    """Call again what the user's code called at ``line``, which ``source_lines`` then reports."""
     return call(*args, **kwargs)
 
 
 def source_lines(frame: FrameType | None = None) -> SourceLines:
     """Where the op that ``frame`` calls comes from, as far as :func:`call_model`."""
+    # Hot path: every op that is recorded walks the stack.
     at: FrameType | None = frame or sys._getframe(1)
     source: str | None = None
     while at is not None:
@@ -158,15 +147,16 @@ def source_lines(frame: FrameType | None = None) -> SourceLines:
 
 
 def instruction_of(frame: FrameType) -> int:
-    """The instruction that runs in the innermost code that is not torch's: ops on one line are told
-    apart by it. -1 if there is none.
-    """
+    """The instruction that runs in the innermost code that is not torch's; -1 without one."""
+    # Two ops on one line differ in it.
     at: FrameType | None = frame
     while at is not None:
         kind = _KINDS[at.f_code.co_filename]
         if kind in (_OWN, _FOREIGN):
             return at.f_lasti
-        at = None if kind == _OURS and at.f_code.co_name == "call_model" else at.f_back
+        if kind == _OURS and at.f_code.co_name == "call_model":
+            break
+        at = at.f_back
     return -1
 
 
@@ -204,7 +194,8 @@ def _lines_of(frames: Iterable[tuple[str, int]]) -> SourceLines:
     for filename, line in frames:
         if _KINDS[filename] in (_FOREIGN, _OWN):
             source = show_line(filename, line)
-            own = source if _KINDS[filename] == _OWN else own
+            if _KINDS[filename] == _OWN:
+                own = source
     return SourceLines(source, None if source is None or source == own else own)
 
 
@@ -219,12 +210,7 @@ def module_names(model: torch.nn.Module) -> dict[torch.nn.Module, str]:
 
 
 class ModuleStack:
-    """Context manager that tracks which module of ``model`` is running and how often each was
-    called.
-
-    By global hooks only: a hook on a module itself makes ``TransformerEncoderLayer`` leave its fast
-    path.
-    """
+    """Tracks which module of ``model`` is running and how often each was called, while entered."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._names = module_names(model)
@@ -235,6 +221,7 @@ class ModuleStack:
         self.calls: Counter[str] = Counter()
 
     def __enter__(self) -> ModuleStack:
+        # Global: a hook on a module itself makes ``TransformerEncoderLayer`` leave its fast path.
         self._handles = [
             register_module_forward_pre_hook(self._enter),
             register_module_forward_hook(self._leave, always_call=True),
@@ -248,7 +235,8 @@ class ModuleStack:
 
     def _enter(self, module: torch.nn.Module, _inputs: Any) -> None:
         name = self._names.get(module)
-        if name is None:  # created during forward: named after the module that created it
+        if name is None:
+            # Created during forward: named after the module that created it.
             name = f"{self.current}.<{type(module).__name__}>".lstrip(".")
         self.calls[name] += 1
         self._stack.append((module, name))
@@ -258,7 +246,4 @@ class ModuleStack:
         while self._stack:
             if self._stack.pop()[0] is module:
                 break
-        if self._stack:
-            self.current = self._stack[-1][1]
-        else:
-            self.current = ""
+        self.current = self._stack[-1][1] if self._stack else ""

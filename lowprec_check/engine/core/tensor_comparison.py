@@ -1,8 +1,7 @@
-"""Compares one tensor with its references in one pass: errors, range, NaN and Inf, values at the
-bottom of the range.
+"""Compares a tensor with its references in one pass: errors, range, NaN and Inf, small values.
 
 The tensor is read once, in chunks that stay in cache: widening, range, difference and two dot
-products per chunk. Special cases (NaN, Inf, squares that overflow) use a slower, exact path.
+products per chunk. NaN, Inf and squares that overflow use a slower, exact path.
 """
 
 from __future__ import annotations
@@ -18,22 +17,15 @@ from torch import Tensor
 from lowprec_check.engine.core.floating_dtypes import NARROW, as_real
 
 CHUNK = 1 << 19
-"""Elements per chunk on a CPU: 2 MiB in fp32, large enough to hide the start of threads, small
-enough for the cache.
-"""
+"""Elements per chunk on a CPU: 2 MiB in fp32, which hide the start of threads and fit the cache."""
 
 
+# Elements that are counted in one op.
 _FEW = 4096
-"""Elements that are counted in one op."""
-
+# Below it, values and sums of squares are compared exactly: fp32 squares below 1e-38 lose digits.
 _TINY = 1e-16
-"""Smaller values, and sums of their squares, are compared exactly: in fp32, squares below 1e-38
-lose digits or are 0.
-"""
-
-
+# A divisor in place of 0, far below any value of fp32.
 _LEAST = 1e-300
-"""A divisor in place of 0."""
 
 
 class TensorComparison(NamedTuple):
@@ -52,17 +44,14 @@ class TensorComparison(NamedTuple):
     elements: int = 0
     """Number of elements that were compared; a complex one counts as two."""
     subnormal: float | None = None
-    """Share of the first reference's non-zeros below the dtype's smallest normal number; ``None``
-    if not requested.
-    """
+    """Share of the first reference's non-zeros below the dtype's smallest normal, if requested."""
 
 
 def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: bool = False) -> TensorComparison:
-    """Compare ``out`` (any floating dtype and shape) with ``references`` of the same shape, in
-    widened dtypes.
+    """Compare ``out`` (any floating dtype) with ``references`` of its shape, in widened dtypes.
 
-    Without references, only the range is measured. ``count_flushed`` adds the shares of values that
-    are too small.
+    Without references, only the range is measured. ``count_flushed`` adds the shares of small
+    values.
     """
     flat = _flat_together([as_real(tensor) for tensor in (out, *references)])
     count = flat[0].numel()
@@ -74,16 +63,13 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
     low, high = math.inf, -math.inf
     small = SmallValues()
     for start in range(0, count, size):
-        if count <= size:
-            parts = flat
-        else:
+        parts = flat
+        if count > size:
             parts = [tensor[start : start + size] for tensor in flat]
         wide = parts[0]
         if wide.dtype in NARROW:
-            if wide.numel() < CHUNK:
-                wide = wide.float()
-            else:
-                wide = _scratch(wide, 0).copy_(wide)
+            # A whole chunk is widened into memory that is used again.
+            wide = wide.float() if wide.numel() < CHUNK else _scratch(wide, 0).copy_(wide)
         smallest, largest, *squares = _reduce(parts[0], wide, parts[1:])
         if not math.isfinite(sum(squares, largest - smallest)):
             return _compare_exactly(flat[0], flat[1:], count_flushed)
@@ -95,18 +81,16 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
     if max(-low, high) < _TINY and max(totals[1::2], default=1.0) < _TINY:
         return _compare_exactly(flat[0], flat[1:], count_flushed)
     errors = [math.sqrt(_ratio(totals[index], totals[index + 1])) for index in range(0, len(totals), 2)]
+    flushed = subnormal = rms = None
     if count_flushed:
         flushed, subnormal = small.shares()
-    else:
-        flushed, subnormal = (None, None)
-    rms = None
     if references:
         rms = math.sqrt(totals[1] / count)
     return TensorComparison(errors, max(-low, high), 0, 0, flushed, rms, count, subnormal)
 
 
 class Norm:
-    """The norm of a tensor as a figure that is not computed yet: those of many tensors take one op."""
+    """The norm of a tensor, not computed yet: the norms of many tensors take one op."""
 
     __slots__ = ("order", "tensor")
 
@@ -131,8 +115,8 @@ Figure = Tensor | Norm
 class UnreadComparison:
     """A comparison whose figures an accelerator still computes: nothing here waits for them.
 
-    It holds the tensors, which must not be written to until the figures are read: special cases
-    need them again.
+    The tensors it holds must not be written to before the figures are read: special cases reread
+    them.
     """
 
     def __init__(self, out: Tensor, references: Sequence[Tensor], *, count_flushed: bool) -> None:
@@ -149,7 +133,8 @@ class UnreadComparison:
         if self._count_flushed:
             reference = others[0]
             below_normal, below_all = _limits(self._dtype, reference.dtype)
-            lost = torch.where(value == 0, reference, 0.0)  # these and the larger of these, besides all and the normal
+            # Four counts: all, the normal ones, those lost, and of these the ones not too small.
+            lost = torch.where(value == 0, reference, 0.0)
             counted = (reference, torch.hardshrink(reference, below_normal), lost, torch.hardshrink(lost, below_all))
             self.figures += [tensor.count_nonzero() for tensor in counted]
 
@@ -163,10 +148,10 @@ class UnreadComparison:
             return _compare_exactly(out.to(self._dtype), references, self._count_flushed)
         errors = list(map(_ratio, differences, norms))
         flushed = subnormal = None
+        rms = None
         if self._count_flushed:
             nonzero, normal, lost, lost_larger = map(int, values[-4:])
             flushed, subnormal = SmallValues(nonzero, nonzero - normal, lost - lost_larger).shares()
-        rms = None
         if references:
             rms = norms[0] / math.sqrt(out.numel())
         return TensorComparison(errors, absmax, 0, 0, flushed, rms, out.numel(), subnormal)
@@ -182,10 +167,10 @@ def _ratio(difference: float, reference: float) -> float:
 
 
 def _reduce(part: Tensor, wide: Tensor, references: list[Tensor]) -> list[float]:
-    """Minimum and maximum of ``part``; then for each reference the sums of squares of the
-    difference and of itself.
+    """Minimum and maximum of ``part``; for each reference the squares of the difference and of
+    itself.
 
-    ``wide`` are the same values in a wider dtype; in 16 bits, the range is found in half the
+    ``wide`` are the same values in a wider dtype; the range is found in the 16 bits, half the
     memory.
     """
     numbers = [*(part if part.dtype.itemsize == 2 else wide).aminmax()]
@@ -200,7 +185,8 @@ def _reduce(part: Tensor, wide: Tensor, references: list[Tensor]) -> list[float]
         numbers.append(reference.dot(reference))
     if wide.device.type == "cpu":
         return [number.item() for number in numbers]
-    values: list[float] = torch.stack([number.to(wide.dtype) for number in numbers]).tolist()  # one wait, not one each
+    # One wait for the accelerator, not one for each number.
+    values: list[float] = torch.stack([number.to(wide.dtype) for number in numbers]).tolist()
     return values
 
 
@@ -210,9 +196,7 @@ class SmallValues(NamedTuple):
     nonzero: int = 0
     """All that are not zero."""
     subnormal: int = 0
-    """Those below the smallest normal number of the dtype, which have fewer digits there, or are
-    zero.
-    """
+    """Those below the dtype's smallest normal number: they have fewer digits there, or are zero."""
     flushed: int = 0
     """Those below its smallest number that are zero in the dtype: underflow."""
 
@@ -228,9 +212,8 @@ class SmallValues(NamedTuple):
 def _small_values(wide: Tensor, reference: Tensor, dtype: torch.dtype) -> SmallValues:
     """Count the small values of ``reference``; ``wide`` are the values in ``dtype``, widened.
 
-    A zero where the reference is larger has another cause, such as a subtraction or a different
-    decision. Most tensors have few small values, which two counts find; only if there are smaller
-    ones are they compared element by element.
+    A zero where the reference is larger has another cause (a subtraction, another decision). Most
+    tensors have few small values, which two counts find; only smaller ones need more.
     """
     below_normal, below_all = _limits(dtype, reference.dtype)
     nonzero, normal = _counts(reference, _above(reference, below_normal))
@@ -247,9 +230,7 @@ def _small_values(wide: Tensor, reference: Tensor, dtype: torch.dtype) -> SmallV
 
 @functools.cache
 def _limits(dtype: torch.dtype, wide: torch.dtype) -> tuple[float, float]:
-    """The largest numbers of ``wide`` below the smallest normal number of ``dtype``, and below its
-    smallest number.
-    """
+    """The largest numbers of ``wide`` below the smallest normal and the smallest of ``dtype``."""
     limits, before = torch.finfo(dtype), 1 - torch.finfo(wide).eps / 2
     return limits.tiny * before, limits.tiny * limits.eps * before
 
@@ -262,33 +243,31 @@ def _above(reference: Tensor, limit: float) -> Tensor:
 
 
 def _counts(*tensors: Tensor) -> list[int]:
-    """The number of non-zeros in each, with one wait for an accelerator.
-
-    On a CPU ``count_nonzero`` branches at each element: where zeros are scattered, it is 20 times
-    as slow as the sum of the squares of the signs, which is exact for the elements of a chunk.
-    """
+    """The number of non-zeros in each, with one wait for an accelerator."""
+    # On a CPU ``count_nonzero`` branches at each element: where zeros are scattered, it is 20 times
+    # as slow as the sum of the squares of the signs, which is exact for the elements of a chunk.
     if tensors[0].device.type != "cpu":
         return torch.stack([tensor.count_nonzero() for tensor in tensors]).tolist()
-    found = []
+    counts = []
     for tensor in tensors:
-        if (size := tensor.numel()) < _FEW:
+        size = tensor.numel()
+        if size < _FEW:
             count = tensor.count_nonzero()
         elif size > CHUNK or tensor.dtype == torch.bool:
             count = tensor.ne(0).sum()
         else:
             signs = torch.sign(tensor, out=_scratch(tensor, 1) if size == CHUNK else None)
             count = signs.dot(signs)
-        found.append(int(count.item()))
-    return found
+        counts.append(int(count.item()))
+    return counts
 
 
+# By index, dtype and device.
 _buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
 def _scratch(like: Tensor, index: int) -> Tensor:
-    """A reused buffer for one chunk: allocating one for each chunk would cost more than the
-    arithmetic.
-    """
+    """A reused buffer for one chunk: allocating one per chunk costs more than the arithmetic."""
     key = (index, torch.float32 if like.dtype in NARROW else like.dtype, like.device)
     if key not in _buffers or _buffers[key].numel() != like.numel():
         _buffers[key] = torch.empty(like.numel(), dtype=key[1], device=like.device)
@@ -306,7 +285,7 @@ def _flat_together(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Whether the elements lie in memory without gaps and repeats, in any order of the dimensions."""
+    """Whether the elements lie in memory without gaps and repeats, dimensions in any order."""
     expected = 1
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size != 1:
@@ -317,9 +296,8 @@ def is_dense(tensor: Tensor) -> bool:
 
 
 def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool) -> TensorComparison:
-    """The comparison in fp64, over finite values; it waits for an accelerator up to three times:
-    for all zeros, for sums, for small values.
-    """
+    """The comparison in fp64 over finite values; waits for an accelerator up to three times."""
+    # First wait: a tensor of zeros needs no more.
     if not any(torch.stack([tensor.any() for tensor in (out, *references)]).tolist()):
         nothing = 0.0 if count_flushed and references else None
         return TensorComparison(
@@ -332,15 +310,17 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
     numbers = [torch.where(finite, value.abs(), 0.0).max(), wrong.sum(), (value.isnan() & wrong).sum()]
     for reference in wide:
         both = finite & reference.isfinite()
-        difference, kept = torch.where(both, value - reference, 0.0), torch.where(both, reference, 0.0)
-        scale = kept.abs().max().clamp_min(_LEAST)  # one unit for both sums of squares
-        squares = [(tensor / scale).square().sum() for tensor in (difference, kept)]
+        difference, size = torch.where(both, value - reference, 0.0), torch.where(both, reference, 0.0)
+        # One unit for both sums of squares, so that they neither overflow nor underflow.
+        scale = size.abs().max().clamp_min(_LEAST)
+        squares = [(tensor / scale).square().sum() for tensor in (difference, size)]
         numbers += [nonfinite_unlike(value, reference).any(), *squares]
     if wide:
         finite = wide[0].isfinite()
-        kept = torch.where(finite, wide[0], 0.0)
-        scale = kept.abs().max()
-        numbers += [finite.sum(), scale, (kept / scale.clamp_min(_LEAST)).square().sum()]
+        size = torch.where(finite, wide[0], 0.0)
+        scale = size.abs().max()
+        numbers += [finite.sum(), scale, (size / scale.clamp_min(_LEAST)).square().sum()]
+    # Second wait.
     absmax, nonfinite, new_nan, *others = torch.stack([number.double() for number in numbers]).tolist()
     errors = [
         math.inf if unlike else math.sqrt(_ratio(difference, size))
@@ -348,10 +328,10 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
     ]
     flushed = subnormal = rms = None
     if count_flushed and references:
+        # Third wait.
         flushed, subnormal = _small_values(value, references[0], out.dtype).shares()
     if references:
         count, largest, total = others[-3:]
-        rms = None
         if count:
             rms = largest * math.sqrt(total / count)
     return TensorComparison(
@@ -360,7 +340,5 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
 
 
 def nonfinite_unlike(value: Tensor, reference: Tensor) -> Tensor:
-    """Where ``value`` is NaN and ``reference`` is not, or is infinite and ``reference`` is neither
-    NaN nor the same infinity.
-    """
+    """Where ``value`` is NaN or infinite and ``reference`` is neither NaN nor the same infinity."""
     return (value.isnan() | (value.isinf() & (value != reference))) & ~reference.isnan()
