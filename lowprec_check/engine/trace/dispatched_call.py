@@ -1,6 +1,4 @@
-"""One op call: what the recorder knows of it, and running it again on wide (fp32 or fp64)
-arguments, with derivatives if wanted.
-"""
+"""One op call: what the recorder knows of it, and reruns on wide (fp32 or fp64) arguments."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ class Held(NamedTuple):
     values: Tensor
     reference: Tensor
     origins: Tensor
-    """A bit for each place that the Inf or NaN of an element comes from; of the shape of the
-    values.
-    """
+    """A bit for each place where the Inf or NaN of an element originates, shaped as the values."""
 
 
 class DispatchedCall:
@@ -64,15 +60,11 @@ class DispatchedCall:
         self.traits: OpTraits = traits(func)
         self.inputs = [tensor for tensor in tensors_in(args, kwargs) if tensor.layout == torch.strided]
         self.before: dict[int, Tensor] = {}
-        """By ``id``, what the reference writes to in place of an integer or boolean tensor, or of
-        one that the op resizes.
-        """
+        """By ``id``, what the reference writes to for integers, booleans or a resized ``out``."""
         self.input_errors: Sequence[Pending[TensorComparison]] = ()
-        """Its inputs before it ran, compared with the reference; those that equal it are left out."""
+        """Its inputs before it ran, compared with the reference; without those that equal it."""
         self.held: dict[int, Held] = {}
-        """By ``id``, what it reads with Inf or NaN that the reference does not have, and then also
-        what it writes to, before it ran.
-        """
+        """By ``id``, before it ran: what it reads with new Inf or NaN, then what it writes to."""
         self.involved = False
         """Whether low-precision values reach this op; if not, it is its own reference."""
         self.module = ""
@@ -83,17 +75,11 @@ class DispatchedCall:
         self.outcome: CallOutcome = "ok"
         self.seconds = 0.0
         self.wide_seconds: float | None = None
-        """What the op alone took when it last ran on wide arguments; ``None`` if another function
-        was called in its place.
-        """
+        """Of the op alone, last run on wide arguments; ``None`` if another function ran instead."""
         self.exact_arguments: tuple[Args, Kwargs] | None = None
-        """Its arguments, widened, with the fp32 values of parameters; ``None`` if it reads no
-        rounded ones.
-        """
+        """Its widened arguments with the fp32 values of parameters; ``None`` if none is rounded."""
         self.widened_outputs: list[Tensor] | None = None
-        """The outputs of the op on its own inputs, widened; for a cast, the values before it.
-        ``None`` if not computed.
-        """
+        """The outputs on its own widened inputs, of a cast the values before it, if computed."""
 
     @property
     def site(self) -> CallSite:
@@ -117,7 +103,7 @@ class DispatchedCall:
 
     @property
     def reports_failure(self) -> bool:
-        """Whether it is a factorization that reports in an output, ``info``, whether it has failed."""
+        """Whether it is a factorization whose output ``info`` reports failure."""
         return self.traits.packet.startswith("aten::linalg_") and self.traits.packet.endswith("_ex")
 
     @property
@@ -130,10 +116,9 @@ class DispatchedCall:
         return run_op(self.func, self.args, self.kwargs, self.autocast_keys)
 
     def results(self, out: Any, args: Args | None = None, kwargs: Kwargs | None = None) -> list[Tensor]:
-        """The tensors that the op returned as ``out``, then those that it wrote to without
-        returning them.
+        """The tensors the op returned as ``out``, then those it wrote to without returning them.
 
-        ``args`` and ``kwargs`` are what it was called with, if those were not the call's own.
+        ``args`` and ``kwargs``: what it was called with, if not the call's own.
         """
         outputs = outputs_of(out)
         if not self.traits.mutable:
@@ -148,22 +133,19 @@ class DispatchedCall:
         if self.traits.in_training and not args[TRAINING]:
             return
         for key in self.traits.written:
+            value = None
             if isinstance(key, str):
                 value = kwargs.get(key)
             elif key < len(args):
                 value = args[key]
-            else:
-                value = None
             if isinstance(value, Tensor):
                 yield value
             elif isinstance(value, (list, tuple)):
                 yield from (item for item in value if isinstance(item, Tensor))
 
-    def nth_on_line(self, known: dict[CallSite, dict[int, int]]) -> int:
-        """Which op of its name on its line it is, from 0; ``known`` has the instructions of each
-        line seen so far.
-        """
-        instructions = known.setdefault(self.site, {})
+    def nth_on_line(self, instructions_by_site: dict[CallSite, dict[int, int]]) -> int:
+        """Which op of its name on its line it is, from 0, in order of the first calls."""
+        instructions = instructions_by_site.setdefault(self.site, {})
         return instructions.setdefault(self.instruction, len(instructions))
 
     def row(self, outputs: list[Tensor]) -> OpCall:
@@ -186,11 +168,9 @@ class DispatchedCall:
         return max(map(float, numbers), key=abs, default=None)
 
     def vanished_constant(self, outputs: list[Tensor]) -> float | None:
-        """The first number among the arguments that is not zero and rounds to zero in the narrow
-        dtype that the op takes it in.
+        """The first non-zero number among the arguments that rounds to zero in the op's dtype.
 
-        ``x + 1e-8`` and ``clamp(min=1e-8)`` in fp16 are found without an input that shows the
-        effect. ``outputs`` are the call's.
+        So ``x + 1e-8`` and ``clamp(min=1e-8)`` in fp16 need no input that shows the effect.
         """
         slots = self.traits.number_slots
         if not slots or self.kwargs.get("alpha", 1) != 1:
@@ -198,20 +178,15 @@ class DispatchedCall:
         tensors = self.inputs if self.traits.packet in COMPARISONS else outputs
         if not tensors or tensors[0].dtype not in NARROW:
             return None
-        if self.traits.packet.startswith("aten::logit") and tensors[0].device.type != "cpu":  # CUDA takes it in fp32
+        # CUDA takes the number of ``logit`` in fp32.
+        if self.traits.packet.startswith("aten::logit") and tensors[0].device.type != "cpu":
             return None
         for index, name in slots:
-            if index < len(self.args):
-                value = self.args[index]
-            else:
-                value = self.kwargs.get(name)
+            value = self.args[index] if index < len(self.args) else self.kwargs.get(name)
             if isinstance(value, Tensor) and name in ("min", "max") and value.device.type == "cpu" and not value.ndim:
                 # A bound that a function made a tensor, as ``cosine_similarity`` does; on an
                 # accelerator, reading it would wait.
-                if value.dtype in (torch.float32, torch.float64):
-                    value = float(value)
-                else:
-                    value = None
+                value = float(value) if value.dtype in (torch.float32, torch.float64) else None
             for number in value if isinstance(value, (list, tuple)) else [value]:
                 if isinstance(number, (int, float)) and 0 < abs(number) <= _rounds_to_zero(tensors[0].dtype):
                     return float(number)
@@ -220,9 +195,7 @@ class DispatchedCall:
 
 @functools.cache
 def _rounds_to_zero(dtype: torch.dtype) -> float:
-    """The largest number that rounds to zero: half the smallest subnormal one, a tie that goes to
-    even.
-    """
+    """The largest number that rounds to zero: half the smallest subnormal, a tie to even."""
     limits = torch.finfo(dtype)
     return float(limits.tiny * limits.eps / 2)
 
@@ -232,21 +205,17 @@ def named_arguments(func: OpOverload, args: Args, kwargs: Kwargs) -> dict[str, A
     return dict(zip([argument.name for argument in func._schema.arguments], args, strict=False)) | kwargs
 
 
-ATTENTION_IN_16_BITS = (
-    "aten::_scaled_dot_product_flash_attention",
-    "aten::_scaled_dot_product_cudnn_attention",
-)
-"""Kernels for 16 bits only. In fp32 the first raises, and the second returns wrong values (torch
-2.11, H200).
-"""
+# Kernels for 16 bits only. In fp32 the first raises, and the second returns wrong values (torch
+# 2.11, H200).
+ATTENTION_IN_16_BITS = ("aten::_scaled_dot_product_flash_attention", "aten::_scaled_dot_product_cudnn_attention")
 
 
 def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """The results of the op on other arguments, in the order of :meth:`DispatchedCall.results`.
 
-    An attention kernel for 16 bits is replaced by the function that chooses a kernel: its output
-    alone is returned. Raises ``RuntimeError`` for a derivative that reads bytes which the forward
-    op left in the layout of the low precision.
+    An attention kernel for 16 bits is replaced by the function that chooses a kernel, which returns
+    its output alone. Raises ``RuntimeError`` for a derivative that reads bytes which the forward op
+    left in the layout of the low precision.
     """
     if call.traits.workspaces and any(map(is_narrow, call.inputs)):
         for value in (call.args[index] for index in call.traits.workspaces if index < len(call.args)):
@@ -258,31 +227,28 @@ def run_wide(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
         out = call.func(*args, **kwargs)
         call.wide_seconds = system.perf_counter() - started
         return call.results(out, args, kwargs)
-    given = named_arguments(call.func, args, kwargs)
-    shared_heads = given["query"].shape[1] != given["key"].shape[1]
-    return _attention_by_any_kernel(given, given.get("attn_bias"), enable_gqa=shared_heads)
+    named = named_arguments(call.func, args, kwargs)
+    shared_heads = named["query"].shape[1] != named["key"].shape[1]
+    return _attention_by_any_kernel(named, named.get("attn_bias"), enable_gqa=shared_heads)
 
 
-def _attention_by_any_kernel(given: dict[str, Any], mask: Tensor | None, **options: bool) -> list[Tensor]:
-    """Attention by the function that chooses a kernel, for the arguments ``given`` to one kernel."""
-    q, k, v = given["query"], given["key"], given["value"]
-    dropout, causal = given.get("dropout_p", 0.0), given.get("is_causal", False)
+def _attention_by_any_kernel(named: dict[str, Any], mask: Tensor | None, **options: bool) -> list[Tensor]:
+    """Attention by the function that chooses a kernel, for the arguments of one kernel."""
+    q, k, v = named["query"], named["key"], named["value"]
+    dropout, causal = named.get("dropout_p", 0.0), named.get("is_causal", False)
     attend = functional.scaled_dot_product_attention
-    return [attend(q, k, v, mask, dropout, causal, scale=given.get("scale"), **options)]
+    return [attend(q, k, v, mask, dropout, causal, scale=named.get("scale"), **options)]
 
 
 # -- with derivatives
 
+# A replacement counts only if its results are this close to the op's, relative to the largest
+# value; otherwise the op runs as it is.
 _CLOSE = 1e-4
-"""A replacement counts only if it gives the results of the op within this; otherwise the op runs as
-it is.
-"""
 
 
 def run_differentiable(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Like :func:`run_wide`, with derivatives where there are any: ops without a derivative formula
-    are replaced by ones that have one.
-    """
+    """Like :func:`run_wide`, with replacements for ops that have no derivative formula."""
     without_out = _without_out(call.func)
     if without_out is not None:
         written = {argument.name for argument in call.func._schema.arguments if argument.is_out}
@@ -294,20 +260,16 @@ def run_differentiable(call: DispatchedCall, args: Args, kwargs: Kwargs) -> list
     with torch.no_grad():
         results = run_wide(call, args, kwargs)
     replaced = replacement(**named_arguments(call.func, args, kwargs))
-    for index, (mine, its) in enumerate(zip(replaced, results, strict=False)):
-        largest = 0.0
-        if its.numel():
-            largest = float(its.abs().max())
-        if mine.shape == its.shape and torch.allclose(mine, its, _CLOSE, _CLOSE * largest):
-            results[index] = mine
+    for index, (differentiable, result) in enumerate(zip(replaced, results, strict=False)):
+        largest = float(result.abs().max()) if result.numel() else 0.0
+        if differentiable.shape == result.shape and torch.allclose(differentiable, result, _CLOSE, _CLOSE * largest):
+            results[index] = differentiable
     return results
 
 
 @functools.cache
 def _without_out(func: OpOverload) -> OpOverload | None:
-    """The overload of ``func`` that returns what ``func`` writes to ``out``, which has no
-    derivative; ``None`` if it has no ``out``.
-    """
+    """The overload of ``func`` that returns what ``func`` writes to ``out``, if it has one."""
     schema = func._schema
     wanted = [(a.name, str(a.type)) for a in schema.arguments if not a.is_out]
     if len(wanted) == len(schema.arguments):
@@ -335,9 +297,7 @@ def _attention(
     average_attn_weights: bool = True,
     mask_type: int | None = None,
 ) -> list[Tensor]:
-    """Multi-head attention; tensors of shape (batch, length, width). A true element of the mask is
-    left out.
-    """
+    """Multi-head attention on (batch, length, width); true elements of the mask are left out."""
     parts = zip((query, key, value), qkv_weight.split(embed_dim), qkv_bias.split(embed_dim), strict=True)
     q, k, v = (
         functional.linear(tensor, weight, bias).unflatten(-1, (num_head, -1)).transpose(1, 2)
@@ -353,8 +313,8 @@ def _attention(
     return [out]
 
 
+# The type of a mask of shape (batch, length); others fit the scores as they are.
 _PADDING = 1
-"""The type of a mask of shape (batch, length); others are added to the scores as they are."""
 
 
 def _encoder_layer(
@@ -387,11 +347,8 @@ def _encoder_layer(
 
     def feed_forward(x: Tensor) -> Tensor:
         hidden = functional.linear(x, ffn_weight_1, ffn_bias_1)
-        if use_gelu:
-            hidden = functional.gelu(hidden)
-        else:
-            hidden = functional.relu(hidden)
-        return functional.linear(hidden, ffn_weight_2, ffn_bias_2)
+        activation = functional.gelu if use_gelu else functional.relu
+        return functional.linear(activation(hidden), ffn_weight_2, ffn_bias_2)
 
     def norm(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
         return functional.layer_norm(x, (embed_dim,), weight, bias, eps)
@@ -403,19 +360,18 @@ def _encoder_layer(
     return [norm(x + feed_forward(x), norm_weight_2, norm_bias_2)]
 
 
-def _efficient_attention(attn_bias: Tensor | None, **given: Any) -> list[Tensor]:
-    """Its op has a derivative only if asked for more results."""
-    return _attention_by_any_kernel(given, attn_bias)
-
-
-def _cpu_attention(attn_mask: Tensor | None = None, **given: Any) -> list[Tensor]:
+def _cpu_attention(attn_mask: Tensor | None = None, **named: Any) -> list[Tensor]:
     """Its op has no derivative for the mask."""
-    return _attention_by_any_kernel(given, attn_mask)
+    return _attention_by_any_kernel(named, attn_mask)
 
 
+# Functions with derivatives, for ops that have none on some of their inputs or on all.
 _REPLACEMENTS: dict[str, Callable[..., list[Tensor]]] = {
     "aten::_native_multi_head_attention": _attention,
     "aten::_transformer_encoder_layer_fwd": _encoder_layer,
-    "aten::_scaled_dot_product_efficient_attention": _efficient_attention,
+    # Its op has a derivative only if asked for more results.
+    "aten::_scaled_dot_product_efficient_attention": lambda attn_bias, **named: _attention_by_any_kernel(
+        named, attn_bias
+    ),
     "aten::_scaled_dot_product_flash_attention_for_cpu": _cpu_attention,
 }

@@ -1,5 +1,5 @@
-"""Records the ops on the reference's tensors, with the error that each adds, and follows these
-errors to the output.
+"""Records the ops on the reference's tensors with the error each adds, and follows these to the
+output.
 
 The tape works below autograd, on storages: it does not matter whether the model disables gradients,
 writes in place or returns views. Each op gets a graph of its own, from detached inputs to its
@@ -34,8 +34,8 @@ COMPACT = torch.bfloat16
 """The dtype in which the tape stores errors."""
 
 AddedErrors = tuple[Tensor | None, ...]
-"""What an op adds to the error of one of its results, its own inputs being given: each part, or for
-each format; ``None``: nothing.
+"""What an op adds to the error of a result, given its inputs: by part, or by format; ``None``:
+nothing.
 
 All ops of a tape have the same errors in the same order; empty: none at all.
 """
@@ -52,18 +52,15 @@ class Read(NamedTuple):
     writer: int
     """The op that wrote it, by its position on the tape."""
     energy: Tensor | None
-    """The root of the expected square of what rounding the reference's values here to the dtype of
-    the tensor changes in each direction of the output, if each value is rounded independently;
-    ``None``: nothing. Of shape (directions,).
+    """What rounding the reference's values here to the tensor's dtype changes in each direction, if
+    each value rounds independently: the root of the expected square. ``None``: nothing.
     """
     widens: bool
     """Whether the op gives wide results if this tensor is wide."""
 
 
 class TapedOp(NamedTuple):
-    """An op, what it reads, and what it changes in each direction of the output, to first order;
-    tensors of shape (directions,).
-    """
+    """An op and, to first order, what it changes; tensors of shape (directions,)."""
 
     row: OpCall
     reads: tuple[Read, ...]
@@ -74,9 +71,8 @@ class TapedOp(NamedTuple):
     by: tuple[Tensor | None, ...]
     """By each of its errors, in the order in which they were recorded."""
     energies: tuple[Tensor, Tensor] | None
-    """As :attr:`Read.energy`, of the rounding of its results in the run, and of those of the
-    reference: less in the run if the op hardly changes values that are rounded already. ``None`` if
-    it rounds nothing.
+    """As :attr:`Read.energy`, of rounding its results in the run, and the reference's; ``None``: no
+    rounding. The first is smaller if the op hardly changes values that are rounded already.
     """
 
 
@@ -88,12 +84,10 @@ class ErrorTape:
         self._nodes: list[_Node] = []
         self._bytes = 0
         self._serials = itertools.count()
+        # By storage, the position of the last node that wrote to it.
         self._writers: dict[int, int] = {}
-        """By storage, the position of the last node that wrote to it."""
-        self._dispatch_keys = (
-            torch._C._dispatch_tls_local_include_set(),
-            torch._C._dispatch_tls_local_exclude_set(),
-        )
+        # Those of now, outside the handler of a mode.
+        self._dispatch_keys = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
         self.stopped: str | None = None
         """Why the tape stopped early, in words."""
         self.blocked: dict[str, None] = {}
@@ -110,17 +104,14 @@ class ErrorTape:
         arguments: Callable[[Leaf], tuple[Args, Kwargs]],
         results: Callable[..., list[Tensor]],
     ) -> tuple[Args, list[Tensor]]:
-        """The ``arguments`` of ``call`` and its ``results`` on them, without graph; :meth:`add`
-        records them with it.
-
-        An op that fails because it has no derivative runs without a graph.
-        """
+        """The ``arguments`` and ``results`` of ``call``, without graph, for :meth:`add`."""
         self._call = _TapedCall(call, self._twins)
         try:
             with self._gradients(), self.saving():
                 args, kwargs = arguments(self._call.leaf)
                 self._call.results = results(call, args, kwargs)
         except Exception:
+            # It may have failed because it has no derivative.
             with torch.inference_mode(False), torch.no_grad():
                 args, kwargs = arguments(_TapedCall(call, self._twins).leaf)
                 self._call.results = results(call, args, kwargs)
@@ -132,41 +123,34 @@ class ErrorTape:
         if self.stopped is not None:
             return
         values = taped.results if taped is not None and taped.call is call else []
-        found = []
+        written = []
         for index, out in enumerate(outputs):
             twin = self._twins.find(out) if is_float(out) else None
             if twin is None or twin.constant:
                 continue
-            graph = values[index] if index < len(values) and values[index].shape == out.shape else None
-            if graph is not None and not graph.requires_grad:
-                graph = None
-            its = errors[index] if index < len(errors) else ()
-            found.append(_Output(self._part(twin, out), graph, self._compact(its), _narrow_dtype(out)))
+            graph = None
+            if index < len(values) and values[index].shape == out.shape and values[index].requires_grad:
+                graph = values[index]
+            compact = self._compact(errors[index] if index < len(errors) else ())
+            written.append(_Output(self._part(twin, out), graph, compact, _narrow_dtype(out)))
         inputs = taped.inputs if taped is not None else []
+        # Errors that reach this op end here if no graph leads to any of its results.
         reads_values = not call.traits.packet.endswith("_like")
-        if inputs and reads_values and any(map(is_float, outputs)) and all(out.values is None for out in found):
+        if inputs and reads_values and any(map(is_float, outputs)) and all(out.values is None for out in written):
             self.blocked[call.traits.name] = None
-        self._append(_Node(row, inputs, found))
+        self._append(_Node(row, inputs, written))
 
     def add_source(self, row: OpCall, low: Tensor, errors: AddedErrors) -> None:
         """Record errors that no op adds: those of a rounded input."""
-        twin = None
-        if low.layout == torch.strided:
-            twin = self._twins.find(low)
+        twin = self._twins.find_strided(low)
         if twin is not None and self.stopped is None:
             out = _Output(self._part(twin, low), None, self._compact(errors), _narrow_dtype(low))
             self._append(_Node(row, [], [out]))
 
     @contextlib.contextmanager
     def _gradients(self) -> Iterator[None]:
-        """Record graphs, in spite of the handler of a dispatch mode, ``no_grad`` and
-        ``inference_mode``.
-        """
-        with (
-            torch._C._ForceDispatchKeyGuard(*self._dispatch_keys),
-            torch.inference_mode(False),
-            torch.enable_grad(),
-        ):
+        """Record graphs despite a mode's handler, ``no_grad`` and ``inference_mode``."""
+        with torch._C._ForceDispatchKeyGuard(*self._dispatch_keys), torch.inference_mode(False), torch.enable_grad():
             yield
 
     def _part(self, twin: Twin, tensor: Tensor) -> Part:
@@ -175,32 +159,31 @@ class ErrorTape:
         return Part.of(twin.serial, tensor)
 
     def _append(self, node: _Node) -> None:
-        node.writers = [self._writers.get(given.part.storage) for given in node.inputs]
+        node.writers = [self._writers.get(read.part.storage) for read in node.inputs]
         for out in node.outputs:
             self._writers[out.part.storage] = len(self._nodes)
-            self._bytes += sum(its.nbytes for its in (out.values, *out.errors) if its is not None)
-            kept = [index for index, error in enumerate(out.errors) if error is not None]
-            if kept and self._figures.deferred:
-                some = [Norm(error, math.inf) for error in out.errors if error is not None]
-                self._figures.read(some, functools.partial(self._drop_zeros, out.errors, kept))
+            self._bytes += sum(tensor.nbytes for tensor in (out.values, *out.errors) if tensor is not None)
+            nonzero = [index for index, error in enumerate(out.errors) if error is not None]
+            if nonzero and self._figures.deferred:
+                norms = [Norm(error, math.inf) for error in out.errors if error is not None]
+                self._figures.read(norms, functools.partial(self._drop_zeros, out.errors, nonzero))
         self._nodes.append(node)
+        # A full tape gives no budget: free its memory for the run.
         if self._bytes > self._limit.size:
             self.stopped = _NOT_ENOUGH_MEMORY.format(self._limit.size / 2**30, self._limit.why)
             self._nodes.clear()
             self._writers.clear()
 
-    def _drop_zeros(self, errors: list[Tensor | None], kept: Sequence[int], some: Sequence[float]) -> None:
+    def _drop_zeros(self, errors: list[Tensor | None], indices: Sequence[int], norms: Sequence[float]) -> None:
         """Drop the errors that are zero everywhere, once that is known."""
-        for index, not_zero in zip(kept, some, strict=True):
+        for index, norm in zip(indices, norms, strict=True):
             error = errors[index]
-            if error is not None and not not_zero:
+            if error is not None and not norm:
                 self._bytes -= error.nbytes
                 errors[index] = None
 
     def _compact(self, errors: AddedErrors) -> list[Tensor | None]:
-        """Errors in fewer bits, without NaN and Inf; ``None`` for zeros, unless to know them means
-        to wait for an accelerator.
-        """
+        """Errors in fewer bits, without NaN and Inf; ``None`` for zeros seen without a wait."""
         compact: list[Tensor | None] = []
         for error in errors:
             if error is None or not error.numel() or error.dtype == COMPACT:
@@ -216,11 +199,11 @@ class ErrorTape:
     # -- following errors to the output
 
     def backward(self, seeds: Sequence[tuple[Tensor, Tensor]]) -> list[TapedOp]:
-        """The ops in their order, with what their errors change in each direction of the output.
+        """The ops in order, with what their errors change in each direction; empties the tape.
 
         ``seeds`` pairs tensors of the output (of the run) with directions, of shape (directions,
         *shape of the tensor): a change is the scalar product of the first-order change of the
-        output with the direction. The tape is empty afterwards.
+        output with the direction.
         """
         self._figures.settle()
         buffers = GradientBuffers(len(seeds[0][1]) if seeds else 0)
@@ -234,9 +217,10 @@ class ErrorTape:
                 if is_narrow(tensor) and writer is not None:
                     energy = _energy(directions, self._twins.reference_of(tensor), tensor.dtype, part)
                     returned.setdefault(writer, []).append(Read(writer, energy, widens=False))
-        found: list[TapedOp] = []
+        ops: list[TapedOp] = []
         with self._gradients(), warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # those about missing derivatives
+            # torch warns of missing derivatives.
+            warnings.simplefilter("ignore")
             while self._nodes:
                 node = self._nodes.pop()
                 gradients = [buffers.take(out.part) for out in node.outputs]
@@ -244,45 +228,44 @@ class ErrorTape:
                 reads = self._pass_on(node, gradients, buffers)
                 narrow = any(out.narrow is not None for out in node.outputs)
                 energies = _energies(gradients, node.outputs)
-                found.append(TapedOp(node.row, reads, tuple(returned.get(len(self._nodes), ())), narrow, by, energies))
-        return found[::-1]
+                ops.append(TapedOp(node.row, reads, tuple(returned.get(len(self._nodes), ())), narrow, by, energies))
+        return ops[::-1]
 
     def _pass_on(self, node: _Node, gradients: list[Tensor | None], buffers: GradientBuffers) -> tuple[Read, ...]:
-        """Add the gradients of the inputs of ``node``, given those of its outputs; returns what it
-        reads.
-        """
+        """Add the gradients of a node's inputs, given those of its outputs; return its reads."""
         energies: list[Tensor | None] = [None] * len(node.inputs)
         reached = [
             (out.values, gradient)
             for out, gradient in zip(node.outputs, gradients, strict=True)
             if out.values is not None and gradient is not None
         ]
-        leaves = [given.leaf for given in node.inputs]
+        leaves = [read.leaf for read in node.inputs]
         try:
             back = pulled_back([value for value, _ in reached], leaves, [gradient for _, gradient in reached])
-        except RuntimeError:  # it has no derivative
+        except RuntimeError:
+            # It has no derivative.
             self.blocked[node.row.op] = None
             back = []
-        for index, (given, gradient) in enumerate(zip(node.inputs, back, strict=False)):
+        for index, (read, gradient) in enumerate(zip(node.inputs, back, strict=False)):
             if gradient is not None:
-                if given.narrow is not None:
-                    energies[index] = _energy(gradient, given.leaf, given.narrow, given.part)
-                buffers.add(given.part, gradient)
-        in_place = any(given.written for given in node.inputs)
-        largest = max((given.leaf.ndim for given in node.inputs), default=0)
+                if read.narrow is not None:
+                    energies[index] = _energy(gradient, read.leaf, read.narrow, read.part)
+                buffers.add(read.part, gradient)
+        # An op in place keeps the dtype of what it writes to; scalars do not widen a result.
+        in_place = any(read.written for read in node.inputs)
+        largest = max((read.leaf.ndim for read in node.inputs), default=0)
         return tuple(
-            Read(writer, energy, widens=given.written if in_place else bool(given.leaf.ndim) or not largest)
-            for given, writer, energy in zip(node.inputs, node.writers, energies, strict=True)
-            if given.narrow is not None and writer is not None
+            Read(writer, energy, widens=read.written if in_place else bool(read.leaf.ndim) or not largest)
+            for read, writer, energy in zip(node.inputs, node.writers, energies, strict=True)
+            if read.narrow is not None and writer is not None
         )
 
 
 def _energies(gradients: Sequence[Tensor | None], outputs: Sequence[_Output]) -> tuple[Tensor, Tensor] | None:
     """:attr:`TapedOp.energies`."""
     for gradient, out in zip(gradients, outputs, strict=True):
-        rounding = None
-        if len(out.errors) > 1:
-            rounding = out.errors[1]
+        # The second error is the rounding, see :func:`op_errors.added_errors`.
+        rounding = out.errors[1] if len(out.errors) > 1 else None
         if gradient is not None and rounding is not None and out.narrow is not None and out.values is not None:
             return _size(gradient, rounding), _energy(gradient, out.values, out.narrow, out.part)
     return None
@@ -292,22 +275,22 @@ def _energy(gradients: Tensor, reference: Tensor, low: torch.dtype, part: Part) 
     """:attr:`Read.energy`, given gradients of shape (directions, *shape of the reference)."""
     with torch.no_grad():
         rounding = rounding_of(reference, low).nan_to_num_(0.0, 0.0, 0.0)
-        for dim, step in enumerate(part.stride):  # what is shown several times is rounded once
+        # What is shown several times is rounded once.
+        for dim, step in enumerate(part.stride):
             if not step and reference.shape[dim] > 1:
                 gradients, rounding = gradients.sum(dim + 1, keepdim=True), rounding.narrow(dim, 0, 1)
         return _size(gradients, rounding)
 
 
 def _size(gradients: Tensor, errors: Tensor) -> Tensor:
-    """The root of the sum of the squares of the products of ``errors`` and their gradients, in each
-    direction.
-    """
+    """By direction, the 2-norm of the products of ``errors`` with their gradients."""
     if gradients.is_complex() and not errors.is_complex():
         gradients = torch.view_as_real(gradients.resolve_conj())
     if gradients.device.type != "cpu" or errors.numel() <= CHUNK:
         return _norms((gradients * errors).reshape(len(gradients), -1), 1)
+    # In chunks, so that the product stays in the caches.
     flat, values = gradients.reshape(len(gradients), -1), errors.reshape(-1)
-    starts = range(0, len(values), CHUNK)  # in chunks, so that the product stays in the caches
+    starts = range(0, len(values), CHUNK)
     return _norms(torch.stack([_norms(flat[:, at : at + CHUNK] * values[at : at + CHUNK], 1) for at in starts]), 0)
 
 
@@ -322,23 +305,19 @@ def squares(sizes: Tensor) -> Tensor:
 
 
 def _changes(pairs: Sequence[tuple[Tensor | None, _Output]]) -> tuple[Tensor | None, ...]:
-    """What each error of the outputs changes: the sum of its scalar products with the gradients of
-    the outputs, per direction.
-    """
-    found: list[Tensor | None] = []
+    """What each error changes, by direction: its scalar products with the gradients, summed."""
+    changes: list[Tensor | None] = []
     for index in range(max((len(out.errors) for _, out in pairs), default=0)):
         products = []
         for gradient, out in pairs:
-            error = None
-            if out.errors:
-                error = out.errors[index]
+            error = out.errors[index] if out.errors else None
             if gradient is not None and error is not None:
                 real = gradient
                 if gradient.is_complex():
                     real = torch.view_as_real(gradient.resolve_conj())
                 products.append(real.reshape(len(real), -1) @ error.reshape(-1).to(real.dtype))
-        found.append(functools.reduce(torch.add, products) if products else None)
-    return tuple(found)
+        changes.append(functools.reduce(torch.add, products) if products else None)
+    return tuple(changes)
 
 
 class _TapedCall:
@@ -348,20 +327,14 @@ class _TapedCall:
         self.call, self._twins = call, twins
         self.inputs: list[_Input] = []
         self.results: list[Tensor] = []
-        if call.traits.mutable:
-            self._written = {id(tensor) for tensor in call.written()}
-        else:
-            self._written = set()
+        self._written = {id(tensor) for tensor in call.written()} if call.traits.mutable else set()
 
     def leaf(self, low: Tensor, reference: Tensor) -> Tensor:
-        """The argument in place of ``reference``, the reference values of ``low``; what the op
-        writes to is a copy.
-        """
+        """The op's argument: the reference values of ``low``; a copy if the op writes to it."""
         if reference.is_inference():
             reference = reference.clone()
-        twin = None
-        if is_float(low) and low.layout == torch.strided:
-            twin = self._twins.find(low)
+        twin = self._twins.find_strided(low) if is_float(low) else None
+        # Only what an op on the tape has written can have errors.
         if twin is not None and not twin.constant and twin.serial is not None:
             reference = reference.detach().requires_grad_()
             part = Part.of(twin.serial, low)
@@ -406,5 +379,5 @@ class _Node:
 
     def __init__(self, row: OpCall, inputs: list[_Input], outputs: list[_Output]) -> None:
         self.row, self.inputs, self.outputs = row, inputs, outputs
+        # Of each input, the position of the node that wrote it.
         self.writers: list[int | None] = []
-        """Of each input, the position of the node that wrote it."""

@@ -1,9 +1,8 @@
-"""Runs an op call as given, or in fp32 where its kernel is too slow; if it fails, finds a result to
-continue with.
+"""Runs an op as given, or in fp32 where its kernel is too slow; finds a result if it fails.
 
-So one pass finds all gaps. A failure is classified by rerunning the call: with its dtypes unified,
-widened to fp32, or on the CPU. The error message only selects the name of the failure, because
-messages change between versions of torch.
+So one pass finds all gaps. A failure is classified by rerunning the call with its dtypes unified,
+widened to fp32, or on the CPU. The error message, which changes between versions of torch, only
+selects the name of the failure.
 """
 
 from __future__ import annotations
@@ -42,14 +41,14 @@ SLOW_RATIO = 8.0
 """A kernel is slow if it takes more than this many times as long as fp32."""
 
 SLOW_SECONDS, COLD_SECONDS = 0.01, 0.05
-"""A call up to this long is never slow: emulation would save nothing. The first slow call of an op
-counts if it is longer than the second of these: else it may have set up the kernel.
+"""A call up to the first is never slow: emulation would save nothing. The first slow call of an op
+counts if it takes longer than the second: else it may have set up the kernel.
 """
 
 
 class Emulation:
-    """Which ops are emulated, computed in fp32 and rounded: those too ``slow``, by name, and those
-    that ``crashed``, with the reason.
+    """Which ops are emulated (computed in fp32 and rounded): the ``slow``, and the ``crashed``,
+    with reasons.
 
     ``measure_once`` adds slow kernels when they are found.
     """
@@ -67,19 +66,14 @@ class Emulation:
         self._slow_once = set[str]()
 
     def includes(self, call: DispatchedCall) -> bool:
-        """Whether ``call`` is emulated.
-
-        Not a cast that was slow once: only the machine can make it slow, and its result in fp32
-        would not be a cast.
-        """
+        """Whether ``call`` is emulated."""
+        # Only the machine can make a cast slow, and its result in fp32 would not be a cast.
         if call.traits.name in self.slow and not call.traits.casts:
             return True
         return bool(self.crashed) and call.site in self.crashed
 
     def add_timing(self, op: str, seconds: float, reference_seconds: float) -> None:
-        """Record the times of one call; with ``measure_once``, a slow kernel is emulated from then
-        on.
-        """
+        """Record the times of a call; with ``measure_once``, emulate a slow kernel from then on."""
         if not self.measure_once or seconds <= max(SLOW_SECONDS, SLOW_RATIO * reference_seconds):
             return
         if seconds <= COLD_SECONDS and op not in self._slow_once:
@@ -94,8 +88,8 @@ class Emulation:
 
 
 class Execution:
-    """Runs op calls of a model in the dtype ``low``; gaps are added to ``journal``. The breadcrumb
-    records when an op runs as given.
+    """Runs a model's op calls in the dtype ``low``, reports gaps, notes ops run as given
+    (breadcrumb).
 
     With ``follow_reference``, an op that fails on low-precision values returns its result on the
     reference's values.
@@ -124,17 +118,16 @@ class Execution:
         """Run ``call`` and return its result; sets its ``seconds`` and ``outcome``."""
         if self._emulation.includes(call):
             retry = self._retry(call)
-            if retry.low_precision and not retry.mixed:  # a mismatch of dtypes is no matter of time
+            # A mismatch of dtypes fails whatever the time.
+            if retry.low_precision and not retry.mixed:
                 return self._emulate(call, retry)
         if self._breadcrumb is not None:
             self._breadcrumb.enter(*call.site)
         waited, started = self._waited(), system.perf_counter()
         try:
-            out = call.run()
+            return call.run()
         except Exception as error:
             failed = error
-        else:
-            return out
         finally:
             call.seconds = system.perf_counter() - started - (self._waited() - waited)
             if self._breadcrumb is not None:
@@ -142,35 +135,37 @@ class Execution:
         return self.rescue(call, failed)
 
     def _waited(self) -> float:
-        """Seconds for which this thread has waited for a core, where one call may decide that a
-        kernel is slow.
-        """
+        """Seconds this thread waited for a core, if one call may decide that a kernel is slow."""
         if self._emulation.measure_once:
             return system.own_wait() or 0.0
         return 0.0
 
     def rescue(self, call: DispatchedCall, error: Exception) -> Any:
-        """The result to continue with after ``error``; raises ``error`` if the model itself causes
-        it.
-        """
+        """The result to continue with after ``error``; raises it if the model itself causes it."""
         if self.solver_failures.recover(call, error):
             return None
         retry = self._retry(call)
         with torch._C._DisableAutocast():
-            found = find_rescue(retry, error, "dispatch") or self._rescue_by_reference(call, retry)
-        if found is None:
+            rescue = find_rescue(retry, error, "dispatch")
+            can_follow = self._follow_reference and call.involved and not call.traits.mutable
+            if rescue is None and can_follow and retry.low_precision:
+                # It fails on the low-precision values: continue with the result on the reference's.
+                with contextlib.suppress(Exception):
+                    args, kwargs = self._lockstep.arguments(call)
+                    rescue = Rescue("numeric-failure", retry.narrowed(call.func(*args, **kwargs)))
+        if rescue is None:
             self.raised = error
             raise error
         call.outcome = "rescued"
-        more = {"gives_complex": self.pending.add(found.result), "predicted_by": predicted_by(error)}
-        _add_gap(self.journal, call, found.kind, message_of(error), **more)
-        return found.result
+        more = {"gives_complex": self.pending.add(rescue.result), "predicted_by": predicted_by(error)}
+        _add_gap(self.journal, call, rescue.kind, message_of(error), **more)
+        return rescue.result
 
     def _retry(self, call: DispatchedCall) -> Retry:
         return Retry(call.func, call.args, call.kwargs, self.low, call.written())
 
     def _emulate(self, call: DispatchedCall, retry: Retry) -> Any:
-        """Compute the op in fp32, which is not repeated for the local error, and round the result."""
+        """Compute the op in fp32, which serves for the local error too, and round the result."""
         call.outcome = "emulated"
         with torch._C._DisableAutocast():
             try:
@@ -180,19 +175,10 @@ class Execution:
                 out = retry.narrowed(wide)
             except Exception as error:
                 out = self.rescue(call, error)
-        if (crash := self._emulation.crashed.get(call.site)) is not None:
+        crash = self._emulation.crashed.get(call.site)
+        if crash is not None:
             _add_gap(self.journal, call, "crash", crash)
         return out
-
-    def _rescue_by_reference(self, call: DispatchedCall, retry: Retry) -> Rescue | None:
-        """The result on the reference's values, for an op that fails on the low-precision ones."""
-        if not (self._follow_reference and call.involved and retry.low_precision) or call.traits.mutable:
-            return None
-        try:
-            args, kwargs = self._lockstep.arguments(call)
-            return Rescue("numeric-failure", retry.narrowed(call.func(*args, **kwargs)))
-        except Exception:
-            return None
 
 
 def _add_gap(journal: Journal, call: DispatchedCall, kind: GapKind, message: str, **more: Any) -> None:
@@ -221,17 +207,10 @@ class Rescue(NamedTuple):
 
 
 class Retry:
-    """A failed call that can be rerun with other dtypes; results are copied back into the tensors
-    in ``written``.
-    """
+    """A failed call to rerun with other dtypes; results are copied back to what is ``written``."""
 
     def __init__(
-        self,
-        function: Callable[..., Any],
-        args: Args,
-        kwargs: Kwargs,
-        low: torch.dtype,
-        written: Iterable[Tensor] = (),
+        self, function: Callable[..., Any], args: Args, kwargs: Kwargs, low: torch.dtype, written: Iterable[Tensor] = ()
     ) -> None:
         self.function, self.args, self.kwargs = function, args, kwargs
         self.low = next((v for v in (*args, *kwargs.values()) if isinstance(v, torch.dtype) and v in NARROW), low)
@@ -266,10 +245,7 @@ class Retry:
 
     def on_cpu(self) -> Any:
         """Run on the CPU in fp32, and move the results back to the device."""
-        if self.floating:
-            device = self.floating[0].device
-        else:
-            device = torch.device("cpu")
+        device = self.floating[0].device if self.floating else torch.device("cpu")
         result = self.run(lambda value: _widen(value).cpu() if isinstance(value, Tensor) else _widen(value))
         return self.narrowed(map_values(result, lambda value: value.to(device) if isinstance(value, Tensor) else value))
 
@@ -286,7 +262,8 @@ class Retry:
         args, kwargs = map_args(self.args, self.kwargs, change_and_remember)
         result = self.function(*args, **kwargs)
         for original, changed in originals.values():
-            if original.shape != changed.shape:  # ``out=`` of another size, which the op has resized
+            # ``out=`` of another size, which the op has resized.
+            if original.shape != changed.shape:
                 original.resize_(changed.shape)
             original.copy_(changed)
         return map_values(result, lambda value: originals[id(value)][0] if id(value) in originals else value)
@@ -309,27 +286,24 @@ class Retry:
 
 def _widen(value: Any) -> Any:
     if isinstance(value, torch.dtype):
-        if value in NARROW:
-            return widened_dtype(value, torch.float32)
-        return value
+        return widened_dtype(value, torch.float32) if value in NARROW else value
     if is_float(value) and is_narrow(value):
         return value.to(widened_dtype(value.dtype, torch.float32))
     return value
 
 
 def find_rescue(retry: Retry, error: BaseException, layer: Layer) -> Rescue | None:
-    """Explain ``error`` by rerunning the call; ``None`` if it fails in every dtype, so that the
-    model itself is the cause.
-    """
+    """Explain ``error`` by rerunning the call; ``None`` if it fails in every dtype."""
     if not isinstance(error, Exception) or is_out_of_memory(error):
         return None
-    words = ("Could not run 'aten::", "not currently impl")
-    no_kernel = isinstance(error, NotImplementedError) or any(each in message_of(error) for each in words)
+    phrases = ("Could not run 'aten::", "not currently impl")
+    no_kernel = isinstance(error, NotImplementedError) or any(phrase in message_of(error) for phrase in phrases)
     elsewhere = any(tensor.device.type != "cpu" for tensor in retry.floating)
     attempts: list[tuple[bool, GapKind, Callable[[], Any]]] = [
         (retry.mixed, "dtype-mismatch", lambda: retry.unified(retry.low)),
         (retry.low_precision, gap_kind(error, layer), retry.widened),
-        (retry.mixed, "dtype-mismatch", lambda: retry.narrowed(retry.unified(torch.float32))),  # beside fp64
+        # Where fp64 is among the dtypes.
+        (retry.mixed, "dtype-mismatch", lambda: retry.narrowed(retry.unified(torch.float32))),
         (no_kernel and elsewhere, "no-backend-kernel", retry.on_cpu),
     ]
     for applies, kind, run in attempts:
@@ -353,12 +327,11 @@ def gap_kind(error: Exception, layer: Layer) -> GapKind:
 
 
 class PendingComplex:
-    """Complex results of rescues, which stay complex64 until an op makes them real again: that
-    result is cast to the dtype ``low``.
+    """Complex results of rescues, which stay complex64 until an op makes them real again.
 
-    There is no complex bf16 dtype, and few kernels support complex fp16. The result of a rescued
-    ``torch.fft.rfft`` therefore stays complex64 (*pending*), and the first real value computed from
-    it is cast to the low dtype.
+    There is no complex bf16, and few kernels support complex fp16. So the result of a rescued
+    ``torch.fft.rfft`` stays complex64 (*pending*); the first real value computed from it is cast to
+    ``low``.
     """
 
     def __init__(self, twins: Twins, low: torch.dtype) -> None:
@@ -368,41 +341,36 @@ class PendingComplex:
 
     def add(self, out: Any) -> bool:
         """Mark the complex tensors in the result of a rescue as pending; whether there are any."""
-        found = [tensor for tensor in outputs_of(out) if tensor.is_complex()]
-        for tensor in found:
+        complex_tensors = [tensor for tensor in outputs_of(out) if tensor.is_complex()]
+        for tensor in complex_tensors:
             self._twins.find_or_add(tensor).pending_complex = True
-        self.any = self.any or bool(found)
-        return bool(found)
+        self.any = self.any or bool(complex_tensors)
+        return bool(complex_tensors)
 
     def resolve(self, call: DispatchedCall, out: Any) -> Any:
-        """``out``; if an input is pending, its real tensors are cast to the low dtype and its
-        complex ones become pending.
-        """
+        """``out``; if an input is pending, real tensors are cast, complex ones pending."""
         twins = map(self._twins.find, call.inputs)
         if call.traits.mutable or not any(twin is not None and twin.pending_complex for twin in twins):
             return out
+        # view_as_real: pairs that still represent complex values.
         if call.traits.view and isinstance(out, Tensor) and not out.is_complex() and out.stride()[-1:] == (1,):
-            return out  # view_as_real: pairs that still represent complex values
-        resolved = [self._resolve_tensor(tensor) for tensor in outputs_of(out)]
-        if isinstance(out, Tensor):
-            return resolved[0]
-        return type(out)(resolved)
-
-    def _resolve_tensor(self, tensor: Tensor) -> Tensor:
-        if tensor.is_complex():
-            self._twins.find_or_add(tensor).pending_complex = True
-            return tensor
-        if tensor.dtype != torch.float32:
-            return tensor
-        narrow = tensor.to(self._low)
-        if self._twins.find(tensor) is not None:
-            reference = self._twins.reference_of(tensor).clone(memory_format=torch.contiguous_format)
-            self._twins.set_reference(narrow, reference)
-        return narrow
+            return out
+        resolved = []
+        for tensor in outputs_of(out):
+            result = tensor
+            if tensor.is_complex():
+                self._twins.find_or_add(tensor).pending_complex = True
+            elif tensor.dtype == torch.float32:
+                result = tensor.to(self._low)
+                if self._twins.find(tensor) is not None:
+                    reference = self._twins.reference_of(tensor).clone(memory_format=torch.contiguous_format)
+                    self._twins.set_reference(result, reference)
+            resolved.append(result)
+        return resolved[0] if isinstance(out, Tensor) else type(out)(resolved)
 
 
 class SolverFailures:
-    """Factorizations that fail on low-precision values, whose ``info`` output differs from the
+    """Factorizations that fail on low-precision values: their ``info`` differs from the
     reference's.
 
     The error is raised later: ``torch.linalg.cholesky`` calls ``linalg_cholesky_ex`` and then
@@ -415,18 +383,12 @@ class SolverFailures:
         self._failed: dict[int, tuple[DispatchedCall, list[weakref.ref[Tensor]]]] = {}
 
     def add(self, call: DispatchedCall, outputs: list[Tensor], info: Tensor) -> None:
-        """Store the factorization ``call``; ``info`` is the output that differs from the
-        reference's.
-        """
+        """Store the factorization ``call``, whose output ``info`` differs from the reference's."""
         factors = [weakref.ref(out) for out in outputs if out.is_floating_point()]
         self._failed[storage_key(info)] = (call, factors)
 
     def recover(self, check: DispatchedCall, error: Exception) -> bool:
-        """If ``check`` failed on the ``info`` of a stored call, replace its factors with the
-        reference's.
-
-        Returns whether the run can continue as if the check had passed.
-        """
+        """If ``check`` failed on a stored call's ``info``, take the reference's factors."""
         if check.traits.packet != "aten::_linalg_check_errors" or not check.inputs:
             return False
         failed, factors = self._failed.pop(storage_key(check.inputs[0]), (None, []))

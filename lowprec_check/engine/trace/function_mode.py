@@ -1,5 +1,4 @@
-"""The function mode of the second pass, for checks that fail above dispatch, where no dispatch mode
-is called.
+"""The function mode of the second pass, for failures above dispatch, which no dispatch mode sees.
 
 It is used only after such a failure, because it makes some modules leave their fast paths.
 """
@@ -26,11 +25,9 @@ from lowprec_check.schema.scan_result import Gap, GapKind
 
 
 class FunctionRescue(TorchFunctionMode):
-    """Rescues calls of torch functions that do not support a dtype; active inside the recorder
-    whose ``execution`` this is.
+    """Rescues calls of torch functions that do not support a dtype; active inside a recorder's run.
 
-    Of a step of training, it also calls the functions on widened inputs whose derivatives failed in
-    an earlier pass.
+    In a step of training, it also widens the inputs of functions whose derivatives failed before.
     """
 
     def __init__(self, execution: Execution, places: Places, failures: BackwardFailures) -> None:
@@ -43,25 +40,21 @@ class FunctionRescue(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         phase = self._places.phase
-        name = ""
-        if phase != "optimizer":
-            name = function_name(func)
-        known = self._failures.widened.get(name)
+        name = function_name(func) if phase != "optimizer" else ""
+        failure = self._failures.widened.get(name)
         if func in (Tensor.backward, torch.autograd.backward):
             with self._during_backward():
                 return func(*args, **kwargs)
-        retry = None
-        if known is not None:
-            retry = self._retry(name, func, args, kwargs)
-        retry = retry if retry is not None and retry.low_precision else None
-        if phase == "backward":  # of a checkpoint, which ends what it computes again by an exception
-            if retry is None:
-                return func(*args, **kwargs)
-            return retry.widened()
+        retry = self._retry(name, func, args, kwargs) if failure is not None else None
+        if retry is not None and not retry.low_precision:
+            retry = None
+        # In backward a checkpoint computes again, and ends that by an exception.
+        if phase == "backward":
+            return func(*args, **kwargs) if retry is None else retry.widened()
         try:
-            if known is not None and retry is not None:
+            if failure is not None and retry is not None:
                 result = retry.widened()
-                self._add_gap(name, retry, gap_kind(known, "dispatch"), known, "backward", sys._getframe(1))
+                self._add_gap(name, retry, gap_kind(failure, "dispatch"), failure, "backward", sys._getframe(1))
                 return result
             if phase == "forward":
                 return self._failures.call(name, lambda: func(*args, **kwargs))
@@ -73,9 +66,7 @@ class FunctionRescue(TorchFunctionMode):
 
     @contextlib.contextmanager
     def _during_backward(self) -> Iterator[None]:
-        """Keep this mode active for what a checkpoint computes again; torch turns it off in the
-        call that it handles.
-        """
+        """Keep this mode on for what a checkpoint recomputes: torch turns it off in its calls."""
         owner: Any = torch.autograd
         run = owner._engine_run_backward
 
@@ -93,20 +84,20 @@ class FunctionRescue(TorchFunctionMode):
         name = function_name(func)
         retry = self._retry(name, func, args, kwargs)
         gaps_before = len(self._journal.gaps)
-        found = find_rescue(retry, error, "function")
-        if found is None:
+        rescue = find_rescue(retry, error, "function")
+        if rescue is None:
             self._execution.raised = error
             raise error
-        is_complex = self._execution.pending.add(found.result)
-        if len(self._journal.gaps) == gaps_before or found.kind == "dtype-mismatch":
+        is_complex = self._execution.pending.add(rescue.result)
+        # The ops of the rerun may have reported the gap themselves.
+        if len(self._journal.gaps) == gaps_before or rescue.kind == "dtype-mismatch":
             phase = self._places.phase or "forward"
-            self._add_gap(name, retry, found.kind, error, phase, sys._getframe(2), gives_complex=is_complex)
-        return found.result
+            self._add_gap(name, retry, rescue.kind, error, phase, sys._getframe(2), gives_complex=is_complex)
+        return rescue.result
 
     def _retry(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Retry:
-        written = []
-        if isinstance(kwargs.get("out"), Tensor):
-            written = [kwargs["out"]]
+        written = [kwargs["out"]] if isinstance(kwargs.get("out"), Tensor) else []
+        # A name such as ``add_`` means in place.
         if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor):
             written.append(args[0])
         return Retry(func, args, kwargs, self._execution.low, written)
@@ -140,14 +131,11 @@ class FunctionRescue(TorchFunctionMode):
 
 
 def function_name(func: Callable[..., Any]) -> str:
-    """``torch.fft.rfft``, ``torch.Tensor.numpy``; the function's own name if torch cannot resolve
-    it.
-    """
+    """``torch.fft.rfft``, ``torch.Tensor.numpy``; its own name if torch cannot resolve it."""
     name = resolve_name(func) or getattr(func, "__qualname__", None) or repr(func)
     if name.startswith("torch."):
-        return (
-            str(name).replace("torch._C._fft.fft_", "torch.fft.").replace("torch._C._linalg.linalg_", "torch.linalg.")
-        )
+        name = str(name).replace("torch._C._fft.fft_", "torch.fft.")
+        return name.replace("torch._C._linalg.linalg_", "torch.linalg.")
     module = getattr(func, "__module__", None) or ""
     bare = getattr(func, "__name__", name)
     for prefix, namespace in (("fft_", "torch.fft."), ("linalg_", "torch.linalg."), ("special_", "torch.special.")):
@@ -171,8 +159,8 @@ class SteppingCall(Protocol):
 
 
 class BackwardFailures:
-    """The derivatives that fail in low precision before they call an op, where no mode sees them:
-    ``i1e_backward``, for example.
+    """Derivatives that fail in low precision before they call an op, where no mode sees them:
+    ``i1e_backward``.
 
     The function that created the failing node of the autograd graph is then called on widened
     inputs, as its user would fix it; if the backward pass gets further, the derivative has no
@@ -184,12 +172,11 @@ class BackwardFailures:
         """Functions to call on widened inputs, and what their derivatives raised otherwise."""
         self.unproven: str | None = None
         """A function whose derivative fails on widened inputs too: the dtype is not the cause."""
+        # The numbers of the nodes that each call created, the first and the one after the last, and
+        # the name of the function.
         self._calls: list[tuple[int, int, str]] = []
-        """The numbers of the nodes that each call created: the first, and the one after the last;
-        and the name of the function.
-        """
+        # The number of the node that was evaluated last.
         self._node: int | None = None
-        """The number of the node that was evaluated last."""
         self._error: Exception | None = None
 
     def restart(self) -> None:
@@ -219,9 +206,7 @@ class BackwardFailures:
         self._error = error if isinstance(error, Exception) else None
 
     def learn(self) -> bool:
-        """After a pass: widen the function whose derivative failed from now on; false if there is
-        none, or it was widened.
-        """
+        """After a pass: widen the function whose derivative failed; whether there is a new one."""
         if self._error is None or self._node is None:
             return False
         name = next((name for first, end, name in self._calls if first <= self._node < end), None)

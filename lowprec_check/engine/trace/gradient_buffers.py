@@ -1,6 +1,4 @@
-"""Gradients of an output with respect to storages: parts of them are read, cleared and added to in
-any layout.
-"""
+"""Gradients of an output with respect to storages; parts are read, cleared and added to."""
 
 from __future__ import annotations
 
@@ -30,7 +28,8 @@ class GradientBuffers:
             if buffer is None and part.is_whole:
                 self._by_storage[part.storage] = part.stored(values)
                 return
-            if buffer is None or buffer.shape[1] < part.size:  # an op has resized it
+            # None yet, or an op has resized the storage.
+            if buffer is None or buffer.shape[1] < part.size:
                 new = torch.zeros(self.directions, part.size, device=part.device)
                 if buffer is not None:
                     new[:, : buffer.shape[1]] = buffer
@@ -38,16 +37,15 @@ class GradientBuffers:
             if not part.overlaps:
                 part.views(buffer).add_(values)
                 return
-            with torch.enable_grad():  # autograd adds up what the part shows several times
+            # autograd adds up what the part shows several times.
+            with torch.enable_grad():
                 leaf = torch.zeros_like(buffer).requires_grad_()
                 [gradient] = pulled_back([part.views(leaf)], [leaf], [values[None]])
             if gradient is not None:
                 buffer += gradient[0]
 
     def take(self, part: Part) -> Tensor | None:
-        """The gradients of a part that an op wrote, cleared there: earlier values do not reach the
-        output.
-        """
+        """The gradients of a part that an op wrote, cleared: earlier values stop there."""
         buffer = self._by_storage.get(part.storage)
         if buffer is None:
             return None
@@ -93,20 +91,15 @@ class Part(NamedTuple):
         )
 
     def views(self, buffer: Tensor) -> Tensor:
-        """This part in ``buffer``, (directions, real numbers), as the storage holds it:
-        (directions, *shape).
-        """
+        """This part in ``buffer``, (directions, real numbers), as stored: (directions, *shape)."""
         step = buffer.shape[1]
         if self.is_complex:
             buffer, step = torch.view_as_complex(buffer.view(len(buffer), -1, 2)), step // 2
-        return buffer.as_strided(
-            (len(buffer), *self.shape), (step, *self.stride), buffer.storage_offset() + self.offset
-        )
+        offset = buffer.storage_offset() + self.offset
+        return buffer.as_strided((len(buffer), *self.shape), (step, *self.stride), offset)
 
     def stored(self, values: Tensor) -> Tensor:
-        """A buffer of ``values``, (directions, *shape), of a part that is the whole storage; it may
-        be ``values`` itself.
-        """
+        """A buffer of ``values``, (directions, *shape), of a whole storage; maybe ``values``."""
         if values.dtype == torch.float32 and values.stride() == (self.size, *self.stride) and not self.offset:
             return values.as_strided((len(values), self.size), (self.size, 1), values.storage_offset())
         buffer = torch.empty(len(values), self.size, device=self.device)
@@ -114,9 +107,7 @@ class Part(NamedTuple):
         return buffer
 
     def as_seen(self, stored: Tensor) -> Tensor:
-        """Values of the storage as the tensor shows them, conjugated and negated; also the other
-        way round.
-        """
+        """Stored values as the tensor shows them, conjugated and negated; or the reverse."""
         if self.is_conj:
             stored = stored.conj()
         return -stored if self.is_neg else stored
@@ -142,82 +133,79 @@ class Part(NamedTuple):
 
 
 def pulled_back(values: Sequence[Tensor], leaves: Sequence[Tensor], gradients: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of ``leaves``, given those of ``values``, both of shape (directions, *shape);
-    ``None`` for a leaf that is not reached.
+    """The gradients of ``leaves``, given those of ``values``; ``None`` for a leaf not reached.
 
-    NaN and Inf, which derivatives have where a function has none, count as 0.
-
-    Like :func:`torch.autograd.grad` for each direction, which imports sympy at its first call: that
-    takes seconds. The graph of most ops is one node, which is called here: the engine hands each
-    call to a thread of the accelerator, and waits for it.
+    All of shape (directions, *shape). NaN and Inf, which derivatives have where a function has
+    none, count as 0. Unlike :func:`torch.autograd.grad`, it does not import sympy at its first
+    call, which takes seconds. The graph of most ops is one node, which is called here: the engine
+    hands each call to a thread of the accelerator and waits for it.
     """
     if not values or not leaves:
         return []
-    given = [gradient.to(value.dtype) for value, gradient in zip(values, gradients, strict=True)]
-    edges, found = _edges_of(values, leaves), list[Sequence[Tensor | None]]()
-    for direction in range(len(given[0])):
-        along = [gradient[direction] for gradient in given]
+    cast = [gradient.to(value.dtype) for value, gradient in zip(values, gradients, strict=True)]
+    edges, by_direction = _edges_of(values, leaves), list[Sequence[Tensor | None]]()
+    for direction in range(len(cast[0])):
+        along = [gradient[direction] for gradient in cast]
         if edges is not None:
-            found.append(_of_node(values, along, leaves, edges))
+            by_direction.append(_of_node(values, along, leaves, edges))
         else:
-            keep = direction + 1 < len(given[0])
-            engine = Variable._execution_engine
-            found.append(
-                engine.run_backward(
-                    tuple(values), tuple(along), keep, False, tuple(leaves), True, accumulate_grad=False
-                )
-            )
+            # The graph is kept for the next direction.
+            keep = direction + 1 < len(cast[0])
+            run = Variable._execution_engine.run_backward
+            inputs = tuple(leaves)
+            by_direction.append(run(tuple(values), tuple(along), keep, False, inputs, True, accumulate_grad=False))
+    pulled: list[Tensor | None] = []
     with torch.no_grad():
-        return [None if its[0] is None else _finite(torch.stack(its)) for its in zip(*found, strict=True)]
-
-
-def _finite(values: Tensor) -> Tensor:
-    (torch.view_as_real(values) if values.is_complex() else values).nan_to_num_(0.0, 0.0, 0.0)
-    return values
+        for of_leaf in zip(*by_direction, strict=True):
+            if of_leaf[0] is None:
+                pulled.append(None)
+                continue
+            stacked = torch.stack(of_leaf)
+            real = torch.view_as_real(stacked) if stacked.is_complex() else stacked
+            real.nan_to_num_(0.0, 0.0, 0.0)
+            pulled.append(stacked)
+    return pulled
 
 
 def _edges_of(values: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[int | None] | None:
-    """For each leaf, the edge that leads to it from the node that gave all ``values``; ``None`` if
-    that node is not the whole graph.
-    """
+    """By leaf, the edge to it from the one node that gave ``values``, if no more nodes follow."""
     node: Any = values[0].grad_fn
     if node is None or not hasattr(node, "_input_metadata") or isinstance(node, BackwardCFunction):
         return None
     if any(value.grad_fn is not node for value in values):
         return None
-    found: list[int | None] = [None] * len(leaves)
+    edges: list[int | None] = [None] * len(leaves)
     for edge, (following, _) in enumerate(node.next_functions):
         if following is not None:
             variable = getattr(following, "variable", None)
             index = next((index for index, leaf in enumerate(leaves) if leaf is variable), None)
-            if index is None or found[index] is not None:
+            # More nodes follow, or two edges lead to one leaf.
+            if index is None or edges[index] is not None:
                 return None
-            found[index] = edge
-    return found
+            edges[index] = edge
+    return edges
 
 
 def _of_node(
     values: Sequence[Tensor], gradients: Sequence[Tensor], leaves: Sequence[Tensor], edges: Sequence[int | None]
 ) -> list[Tensor | None]:
-    """The gradients of ``leaves`` by the one node that gave ``values``, in their shapes and dtypes
-    as the engine makes them.
-    """
+    """The gradients of ``leaves`` by the one node that gave ``values``, as the engine's."""
     node: Any = values[0].grad_fn
-    given: list[Tensor | None] = [None] * len(node._input_metadata)
+    by_output: list[Tensor | None] = [None] * len(node._input_metadata)
     for value, gradient in zip(values, gradients, strict=True):
-        given[value.output_nr] = gradient
+        by_output[value.output_nr] = gradient
     with torch.no_grad():
-        results = node(*given)
+        results = node(*by_output)
     if not isinstance(results, tuple):
         results = (results,)
-    found = []
+    of_leaves: list[Tensor | None] = []
     for edge, leaf in zip(edges, leaves, strict=True):
-        its = None
-        if edge is not None:
-            its = results[edge]
-        if its is not None:
-            if its.shape != leaf.shape:
-                its = its.sum_to_size(leaf.shape)
-            its = (its.real if its.is_complex() and not leaf.is_complex() else its).to(leaf.dtype)
-        found.append(its)
-    return found
+        result = None if edge is None else results[edge]
+        if result is not None:
+            if result.shape != leaf.shape:
+                result = result.sum_to_size(leaf.shape)
+            if result.is_complex() and not leaf.is_complex():
+                result = result.real
+            result = result.to(leaf.dtype)
+        of_leaves.append(result)
+    return of_leaves

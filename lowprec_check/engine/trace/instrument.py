@@ -19,12 +19,7 @@ from lowprec_check.engine.core.dispatch_mode import DispatchMode, observing
 from lowprec_check.engine.core.output_comparison import compare_outputs, same_bits
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.source_location import ModuleStack, call_model
-from lowprec_check.engine.model.plain_run import (
-    ModuleOutput,
-    describe_error,
-    kept_output,
-    output_parts,
-)
+from lowprec_check.engine.model.plain_run import ModuleOutput, describe_error, kept_output, output_parts
 from lowprec_check.engine.model.prepared import Prepared
 from lowprec_check.engine.model.snapshot import Snapshot
 from lowprec_check.engine.model.streamed_weights import reads_forgotten, stream_of
@@ -64,17 +59,13 @@ class Options(NamedTuple):
     changes_parameters: bool = False
     """Whether calls write to parameters."""
     budget: bool = False
-    """Whether to find out which ops the error of the output comes from; needs both errors of each
-    op.
-    """
+    """Whether to find the ops that the output's error comes from; needs both errors of each op."""
     budget_limit: MemoryLimit | None = None
     """Memory that this may take, beside half of what is free."""
     fp32_outputs: list[Tensor] | None = None
     """The tensors in the output of the plain fp32 run, or of ``probe``."""
     probe: ModuleOutput | None = None
-    """The output of a module that the budget is about, if that of the model holds nothing to
-    compare.
-    """
+    """The module's output to explain instead, if the model's holds nothing to compare."""
     autocast: bool = False
     """Whether the run is under autocast."""
     step: SteppingCall | None = None
@@ -97,8 +88,7 @@ def run_instrumented(
     options: Options,
     plain_outputs: list[Tensor] | None = None,
 ) -> Instrumented:
-    """Run with a dispatch mode; if an exception came from above dispatch, run again with a function
-    mode too.
+    """Run with a dispatch mode; after an exception above dispatch, again with a function mode.
 
     A derivative that fails above dispatch takes one more run for each function.
     """
@@ -113,21 +103,22 @@ def run_instrumented(
             snapshot.rewind()
             found, failed_above = run(None, failures)
             failed_above = failed_above and failures.learn()
-        if _is_to_trace(found, ready, options):
+        # While figures are deferred, no Inf and NaN are followed: one more pass finds those that
+        # reach the output.
+        calls = found.op_calls
+        if found.complete and _is_deferred(ready, options) and any((*calls.introduced_inf, *calls.introduced_nan)):
             snapshot.rewind()
             options = options._replace(deferred=False)
-            found, _ = _pass(
-                ready, args, kwargs, fp32, options, plain_outputs, failures if found.function_mode else None
-            )
+            mode_failures = failures if found.function_mode else None
+            found, _ = _pass(ready, args, kwargs, fp32, options, plain_outputs, mode_failures)
         proven = [gap for gap in found.gaps if gap.phase != "backward" or gap.op != failures.unproven]
-        perturbed = None if share.varied else found.perturbed  # sums may be added in another order
+        # With another number of threads, sums may be added in another order.
+        perturbed = None if share.varied else found.perturbed
         return msgspec.structs.replace(found, gaps=proven, perturbed=perturbed)
 
 
 class _ShareOfCores:
-    """Uses as many threads as the supervisor says in the ``breadcrumb``, as other processes run
-    beside this one or end.
-    """
+    """Uses as many threads as the supervisor sets in the ``breadcrumb`` while others run."""
 
     def __init__(self, breadcrumb: Breadcrumb | None) -> None:
         self._most, self._limit = torch.get_num_threads(), 0
@@ -138,7 +129,8 @@ class _ShareOfCores:
             breadcrumb.watch_threads = self._use
 
     def _use(self, limit: int) -> None:
-        if limit != self._limit:  # the model may set another number
+        # Not at each call: the model may set another number.
+        if limit != self._limit:
             self._limit, wanted = limit, min(limit or self._most, self._most)
             self.varied |= wanted != self._most
             torch.set_num_threads(wanted)
@@ -150,14 +142,6 @@ def _is_deferred(ready: Prepared, options: Options) -> bool:
     return options.deferred
 
 
-def _is_to_trace(found: Instrumented, ready: Prepared, options: Options) -> bool:
-    """Whether one more pass is to find out which Inf and NaN reach the output: while figures are
-    deferred, none are followed.
-    """
-    calls = found.op_calls
-    return found.complete and _is_deferred(ready, options) and any((*calls.introduced_inf, *calls.introduced_nan))
-
-
 def _pass(
     ready: Prepared,
     args: tuple[Any, ...],
@@ -167,18 +151,19 @@ def _pass(
     plain_outputs: list[Tensor] | None,
     failures: BackwardFailures | None = None,
 ) -> tuple[Instrumented, bool]:
-    """One pass, with a function mode too if ``failures`` are given; the second value is true if an
-    exception came from above dispatch.
-    """
+    """One pass, with a function mode if ``failures``; and whether it failed above dispatch."""
     step = options.step
     if step is not None:
         step.restart()
         step.on_loss = (failures or BackwardFailures()).watch
     journal = Journal(options.on_gap, options.on_op_calls)
-    figures = PendingFigures(
-        deferred=_is_deferred(ready, options), everywhere=bool(options.deferred), free_memory=free_memory(ready.device)
-    )
-    lockstep = Lockstep(options.wide, _tape_limit(options, ready.device) if options.budget else None, figures)
+    deferred, free = _is_deferred(ready, options), free_memory(ready.device)
+    figures = PendingFigures(deferred=deferred, everywhere=bool(options.deferred), free_memory=free)
+    tape_limit = None
+    if options.budget:
+        half = MemoryLimit.half_of(free_memory(ready.device))
+        tape_limit = min(half, options.budget_limit or half, key=lambda limit: limit.size)
+    lockstep = Lockstep(options.wide, tape_limit, figures)
     inputs, named = ready.inputs(args, kwargs)
     seed_state(lockstep, ready.model, fp32, journal.rows)
     journal.rows += seed_inputs(lockstep, (inputs, named), (args, kwargs), ready.device)
@@ -196,20 +181,18 @@ def _pass(
             timed=ready.device.type == "cpu",
         )
         recorder.flow.add_inputs(tensor for _, tensor in leaves((inputs, named)) if tensor.layout == torch.strided)
-        rescue = None
-        if failures is not None:
-            rescue = FunctionRescue(recorder.execution, places, failures)
+        rescue = None if failures is None else FunctionRescue(recorder.execution, places, failures)
         with kept_output(ready.model, options.probe) as probed:
             output, error = call_under(recorder, ready, inputs, named, options.seed, rescue, options.on_output)
         outputs = returned(output_parts(output), lockstep.twins)
-        held = outputs
+        judged = outputs
         if options.probe is not None:
-            held = returned(probed, lockstep.twins)
-        recorder.finish([its.tensor for its in outputs], [its.tensor for its in held], complete=error is None)
+            judged = returned(probed, lockstep.twins)
+        recorder.finish([out.tensor for out in outputs], [out.tensor for out in judged], complete=error is None)
     called = [name for name, _ in ready.model.named_modules() if name and stack.calls[name]]
     found = Instrumented(
         gaps=journal.gaps,
-        budget=_budget(held, error, recorder, options, called) if options.budget else None,
+        budget=_budget(judged, error, recorder, options, called) if options.budget else None,
         op_calls=journal.op_calls(),
         magnitudes=recorder.magnitudes.result(),
         uncalled_modules=uncalled_modules(ready.model, stack, recorder.input_storages),
@@ -222,6 +205,7 @@ def _pass(
         notes=tuple(itertools.starmap(_UNKNOWN.format, lockstep.failures.items())),
     )
     if error is not None:
+        # An error that no op raised comes from above dispatch.
         above = error is not recorder.execution.raised and isinstance(error, Exception)
         if above and failures is not None and places.phase == "backward":
             failures.failed(error)
@@ -231,30 +215,25 @@ def _pass(
     return _with_output(found, outputs, comparable, lockstep, options), False
 
 
-def _tape_limit(options: Options, device: torch.device) -> MemoryLimit:
-    """The memory that an error tape may hold."""
-    half = MemoryLimit.half_of(free_memory(device))
-    return min(half, options.budget_limit or half, key=lambda limit: limit.size)
-
-
 @observing()
 def _budget(
-    held: list[Returned], error: BaseException | None, recorder: Recorder, options: Options, called: list[str]
+    outputs: list[Returned], error: BaseException | None, recorder: Recorder, options: Options, called: list[str]
 ) -> ErrorBudget:
-    """The error budget of the tensors in the output; ``called`` are the modules that were called."""
+    """The error budget of the output's tensors; ``called`` are the modules that were called."""
     if error is not None:
         budget = ErrorBudget(reason="the model raised an exception before its end")
     else:
         fp32 = None if recorder.drew else options.fp32_outputs
+        autocast, seed = options.autocast, options.seed
         try:
-            budget = error_budget(
-                recorder.lockstep, held, fp32, modules=called, autocast=options.autocast, seed=options.seed
-            )
-        except Exception as failure:  # the explanation op by op must not be lost
+            budget = error_budget(recorder.lockstep, outputs, fp32, modules=called, autocast=autocast, seed=seed)
+        except Exception as failure:
+            # The explanation op by op must not be lost.
             why = f"computing it failed: {type_name(failure)}: {first_line(message_of(failure))}"
             budget = ErrorBudget(reason=why)
+    # Without a decision, the reference differs from fp32 for another reason.
     if not any(row.flips or row.to_python for row in recorder.journal.rows):
-        budget = msgspec.structs.replace(budget, decisions=0.0)  # the reference differs from fp32 for another reason
+        budget = msgspec.structs.replace(budget, decisions=0.0)
     return budget
 
 
@@ -266,17 +245,17 @@ def _with_output(
     lockstep: Lockstep,
     options: Options,
 ) -> Instrumented:
-    """``found`` with the output compared: with the lockstep reference, if it ran, and bit by bit
-    with the plain run.
+    """``found`` with the output compared: with the lockstep reference, and bit by bit with the
+    plain run.
 
     Numbers, arrays computed outside torch, and tensors that are converted for the comparison have
-    no reference. What a step of training computed is not compared with the reference: gradients and
-    weights have figures of their own.
+    no reference. A step of training is not compared: gradients and weights have figures of their
+    own.
     """
-    tensors = [its.compared for its in outputs]
+    tensors = [out.compared for out in outputs]
     error = None
-    known = all(its.lost is None and its.tensor is its.compared for its in outputs)
-    if options.errors != "none" and not lockstep.is_partial and known and options.step is None:
+    have_references = all(out.lost is None and out.tensor is out.compared for out in outputs)
+    if options.errors != "none" and not lockstep.is_partial and have_references and options.step is None:
         compared = compare_outputs(tensors, [lockstep.twins.reference_of(tensor) for tensor in tensors])
         error = compared.error if compared.compared else None
     perturbed = None
@@ -294,8 +273,9 @@ def call_under(
     inner: contextlib.AbstractContextManager[Any] | None = None,
     on_output: Callable[[Any], None] = lambda _output: None,
 ) -> tuple[Any, BaseException | None]:
-    """The output of the model under ``mode``, and in it ``inner``, in eager mode; or the exception
-    that it raises. ``on_output`` is called with the output after ``mode`` has ended.
+    """The model's output under ``mode``, and in it ``inner``, in eager mode; or its exception.
+
+    ``on_output`` is called with the output after ``mode`` has ended.
     """
     seed_everything(seed)
     try:
@@ -312,25 +292,21 @@ def call_under(
 
 
 def uncalled_modules(model: nn.Module, stack: ModuleStack, input_storages: Iterable[int]) -> list[str]:
-    """Modules with parameters that never ran and whose parameters no op read; of a whole subtree,
-    only the root.
-    """
+    """Modules with parameters that never ran and that no op read; of a subtree, only the root."""
     read, stream = set(input_storages), stream_of(model)
-    if stream is not None:
-        was_read = stream.was_read
-    else:
-        was_read = set()
+    streamed = set() if stream is None else stream.was_read
     used = {around for name, count in stack.calls.items() if count for around in (name, *paths_above(name))}
     with_parameters: set[str] = set()
     for path, parameter in model.named_parameters(remove_duplicate=False):
         owners = list(paths_above(path))
         with_parameters.update(owners)
-        if not owners or owners[0] in used:  # and so are those above it
+        # If a module is used, so are those above it.
+        if not owners or owners[0] in used:
             continue
-        if parameter.layout != torch.strided or storage_key(parameter) in read or path in was_read:
+        if parameter.layout != torch.strided or storage_key(parameter) in read or path in streamed:
             used.update(owners)
-    found: dict[str, None] = {}
+    roots: dict[str, None] = {}
     for name, _ in model.named_modules():
-        if name in with_parameters and name not in used and module_around(name, found) is None:
-            found[name] = None
-    return list(found)
+        if name in with_parameters and name not in used and module_around(name, roots) is None:
+            roots[name] = None
+    return list(roots)

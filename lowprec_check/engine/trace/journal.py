@@ -1,6 +1,4 @@
-"""What the instrumented part of a run finds: rows of op calls and gaps, collected while it runs,
-and the result with them.
-"""
+"""The result of the instrumented part of a run: op calls and gaps, collected while it runs."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ class Instrumented(Struct, frozen=True, kw_only=True, tag="explained"):
     range_trials: list[RangeTrial] = []
     """What single places with values out of range do to the output of fp32."""
     lockstep_error: ErrorStats | None = None
-    """Error of the output against the lockstep reference, which uses the random values and
-    decisions of the run.
-    """
+    """Error of the output against the reference, which has the run's draws and decisions."""
     draws: bool = True
     """Whether an op may have drawn random numbers, as far as the recorder looks."""
     emulated: dict[str, str] = {}
@@ -54,21 +50,15 @@ class Instrumented(Struct, frozen=True, kw_only=True, tag="explained"):
         return cls(complete=False, incomplete_because=why)
 
 
+# Between two reports of op calls, in seconds.
 SECONDS = 1.0
-"""Between two reports of op calls."""
 
 
 class Journal:
-    """Collects rows and gaps.
-
-    ``on_gap`` is called with each new gap, ``on_op_calls`` now and then with the calls since the
-    last time.
-    """
+    """Collects rows and gaps; reports each new gap, and now and then the latest calls."""
 
     def __init__(
-        self,
-        on_gap: Callable[[Gap], None] | None = None,
-        on_op_calls: Callable[[OpCalls], None] | None = None,
+        self, on_gap: Callable[[Gap], None] | None = None, on_op_calls: Callable[[OpCalls], None] | None = None
     ) -> None:
         self.before_report: Callable[[], None] = lambda: None
         """Called before calls are reported: fills in what is not known yet."""
@@ -88,13 +78,11 @@ class Journal:
             self._reported, self._reported_at = len(self.rows), now
 
     def add_gap(self, gap: Gap) -> None:
-        """Add a gap, of whose message the first line is kept; if the same gap is known at this
-        location, count one more call.
-        """
+        """Add a gap, with the first line of its message; if known here, count one more call."""
         key = (gap.op, gap.kind, gap.phase, gap.module, gap.source)
-        known = self._gaps.get(key)
-        if known is not None:
-            self._gaps[key] = msgspec.structs.replace(known, calls=known.calls + 1, constant=gap.constant)
+        earlier = self._gaps.get(key)
+        if earlier is not None:
+            self._gaps[key] = msgspec.structs.replace(earlier, calls=earlier.calls + 1, constant=gap.constant)
             return
         message = first_line(gap.message) or "it raised an exception without a message"
         self._gaps[key] = gap = msgspec.structs.replace(gap, message=message)

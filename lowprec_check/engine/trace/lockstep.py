@@ -1,5 +1,4 @@
-"""The lockstep reference: it starts from the weights, buffers and inputs in fp32, and each op runs
-again on it.
+"""The lockstep reference: starts from weights, buffers and inputs in fp32, and runs each op again.
 
 Each op runs on the twins (reference values) of its inputs; its results become twins. The reference
 follows the decisions of the low-precision run: it uses the same random values, and for an op that
@@ -29,8 +28,7 @@ from lowprec_check.errors import first_line, message_of, type_name
 
 
 class Lockstep:
-    """The reference run; ``wide`` is its dtype, fp32 or fp64. ``tape_limit``: memory that an error
-    tape may hold, if one is wanted.
+    """The reference run in ``wide`` (fp32 or fp64), with an error tape of at most ``tape_limit``.
 
     ``figures`` are those of the run that it is compared with; by default they are computed at once.
     """
@@ -43,17 +41,12 @@ class Lockstep:
     ) -> None:
         self.twins = Twins(wide)
         self.figures = figures or PendingFigures()
-        if tape_limit is None:
-            self.full_tape = None
-        else:
-            self.full_tape = ErrorTape(self.twins, tape_limit, self.figures)
+        self.full_tape = None if tape_limit is None else ErrorTape(self.twins, tape_limit, self.figures)
         """The tape, also if it is full."""
         self.origins = NonfiniteOrigins(self.twins)
         self._parameters: dict[int, weakref.ref[Any]] = {}
         self.is_partial = False
-        """Whether it has low-precision values: of a weight or an input, since sparse tensors have
-        no twins, or after a failure.
-        """
+        """Whether it has low-precision values: of sparse weights or inputs, or after a failure."""
         self.failures: dict[str, str] = {}
         """Ops that it cannot follow, and why: words after the name of the op."""
 
@@ -67,9 +60,9 @@ class Lockstep:
         return storage_key(tensor) in self._parameters
 
     def add_parameter(self, tensor: Tensor) -> None:
-        """Note that ``tensor`` is a parameter or buffer of the model, as long as its storage lives."""
-        key, known = storage_key(tensor), self._parameters
-        known[key] = weakref.ref(tensor.untyped_storage(), lambda _: known.pop(key, None))
+        """Note that ``tensor`` is a parameter or buffer of the model, while its storage lives."""
+        key, parameters = storage_key(tensor), self._parameters
+        parameters[key] = weakref.ref(tensor.untyped_storage(), lambda _: parameters.pop(key, None))
 
     @property
     def tape(self) -> ErrorTape | None:
@@ -77,9 +70,7 @@ class Lockstep:
         return self.full_tape if self.full_tape is not None and self.full_tape.stopped is None else None
 
     def is_constant(self, tensor: Tensor) -> bool:
-        """Whether the values are those of a parameter or buffer, or of a cast or copy of one, which
-        no op has changed.
-        """
+        """Whether the values are those of a parameter or buffer, or an unchanged cast or copy."""
         twin = self.twins.find(tensor)
         if twin is not None:
             return twin.constant
@@ -88,38 +79,28 @@ class Lockstep:
     def has_rounded_constants(self, call: DispatchedCall) -> bool:
         """Whether the op reads parameters, or casts of them, whose values are not those of fp32."""
         twins = map(self.twins.find, filter(is_float, call.inputs))
-        return any(
-            twin is not None and twin.constant and twin.tensor is not None and not twin.is_exact for twin in twins
-        )
+        return any(twin and twin.constant and twin.tensor is not None and not twin.is_exact for twin in twins)
 
     def exact_arguments(self, call: DispatchedCall, widened: tuple[Args, Kwargs]) -> tuple[Args, Kwargs]:
-        """``widened``, the widened arguments of ``call``, with the fp32 values of parameters in
-        place of rounded ones.
-        """
+        """``widened``, the widened arguments, with the fp32 values of rounded parameters."""
 
         def exact(low: Any, value: Any) -> Any:
             if isinstance(low, (list, tuple)):
-                found = [exact(*pair) for pair in zip(low, value, strict=True)]
-                if isinstance(low, list):
-                    return found
-                return tuple(found)
-            if not isinstance(low, Tensor) or not is_float(low) or low.layout != torch.strided:
-                return value
-            twin = self.twins.find(low)
-            rounded = twin is not None and twin.constant and twin.tensor is not None
-            if rounded:
+                items = [exact(*pair) for pair in zip(low, value, strict=True)]
+                return items if isinstance(low, list) else tuple(items)
+            twin = None
+            if isinstance(low, Tensor) and is_float(low):
+                twin = self.twins.find_strided(low)
+            if twin is not None and twin.constant and twin.tensor is not None:
                 return self.twins.reference_of(low)
             return value
 
         args, kwargs = widened
-        return tuple(map(exact, call.args, args)), {
-            key: exact(call.kwargs[key], value) for key, value in kwargs.items()
-        }
+        named = {key: exact(call.kwargs[key], value) for key, value in kwargs.items()}
+        return tuple(map(exact, call.args, args)), named
 
     def gives_constant(self, call: DispatchedCall) -> bool:
-        """Whether the op copies or casts constants: what this loses counts where the result is
-        used.
-        """
+        """Whether the op copies or casts constants: the loss counts where the result is used."""
         if call.traits.mutable or not (call.traits.casts or call.traits.packet in COPIES):
             return False
         return bool(call.inputs) and all(map(self.is_constant, call.inputs))
@@ -127,55 +108,52 @@ class Lockstep:
     def arguments(self, call: DispatchedCall, leaf: Leaf | None = None) -> tuple[Args, Kwargs]:
         """The arguments of ``call`` in the reference: twins of the tensors, and widened dtypes.
 
-        Integer and boolean tensors that it writes to are copies: the model's own follow the
-        low-precision run. ``leaf`` may replace each tensor, given that of the run and its twin.
+        ``leaf`` may replace each tensor, given that of the run and its twin.
         """
         wide, reference_of, before = self.twins.wide, self.twins.reference_of, call.before
 
         def reference(value: Any) -> Any:
             if isinstance(value, torch.dtype):
                 return widened_dtype(value, wide)
+            # What the op writes to as integers is a copy: the model's own follow the run.
             if before and id(value) in before:
-                found = before[id(value)]
+                values = before[id(value)]
             else:
-                found = reference_of(value)
-            if leaf is None:
-                return found
-            return leaf(value, found)
+                values = reference_of(value)
+            return values if leaf is None else leaf(value, values)
 
         return map_args(call.args, call.kwargs, reference)
 
     def prepare_writes(self, call: DispatchedCall) -> None:
         """Before the op runs: make a separate twin, or a copy, of each tensor that it writes to."""
         for tensor in call.inputs:
-            twin = None
-            if not is_float(tensor):
-                twin = self.twins.find(tensor)
+            if is_float(tensor):
+                continue
+            twin = self.twins.find(tensor)
             if twin is not None and twin.tensor is not None:
                 self._cannot_follow(call, "takes floating-point values as integers")
-        written = []
-        if call.traits.mutable:
-            written = list(call.written())
+        written = list(call.written()) if call.traits.mutable else []
         if written and self.figures.deferred:
             twins = [twin.tensor for twin in map(self.twins.find, written) if twin is not None]
             self.figures.before_write([*written, *(tensor for tensor in twins if tensor is not None)])
         for tensor in written:
             if not is_float(tensor):
+                # Its storage may hold floating values, which are now written as integers.
                 call.before[id(tensor)] = tensor.clone()
-                self.twins.forget(tensor)  # floating values that are written as integers
-            elif tensor.numel() == 0:  # an ``out`` that the op resizes
+                self.twins.forget(tensor)
+            elif tensor.numel() == 0:
+                # An ``out`` that the op resizes.
                 call.before[id(tensor)] = tensor.new_empty(0, dtype=widened_dtype(tensor.dtype, self.wide))
-            elif self.tape is None or self.twins.find(tensor) is None:  # else see Twins.write
+            elif self.tape is None or self.twins.find(tensor) is None:
+                # Else see :meth:`Twins.write`.
                 self.twins.prepare_write(tensor)
 
     def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> list[Tensor] | None:
-        """Run the op on the reference's tensors; the results, paired with ``outputs``, become their
-        twins.
+        """Run the op on the reference's tensors; the results become the twins of ``outputs``.
 
-        Returns the results; ``None`` if the op cannot be followed: the reference then restarts from
-        ``outputs``, and :attr:`failures` has the op. It fails on the reference, returns a different
-        number of tensors, or writes to one place several times, in an order that depends on the
-        dtype.
+        Returns the results; ``None`` if it cannot follow the op: it fails on the reference, returns
+        another number of tensors, or writes to one place several times, in an order that depends on
+        the dtype. The reference then restarts from ``outputs``, and :attr:`failures` has the op.
         """
         call.wide_seconds, why = None, None
         try:
@@ -191,6 +169,7 @@ class Lockstep:
             for tensor in outputs:
                 self.twins.restart(tensor)
             return None
+        # The cast of a parameter has the parameter's own twin.
         source = call.inputs[0] if call.inputs else None
         from_parameter = call.traits.casts and source is not None and is_float(source) and self.is_parameter(source)
         if from_parameter and not call.traits.mutable and call.kwargs.get("device") is None:
@@ -213,41 +192,34 @@ class Lockstep:
             self.tape.blocked[call.traits.name] = None
 
     def _run(self, call: DispatchedCall, results: Callable[..., list[Tensor]]) -> tuple[Args, list[Tensor]]:
-        """The arguments in the reference, and the ``results`` of the call on them; the tape records
-        it.
-        """
+        """The arguments in the reference, and the ``results`` on them, which the tape records."""
         if self.tape is None:
             args, kwargs = self.arguments(call)
             return args, results(call, args, kwargs)
         return self.tape.run(call, functools.partial(self.arguments, call), results)
 
     def _results(self, call: DispatchedCall, args: Args, kwargs: Kwargs, outputs: list[Tensor]) -> list[Tensor]:
-        """The results of the op on the reference's ``args``; if it selects, at the indices chosen
-        in low precision.
-        """
-        references = (run_wide if self.tape is None else run_differentiable)(call, args, kwargs)
-        references = references[: len(outputs)]  # with gradients, some ops return what only their derivative needs
+        """The results of the op on the reference; a selection takes the run's indices."""
+        # With gradients, some ops return more: what only their derivative needs.
+        references = (run_wide if self.tape is None else run_differentiable)(call, args, kwargs)[: len(outputs)]
         references += [self.twins.reference_of(out) for out in outputs[max(1, len(references)) :]]
         if call.traits.selects and len(references) == len(outputs) and outputs[0].shape == references[0].shape:
             source, index = args[0], outputs[1]
             dim = _selected_dim(call, args, kwargs)
             if dim is not None and isinstance(source, Tensor) and source.ndim:
-                keeps_dim = index.ndim == source.ndim
-                chosen = torch.gather(source, dim, index if keeps_dim else index.unsqueeze(dim))
-                if keeps_dim:
-                    references[0] = chosen
+                if index.ndim == source.ndim:
+                    references[0] = torch.gather(source, dim, index)
                 else:
-                    references[0] = chosen.squeeze(dim)
+                    references[0] = torch.gather(source, dim, index.unsqueeze(dim)).squeeze(dim)
         return references
 
     def follow_random(
         self, call: DispatchedCall, outputs: list[Tensor], state: GeneratorState, own: tuple[Args, Kwargs]
     ) -> list[Tensor | None]:
-        """Give the reference the random numbers of the run; ``own`` are the call's arguments,
-        widened before it ran.
+        """Give the reference the run's random numbers; ``own``: the arguments, widened before the
+        run.
 
-        Returns what each of ``outputs`` would be without rounding; ``None`` for those that are not
-        known.
+        Returns what each of ``outputs`` would be without rounding; ``None`` for those not known.
         """
         if call.traits.packet == "aten::native_dropout" and len(outputs) == 2:
             mask, scale = outputs[1], 1.0 / max(1.0 - call.args[1], 1e-12)
@@ -258,10 +230,10 @@ class Lockstep:
         widened = rerun(call, state, *own)
         written = {id(tensor) for tensor in call.written()}
         exact: list[Tensor | None] = [None] * len(outputs)
-        for index, (out, reference, mine) in enumerate(zip(outputs, references, widened, strict=False)):
+        for index, (out, reference, own_result) in enumerate(zip(outputs, references, widened, strict=False)):
             if is_float(out) and out.shape == reference.shape:
-                values = followed(out, reference.clone(), mine)
-                exact[index] = followed(out, mine, mine)
+                values = followed(out, reference.clone(), own_result)
+                exact[index] = followed(out, own_result, own_result)
                 if id(out) not in written:
                     self.twins.set_reference(out, values)
                 elif self.tape is not None:
@@ -285,30 +257,25 @@ def _selected_dim(call: DispatchedCall, args: Args, kwargs: Kwargs) -> int | Non
     """The dimension along which the op selects; ``None`` if it has none."""
     for position, argument in enumerate(call.func._schema.arguments):
         if argument.name == "dim":
-            if position < len(args):
-                dim = args[position]
-            else:
-                dim = kwargs.get("dim", argument.default_value)
-            if dim is None:
-                return dim
-            return int(dim)
+            dim = args[position] if position < len(args) else kwargs.get("dim", argument.default_value)
+            return None if dim is None else int(dim)
     return None
 
 
 # -- random numbers
 #
-# The same seed gives different values in different dtypes, so a random op cannot be compared with a rerun of itself. To measure what
-# wrong parameters (mean, probability) change, the op is rerun in fp32 twice from the same generator state: with the parameters of the
-# reference and with those of the run.
+# The same seed gives different values in different dtypes, so a random op cannot be compared with a
+# rerun of itself. To measure what wrong parameters (mean, probability) change, the op is rerun in
+# fp32 twice from the same generator state: with the parameters of the reference and of the run.
 
 
 class GeneratorState:
     """The state of the generator that a call uses, before the call."""
 
     def __init__(self, call: DispatchedCall) -> None:
-        given = call.kwargs.get("generator")
+        own_generator = call.kwargs.get("generator")
         device = next((tensor.device for tensor in call.inputs), call.kwargs.get("device"))
-        self.generator: torch.Generator = given if given is not None else default_generator(device)
+        self.generator: torch.Generator = own_generator if own_generator is not None else default_generator(device)
         self.state = self.generator.get_state()
 
     @property
@@ -328,9 +295,7 @@ class GeneratorState:
 
 
 def state_before(call: DispatchedCall) -> GeneratorState | None:
-    """The state of the generator if ``call`` may draw from it. torch's ops declare that they do;
-    other packages' may not.
-    """
+    """The state of the generator if ``call`` may draw; only torch's ops declare whether they do."""
     if not call.traits.may_draw or (call.traits.random and not call.draws):
         return None
     return GeneratorState(call)
@@ -351,8 +316,9 @@ def followed(low: Tensor, reference: Tensor, widened: Tensor) -> Tensor:
     if not is_float(low):
         return low
     wide = low.to(reference.dtype)
+    # Within a few roundoffs, fp32 draws the same numbers.
     if torch.allclose(wide, widened, rtol=8 * torch.finfo(low.dtype).eps, atol=0.0, equal_nan=True):
-        return reference  # fp32 draws the same numbers
+        return reference
     moved = wide + (reference - widened)
     return torch.where(moved.isfinite(), moved, reference)
 

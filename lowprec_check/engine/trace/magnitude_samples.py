@@ -1,5 +1,4 @@
-"""Counts the magnitudes of the reference's values by power of two: a bounded sample of each op
-output, by module.
+"""Counts the reference's magnitudes by power of two: a bounded sample of each op output, by module.
 
 Samples are copied when the op runs and counted in batches, on their device: no op waits for an
 accelerator, and no tensor of the model is held.
@@ -24,21 +23,19 @@ from lowprec_check.schema.module_paths import module_around
 LOWEST = -149
 """The exponent of the smallest fp32 number, that of the first bucket."""
 
+# The number of exponents of finite fp32 numbers: -149 to 127.
 _POWERS = 277
-"""Exponents of finite fp32 numbers: -149 to 127."""
+# What is added to the exponent in the bits of a normal number.
 _NORMAL = -127 - LOWEST
-"""What is added to the exponent in the bits of a normal number."""
+# The bits without the sign; those of the largest subnormal number.
 _MAGNITUDE, _SUBNORMAL = 0x7FFFFFFF, 0x7FFFFF
-"""The bits without the sign; those of the largest subnormal number."""
 _NONFINITE, _ZERO, _BUCKETS = _POWERS, _POWERS + 1, _POWERS + 2
 
 BATCH = 64
 """Samples that are counted together."""
 
 MOST_MODULES = 4096
-"""Modules with a histogram of their own; the values of further ones count for the module around
-them.
-"""
+"""Modules with a histogram of their own; values of further ones count for the module around."""
 
 
 class MagnitudeSamples:
@@ -48,13 +45,12 @@ class MagnitudeSamples:
         self._rows: dict[str, int] = {"": 0}
         self._ops: list[int] = [0]
         self._pending: list[tuple[int, Tensor]] = []
+        # By device, of shape (modules, buckets), int64.
         self._counts: dict[torch.device, Tensor] = {}
-        """By device, of shape (modules, buckets), int64."""
 
     def add_outputs(self, call: DispatchedCall, outputs: list[Tensor], twins: Twins) -> None:
-        """Count the reference's values for the first of ``outputs``, unless the call gives no new
-        ones; others may be by-products.
-        """
+        """Count the reference's values for the first output, unless the op gives no new ones."""
+        # Further outputs may be by-products.
         traits = call.traits
         repeats = traits.casts or traits.packet in COPIES or traits.packet == "aten::copy_"
         if repeats or not is_float(outputs[0]) or (traits.moves and not any(map(is_float, call.inputs))):
@@ -62,9 +58,7 @@ class MagnitudeSamples:
         self.add(call.module, twins.reference_of(outputs[0]))
 
     def add(self, module: str, values: Tensor) -> None:
-        """Count a sample of ``values`` (floating or complex, any shape), which an op of ``module``
-        gave.
-        """
+        """Count a sample of floating or complex ``values``, which an op of ``module`` gave."""
         if not values.numel():
             return
         row = self._rows.get(module)
@@ -82,48 +76,40 @@ class MagnitudeSamples:
         """The histograms, in the order in which the modules first ran."""
         self._count()
         counts = [self._grown(table).cpu() for table in self._counts.values()]
-        total = []
-        if counts:
-            total = torch.stack(counts).sum(0).tolist()
-        found = []
+        total = torch.stack(counts).sum(0).tolist() if counts else []
+        histograms = []
         for module, row in self._rows.items():
             if not self._ops[row]:
                 continue
+            # Without the empty buckets at both ends.
             powers = total[row][:_POWERS]
-            known = [index for index, count in enumerate(powers) if count]
-            if known:
-                first, last = (known[0], known[-1] + 1)
-            else:
-                first, last = (-LOWEST, -LOWEST)
-            found.append(
-                ModuleMagnitudes(
-                    module=module,
-                    lowest=LOWEST + first,
-                    counts=powers[first:last],
-                    zeros=total[row][_ZERO],
-                    nonfinite=total[row][_NONFINITE],
-                    ops=self._ops[row],
-                )
+            filled = [index for index, count in enumerate(powers) if count] or [-LOWEST]
+            first, last = filled[0], filled[-1] + 1
+            histogram = ModuleMagnitudes(
+                module=module,
+                lowest=LOWEST + first,
+                counts=powers[first:last] if any(powers) else [],
+                zeros=total[row][_ZERO],
+                nonfinite=total[row][_NONFINITE],
+                ops=self._ops[row],
             )
-        return found
+            histograms.append(histogram)
+        return histograms
 
     def _count(self) -> None:
         pending, self._pending = self._pending, []
         for device in {values.device for _, values in pending}:
-            its = [(row, values) for row, values in pending if values.device == device]
+            samples = [(row, values) for row, values in pending if values.device == device]
             table = self._counts[device] = self._grown(self._counts.get(device), device)
-            (add_on_cpu if device.type == "cpu" else add_on_accelerator)(table, its)
+            (add_on_cpu if device.type == "cpu" else add_on_accelerator)(table, samples)
 
     def _grown(self, table: Tensor | None, device: torch.device | None = None) -> Tensor:
         """``table`` with a row for each module known by now."""
         rows = len(self._ops)
         if table is not None and len(table) >= rows:
-            if device is None:
-                return table[:rows]
-            return table
-        size = rows
-        if device is not None:
-            size = 2 * rows
+            return table[:rows] if device is None else table
+        # Twice as many as needed while the run goes on, so that it seldom grows.
+        size = rows if device is None else 2 * rows
         grown = torch.zeros(size, _BUCKETS, dtype=torch.int64, device=device if table is None else table.device)
         if table is not None:
             grown[: len(table)] = table
@@ -131,11 +117,11 @@ class MagnitudeSamples:
 
 
 def sample(values: Tensor) -> Tensor:
-    """A copy of all ``values``, or of at most :data:`~lowprec_check.schema.measures.SAMPLE` evenly
-    spread ones, one-dimensional.
+    """A copy of ``values``, or of at most :data:`~lowprec_check.schema.measures.SAMPLE` of them,
+    one-dimensional.
 
-    The distance between them has no factor in common with the number of values, so that it falls on
-    every channel.
+    They are evenly spread: the distance has no factor in common with the number of values, so that
+    it falls on every channel.
     """
     values = as_real(values.detach() if values.requires_grad else values)
     if not (values.is_contiguous() or is_dense(values)):
@@ -148,9 +134,7 @@ def sample(values: Tensor) -> Tensor:
 
 
 def add_on_accelerator(table: Tensor, pending: list[tuple[int, Tensor]]) -> None:
-    """Count the samples of ``pending`` in their rows of ``table``, int64 of shape (modules,
-    buckets); waits for nothing.
-    """
+    """Count the samples in their rows of ``table`` (int64, modules by buckets), without a wait."""
     values = torch.cat([values for _, values in pending]).float()
     rows, sizes = _rows_and_sizes(pending).to(table.device, non_blocking=True)
     keys = rows.repeat_interleave(sizes, output_size=len(values)) * _BUCKETS + buckets(values)
@@ -158,13 +142,14 @@ def add_on_accelerator(table: Tensor, pending: list[tuple[int, Tensor]]) -> None
 
 
 def add_on_cpu(table: Tensor, pending: list[tuple[int, Tensor]]) -> None:
-    """The same, in a third of the time: values below the smallest normal number of fp32 are rare."""
+    """The same, in a third of the time: values below fp32's smallest normal number are rare."""
     values = torch.cat([values for _, values in pending]).float()
     rows, sizes = _rows_and_sizes(pending)
     starts = torch.arange(0, len(sizes) * _BUCKETS, _BUCKETS, dtype=torch.int32)
     keys = starts.repeat_interleave(sizes, output_size=len(values))
     bits = values.view(torch.int32) & _MAGNITUDE
-    smallest: Any = ((bits - 1) & _MAGNITUDE).min().tolist()  # zero is the largest here
+    # Zero becomes the largest here.
+    smallest: Any = ((bits - 1) & _MAGNITUDE).min().tolist()
     rare = smallest < _SUBNORMAL
     keys += buckets(values) if rare else (bits >> 23).add_(_NORMAL)
     counts = torch.bincount(keys, minlength=len(sizes) * _BUCKETS).view(-1, _BUCKETS)
@@ -178,11 +163,10 @@ def _rows_and_sizes(pending: list[tuple[int, Tensor]]) -> Tensor:
 
 
 def buckets(values: Tensor) -> Tensor:
-    """The bucket of each value of an fp32 tensor, int32: the exponent above :data:`LOWEST`, read
-    from its bits, or that of Inf and NaN, or of zero.
-    """
+    """The bucket of each fp32 value, int32: the exponent above :data:`LOWEST`, or a special one."""
     bits = values.view(torch.int32) & _MAGNITUDE
     exponent = bits >> 23
-    subnormal = (bits.float().view(torch.int32) >> 23) - 127  # bits below 2**23 are exact in fp32
+    # As integers, bits below 2**23 are exact in fp32, whose exponent is then that of the number.
+    subnormal = (bits.float().view(torch.int32) >> 23) - 127
     small = torch.where(bits == 0, _ZERO, subnormal)
     return torch.where(exponent == 0, small, exponent + _NORMAL)

@@ -1,8 +1,8 @@
 """From which op each Inf or NaN comes, element by element, and whether it reaches the output.
 
-An op with Inf or NaN in its inputs runs again in fp32, with that of one origin at a time: the
-others, and with none of them the op itself, are told apart by experiment. So an Inf that is masked,
-clamped or divided away ends there.
+An op with Inf or NaN in its inputs runs again in fp32, with those of one origin at a time; with
+none of them, what it adds itself shows. So an Inf that is masked, clamped or divided away ends
+there.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class NonfiniteOrigins:
 
     def __init__(self, twins: Twins) -> None:
         self._twins = twins
+        # By place.
         self._bits: dict[tuple[Any, ...], int] = {}
-        """By place."""
         self._rows: list[tuple[OpCall, int]] = []
 
     def seed(self, row: OpCall, low: Tensor, reference: Tensor) -> None:
@@ -43,15 +43,10 @@ class NonfiniteOrigins:
         self._write(low, nonfinite_unlike(low.detach(), reference).int() * self._bit_of(row))
 
     def before(self, call: DispatchedCall) -> None:
-        """Before ``call`` runs: keep what it reads with Inf or NaN, and then also what it writes
-        to.
-        """
+        """Before ``call`` runs: keep what it reads with Inf or NaN, and then what it writes to."""
         if not any(self._origins(tensor) is not None for tensor in call.inputs):
             return
-        if call.traits.mutable:
-            written = {id(tensor) for tensor in call.written()}
-        else:
-            written = set()
+        written = {id(tensor) for tensor in call.written()} if call.traits.mutable else set()
         for tensor in filter(is_float, call.inputs):
             origins, reference = self._origins(tensor), self._twins.reference_of(tensor)
             if origins is None and id(tensor) not in written:
@@ -60,30 +55,28 @@ class NonfiniteOrigins:
                 origins = torch.zeros(tensor.shape, dtype=torch.int32, device=tensor.device)
             held = Held(tensor.detach(), reference, origins)
             if id(tensor) in written:
-                call.held[id(tensor)] = Held(*(each.clone() for each in held))
-            else:
-                call.held[id(tensor)] = held
+                held = Held(*(part.clone() for part in held))
+            call.held[id(tensor)] = held
 
     def after(self, call: DispatchedCall, outputs: list[Tensor], row: OpCall) -> None:
-        """After ``call``: find out where the Inf and NaN in ``outputs`` come from; ``row`` counts
-        what the op itself adds.
-        """
-        wrong = {index: found for index, out in enumerate(outputs) if (found := self._wrong(call, out)) is not None}
+        """After ``call``: find the origins of Inf and NaN in ``outputs``; count the op's own."""
+        wrong: dict[int, Tensor] = {}
+        for index, out in enumerate(outputs):
+            where = self._wrong(call, out)
+            if where is not None:
+                wrong[index] = where
         if not wrong:
             return
-        if not call.held:
-            own = dict(wrong)
-        else:
-            own = self._own(call, outputs, wrong)
+        # Without Inf and NaN in its inputs, all are its own.
+        own = self._own(call, outputs, wrong) if call.held else dict(wrong)
         for index, where in wrong.items():
-            origins = None
+            passed_on = None
             if call.held:
-                origins = self._passed_on(call, outputs, index, where, own[index])
+                passed_on = self._passed_on(call, outputs, index, where, own[index])
+            origins = torch.zeros_like(where).int()
             if bool(own[index].any()):
-                mine = own[index].int() * self._bit_of(row)
-            else:
-                mine = torch.zeros_like(where).int()
-            self._write(outputs[index], mine if origins is None else mine | origins)
+                origins = own[index].int() * self._bit_of(row)
+            self._write(outputs[index], origins if passed_on is None else origins | passed_on)
             if call.held and index == min(wrong):
                 nan = outputs[index].isnan() & own[index]
                 row.introduced_nan += int(nan.sum())
@@ -91,9 +84,7 @@ class NonfiniteOrigins:
                 row.compared_values += where.numel() if row.gives_nonfinite else 0
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
-        """At the end: note in the rows which of them gave the Inf and NaN in ``outputs``, those of
-        the model.
-        """
+        """At the end: note in the rows which gave the Inf and NaN in the model's ``outputs``."""
         reached = 0
         for tensor in filter(is_float, outputs):
             origins = self._origins(tensor)
@@ -110,20 +101,17 @@ class NonfiniteOrigins:
         return bit
 
     def _origins(self, tensor: Tensor) -> Tensor | None:
-        """The origins of each element; ``None`` if it has no Inf or NaN that the reference does not
-        have.
-        """
-        twin = None
-        if tensor.layout == torch.strided:
-            twin = self._twins.find(tensor)
+        """The origins of each element; ``None`` if it has no Inf or NaN beyond the reference's."""
+        twin = self._twins.find_strided(tensor)
         if twin is None or twin.origins is None:
             return None
         whole, size = twin.origins
         if size == tensor.element_size():
-            found = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-        else:  # real parts of complex values, or the reverse
-            found = torch.full(tensor.shape, _union(whole), dtype=torch.int32, device=tensor.device)
-        return found if bool(found.any()) else None
+            origins = whole.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
+        else:
+            # Real parts of complex values, or the reverse.
+            origins = torch.full(tensor.shape, _union(whole), dtype=torch.int32, device=tensor.device)
+        return origins if bool(origins.any()) else None
 
     def _write(self, out: Tensor, origins: Tensor) -> None:
         twin, size = self._twins.find_or_add(out), out.element_size()
@@ -133,70 +121,57 @@ class NonfiniteOrigins:
         twin.origins[0].as_strided(out.shape, out.stride(), out.storage_offset()).copy_(origins)
 
     def _wrong(self, call: DispatchedCall, out: Tensor) -> Tensor | None:
-        """Where ``out`` has Inf or NaN that the reference does not have; ``None`` if nowhere, and
-        no earlier ones are to be forgotten.
-        """
-        twin = None
-        if is_float(out) and out.layout == torch.strided:
-            twin = self._twins.find(out)
+        """Where ``out`` has new Inf or NaN; ``None`` if nowhere, with no earlier ones to forget."""
+        twin = self._twins.find_strided(out) if is_float(out) else None
         if twin is None:
             return None
         compared = twin.compared.get(region_of(out))
-        known = bool(compared and (compared.value.introduced_inf or compared.value.introduced_nan))
-        if not known and not call.held and twin.origins is None:
+        is_new = bool(compared and (compared.value.introduced_inf or compared.value.introduced_nan))
+        if not is_new and not call.held and twin.origins is None:
             return None
         return self._wrong_in(out.detach(), out)
 
     # -- experiments
 
     def _own(self, call: DispatchedCall, outputs: list[Tensor], wrong: dict[int, Tensor]) -> dict[int, Tensor]:
-        """Where the op gives the same Inf or NaN whatever finite values are put in place of those
-        in its inputs.
-        """
-        trials = [
-            self._trial(call, outputs, functools.partial(self._kept, call, 0, fill)) for fill in (_clamped, _ones)
-        ]
-        found = {}
+        """Where the op gives the same Inf or NaN whatever finite values replace those it reads."""
+        fills: tuple[Fill, ...] = (_clamped, _ones)
+        trials = [self._trial(call, outputs, functools.partial(self._kept, call, 0, fill)) for fill in fills]
+        own = {}
         for index, where in wrong.items():
-            is_nan = outputs[index].isnan()
-            same = [
-                self._wrong_in(its[index], outputs[index]) & (its[index].isnan() == is_nan)
-                for its in trials
-                if index in its
-            ]
-            if len(same) == len(trials):
-                found[index] = where & same[0] & same[1]
-            else:
-                found[index] = torch.zeros_like(where)
-        return found
+            out, results = outputs[index], [trial[index] for trial in trials if index in trial]
+            is_nan = out.isnan()
+            same = [self._wrong_in(result, out) & (result.isnan() == is_nan) for result in results]
+            own[index] = where & same[0] & same[1] if len(same) == len(trials) else torch.zeros_like(where)
+        return own
 
     def _passed_on(self, call: DispatchedCall, outputs: list[Tensor], index: int, where: Tensor, own: Tensor) -> Tensor:
-        """The origins of the Inf and NaN in the elements ``where``: those that cause them alone,
-        else all. In the op's ``own`` elements, those that cause them even if the result is not
-        rounded.
+        """The origins of Inf and NaN in the elements ``where``: those that cause them alone, else
+        all.
+
+        In the op's ``own`` elements, those that cause them even if the result is not rounded.
         """
         held = list(call.held.values())
-        union = _union(*(its.origins for its in held))
-        found = torch.zeros_like(where, dtype=torch.int32)
+        union = _union(*(read.origins for read in held))
+        causes = torch.zeros_like(where, dtype=torch.int32)
         bits = [bit for bit in sorted(set(self._bits.values())) if bit & union]
+        # A single origin needs no experiment.
         out, needed = outputs[index], len(bits) > 1 or bool(own.any())
         for bit in bits if needed and bool(where.any()) else ():
-            kept = functools.partial(self._kept, call, bit, _clamped)
-            wide = self._trial(call, outputs, kept, rounded=False).get(index)
+            argument = functools.partial(self._kept, call, bit, _clamped)
+            wide = self._trial(call, outputs, argument, rounded=False).get(index)
             if wide is not None:
                 rounded = self._wrong_in(wide.to(out.dtype), out)
-                found |= (torch.where(own, self._wrong_in(wide, out), rounded) & where).int() * bit
-        same = [its.origins for its in held if its.origins.shape == where.shape and bool(its.origins.any())]
-        if len(same) != 1:
-            rest = torch.full_like(found, union)
-        else:
+                causes |= (torch.where(own, self._wrong_in(wide, out), rounded) & where).int() * bit
+        # If one input of this shape has them, those of the same element.
+        same = [read.origins for read in held if read.origins.shape == where.shape and bool(read.origins.any())]
+        rest = torch.full_like(causes, union)
+        if len(same) == 1:
             rest = torch.where(same[0] != 0, same[0], union)
-        return torch.where(where & ~own & (found == 0), rest, found)
+        return torch.where(where & ~own & (causes == 0), rest, causes)
 
     def _kept(self, call: DispatchedCall, keep: int, fill: Fill, tensor: Tensor) -> Tensor:
-        """An input, widened, with ``fill`` in place of Inf and NaN but those with an origin in
-        ``keep``.
-        """
+        """An input, widened; ``fill`` replaces Inf and NaN without an origin in ``keep``."""
         held = call.held.get(id(tensor))
         if held is None:
             return widen(tensor, self._twins.wide)
@@ -207,39 +182,41 @@ class NonfiniteOrigins:
     def _trial(
         self, call: DispatchedCall, outputs: list[Tensor], argument: Callable[[Tensor], Tensor], *, rounded: bool = True
     ) -> dict[int, Tensor]:
-        """What replaces each of ``outputs``, by number, if the op runs on ``argument`` of its
-        inputs; empty if it fails on them. In fp32 unless it is ``rounded`` to their dtype.
+        """By number, what replaces the outputs if the op runs on ``argument`` of its inputs.
+
+        Empty if it fails on them. In fp32, unless ``rounded`` to the dtypes of ``outputs``.
         """
         writes = bool(call.before) or (call.traits.mutable and any(id(t) not in call.held for t in call.written()))
-        if writes or call.draws:  # to what has changed since, or it draws other numbers
+        # It writes to what has changed since, or draws other numbers.
+        if writes or call.draws:
             return {}
 
-        def given(value: Any) -> Any:
+        def replaced(value: Any) -> Any:
             if isinstance(value, torch.dtype):
                 return widened_dtype(value, self._twins.wide)
-            if is_float(value):
-                return argument(value)
-            return value
+            return argument(value) if is_float(value) else value
 
         with contextlib.suppress(Exception):
-            results = run_wide(call, *map_args(call.args, call.kwargs, given))
-            pairs = enumerate(zip(outputs, results, strict=False))
-            found = {index: (out, its) for index, (out, its) in pairs if is_float(out) and out.shape == its.shape}
-            return {index: its.to(out.dtype) if rounded else its for index, (out, its) in found.items()}
+            results = run_wide(call, *map_args(call.args, call.kwargs, replaced))
+            by_number = {}
+            for index, (out, result) in enumerate(zip(outputs, results, strict=False)):
+                if is_float(out) and out.shape == result.shape:
+                    by_number[index] = result.to(out.dtype) if rounded else result
+            return by_number
         return {}
 
     def _wrong_in(self, result: Tensor, out: Tensor) -> Tensor:
-        """Where ``result``, in place of ``out``, has Inf or NaN that the reference does not have."""
+        """Where ``result``, in place of ``out``, has Inf or NaN that the reference lacks."""
         return nonfinite_unlike(result, self._twins.reference_of(out))
 
 
 def _union(*origins: Tensor) -> int:
     """The bits that are set somewhere."""
-    found = 0
+    union = 0
     for tensor in origins:
         for bits in tensor.unique().tolist():
-            found |= bits
-    return found
+            union |= bits
+    return union
 
 
 def _clamped(reference: Tensor, dtype: torch.dtype) -> Tensor:

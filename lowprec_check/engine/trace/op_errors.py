@@ -1,5 +1,5 @@
-"""The errors of an op call: what it adds itself (the local error), and how far its outputs are from
-the lockstep reference.
+"""The errors of an op call: what it adds itself (local), and how far its outputs are from the
+reference's.
 
 For the local error, the op runs again on its own low-precision inputs, widened; the difference is
 what this op adds.
@@ -25,15 +25,14 @@ from lowprec_check.engine.trace.pending_figures import Pending
 from lowprec_check.engine.trace.twins import Region, Twin, Twins, region_of
 from lowprec_check.schema.op_calls import OpCall
 
+# A sum that is this part of the norm of what it adds is what rounding leaves of zero in fp32: a few
+# roundoffs of 6e-8 for each element.
 ROUNDING = 1e-5
-"""A sum that is this part of the norm of what it adds is what rounding leaves of zero in fp32: a
-few roundoffs of 6e-8 for each element.
-"""
 
+# Ops whose outputs of one dimension are sums over their first input.
 _SUMS = frozenset(
     f"aten::{name}_backward" for name in ("convolution", "native_batch_norm", "native_layer_norm", "native_group_norm")
 )
-"""Ops whose outputs of one dimension are sums over their first input."""
 
 
 class OpErrors:
@@ -58,42 +57,36 @@ class OpErrors:
     ) -> None:
         self._lockstep, self._twins, self._figures = lockstep, lockstep.twins, lockstep.figures
         self._flipped, self._local, self._count_flushed = flipped, local, count_flushed
+        # By ``id`` of the row: calls with several outputs, none of them used yet, with the
+        # comparison of the first.
         self._unused: dict[int, tuple[OpCall, Callable[[], TensorComparison]]] = {}
-        """By ``id`` of the row: calls with several outputs, none of them used yet, with the
-        comparison of the first.
-        """
 
     def of_input(self, tensor: Tensor) -> Pending[TensorComparison] | None:
-        """How far a tensor is from the reference that an op reads, or the model returns; ``None``
-        if it equals the reference.
-
-        A row gets the errors of the outputs that are used.
-        """
+        """How far a tensor that is read or returned is from the reference; ``None``: equal."""
         twin = self._twins.find(tensor)
         if twin is None or not twin.compared or not is_float(tensor):
             return None
         region = region_of(tensor)
-        known = twin.compared.get(region) or _of_same_elements(twin, region, tensor)
+        pending = twin.compared.get(region) or _of_same_elements(twin, region, tensor)
+        # Its row gets the errors of the outputs that are used.
         if twin.unused is not None:
             row, compared = twin.unused
             twin.unused = None
             self._unused.pop(id(row), None)
             self._add_to_row(row, compared)
-        if known is None:
+        if pending is None:
             references = [_without_repeats(self._twins.reference_of(tensor))]
-            known = twin.compared[region] = self._figures.compare(
-                _without_repeats(tensor), references, count_flushed=self._count_flushed
-            )
-        return known
+            out = _without_repeats(tensor)
+            pending = self._figures.compare(out, references, count_flushed=self._count_flushed)
+            twin.compared[region] = pending
+        return pending
 
     def of_inputs(self, call: DispatchedCall) -> list[Pending[TensorComparison]]:
         """Before the op runs: its inputs that differ from the reference, compared with it."""
         return [compared for compared in map(self.of_input, call.inputs) if compared is not None]
 
     def finish(self, outputs: Iterable[Tensor]) -> None:
-        """At the end: ``outputs`` of the model count as used; the row of a call whose outputs
-        nothing used gets the errors of the first.
-        """
+        """At the end: ``outputs`` of the model count as used; of unused ones, the first counts."""
         for tensor in outputs:
             self.of_input(tensor)
         for row, compared in self._unused.values():
@@ -103,28 +96,26 @@ class OpErrors:
     def measure(
         self, call: DispatchedCall, outputs: list[Tensor], widened: tuple[Args, Kwargs] | None, row: OpCall
     ) -> float | None:
-        """Advance the reference by ``call`` and fill in ``row``; ``widened`` are the call's widened
+        """Advance the reference by ``call`` and fill in ``row``; ``widened`` are its widened
         arguments.
 
         Returns the seconds that the op alone took in fp32, ``None`` if it failed on the reference's
-        tensors. They are those of its own inputs, widened, if it ran on these: results of the
-        reference stay on the tape, so they always take new memory.
+        tensors: on its own inputs, widened, if it ran on these. Results of the reference stay on
+        the tape, so they always take new memory.
         """
         references = self._lockstep.advance(call, outputs)
         if references is None:
             return None
         seconds, call.wide_seconds = call.wide_seconds, None
         self._figures.then(functools.partial(_add_inputs, row, call.input_errors))
-        wide = self._twins.wide
-        if self._local:
-            call.widened_outputs = _widened_outputs(call, widened, outputs, wide)
-        else:
-            call.widened_outputs = None
+        # Without local errors, those of an emulated op are dropped.
+        call.widened_outputs = _widened_outputs(call, widened, outputs, self._twins.wide) if self._local else None
         if call.traits.moves:
             row.local_error = 0.0
         several = len(outputs) > 1 and sum(map(is_float, outputs)) > 1
         for index, (out, reference) in enumerate(zip(outputs, references, strict=True)):
-            if several and out.dtype == torch.uint8:  # a workspace that only its derivative reads
+            # A workspace, which only its derivative reads.
+            if several and out.dtype == torch.uint8:
                 continue
             if out.shape != reference.shape:
                 row.flips += abs(out.numel() - reference.numel())
@@ -133,6 +124,7 @@ class OpErrors:
                 compared = self._compare(call, out, reference, index)
                 if self._is_rounding_alone(call, reference):
                     continue
+                # Of several outputs, only those that are used later count.
                 if several:
                     self._twins.find_or_add(out).unused = (row, compared)
                     self._unused.setdefault(id(row), (row, compared))
@@ -147,9 +139,7 @@ class OpErrors:
     def _compare(
         self, call: DispatchedCall, out: Tensor, reference: Tensor, index: int
     ) -> Callable[[], TensorComparison]:
-        """Compare the output at ``index``, and store that for the ops that read it. Returns what
-        gives the comparison.
-        """
+        """Compare the output at ``index``, for the ops that read it; returns what gives that."""
         against, own = [reference], call.widened_outputs
         if own is not None and index < len(own) and own[index].shape == out.shape:
             against.append(own[index])
@@ -159,12 +149,18 @@ class OpErrors:
         twin = self._twins.find_or_add(out)
         twin.compared, twin.unused = {region_of(out): pending}, None
         twin.cast_to = twin.cast_from = None
-        return functools.partial(_introduced, pending, call.input_errors)
+        inputs = call.input_errors
+
+        def introduced() -> TensorComparison:
+            # NaN, Inf and underflow do not count if an input has a new NaN or Inf.
+            if any(read.value.introduced_inf or read.value.introduced_nan for read in inputs):
+                return pending.value._replace(introduced_inf=0, introduced_nan=0, flushed=None, subnormal=None)
+            return pending.value
+
+        return introduced
 
     def _is_rounding_alone(self, call: DispatchedCall, reference: Tensor) -> bool:
-        """Whether an output is a sum of gradients that is zero but for rounding, as for a bias
-        before a batch norm.
-        """
+        """Whether an output is a sum of gradients that is zero but for rounding."""
         packet = call.traits.packet
         if call.phase != "backward" or not (packet == "aten::sum" or (packet in _SUMS and reference.ndim == 1)):
             return False
@@ -186,7 +182,8 @@ class OpErrors:
         if not call.reports_failure:
             self._figures.then(add)
             return
-        self._figures.settle()  # a check of its ``info`` may follow
+        # A check of its ``info`` may follow.
+        self._figures.settle()
         add()
         if flips.value:
             self._flipped(call, outputs, out)
@@ -204,18 +201,9 @@ class OpErrors:
 
 
 def _add_inputs(row: OpCall, inputs: Sequence[Pending[TensorComparison]]) -> None:
-    compared = [pending.value for pending in inputs]
-    row.input_error = max([0.0, *(each.errors[0] for each in compared)])
-    row.input_flushed = max([0.0, *(each.flushed or 0.0 for each in compared)])
-
-
-def _introduced(pending: Pending[TensorComparison], inputs: Sequence[Pending[TensorComparison]]) -> TensorComparison:
-    """The comparison of an output; NaN, Inf and underflow do not count if an input has a new NaN or
-    Inf.
-    """
-    if any(each.value.introduced_inf or each.value.introduced_nan for each in inputs):
-        return pending.value._replace(introduced_inf=0, introduced_nan=0, flushed=None, subnormal=None)
-    return pending.value
+    comparisons = [pending.value for pending in inputs]
+    row.input_error = max([0.0, *(compared.errors[0] for compared in comparisons)])
+    row.input_flushed = max([0.0, *(compared.flushed or 0.0 for compared in comparisons)])
 
 
 def _add_comparison(row: OpCall, compared: TensorComparison) -> None:
@@ -231,13 +219,12 @@ def _add_comparison(row: OpCall, compared: TensorComparison) -> None:
     row.flushed = max(compared.flushed or 0.0, row.flushed or 0.0)
     if compared.subnormal is not None:
         row.subnormal = max(compared.subnormal, row.subnormal or 0.0)
-    row.rms = compared.rms if row.rms is None else row.rms
+    if row.rms is None:
+        row.rms = compared.rms
 
 
 def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> Pending[TensorComparison] | None:
-    """The comparison of a region with the same elements in another order: of the same size and
-    start, without repeats or gaps.
-    """
+    """The comparison of a region of the same start, with the same elements in another order."""
     for (shape, stride, offset), compared in twin.compared.items():
         same = offset == region[2] and _span(shape, stride) == _span(region[0], region[1]) == tensor.numel()
         if same and math.prod(shape) == tensor.numel():
@@ -264,27 +251,23 @@ def _without_repeats(tensor: Tensor) -> Tensor:
 
 
 def has_local_error(call: DispatchedCall) -> bool:
-    """Whether the op can add an error: not if it moves, casts or draws values, or if nothing that
-    it computes with is narrow.
-    """
+    """Whether the op can add an error: it computes, on something narrow, and does not draw."""
     if not call.traits.computes or not (call.narrows_inside or any(map(is_narrow, call.inputs))):
         return False
     return not call.draws
 
 
 def widened_arguments(call: DispatchedCall, twins: Twins) -> tuple[Args, Kwargs]:
-    """The arguments of ``call`` in their widened dtypes, made before it runs; arguments that it
-    writes to are copied.
-    """
+    """The arguments of ``call`` in widened dtypes, made before it runs; copies where it writes."""
     written = {id(tensor) for tensor in call.written()} if call.traits.mutable else ()
 
     def widened(value: Any) -> Any:
         if isinstance(value, torch.dtype):
             return widened_dtype(value, twins.wide)
-        if not is_float(value):
-            return value.clone() if id(value) in written else value
-        result = widen(value, twins.wide) if id(value) in written else twins.widened(value)
-        return result.clone() if result is value and id(value) in written else result
+        if id(value) not in written:
+            return twins.widened(value) if is_float(value) else value
+        result = widen(value, twins.wide) if is_float(value) else value
+        return result.clone() if result is value else result
 
     return map_args(call.args, call.kwargs, widened)
 
@@ -292,9 +275,7 @@ def widened_arguments(call: DispatchedCall, twins: Twins) -> tuple[Args, Kwargs]
 def _widened_outputs(
     call: DispatchedCall, arguments: tuple[Args, Kwargs] | None, outputs: list[Tensor], wide: torch.dtype
 ) -> list[Tensor] | None:
-    """The outputs of the op on ``arguments``; for a cast, the values before it. ``None`` if the op
-    fails.
-    """
+    """The op's outputs on ``arguments``, of a cast the values before it; ``None`` on failure."""
     if call.traits.casts:
         source, out = call.inputs[0], outputs[0]
         if not is_float(source) or not is_float(out):
@@ -316,43 +297,46 @@ def _widened_outputs(
 def added_errors(
     call: DispatchedCall, outputs: list[Tensor], exact: Sequence[Tensor | None] | None, *, waits: bool = True
 ) -> list[AddedErrors]:
-    """What the op adds to each of ``outputs`` before rounding, and by rounding; ``exact`` are the
-    outputs without either.
+    """What the op adds to each output before rounding, and by rounding; ``exact``: without either.
 
     Rounding is that of the results on the rounded parameters, unless these need almost no rounding:
     a bias that is rounded already. Then it is that of ``exact``, which is as large as the error.
     ``waits``: whether this may wait for an accelerator.
     """
     errors: list[AddedErrors] = []
+    own_results, exact = call.widened_outputs or (), exact or ()
     for index, out in enumerate(outputs):
-        known = exact[index] if exact is not None and index < len(exact) else None
-        if known is None or not is_float(out) or known.shape != out.shape or (call.traits.selects and not index):
+        exact_out = exact[index] if index < len(exact) else None
+        is_selection = call.traits.selects and not index
+        if exact_out is None or not is_float(out) or exact_out.shape != out.shape or is_selection:
             errors.append((None, None))
             continue
         if not is_narrow(out):
-            errors.append((out.to(known.dtype) - known, None))
+            errors.append((out.to(exact_out.dtype) - exact_out, None))
             continue
-        own = call.widened_outputs[index] if index < len(call.widened_outputs or ()) else known  # type: ignore[index]
-        own = own if own.shape == out.shape else known
-        in_chunks = _added_in_chunks(out, own, known) if waits else None
+        own = exact_out
+        if index < len(own_results) and own_results[index].shape == out.shape:
+            own = own_results[index]
+        in_chunks = _added_in_chunks(out, own, exact_out) if waits else None
         if in_chunks is not None:
             errors.append(in_chunks)
             continue
         rounding = rounding_of(own, out.dtype)
-        if own is not known:
-            of_exact = rounding_of(known, out.dtype)
+        if own is not exact_out:
+            of_exact = rounding_of(exact_out, out.dtype)
             is_less = rounding.norm() < of_exact.norm() / 2
-            rounding = (
-                torch.where(is_less, of_exact, rounding) if not waits else of_exact if bool(is_less) else rounding
-            )
-        wide = out.to(known.dtype) if out.dtype.itemsize == 1 else out  # 8 bits are not promoted
-        errors.append((torch.sub(wide, known).sub_(rounding), rounding))
+            if not waits:
+                rounding = torch.where(is_less, of_exact, rounding)
+            elif bool(is_less):
+                rounding = of_exact
+        # torch does not promote dtypes of 8 bits.
+        wide = out.to(exact_out.dtype) if out.dtype.itemsize == 1 else out
+        errors.append((torch.sub(wide, exact_out).sub_(rounding), rounding))
     return errors
 
 
 def _added_in_chunks(out: Tensor, own: Tensor, exact: Tensor) -> AddedErrors | None:
-    """The same on a CPU, in chunks that stay in cache: a tensor is read once, and written in 16
-    bits without NaN and Inf.
+    """The same in chunks that stay in cache: a tensor is read once, and written in 16 bits, finite.
 
     ``None`` if the tensors are not on a CPU, dense, in fp32 and of one layout.
     """
@@ -362,41 +346,41 @@ def _added_in_chunks(out: Tensor, own: Tensor, exact: Tensor) -> AddedErrors | N
     same = all(tensor.stride() == exact.stride() and tensor.shape == exact.shape for tensor in tensors)
     if not same or not is_dense(exact) or not exact.dtype == own.dtype == torch.float32 or not exact.numel():
         return None
-    low, wide, known = (
-        tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()) for tensor in tensors
-    )
-    wide = known if own is exact else wide
+    flat = [tensor.detach().as_strided((tensor.numel(),), (1,), tensor.storage_offset()) for tensor in tensors]
+    low, flat_exact = flat[0], flat[2]
+    flat_own = flat_exact if own is exact else flat[1]
     results = [torch.empty_strided(exact.shape, exact.stride(), dtype=COMPACT) for _ in range(2)]
     into = [result.as_strided((result.numel(),), (1,)) for result in results]
-    mine, its, zeros = _fill(low, wide, known, into)
-    if mine < its / 4:
-        _, _, zeros = _fill(low, known, known, into)
+    square_own, square_exact, zeros = _fill(low, flat_own, flat_exact, into)
+    # Half the norm, as in :func:`added_errors`.
+    if square_own < square_exact / 4:
+        _, _, zeros = _fill(low, flat_exact, flat_exact, into)
     added, rounding = (None if zero else result for zero, result in zip(zeros, results, strict=True))
     return added, rounding
 
 
 def _fill(out: Tensor, own: Tensor, exact: Tensor, results: list[Tensor]) -> tuple[float, float, list[bool]]:
-    """Write the two errors, with the rounding of ``own``. The squared norms of its rounding and of
-    that of ``exact``, and whether each result is zero.
-    """
-    mine = its = 0.0
+    """Write both errors, with the rounding of ``own``; its square, that of ``exact``, zeros."""
+    square_own = square_exact = 0.0
     zeros = [True, True]
     for start in range(0, len(out), CHUNK):
-        low, wide, known = (tensor[start : start + CHUNK] for tensor in (out, own, exact))
+        low, wide, exact_part = (tensor[start : start + CHUNK] for tensor in (out, own, exact))
         error, rounding, narrow = (buffer[: len(low)] for buffer in _chunk_buffers(out.dtype))
         if own is not exact:
-            torch.sub(rounding.copy_(narrow.copy_(known)), known, out=rounding)
-            its += rounding.dot(rounding).item()
+            torch.sub(rounding.copy_(narrow.copy_(exact_part)), exact_part, out=rounding)
+            square_exact += rounding.dot(rounding).item()
         torch.sub(rounding.copy_(narrow.copy_(wide)), wide, out=rounding)
-        mine += rounding.dot(rounding).item()
-        error.copy_(low).sub_(known).sub_(rounding)
+        square_own += rounding.dot(rounding).item()
+        error.copy_(low).sub_(exact_part).sub_(rounding)
         for index, values in enumerate((error, rounding)):
             smallest, largest = (number.item() for number in values.aminmax())
             if not math.isfinite(largest - smallest):
                 smallest, largest = (number.item() for number in values.nan_to_num_(0.0, 0.0, 0.0).aminmax())
             results[index][start : start + CHUNK].copy_(values)
             zeros[index] = zeros[index] and smallest == largest == 0
-    return mine, its if own is not exact else mine, zeros
+    if own is exact:
+        square_exact = square_own
+    return square_own, square_exact, zeros
 
 
 @functools.cache

@@ -1,6 +1,4 @@
-"""What an op does, read once per overload from its schema and tags; and the tensors and dtypes
-among its arguments and results.
-"""
+"""What an op does, read once per overload; and the tensors and dtypes among its arguments."""
 
 from __future__ import annotations
 
@@ -38,9 +36,7 @@ class OpTraits(NamedTuple):
     skipped: bool
     """Allocates without writing, or reads metadata: nothing to compare."""
     view: bool
-    """Returns an alias and writes nothing; or changes how a tensor shows its storage
-    (``transpose_``).
-    """
+    """Returns an alias and writes nothing, or changes how a tensor shows its storage (``t_``)."""
     mutable: bool
     written: tuple[int | str, ...]
     """Positions and names of the arguments that the op writes to."""
@@ -60,9 +56,7 @@ class OpTraits(NamedTuple):
     computes: bool
     """Can add an error unless it draws random numbers: does not only move or cast values."""
     number_slots: tuple[tuple[int, str], ...]
-    """Positions and names of the arguments that may hold a number that it takes in the dtype of its
-    tensors.
-    """
+    """Positions and names of arguments for a number that it takes in the dtype of its tensors."""
     workspaces: tuple[int, ...]
     """Positions of what the forward op left for its derivative. With inputs in fp32, oneDNN's LSTM
     reads and writes past its end.
@@ -104,8 +98,8 @@ def traits(func: OpOverload) -> OpTraits:
         selects=packet in _SELECTIONS and len(schema.returns) == 2,
         calls_ops=not of_torch or packet in _FUSED or is_explicit(func),
         computes=not (moves or casts),
-        number_slots=tuple((index, each.name) for index, each in enumerate(schema.arguments) if each.name in numbers),
-        workspaces=tuple(index for index, each in enumerate(schema.arguments) if each.name in _WORKSPACES),
+        number_slots=tuple((index, a.name) for index, a in enumerate(schema.arguments) if a.name in numbers),
+        workspaces=tuple(index for index, a in enumerate(schema.arguments) if a.name in _WORKSPACES),
     )
 
 
@@ -113,14 +107,16 @@ def _aten(*names: str) -> frozenset[str]:
     return frozenset(f"aten::{name}" for name in names)
 
 
+# Ops that copy all values of a tensor to a new one.
 COPIES = _aten("clone", "contiguous", "permute_copy", "view_copy")
-"""Ops that copy all values of a tensor to a new one."""
 
+# Ops with nothing to compare: they allocate without writing, or read metadata.
 _SKIPPED = frozenset({"prim::device", "prim::layout"}) | _aten(
     *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "empty_permuted"),
     *("_efficientzerotensor", "is_pinned", "sym_size", "sym_stride", "sym_numel", "sym_storage_offset"),
 )
 
+# Ops that move or select values without arithmetic: their local error is 0 by definition.
 _MOVES = COPIES | _aten(
     *("cat", "stack", "repeat", "repeat_interleave", "unbind_copy", "split_with_sizes_copy", "copy_"),
     *("index", "index_select", "gather", "embedding", "take", "masked_select", "where", "tril", "triu"),
@@ -130,32 +126,34 @@ _MOVES = COPIES | _aten(
     *("roll", "flip", "channel_shuffle", "pixel_shuffle", "pixel_unshuffle", "unfold_backward"),
     *("relu", "relu_", "neg", "neg_", "abs", "clamp_min", "clamp_min_", "hardtanh", "max_pool2d_with_indices"),
 )
-"""Ops that move or select values without arithmetic: their local error is 0 by definition."""
-
 _CASTS = frozenset({"aten::_to_copy", "aten::to", "prims::convert_element_type"})
 
+# Legacy ops that write their running statistics, which their schema does not declare.
 _UNDECLARED_WRITES = {
     "aten::native_batch_norm": (3, 4),
     "aten::cudnn_batch_norm": (3, 4),
     "aten::miopen_batch_norm": (3, 4),
     "aten::batch_norm_update_stats": (1, 2),
 }
-"""Legacy ops that write their running statistics, which their schema does not declare."""
 
+# They have the tag of ops that change how a tensor shows its storage, but give it another one.
 _RESIZES = _aten("resize_", "resize_as_", "set_", "rename_")
-"""Ops with the tag of those that change how a tensor shows its storage, which give it another one."""
 
+# Ops of torch whose kernels call other ops, to which autocast applies.
 _FUSED = _aten("_transformer_encoder_layer_fwd", "_native_multi_head_attention")
 
+# Ops that return (values, indices): the reference's values are gathered along ``dim`` by the
+# indices chosen here.
 _SELECTIONS = _aten("topk", "sort", "max", "min", "median", "nanmedian", "kthvalue", "mode", "cummax", "cummin")
-"""Ops that return (values, indices): the reference's values are gathered along ``dim`` by the
-indices chosen here.
-"""
 
+# They take a number in the dtype of the tensor: ``0 < 1e-8`` is false in fp16.
 _COMPARISONS = ("lt", "le", "gt", "ge", "eq", "ne")
 COMPARISONS = _aten(*_COMPARISONS, *(f"{name}_" for name in _COMPARISONS))
-"""They take a number in the dtype of the tensor: ``0 < 1e-8`` is false in fp16."""
 
+# By op, in place or not: the arguments that it takes in the dtype of its tensors, as observed on a
+# CPU and on CUDA. Products and quotients are left out: their kernels take the number in fp32, and
+# ``6e4 * 1e-8`` is not 0 in fp16. So are a sum with ``alpha``, and the ``eps`` of normalizations
+# and fused optimizers, which compute in fp32.
 _NUMBERS_IN_LOW: dict[str, tuple[str, ...]] = {
     # The result is rounded to the dtype of the output: 0 + 1e-8 is 0.
     **dict.fromkeys(["add", "sub", "rsub"], ("other",)),
@@ -173,16 +171,10 @@ _NUMBERS_IN_LOW: dict[str, tuple[str, ...]] = {
     "nan_to_num": ("nan", "posinf", "neginf"),
     **dict.fromkeys(_COMPARISONS, ("other",)),
 }
-"""By op, in place or not: the arguments that it takes in the dtype of its tensors.
-
-Observed on a CPU and on CUDA. Products and quotients are left out: their kernels take the number in
-fp32, and ``6e4 * 1e-8`` is not 0 in fp16. So are a sum with ``alpha``, and the ``eps`` of
-normalizations and fused optimizers, which compute in fp32.
-"""
 
 
 def map_args(args: Args, kwargs: Kwargs, function: Callable[[Any], Any]) -> tuple[Args, Kwargs]:
-    """Apply ``function`` to every tensor and dtype among the arguments, lists of tensors included."""
+    """Apply ``function`` to every tensor and dtype among the arguments, also in lists."""
     mapped = tuple([map_values(value, function) for value in args])
     return mapped, {key: map_values(value, function) for key, value in kwargs.items()} if kwargs else {}
 
@@ -195,9 +187,7 @@ def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
         return value
     if isinstance(value, (list, tuple)) and value and not isinstance(value[0], (int, float)):
         mapped = [map_values(item, function) for item in value]
-        if hasattr(value, "_fields"):
-            return type(value)(*mapped)
-        return type(value)(mapped)
+        return type(value)(*mapped) if hasattr(value, "_fields") else type(value)(mapped)
     if isinstance(value, dict):
         return {key: map_values(item, function) for key, item in value.items()}
     return value
@@ -205,25 +195,23 @@ def map_values(value: Any, function: Callable[[Any], Any]) -> Any:
 
 def tensors_in(args: Args, kwargs: Kwargs) -> list[Tensor]:
     """All tensors among the arguments, those in lists included."""
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for value in (*args, *kwargs.values()) if kwargs else args:
         if isinstance(value, Tensor):
-            found.append(value)
+            tensors.append(value)
         elif isinstance(value, (list, tuple)):
             for item in value:
                 if isinstance(item, Tensor):
-                    found.append(item)
+                    tensors.append(item)
                 elif isinstance(item, (list, tuple)):
-                    found += [inner for inner in item if isinstance(inner, Tensor)]
-    return found
+                    tensors += [inner for inner in item if isinstance(inner, Tensor)]
+    return tensors
 
 
 def outputs_of(out: Any) -> list[Tensor]:
     """The strided tensors that an op returned, in order."""
     if isinstance(out, Tensor):
-        if out.layout == torch.strided:
-            return [out]
-        return []
+        return [out] if out.layout == torch.strided else []
     if isinstance(out, (list, tuple)):
         return [tensor for item in out for tensor in outputs_of(item)]
     return []
@@ -256,20 +244,16 @@ def _joined(dtypes: tuple[torch.dtype, ...]) -> str:
 
 @functools.cache
 def _short_names() -> dict[torch.dtype, str]:
-    """``f16`` for ``torch.float16``: the marks of all float formats, the first format of each
-    dtype; and of fp64.
-    """
+    """``f16`` for ``torch.float16``: the mark of each dtype's first float format; and of fp64."""
     names = {torch.float64: "f64"}
-    for known in formats():
-        names.setdefault(torch_dtype(known), known.mark)
+    for format_ in formats():
+        names.setdefault(torch_dtype(format_), format_.mark)
     return names
 
 
 def shape_text(outputs: list[Tensor]) -> str:
     """The shape of the first tensor, ``4×64×56×56``; empty if there is none."""
-    if outputs:
-        return _shape_text(outputs[0].shape)
-    return ""
+    return _shape_text(outputs[0].shape) if outputs else ""
 
 
 @functools.lru_cache(TEXTS)

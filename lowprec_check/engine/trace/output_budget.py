@@ -1,6 +1,4 @@
-"""The error budget of an output: follows the error of each op to the output, and adds it up by
-place.
-"""
+"""The error budget of an output: follows the error of each op to it, and adds it up by place."""
 
 from __future__ import annotations
 
@@ -24,24 +22,21 @@ from lowprec_check.schema.module_paths import paths_above
 from lowprec_check.schema.op_calls import OpCall
 
 PROBES = 1
-"""Random directions in which errors are followed, beside the direction of the output's own error."""
+"""Random directions in which errors are followed, beside that of the output's own error."""
 
 MOST_SHARES = 200
 LEAST_SHARE = 1e-4
 """Smaller shares are not listed."""
 
+# If the sizes of the shares add up to this many times their sum, errors cancel each other, and
+# shares are those of energy.
 _CANCELLING = 3.0
-"""If the sizes of the shares add up to this many times their sum, errors cancel each other, and
-shares are those of energy.
-"""
 
+# Below this share of rounding, chance does not matter: other errors are the same in every run.
 _LEAST_ROUNDING = 0.1
-"""If rounding has a smaller share, chance is of no account: other errors are the same in every run."""
 
 Source = tuple[str, str, str | None, bool]
-"""What a share is added up by: module, op, source line, and whether it is rounding where results
-leave the module of the op.
-"""
+"""A place: module, op, source line, and whether it is rounding of results that leave the module."""
 
 
 def error_budget(
@@ -53,8 +48,7 @@ def error_budget(
     autocast: bool,
     seed: int,
 ) -> ErrorBudget:
-    """The budget of ``outputs``, the tensors in the output of a recorded run; sets the shares of
-    its rows.
+    """The budget of ``outputs``, the tensors of a recorded run; sets the shares of its rows.
 
     ``fp32`` are the outputs of the plain fp32 run; ``None`` if they cannot be compared, because
     they draw other random numbers: then the reference's are used. ``modules`` are those that were
@@ -74,23 +68,25 @@ def error_budget(
         floating = [tensor for tensor in fp32 if is_float(tensor) and tensor.numel()]
         if [tensor.shape for tensor in floating] != [leaf.low.shape for leaf in leaves]:
             return ErrorBudget(reason="the output differs in structure from that of fp32")
-        leaves = [leaf._replace(fp32=its.to(leaf.low.device)) for leaf, its in zip(leaves, floating, strict=True)]
+        leaves = [leaf._replace(fp32=out.to(leaf.low.device)) for leaf, out in zip(leaves, floating, strict=True)]
     reason = None
     if not leaves:
         reason = "the output has no floating-point values"
-    elif fp32 is None and all(leaf.lost is not None for leaf in leaves):  # there is nothing to compare them with
+    elif fp32 is None and all(leaf.lost is not None for leaf in leaves):
+        # There is nothing to compare them with.
         reason = leaves[0].lost
     elif not all(bool(leaf.low.isfinite().all()) for leaf in leaves if bool(leaf.fp32.isfinite().all())):
         reason = "the output has NaN or Inf"
     if reason is not None:
         return ErrorBudget(reason=reason)
-    leaf, *others = sorted(leaves, key=_telling, reverse=True)
-    if leaf.lost is not None and _relative_error(leaf) > 0:
+    # By error; last those that are all zeros in fp32, whose infinite error tells little.
+    errors = [_relative_error(leaf) for leaf in leaves]
+    first, *others = sorted(range(len(leaves)), key=lambda i: (errors[i] != math.inf, errors[i]), reverse=True)
+    leaf = leaves[first]
+    if leaf.lost is not None and errors[first] > 0:
         return ErrorBudget(reason=leaf.lost, output_rms=norm_of(leaf.fp32) / math.sqrt(leaf.low.numel()))
     budget = _Budget(tape, leaf, frozenset(modules), autocast, seed).compute()
-    next_error = 0.0
-    if others:
-        next_error = _relative_error(others[0])
+    next_error = errors[others[0]] if others else 0.0
     return msgspec.structs.replace(budget, next_error=next_error if math.isfinite(next_error) else None)
 
 
@@ -104,21 +100,11 @@ class _Leaf(NamedTuple):
     """Why errors cannot be followed to it."""
 
 
-def _telling(leaf: _Leaf) -> tuple[bool, float]:
-    """A key to sort by: by the error, those last that are all zeros in fp32, whose error is
-    infinite and tells little.
-    """
-    error = _relative_error(leaf)
-    return error != math.inf, error
-
-
 def _relative_error(leaf: _Leaf) -> float:
     size, error = norm_of(leaf.fp32), norm_of(_difference(leaf.low, leaf.fp32))
     if size:
         return error / size
-    if error:
-        return math.inf
-    return 0.0
+    return math.inf if error else 0.0
 
 
 def _difference(some: Tensor, other: Tensor) -> Tensor:
@@ -158,8 +144,9 @@ class _Budget:
             for kind, change in enumerate(op.by)
             if change is not None
         ]
-        zeros = torch.zeros(0, 1 + PROBES)
-        along = (torch.stack([its.to(self.error.device) for *_, its in entries]).cpu() if entries else zeros).double()
+        along = torch.zeros(0, 1 + PROBES).double()
+        if entries:
+            along = torch.stack([change.to(self.error.device) for *_, change in entries]).cpu().double()
         total = along.sum(0)
         explained = float(total[0]) / self.error_norm
         shares = dict(zip([entry[:2] for entry in entries], self._shares(along, explained), strict=True))
@@ -184,40 +171,31 @@ class _Budget:
         )
 
     def _spread(self, ops: Sequence[TapedOp], rounding: float) -> float:
-        """:attr:`ErrorBudget.spread`, given the share of all rounding.
-
-        The square of a sum of independent errors varies as that of as many equal ones as its size,
-        squared, holds variances along itself.
-        """
+        # :attr:`ErrorBudget.spread`: the square of a sum of independent errors varies as that of as
+        # many equal ones as its size, squared, holds variances along itself.
         along = [op.energies[0][:1] for op in ops if op.energies is not None]
-        variance = 0.0
-        if along:
-            variance = float(squares(torch.cat(along)).sum())
+        variance = float(squares(torch.cat(along)).sum()) if along else 0.0
         if variance <= 0.0 or rounding < _LEAST_ROUNDING:
             return 0.0
         return min(1.0, math.sqrt(2.0 * variance / rounding) / self.error_norm)
 
     def _directions(self) -> Tensor:
-        """Directions of the output: that of its error, of length 1; then random ones, orthogonal to
-        it, for its other changes.
-        """
+        """Directions of the output: its error's, of length 1; random ones orthogonal to it."""
         first = (self.error / self.error_norm).reshape(-1)
         generator = torch.Generator(first.device).manual_seed(self.seed)
-        found = [first]
+        orthogonal = [first]
         for _ in range(PROBES):
             random = torch.randn(len(first), generator=generator, dtype=first.dtype, device=first.device)
-            found.append(random - (random @ first) * first)
-        directions = torch.stack(found).float().reshape(len(found), *self.error.shape)
+            orthogonal.append(random - (random @ first) * first)
+        directions = torch.stack(orthogonal).float().reshape(len(orthogonal), *self.error.shape)
         if self.leaf.low.is_complex():
             return torch.view_as_complex(directions)
         return directions
 
     def _shares(self, along: Tensor, explained: float) -> list[float]:
-        """The share of each row of ``along``: what its error changes along the error of the output.
-
-        Where errors cancel each other, as in an output of few numbers, that is a matter of chance:
-        there the expected squares of the changes are used.
-        """
+        """The share of each row of ``along``: its change along the error of the output."""
+        # Where errors cancel each other, as in an output of few numbers, these are a matter of
+        # chance: there the expected squares of the changes are used.
         signed = along[:, 0] / self.error_norm
         if not len(signed) or float(signed.abs().sum()) <= _CANCELLING * abs(explained):
             return signed.tolist()
@@ -232,88 +210,68 @@ class _Places:
         """``shares`` are those of ops, by position and kind: before rounding, and by rounding."""
         self._rows, self._shares = rows, shares
         self._kept: dict[str, Kept] = {}
+        # By module, the share that goes if it is kept in fp32.
         self._gone: dict[str, float] = {}
-        """By module, the share that goes if it is kept in fp32."""
 
     def add(self, module: str, kept: Kept) -> None:
         """Add what goes with ``module`` in fp32."""
         self._kept[module] = kept
-        gone = [share * self._part(module, index, kind) for (index, kind), share in self._of(kept)]
-        gone_along = math.fsum(gone)
-        # outside this range it is not independent of the other errors: at best, what goes has no
-        # other component
-        if 0.0 <= gone_along <= 1.0:
-            self._gone[module] = gone_along
-        else:
-            self._gone[module] = gone_along * (2.0 - gone_along)
+        places = [(index, kind) for index in kept.ops for kind in (0, 1) if (index, kind) in self._shares]
+        gone = math.fsum(self._shares[place] * self._part(module, *place) for place in places)
+        # Outside this range it is not independent of the other errors: at best, what goes has no
+        # other component.
+        if not 0.0 <= gone <= 1.0:
+            gone *= 2.0 - gone
+        self._gone[module] = gone
 
     def modules(self) -> list[ModuleShare]:
-        """The share that goes with each module in fp32, the largest first; those too small to
-        matter are left out.
-        """
+        """The share that goes with each module in fp32, the largest first; without tiny ones."""
         ordered = sorted(self._gone, key=lambda path: -self._gone[path])
-        found = (ModuleShare(module=path, share=self._gone[path]) for path in ordered)
-        return [each for each in found if abs(each.share) >= LEAST_SHARE][:MOST_SHARES]
+        notable = [path for path in ordered if abs(self._gone[path]) >= LEAST_SHARE]
+        return [ModuleShare(module=path, share=self._gone[path]) for path in notable[:MOST_SHARES]]
 
     def entries(self) -> Iterator[tuple[Source, float]]:
-        """All shares by place. If one goes with any of several modules, it counts for the one with
-        which most goes.
-        """
+        """All shares by place; of several modules, the one with which most goes counts."""
         first: dict[int, str] = {}
         innermost = sorted(self._kept, key=lambda path: (-self._gone[path], -path.count(".")))
         for path in innermost:
-            below = {op for other in self._children(path) for op in self._kept[other].ops}
+            below = {op for other in self._kept if other.startswith(f"{path}.") for op in self._kept[other].ops}
             for op in self._kept[path].ops - below:
                 first.setdefault(op, path)
         for (index, kind), share in self._shares.items():
             row = self._rows[index]
             row.share = (row.share or 0.0) + share
-            own = 1.0
-            if row.module:
-                own = self._part(row.module, index, kind)
+            own = self._part(row.module, index, kind) if row.module else 1.0
             if kind and own < 1.0:
                 row.leaving = (row.leaving or 0.0) + share * (1.0 - own)
+            # What goes with a module already does not count for those around it; the rest counts
+            # for the model itself.
             done = 0.0
-            for path in self._upwards(first.get(index, "")):
-                part = 1.0
-                if path:
-                    part = self._part(path, index, kind)
+            innermost_path = first.get(index, "")
+            for path in (innermost_path, *paths_above(innermost_path), ""):
+                if path and path not in self._kept:
+                    continue
+                part = self._part(path, index, kind) if path else 1.0
                 if part != done:
-                    yield (path, row.op, row.source, bool(kind) and path != first.get(index, "")), share * (part - done)
+                    yield (path, row.op, row.source, bool(kind) and path != innermost_path), share * (part - done)
                 done = part
-
-    def _of(self, kept: Kept) -> Iterator[tuple[tuple[int, int], float]]:
-        for index in kept.ops:
-            for kind in (0, 1):
-                if (index, kind) in self._shares:
-                    yield (index, kind), self._shares[index, kind]
 
     def _part(self, module: str, index: int, kind: int) -> float:
         """Which part of the error of an op goes with ``module`` in fp32."""
         kept = self._kept.get(module)
         if kept is None or index not in kept.ops:
             return 0.0
-        if kind:
-            return 1.0 - kept.rounded.get(index, 0.0)
-        return 1.0
-
-    def _upwards(self, path: str) -> Iterator[str]:
-        """``path`` and the modules above it that can be kept, then the model itself."""
-        yield from (found for found in (path, *paths_above(path)) if found in self._kept)
-        yield ""
-
-    def _children(self, path: str) -> Iterator[str]:
-        return (other for other in self._kept if other.startswith(f"{path}."))
+        return 1.0 - kept.rounded.get(index, 0.0) if kind else 1.0
 
 
-def by_place(found: Iterable[tuple[Source, float]]) -> tuple[list[Share], float]:
-    """Shares added up by place, largest first; and the sum of those too small to list, or too many."""
+def by_place(entries: Iterable[tuple[Source, float]]) -> tuple[list[Share], float]:
+    """Shares added up by place, largest first; and the sum of those that are not listed."""
     grouped: dict[Source, list[float]] = defaultdict(list)
-    for place, share in found:
+    for place, share in entries:
         grouped[place].append(share)
     shares = [
-        Share(module=module, op=op, source=source, rounding=rounding, share=math.fsum(its), calls=len(its))
-        for (module, op, source, rounding), its in grouped.items()
+        Share(module=module, op=op, source=source, rounding=rounding, share=math.fsum(parts), calls=len(parts))
+        for (module, op, source, rounding), parts in grouped.items()
     ]
     large = sorted((share for share in shares if abs(share.share) >= LEAST_SHARE), key=lambda share: -abs(share.share))
     listed = sorted(large[:MOST_SHARES], key=lambda share: -share.share)
@@ -332,24 +290,22 @@ class Returned(NamedTuple):
     tensor: Tensor
     """On the storage that the ops of the model wrote, if ``lost`` is ``None``."""
     compared: Tensor
-    """As it is compared with that of fp32: one of ``output_tensors``. The same object, unless its
-    dtype is converted.
-    """
+    """As it is compared with fp32's; the same object, unless its dtype is converted."""
     lost: str | None = None
     """Why no error can be followed to it, in words."""
 
 
 def returned(parts: Iterable[OutputPart], twins: Twins) -> list[Returned]:
-    """The tensors of an output, in the order of ``output_tensors``; of a NumPy array, the tensor
-    that it shares memory with.
-    """
-    found = []
+    """The tensors of an output, in the order of ``output_tensors``; an array's is on its memory."""
+    tensors = []
     for leaf, tensor, is_own in ((part.leaf, part.tensor, part.is_own) for part in parts):
+        result = Returned(tensor, tensor)
         if leaf.is_nested or leaf.layout != torch.strided:
-            found.append(Returned(tensor, tensor, NOT_DENSE))
-        elif is_own:
-            found.append(Returned(tensor if tensor.dtype == leaf.dtype else leaf, tensor))
-        else:
+            result = Returned(tensor, tensor, NOT_DENSE)
+        elif not is_own:
             written = twins.on_storage(leaf)
-            found.append(Returned(tensor, tensor, OUTSIDE) if written is None else Returned(written, written))
-    return found
+            result = Returned(tensor, tensor, OUTSIDE) if written is None else Returned(written, written)
+        elif tensor.dtype != leaf.dtype:
+            result = Returned(leaf, tensor)
+        tensors.append(result)
+    return tensors

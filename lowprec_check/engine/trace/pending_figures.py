@@ -1,5 +1,4 @@
-"""Figures that an accelerator still computes: they are read in batches, and what depends on them is
-done then, in order.
+"""Figures that an accelerator still computes: they are read in batches, and used then, in order.
 
 Waiting for each figure would leave the accelerator idle while the host prepares the next op, and
 the host idle while it computes. Special cases (NaN, Inf) need the compared tensors again, so these
@@ -54,15 +53,13 @@ class Pending(Generic[T]):
 
 
 class PendingFigures:
-    """The figures of one run, in order. Unless ``deferred``, all are computed at once, and all
-    actions done at once.
-    """
+    """The figures of one run, in order; unless ``deferred``, all computed and used at once."""
 
     def __init__(self, *, deferred: bool = False, everywhere: bool = False, free_memory: int = 0) -> None:
         self.deferred = deferred
         self._held = max(HELD, int(free_memory * PART_HELD))
+        # Whether figures on a CPU are deferred too: for tests.
         self._everywhere = everywhere
-        """Whether figures on a CPU are deferred too: for tests."""
         self._open = _Batch()
         self._closed: deque[_Batch] = deque()
 
@@ -103,9 +100,7 @@ class PendingFigures:
                     held.copy(written)
 
     def settle(self) -> None:
-        """Read all figures, and do all actions. Raises the first exception of an action, after all
-        of them.
-        """
+        """Read all figures, and do all actions; then raise the first exception of an action."""
         self._read(wait=True)
 
     def _defers(self, tensor: Tensor) -> bool:
@@ -122,19 +117,16 @@ class PendingFigures:
             self._read(wait=False)
 
     def _read(self, *, wait: bool) -> None:
-        """Close the open batch, and read all batches; unless ``wait``, those that have arrived, and
-        what holds too much memory.
-        """
+        """Close the open batch and read all; unless ``wait``, those ready or too large to hold."""
         if len(self._open):
             self._open.close()
             self._closed.append(self._open)
             self._open = _Batch()
         failures: list[Exception] = []
-        while self._closed and (
-            wait
-            or self._closed[0].is_ready()
-            or sum(batch.nbytes for batch in self._closed) > self._held * (1 - BATCH_PART)
-        ):
+        most_bytes = self._held * (1 - BATCH_PART)
+        while self._closed:
+            if not (wait or self._closed[0].is_ready() or sum(batch.nbytes for batch in self._closed) > most_bytes):
+                break
             failures += self._closed.popleft().finish()
         if failures:
             raise failures[0]
@@ -161,17 +153,15 @@ Column = tuple[torch.device, torch.dtype, float | None]
 
 
 class _Batch:
-    """Figures that are copied to the host together. Its norms are computed when it is closed, by
-    one op for all of a column.
-    """
+    """Figures copied to the host together; norms of a column are computed by one op at the end."""
 
     def __init__(self) -> None:
         self.nbytes = 0
         """Memory that its comparisons hold."""
         self.held: list[_Held] = []
         self._figures: dict[Column, list[Figure]] = defaultdict(list)
+        # Each with where its figures are: column, start, end.
         self._actions: list[tuple[Callable[[list[float]], None], list[tuple[Column, int, int]]]] = []
-        """Each with where its figures are: column, start, end."""
         self._copies: dict[Column, Tensor] = {}
         self._events: list[Any] = []
         self._stream: Any = None
@@ -191,11 +181,11 @@ class _Batch:
     ) -> None:
         """Add figures, what is done with their values, and the comparison that they belong to."""
         slots = []
-        for column, its in itertools.groupby(figures, _column_of):
-            known = self._figures[column]
-            start = len(known)
-            known.extend(its)
-            slots.append((column, start, len(known)))
+        for column, group in itertools.groupby(figures, _column_of):
+            in_column = self._figures[column]
+            start = len(in_column)
+            in_column.extend(group)
+            slots.append((column, start, len(in_column)))
         self._actions.append((action, slots))
         if compared is not None:
             self.held.append(_Held(compared))
@@ -203,6 +193,7 @@ class _Batch:
 
     def close(self) -> None:
         """Start to copy the figures to the host."""
+        # The copy runs on the current stream, the figures may be computed on another.
         if self._stream is not None and _stream(self._stream[0]) != self._stream:
             torch.get_device_module(self._stream[0]).synchronize(self._stream[0])
         for column, figures in self._figures.items():
@@ -253,9 +244,7 @@ def _stream(device: torch.device) -> Any:
     if device.type == "cpu":
         return None
     current = getattr(torch.get_device_module(device), "current_stream", None)
-    if current is None:
-        return None
-    return (device, current(device))
+    return None if current is None else (device, current(device))
 
 
 def _storage(tensor: Tensor) -> int:

@@ -1,6 +1,4 @@
-"""Where an op runs: the phase of a training step, the module, and the user's line; in backward,
-those of the forward op.
-"""
+"""Where an op runs: phase of training, module, the user's line; in backward the forward op's."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ class Places:
     A node of the autograd graph has the sequence number that was current when its op was called in
     the forward pass. The ops that its backward calls belong to the module and the line noted for
     this number. ``phase`` returns the part of the step that runs; without it, only the forward pass
-    is run, and nothing is noted.
+    runs, and nothing is noted.
     """
 
     def __init__(self, stack: ModuleStack, phase: Callable[[], Phase] | None = None) -> None:
@@ -42,9 +40,7 @@ class Places:
     @property
     def phase(self) -> Phase | None:
         """The part of the step that runs; ``None`` if only the forward pass is run."""
-        if self._phase is None:
-            return None
-        return self._phase()
+        return None if self._phase is None else self._phase()
 
     def own(self, model: nn.Module) -> None:
         """Note which module owns each parameter of ``model``."""
@@ -75,26 +71,21 @@ class Places:
         self._created.setdefault(torch.autograd._get_sequence_nr() - 1, place)  # type: ignore[attr-defined]
 
     def of_node(self, node: Any) -> OpPlace | None:
-        """Where a node of the autograd graph was created; ``None`` if there is none, or that is
-        unknown.
-        """
+        """Where a node of the autograd graph was created; ``None`` without one, or if unknown."""
         if node is None:
             return None
         if accumulates(node):
             owner = self._owners.get(id(node.variable))
-            if owner is None:
-                return None
-            return OpPlace(owner)
+            return None if owner is None else OpPlace(owner)
+        # An op that reached no mode was called just after one that did.
         number = node._sequence_nr()
-        while number >= 0 and number not in self._created:  # an op that reached no mode, just after one that did
+        while number >= 0 and number not in self._created:
             number -= 1
         return self._created.get(number)
 
 
 def _creates_nodes(phase: Phase) -> bool:
-    """Whether ops create nodes: in backward, those that a checkpoint computes again with
-    ``use_reentrant=True``.
-    """
+    # In backward, a checkpoint with ``use_reentrant=True`` computes ops again.
     return phase == "forward" or (phase == "backward" and torch.is_grad_enabled())
 
 
@@ -112,11 +103,9 @@ def nodes_of(loss: Tensor) -> Iterator[Any]:
 
 
 def custom_function() -> str | None:
-    """The name of the ``torch.autograd.Function`` whose ``backward`` runs; ``None`` outside of one."""
+    """The name of the ``torch.autograd.Function`` whose ``backward`` runs; ``None`` outside."""
     function = getattr(torch._C._current_autograd_node(), "_forward_cls", None)
-    if function is None:
-        return None
-    return str(function.__name__)
+    return None if function is None else str(function.__name__)
 
 
 def accumulates(node: Any) -> bool:

@@ -1,6 +1,4 @@
-"""Dispatch modes for plain runs, which no recorder explains: kernels withheld on request, the first
-NaN, the same random numbers.
-"""
+"""Dispatch modes for runs without a recorder: kernels withheld, the first NaN, the same draws."""
 
 from __future__ import annotations
 
@@ -27,7 +25,7 @@ from lowprec_check.engine.trace.places import CallSite
 from lowprec_check.errors import UsageError
 from lowprec_check.schema.precisions import FloatFormat, formats
 
-# -- kernels withheld: an op fails for a dtype in every run, as if this build of torch had no kernel for it
+# -- kernels withheld: an op fails for a dtype in every run, as if torch had no kernel for it
 
 _FORMATS = {
     spelling: described for described in formats() for spelling in (*described.aliases, described.name, described.short)
@@ -44,36 +42,30 @@ class WithheldKernel(NamedTuple):
 
 
 def parse_withheld(specs: Iterable[str]) -> list[WithheldKernel]:
-    """Parse ``aten.dot:half``; raises :class:`UsageError` for an op or dtype that does not exist."""
-    found = []
+    """Parse ``aten.dot:half``; raises :class:`UsageError` for an unknown op or dtype."""
+    kernels = []
     for spec in specs:
         match = _SPEC.fullmatch(spec)
-        format_ = None
-        if match:
-            format_ = _FORMATS.get(match["dtype"])
-        if match is None or format_ is None:
+        if match is None or match["dtype"] not in _FORMATS:
             raise UsageError(
                 f"{spec!r} names no kernel to run without.",
                 f"Write an op and a dtype, such as aten.dot:half; dtypes: {', '.join(_FORMATS)}.",
             )
         op, overload = match["op"], match["overload"]
         if not hasattr(torch.ops.aten, op):
-            raise UsageError(
-                f"This torch has no op aten.{op}.", "Write the op as it is named in the findings of a scan."
-            )
+            hint = "Write the op as it is named in the findings of a scan."
+            raise UsageError(f"This torch has no op aten.{op}.", hint)
         overloads = getattr(torch.ops.aten, op).overloads()
         if overload not in (None, *overloads):
             raise UsageError(f"This torch has no op aten.{op}.{overload}.", f"aten.{op} has {', '.join(overloads)}.")
-        found.append(WithheldKernel(op, overload, format_))
-    return found
+        kernels.append(WithheldKernel(op, overload, _FORMATS[match["dtype"]]))
+    return kernels
 
 
 def withholding(specs: Iterable[str]) -> contextlib.AbstractContextManager[Any]:
     """A context in which the kernels of ``specs`` are missing; does nothing for none."""
     withheld = parse_withheld(specs)
-    if withheld:
-        return _Withholding(withheld)
-    return contextlib.nullcontext()
+    return _Withholding(withheld) if withheld else contextlib.nullcontext()
 
 
 class _Withholding(DispatchMode):
@@ -95,29 +87,27 @@ class _Withholding(DispatchMode):
 
 
 def first_nonfinite(ready: Prepared, args: tuple[Any, ...], kwargs: dict[str, Any], seed: int) -> CallSite | None:
-    """The first op with finite inputs and a non-finite output; ``None`` if the NaN or Inf comes
-    from a weight or an input.
-    """
+    """The first op that gives NaN or Inf from finite inputs; ``None`` if no op does."""
     seed_everything(seed)
     inputs, named = ready.inputs(args, kwargs)
     with ModuleStack(ready.model) as stack, _FirstNonfinite(stack) as mode, ready.context():
         call_model(ready.call, inputs, named)
-    found: CallSite | None = mode.found
-    return found
+    site: CallSite | None = mode.site
+    return site
 
 
 class _FirstNonfinite(DispatchMode):
     def __init__(self, stack: ModuleStack) -> None:
         super().__init__()
         self.stack = stack
-        self.found: CallSite | None = None
+        self.site: CallSite | None = None
 
     def handle(self, func: OpOverload, args: Any, kwargs: Any, keys: AutocastKeys) -> Any:
         op = traits(func)
-        inputs_finite = self.found is None and not op.skipped and all(map(_finite, tensors_in(args, kwargs)))
+        inputs_finite = self.site is None and not op.skipped and all(map(_finite, tensors_in(args, kwargs)))
         out = run_op(func, args, kwargs, keys)
         if inputs_finite and not all(_finite(tensor) for _, tensor in leaves(out)):
-            self.found = (op.name, self.stack.current, source_line(sys._getframe(1)))
+            self.site = (op.name, self.stack.current, source_line(sys._getframe(1)))
         return out
 
 
@@ -164,9 +154,7 @@ class RecordDraws(DispatchMode):
 
 
 class ReplayDraws(DispatchMode):
-    """Gives the random calls of an fp32 run the random numbers of a recorded run; raises
-    :class:`DrawsDiffer`.
-    """
+    """Gives the random calls of an fp32 run recorded draws; raises :class:`DrawsDiffer`."""
 
     def __init__(self, recorded: Sequence[Draw]) -> None:
         super().__init__()
@@ -183,10 +171,9 @@ class ReplayDraws(DispatchMode):
         state = state_before(call)
         if state is None:
             return call.run()
-        draw = None
-        if self._left:
-            draw = self._left[0]
-        given = self._with_inputs_of(call, draw)
+        # The same numbers on the same inputs, if this call fits the next of the recorded run.
+        draw = self._left[0] if self._left else None
+        replaced = self._with_inputs_of(call, draw)
         if draw is not None:
             state.state = draw.state.state
             state.generator.set_state(state.state)
@@ -194,23 +181,21 @@ class ReplayDraws(DispatchMode):
         if not has_drawn(call, state):
             return out
         outputs = call.results(out)
-        if draw is None or given is None or [t.shape for t in outputs[:1]] != [t.shape for t in draw.outputs[:1]]:
+        if draw is None or replaced is None or [t.shape for t in outputs[:1]] != [t.shape for t in draw.outputs[:1]]:
             raise DrawsDiffer(f"{call.traits.name} there, {draw.op if draw else 'nothing'} here")
-        widened = rerun(call, state, *given)
-        for out_, low, mine in zip(outputs, draw.outputs, widened, strict=False):
-            if out_.shape == low.shape == mine.shape:
-                out_.copy_(followed(low, out_.clone(), mine))
+        widened = rerun(call, state, *replaced)
+        for out_, low, wide in zip(outputs, draw.outputs, widened, strict=False):
+            if out_.shape == low.shape == wide.shape:
+                out_.copy_(followed(low, out_.clone(), wide))
         self._left.pop(0)
         return out
 
     def _with_inputs_of(self, call: DispatchedCall, draw: Draw | None) -> tuple[Args, Kwargs] | None:
-        """The arguments of ``call`` with the floating inputs of ``draw``; ``None`` if they do not
-        fit.
-        """
-        mine = [tensor for tensor in call.inputs if is_float(tensor)]
-        if draw is None or [t.shape for t in mine] != [t.shape for t in draw.inputs]:
+        """The arguments of ``call`` with the floating inputs of ``draw``; ``None`` if unfit."""
+        inputs = [tensor for tensor in call.inputs if is_float(tensor)]
+        if draw is None or [t.shape for t in inputs] != [t.shape for t in draw.inputs]:
             return None
-        by_id = {id(tensor): other for tensor, other in zip(mine, draw.inputs, strict=True)}
+        by_id = {id(tensor): other for tensor, other in zip(inputs, draw.inputs, strict=True)}
 
         def replaced(value: Any) -> Any:
             if not isinstance(value, Tensor):

@@ -1,6 +1,4 @@
-"""What the values of one op that a format cannot hold do to the output: the fp32 model runs with
-nothing but these changed.
-"""
+"""What values of one op that a format cannot hold do to the output of the fp32 model."""
 
 from __future__ import annotations
 
@@ -45,23 +43,20 @@ class OutOfRange(NamedTuple):
 
 
 def places_to_try(calls: OpCalls, mark: str) -> list[OutOfRange]:
-    """The places of a forward pass at which values leave the range of the format ``mark``, ``f16``,
-    the worst first.
-    """
-    found: dict[tuple[str, Place], OutOfRange] = {}
+    """The places of a forward pass where values leave the range of the format ``mark``, f16."""
+    worst: dict[tuple[str, Place], OutOfRange] = {}
     for row in calls.rows():
         if not row.is_forward or row.outcome == "rescued" or row.dtypes.rpartition("→")[2] != mark:
             continue
-        its = (
-            OutOfRange("Inf", row.introduced_inf, row.exact_place),
-            OutOfRange("zero", row.flushed or 0.0, row.exact_place),
-        )
-        for each, is_there in zip(its, (row.introduced_inf, row.flushes), strict=True):
-            if is_there:
-                found[each.becomes, each.place] = max(
-                    each, found.get((each.becomes, each.place), each), key=operator.attrgetter("amount")
-                )
-    return sorted(found.values(), key=lambda each: (each.becomes, -each.amount))[:MOST_TRIALS]
+        ends: list[OutOfRange] = []
+        if row.introduced_inf:
+            ends.append(OutOfRange("Inf", row.introduced_inf, row.exact_place))
+        if row.flushes:
+            ends.append(OutOfRange("zero", row.flushed or 0.0, row.exact_place))
+        for trial in ends:
+            key = (trial.becomes, trial.place)
+            worst[key] = max(trial, worst.get(key, trial), key=operator.attrgetter("amount"))
+    return sorted(worst.values(), key=lambda trial: (trial.becomes, -trial.amount))[:MOST_TRIALS]
 
 
 def try_places(
@@ -76,24 +71,24 @@ def try_places(
     seed: int,
     seconds: float,
 ) -> list[RangeTrial]:
-    """A trial of each of ``places``, as long as ``seconds`` last: ``ready``, the fp32 model, runs
-    with Inf and zeros where ``dtype`` has them.
+    """A trial of each place while ``seconds`` last: the fp32 model ``ready`` with ``dtype``'s Inf
+    and zeros.
 
     ``fp32`` are the tensors in its output. A place at which nothing leaves the range in fp32 is
     left out; those of ops that fp32 does not call, such as casts of autocast, are not tried.
     """
-    found: list[RangeTrial] = []
+    trials: list[RangeTrial] = []
     called: set[tuple[str, str]] = set()
 
-    def tried(its: OutOfRange) -> RangeTrial | None:
-        inputs, (module, op, source, nth) = ready.inputs(args, kwargs), its.place
+    def tried(out_of_range: OutOfRange) -> RangeTrial | None:
+        inputs, (module, op, source, nth) = ready.inputs(args, kwargs), out_of_range.place
         with ModuleStack(ready.model) as stack, contextlib.ExitStack() as changed:
-            mode = _Changing(stack, its, dtype)
+            mode = _Changing(stack, out_of_range, dtype)
+            # The casts of inputs and weights are no ops of this run.
             if op.startswith("cast input"):
-                wanted, several = op.removeprefix("cast input").strip(), op != "cast input"
-                named = {
-                    id(tensor) for path, tensor in leaves(inputs) if not several or path.partition(".")[2] == wanted
-                }
+                name, all_tensors = op.removeprefix("cast input").strip(), op == "cast input"
+                paths = ((path.partition(".")[2], tensor) for path, tensor in leaves(inputs))
+                named = {id(tensor) for path, tensor in paths if all_tensors or path == name}
                 inputs = map_tensors(inputs, lambda tensor: mode.changed(tensor) if id(tensor) in named else tensor)
             elif op.startswith("cast "):
                 path = ".".join(filter(None, (module, op.removeprefix("cast "))))
@@ -110,7 +105,7 @@ def try_places(
             op=op,
             source=source,
             nth=nth,
-            becomes=its.becomes,
+            becomes=out_of_range.becomes,
             values=mode.values,
             status=status,
             rel_l2=compared.error.rel_l2,
@@ -119,18 +114,19 @@ def try_places(
     snapshot, started = Snapshot(ready.model, (args, kwargs)), system.monotonic()
     try:
         number = 0
-        for its in places:
-            if called and its.place[:2] not in called and not its.place[1].startswith("cast "):
+        for place in places:
+            if called and place.place[:2] not in called and not place.place[1].startswith("cast "):
                 continue
+            # If one more trial takes as long as the others, is there time for it?
             if number and (system.monotonic() - started) * (number + 1) / number > seconds:
                 break
-            trial, number = tried(its), number + 1
+            trial, number = tried(place), number + 1
             snapshot.rewind()
             if trial is not None:
-                found.append(trial)
+                trials.append(trial)
     finally:
         snapshot.restore()
-    return found
+    return trials
 
 
 @contextlib.contextmanager
@@ -149,15 +145,13 @@ def _changed_weight(ready: Prepared, path: str, mode: _Changing) -> Iterator[Non
 
 
 class _Changing(DispatchMode):
-    """Runs ops as given; at the place of ``its``, results get the Inf or the zeros that ``dtype``
-    has for them.
-    """
+    """Runs ops as given; at one place, results get the Inf or zeros that ``dtype`` has for them."""
 
-    def __init__(self, stack: ModuleStack, its: OutOfRange, dtype: torch.dtype) -> None:
+    def __init__(self, stack: ModuleStack, out_of_range: OutOfRange, dtype: torch.dtype) -> None:
         super().__init__()
-        self._stack, self._place, self._dtype = stack, its.place, dtype
+        self._stack, self._place, self._dtype = stack, out_of_range.place, dtype
         self._on_line: dict[CallSite, dict[int, int]] = {}
-        self._gets_inf = its.becomes == "Inf"
+        self._gets_inf = out_of_range.becomes == "Inf"
         self.values = 0
         """How many values were changed."""
         self.called: set[tuple[str, str]] = set()
@@ -184,9 +178,6 @@ class _Changing(DispatchMode):
         if not is_float(tensor) or tensor.is_complex():
             return tensor
         rounded = tensor.to(self._dtype).to(tensor.dtype)
-        if self._gets_inf:
-            wrong = rounded.isinf() & tensor.isfinite()
-        else:
-            wrong = (rounded == 0) & (tensor != 0)
+        wrong = rounded.isinf() & tensor.isfinite() if self._gets_inf else (rounded == 0) & (tensor != 0)
         self.values += int(wrong.sum())
         return torch.where(wrong, rounded, tensor)

@@ -1,5 +1,4 @@
-"""The dispatch mode that records one run of a model as rows of op calls and gaps. Rules judge them
-later.
+"""The dispatch mode that records one run of a model as rows of op calls and gaps, judged later.
 
 Per op call, in this order: widen its inputs for the local error, run it (:mod:`execution`), run the
 same op on the reference's tensors (:mod:`lockstep`) and compare the results (:mod:`op_errors`).
@@ -8,6 +7,7 @@ same op on the reference's tensors (:mod:`lockstep`) and compare the results (:m
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -66,31 +66,32 @@ class Recorder(DispatchMode):
         self.faults: dict[str, None] = {}
         """Failures of the instruments themselves: messages, in order, each once."""
         self.drew = False
-        """Whether an op has drawn random numbers: any op, if no errors are computed, else one that
-        low-precision values reach.
-        """
+        """Whether an op drew random numbers: any if errors are off, else an involved one."""
         self.flow = DataFlow()
         self.magnitudes = MagnitudeSamples()
         self.origins = None if lockstep.figures.deferred or errors == "none" else lockstep.origins
+        follow = errors != "none"
         self.execution = Execution(
-            low, lockstep, journal, self.emulation, follow_reference=errors != "none", breadcrumb=breadcrumb
+            low, lockstep, journal, self.emulation, follow_reference=follow, breadcrumb=breadcrumb
         )
-        self._op_errors = OpErrors(
-            lockstep,
-            self.execution.solver_failures.add,
-            local=errors == "both",
-            count_flushed=underflows(low),
-        )
+        flipped = self.execution.solver_failures.add
+        self._op_errors = OpErrors(lockstep, flipped, local=errors == "both", count_flushed=underflows(low))
         self._errors, self._timed = errors, timed
         self._on_line: dict[CallSite, dict[int, int]] = {}
 
     def handle(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
         """Record one op call, and return its result."""
         call = DispatchedCall(func, args, kwargs, keys)
-        if call.traits.skipped or _is_meta(call):
+        if call.traits.skipped or any(tensor.is_meta for tensor in call.inputs):
+            return call.run()
+        # On the device ``meta`` it computes shapes alone, as derivatives in forward mode do.
+        device = kwargs.get("device")
+        if device is not None and torch.device(device).type == "meta":
             return call.run()
         if call.traits.view:
             return self._run_view(call)
+
+        # Before the op runs: what it writes to is lost afterwards.
         self._begin(call, sys._getframe(1))
         state = widened = None
         if call.involved or self._errors == "none":
@@ -105,9 +106,7 @@ class Recorder(DispatchMode):
 
     @observing()
     def finish(self, outputs: list[Tensor], compared: list[Tensor], *, complete: bool) -> None:
-        """After the run, ``complete`` unless it raised: ``outputs`` of the model count as used;
-        ``compared`` are those that are judged.
-        """
+        """After the run, ``complete`` unless it raised; ``outputs`` are used by the caller."""
         self._op_errors.finish(outputs)
         self._settle()
         if self.origins is not None and complete:
@@ -121,9 +120,7 @@ class Recorder(DispatchMode):
             self._note_fault("the op calls", error)
 
     def _run_view(self, call: DispatchedCall) -> Any:
-        """Run a view. It shares the twin of the tensor it views, so only a view that fails is
-        recorded.
-        """
+        """Run a view: it shares the twin of what it views, so only a failing one is recorded."""
         self.places.note(sys._getframe(2))
         try:
             out = call.run()
@@ -137,9 +134,7 @@ class Recorder(DispatchMode):
         return out
 
     def _begin(self, call: DispatchedCall, frame: FrameType) -> None:
-        """Find out where ``call`` is and whether low-precision values reach it, and note the
-        storages that it reads.
-        """
+        """Find where ``call`` is, what it reads, and whether low-precision values reach it."""
         call.module, call.lines = self.places.of(frame)
         call.instruction = instruction_of(frame)
         call.phase = self.places.phase
@@ -153,9 +148,7 @@ class Recorder(DispatchMode):
         call.involved = involved
 
     def _guarded(self, call: DispatchedCall, observe: Callable[..., T], *args: Any) -> T | None:
-        """Return ``observe(*args)``; an exception of the instruments is recorded and does not reach
-        the model.
-        """
+        """Return ``observe(*args)``; an exception of the instruments does not reach the model."""
         try:
             with observing():
                 result: T = observe(*args)
@@ -167,14 +160,13 @@ class Recorder(DispatchMode):
     def _note_fault(self, what: str, error: Exception) -> None:
         reason = first_line(message_of(error))
         words = f"lowprec-check failed to measure {what}: {reason}"
-        if "NestedTensor" in reason:  # torch calls it an internal error
+        # torch calls it an internal error.
+        if "NestedTensor" in reason:
             words = f"{what} was not measured: it computes on nested tensors, which have no sizes"
         self.faults[words] = None
 
     def _prepare(self, call: DispatchedCall, may_draw: bool) -> tuple[Args, Kwargs] | None:
-        """Before the op runs: make twins for what it writes to, and widen its arguments for the
-        reruns.
-        """
+        """Before the op runs: make twins for its writes, and widen its arguments for reruns."""
         with torch._C._DisableAutocast():
             call.input_errors = self._op_errors.of_inputs(call)
             if self.origins is not None:
@@ -206,7 +198,8 @@ class Recorder(DispatchMode):
                 self._measure(call, outputs, widened, state, row)
         position = len(self.journal.rows)
         row.reads = self.flow.reads(call, position)
-        if not self.lockstep.gives_constant(call):  # a cast of a parameter is as the parameter itself
+        # A cast of a parameter is as the parameter itself.
+        if not self.lockstep.gives_constant(call):
             self.flow.wrote(outputs, position)
         if self._errors != "none" and outputs and call.phase in (None, "forward"):
             self.magnitudes.add_outputs(call, outputs, self.lockstep.twins)
@@ -220,9 +213,7 @@ class Recorder(DispatchMode):
         state: GeneratorState | None,
         row: OpCall,
     ) -> None:
-        """Advance the reference, compare the outputs with it, and record on the tape what the op
-        adds.
-        """
+        """Advance the reference, compare the outputs with it, put the op's errors on the tape."""
         exact: Sequence[Tensor | None] | None
         if state is not None and widened is not None and has_drawn(call, state):
             self.drew = True
@@ -233,6 +224,7 @@ class Recorder(DispatchMode):
                 row.reference_ms = _milliseconds(seconds)
                 self.emulation.add_timing(call.traits.name, call.seconds, seconds)
             exact = call.widened_outputs
+            # What the op would return with the fp32 values of parameters.
             if call.exact_arguments is not None and not call.traits.casts and self.lockstep.tape is not None:
                 with contextlib.suppress(Exception):
                     exact = run_wide(call, *call.exact_arguments)
@@ -248,12 +240,6 @@ class Recorder(DispatchMode):
             self.origins.after(call, outputs, row)
 
 
-def _is_meta(call: DispatchedCall) -> bool:
-    """Whether it computes a shape alone, on the device `meta`, as derivatives in forward mode do."""
-    device = call.kwargs.get("device")
-    return any(tensor.is_meta for tensor in call.inputs) or (device is not None and torch.device(device).type == "meta")
-
-
 def _milliseconds(seconds: float) -> float:
     """Milliseconds with four decimals, rounded down."""
     return int(seconds * 1e7) / 1e4
@@ -263,19 +249,15 @@ FROM_INPUT = 0
 """In :attr:`OpCall.reads`: an input of the model, which no op call wrote."""
 
 _OVERWRITES = frozenset("aten::" + name for name in ["copy_", "fill_", "zero_", "normal_", "uniform_", "bernoulli_"])
+# Ops that read the shape of a tensor, not its values.
 _LIKE = frozenset(
-    "aten::" + name
-    for name in [
-        *("zeros_like", "ones_like", "full_like", "rand_like", "randn_like", "randint_like"),
-        *("new_zeros", "new_ones", "new_full"),
-    ]
+    [f"aten::{name}_like" for name in ["zeros", "ones", "full", "rand", "randn", "randint"]]
+    + [f"aten::new_{name}" for name in ["zeros", "ones", "full"]]
 )
-"""Ops that read the shape of a tensor, not its values."""
 
 
 class DataFlow:
-    """The op call that last wrote each live storage: the connections between modules, residual ones
-    included.
+    """The op call that last wrote each live storage: how modules are connected.
 
     As twins, the writer of a value belongs to its *storage*: views need no handling, and an op that
     writes in place reads what it changes, so that a chain of writes stays connected.
@@ -290,22 +272,22 @@ class DataFlow:
         self._inputs.update(map(storage_key, tensors))
 
     def reads(self, call: DispatchedCall, position: int) -> tuple[int, ...]:
-        """For each floating input of the call at ``position``, how many calls before it the last
-        writer is.
+        """For each floating input of the call at ``position``, how many calls ago it was written.
 
-        :data:`FROM_INPUT` for an input of the model, of any dtype, that no call has written to. Parameters, and what was made
-        without reading anything, are left out; each number occurs once.
+        :data:`FROM_INPUT` for an input of the model, of any dtype, that no call has written to.
+        Parameters, and what was made without reading anything, are left out; each number occurs
+        once.
         """
-        found: dict[int, None] = {}
+        distances: dict[int, None] = {}
         for tensor in _read_by(call):
             key = storage_key(tensor)
-            known = self._writers.get(key)
-            if known is None:
+            writer = self._writers.get(key)
+            if writer is None:
                 if key in self._inputs:
-                    found[FROM_INPUT] = None
+                    distances[FROM_INPUT] = None
             elif is_float(tensor):
-                found[position - known[0]] = None
-        return tuple(found)
+                distances[position - writer[0]] = None
+        return tuple(distances)
 
     def wrote(self, outputs: Iterable[Tensor], position: int) -> None:
         """The call at ``position`` has written ``outputs``."""
@@ -313,21 +295,17 @@ class DataFlow:
         for tensor in outputs:
             storage = tensor.untyped_storage()
             key: int = storage._cdata
-            known = writers.get(key)
-            writers[key] = (position, self._removed_with(storage, key) if known is None else known[1])
-
-    def _removed_with(self, storage: Any, key: int) -> weakref.ref[Any]:
-        """What removes the writer of ``storage`` when it is freed: its key may be given to another
-        one.
-        """
-        writers = self._writers
-        return weakref.ref(storage, lambda _: writers.pop(key, None))
+            writer = writers.get(key)
+            if writer is not None:
+                writers[key] = (position, writer[1])
+                continue
+            # When the storage is freed, its key may be given to another one.
+            forget = functools.partial(lambda freed, _: writers.pop(freed, None), key)
+            writers[key] = (position, weakref.ref(storage, forget))
 
 
 def _read_by(call: DispatchedCall) -> Iterable[Tensor]:
-    """The inputs whose values are read: not those that the call only overwrites, with ``out=`` or
-    as a whole.
-    """
+    """The inputs whose values are read, not those only overwritten, with ``out=`` or as a whole."""
     if call.traits.packet in _LIKE:
         return ()
     if not call.traits.mutable:
@@ -335,8 +313,7 @@ def _read_by(call: DispatchedCall) -> Iterable[Tensor]:
     named = {name: value for name, value in call.kwargs.items() if name not in call.traits.written}
     read = [tensor for tensor in tensors_in(call.args, named) if tensor.layout == torch.strided]
     if call.traits.packet in _OVERWRITES and read:
-        values = read[0].numel() * read[0].element_size()
-        if values == read[0].untyped_storage().nbytes():
+        nbytes = read[0].numel() * read[0].element_size()
+        if nbytes == read[0].untyped_storage().nbytes():
             return read[1:]
-        return read
     return read

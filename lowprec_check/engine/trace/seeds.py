@@ -1,10 +1,9 @@
-"""The start of the lockstep reference: the fp32 values of weights, buffers and inputs become the
-twins of their casts.
-"""
+"""The start of the reference: fp32 weights, buffers and inputs become twins of their casts."""
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -15,21 +14,20 @@ from lowprec_check.engine.core.dispatch_mode import observing
 from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widen, widened_dtype
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
-from lowprec_check.engine.model.streamed_weights import ReadBack, converted, is_unread, stream_of
+from lowprec_check.engine.model.streamed_weights import ReadBack, WeightStream, converted, is_unread, stream_of
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.ops import dtype_flow, shape_text
 from lowprec_check.engine.trace.pending_figures import Pending
 from lowprec_check.engine.trace.twins import region_of
 from lowprec_check.schema.op_calls import OpCall
 
+# A cast of a weight gets a row if it flushes more than this share of the non-zeros to zero.
 _NOTABLE_FLUSHED = 0.01
-"""A cast of a weight gets a row if it flushes more than this share of the non-zeros to zero."""
 
 
 @observing()
 def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], rows: list[OpCall]) -> None:
-    """Set the twins of parameters and buffers from ``fp32``, by name; of streamed weights, when
-    they are read.
+    """Set the twins of parameters and buffers from ``fp32``, by name; of streamed ones when read.
 
     Adds a row ``cast weight`` for each that overflows or underflows in its cast, which no op of the
     run shows.
@@ -41,7 +39,8 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         lockstep.add_parameter(tensor)
         if wide is None or not is_float(tensor):
             return
-        if wide.dtype.itemsize == 1:  # which few kernels take
+        # Few kernels take dtypes of 8 bits.
+        if wide.dtype.itemsize == 1:
             wide, is_exact = widen(wide, lockstep.wide), _holds(tensor.dtype, wide.dtype)
         low = tensor.detach()
         lockstep.twins.seed(low, wide)
@@ -61,30 +60,33 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
             seed(name, tensor, fp32.get(name))
     stream = stream_of(model)
     if stream is not None:
-        seen, read_back = set[str](), ReadBack(stream)
-        if lockstep.full_tape is not None:
-            lockstep.full_tape.saving = read_back.hooks
-
-        def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
-            dtype = widened_dtype(saved.dtype, lockstep.wide)
-            wide = None
-            if dtype != low.dtype:
-                wide = converted(saved, low.device, dtype)
-            is_exact = _holds(low.dtype, saved.dtype)
-            seed(name, low, wide, [] if name in seen else rows, is_exact=is_exact)  # one row, however often it is read
-            seen.add(name)
-            twin = lockstep.twins.find(low)
-            read_back.note(name, low, *([] if twin is None or twin.tensor is None else [twin.tensor]))
-            lockstep.figures.settle()
-
-        stream.restart(seed_read)
+        _seed_when_read(stream, lockstep, rows, seed)
     lockstep.figures.settle()
 
 
+def _seed_when_read(stream: WeightStream, lockstep: Lockstep, rows: list[OpCall], seed: Callable[..., None]) -> None:
+    seen, read_back = set[str](), ReadBack(stream)
+    if lockstep.full_tape is not None:
+        lockstep.full_tape.saving = read_back.hooks
+
+    def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
+        dtype = widened_dtype(saved.dtype, lockstep.wide)
+        wide = None
+        if dtype != low.dtype:
+            wide = converted(saved, low.device, dtype)
+        # One row, however often it is read.
+        seed(name, low, wide, [] if name in seen else rows, is_exact=_holds(low.dtype, saved.dtype))
+        seen.add(name)
+        twin = lockstep.twins.find(low)
+        read_back.note(name, low, *([] if twin is None or twin.tensor is None else [twin.tensor]))
+        lockstep.figures.settle()
+
+    stream.restart(seed_read)
+
+
 def _holds(low: torch.dtype, saved: torch.dtype) -> bool:
-    """Whether a cast to ``low`` changes no value of ``saved``. torch does not promote floats of 8
-    bits; fp16 lacks most powers of 2 in e8m0.
-    """
+    """Whether a cast to ``low`` changes no value of ``saved``."""
+    # torch does not promote floats of 8 bits; fp16 lacks most powers of 2 in e8m0.
     if saved.itemsize == 1:
         return "e8m0" not in str(saved)
     return torch.promote_types(saved, low) == low
@@ -93,16 +95,15 @@ def _holds(low: torch.dtype, saved: torch.dtype) -> bool:
 def _add_cast(
     rows: list[OpCall], lockstep: Lockstep, row: OpCall, wide: Tensor, low: Tensor, pending: Pending[TensorComparison]
 ) -> None:
-    """Add the row of the cast of a weight or an input, unless it loses nothing notable to overflow
-    or underflow.
-    """
+    """Add the row of a cast weight or input, if it loses something notable to its dtype's range."""
     compared = pending.value
     lost = bool(compared.introduced_inf or compared.introduced_nan)
     if not lost and (compared.flushed or 0.0) <= _NOTABLE_FLUSHED:
         return
+    # The ops that read it count what is lost for this row, not for themselves.
     only_lost = compared._replace(errors=[0.0], flushed=None)
     lockstep.twins.find_or_add(low).compared = {region_of(low): Pending(only_lost)}
-    found = msgspec.structs.replace(
+    cast_row = msgspec.structs.replace(
         row,
         dtypes=dtype_flow([wide], [low]),
         shape=shape_text([low]),
@@ -114,9 +115,9 @@ def _add_cast(
         subnormal=compared.subnormal,
         compared_values=compared.elements if lost else 0,
     )
-    rows.append(found)
+    rows.append(cast_row)
     if lost and not lockstep.figures.deferred:
-        lockstep.origins.seed(found, low, wide)
+        lockstep.origins.seed(cast_row, low, wide)
 
 
 @observing()
@@ -138,9 +139,6 @@ def seed_inputs(lockstep: Lockstep, cast: Any, original: Any, device: torch.devi
             lockstep.figures.then(functools.partial(_add_cast, rows, lockstep, row, exact, low, compared))
         lockstep.figures.settle()
         if lockstep.tape is not None:
-            if rows and rows[-1].op == row.op:
-                found = rows[-1]
-            else:
-                found = OpCall("cast input")
-            lockstep.tape.add_source(found, low, (None, low.to(exact.dtype) - exact))
+            source = rows[-1] if rows and rows[-1].op == row.op else OpCall("cast input")
+            lockstep.tape.add_source(source, low, (None, low.to(exact.dtype) - exact))
     return rows

@@ -1,5 +1,4 @@
-"""Twins: a twin holds the values that a storage of the low-precision run has in the fp32 (or fp64)
-reference.
+"""Twins: the values that a storage of the low-precision run has in the fp32 (or fp64) reference.
 
 A twin belongs to a *storage*, not to a tensor. A view of the low-precision storage corresponds to
 the same view of the twin, so views, in-place ops and ``out=`` need no special handling. A storage
@@ -46,37 +45,25 @@ class Twin:
 
     def __init__(self, tensor: Tensor | None, *, shared: bool = False) -> None:
         self.tensor = tensor
-        """The reference values, in the layout of the storage; ``None``: the storage is its own
-        reference.
-        """
+        """The reference values, laid out as the storage; ``None``: the storage's own values."""
         self.shared = shared
         """Whether the values belong to the caller; they are copied before the first write."""
         self.compared: dict[Region, Pending[TensorComparison]] = {}
-        """Parts of the storage, compared with these values since the last write; empty if they
-        equal these.
-        """
+        """Parts of the storage, compared since the last write; empty if they equal these values."""
         self.unused: tuple[OpCall, Callable[[], TensorComparison]] | None = None
-        """The row of the call that wrote these values, and what gives their comparison, as long as
-        no op has used them.
-        """
+        """The row that wrote these values, and their comparison, until an op uses them."""
         self.pending_complex = False
-        """Whether this complex64 result of a rescue is pending: real values computed from it are
-        cast to the low dtype.
-        """
+        """Whether it is a rescue's complex64 result: real values from it are cast to low."""
         self.cast_from: tuple[Region, torch.dtype] | None = None
         """The part that a cast gave, and the dtype that it was cast from."""
         self.cast_to: tuple[Region, torch.dtype] | None = None
         """The part that was cast last, since the last write, and the dtype that it was cast to."""
         self.constant = False
-        """Whether the values are those of a parameter, or a cast or copy of one, which no op of the
-        run has changed.
-        """
+        """Whether the values are those of a parameter, or an unchanged cast or copy of one."""
         self.is_exact = False
         """Whether these are the values of the storage, widened, as long as they are ``shared``."""
         self.origins: tuple[Tensor, int] | None = None
-        """See :mod:`nonfinite_origins`: an integer for each element, and the bytes of an element;
-        ``None`` if none has an origin.
-        """
+        """See :mod:`nonfinite_origins`: by element, and the bytes of an element; ``None``: none."""
         self.serial: int | None = None
         """Identifies the storage on the error tape; ``None`` if it is not on it."""
         self.finalizer: weakref.ref[Any] | None = None
@@ -92,8 +79,7 @@ class Twins:
         """By :func:`storage_key`."""
 
     def seed(self, low: Tensor, reference: Tensor) -> None:
-        """Make ``reference`` (any wider dtype, owned by the caller, never written to) the twin of
-        ``low``, in its widened dtype.
+        """Make ``reference`` the twin of ``low``, in its widened dtype; it is never written to.
 
         So fp64 weights and fp32 inputs of a model that is cast to 16 bits meet in one dtype, as
         they do in the run.
@@ -109,17 +95,17 @@ class Twins:
         """The twin of the storage of ``tensor``, if it has one."""
         return self.by_storage.get(tensor.untyped_storage()._cdata)
 
+    def find_strided(self, tensor: Tensor) -> Twin | None:
+        """The twin of a tensor that may be sparse, which has none."""
+        return self.find(tensor) if tensor.layout == torch.strided else None
+
     def on_storage(self, tensor: Tensor) -> Tensor | None:
-        """``tensor``, made from a NumPy array, as a view of the storage with a twin that owns its
-        memory; ``None`` if none does.
-        """
+        """``tensor``, made from an array, as a view of the twinned storage on that memory."""
         if self.find(tensor) is not None:
             return tensor
         start, size = tensor.data_ptr(), tensor.element_size()
         for twin in list(self.by_storage.values()):
-            storage = None
-            if twin.finalizer is not None:
-                storage = twin.finalizer()
+            storage = twin.finalizer() if twin.finalizer is not None else None
             if storage is None or storage.device.type != "cpu":
                 continue
             offset, base = start - storage.data_ptr(), twin.tensor
@@ -129,18 +115,15 @@ class Twins:
         return None
 
     def reference_of(self, tensor: Tensor) -> Tensor:
-        """The reference values for ``tensor``: same shape, widened dtype. A tensor that is not
-        floating is returned as is.
-        """
+        """The reference values for ``tensor`` in its widened dtype; itself if not floating."""
         if not is_float(tensor):
             return tensor
-        twin = None
-        if tensor.layout == torch.strided:
-            twin = self.find(tensor)
-        base = twin.tensor if twin is not None else None
-        if base is None:
+        twin = self.find_strided(tensor)
+        if twin is None or twin.tensor is None:
             return widen(tensor, self.wide)
-        if base.is_complex() != tensor.is_complex():  # the whole storage, as pairs or as complex values
+        base = twin.tensor
+        # The whole storage, as pairs of real numbers or as complex values.
+        if base.is_complex() != tensor.is_complex():
             flat = base.as_strided((_values_in(base),), (1,), 0)
             if base.is_complex():
                 base = torch.view_as_real(flat).view(-1)
@@ -156,21 +139,17 @@ class Twins:
         return _lazily_like(tensor, base.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()))
 
     def widened(self, tensor: Tensor) -> Tensor:
-        """The values of ``tensor`` itself in its widened dtype: those of its twin, if that has
-        them.
-        """
-        twin = None
-        if tensor.layout == torch.strided:
-            twin = self.find(tensor)
-        is_there = twin is not None and twin.is_exact and twin.shared
-        if is_there:
+        """The values of ``tensor`` in its widened dtype: those of its twin, if that has them."""
+        twin = self.find_strided(tensor)
+        if twin is not None and twin.is_exact and twin.shared:
             return self.reference_of(tensor)
         return widen(tensor, self.wide)
 
     def set_reference(self, out: Tensor, reference: Tensor, *, shared: bool = False) -> Twin:
         """Make ``reference`` (shape of ``out``) the twin of the storage of ``out``."""
         count = _values_in(out)
-        if out.is_conj() or out.is_neg() or reference.is_conj() or reference.is_neg():  # what the storage would hold
+        # What the storage would hold.
+        if out.is_conj() or out.is_neg() or reference.is_conj() or reference.is_neg():
             reference = _lazily_like(out, reference).resolve_conj().resolve_neg()
         if not _same_layout(out, reference, count):
             base = torch.zeros(count, dtype=reference.dtype, device=reference.device)
@@ -183,9 +162,7 @@ class Twins:
         return self.find(tensor) or self._add(tensor, Twin(None))
 
     def prepare_write(self, tensor: Tensor) -> None:
-        """Before an op writes to ``tensor``: give its storage a separate twin with the current
-        reference values.
-        """
+        """Before an op writes to ``tensor``: give its storage a twin of its own."""
         twin = self.find(tensor)
         if twin is None or twin.tensor is None:
             self._add(tensor, Twin(self._whole(tensor)))
@@ -193,32 +170,23 @@ class Twins:
             twin.tensor, twin.shared = _clone_storage(twin.tensor), False
 
     def write(self, tensor: Tensor, values: Tensor) -> None:
-        """Make ``values`` the reference of ``tensor``, which an op has written to; earlier
-        reference values stay as they are.
-        """
+        """Make ``values`` the reference of what an op wrote to; earlier ones stay unchanged."""
         twin = self.find(tensor)
         if twin is None:
             self.set_reference(tensor, values)
             return
         count = _values_in(tensor)
-        if (
-            values.numel() == count
-            and _same_layout(tensor, values, count)
-            and not (tensor.is_conj() or tensor.is_neg())
-        ):
+        is_lazy = tensor.is_conj() or tensor.is_neg()
+        if values.numel() == count and _same_layout(tensor, values, count) and not is_lazy:
             twin.tensor = values
         else:
-            if twin.tensor is None:
-                twin.tensor = self._whole(tensor)
-            else:
-                twin.tensor = _clone_storage(twin.tensor)
+            # Part of the storage: the tape still has the earlier values.
+            twin.tensor = self._whole(tensor) if twin.tensor is None else _clone_storage(twin.tensor)
             self.reference_of(tensor).copy_(values)
         twin.shared = twin.constant = False
 
     def forget(self, tensor: Tensor) -> None:
-        """Drop the twin of the storage of ``tensor``, whose reference restarts from the
-        low-precision values.
-        """
+        """Drop the twin of a storage, whose reference restarts from the low-precision values."""
         self.by_storage.pop(tensor.untyped_storage()._cdata, None)
 
     def restart(self, tensor: Tensor) -> None:
@@ -236,18 +204,16 @@ class Twins:
     def _add(self, tensor: Tensor, twin: Twin) -> Twin:
         storage = tensor.untyped_storage()
         key, twins = storage._cdata, self.by_storage
-        known = twins.get(key)
-        if known is not None:
-            twin.pending_complex, twin.serial = known.pending_complex, known.serial
+        earlier = twins.get(key)
+        if earlier is not None:
+            twin.pending_complex, twin.serial = earlier.pending_complex, earlier.serial
         twin.finalizer = weakref.ref(storage, lambda _: twins.pop(key, None))
         twins[key] = twin
         return twin
 
 
 def _lazily_like(tensor: Tensor, values: Tensor) -> Tensor:
-    """``values``, conjugated and negated if ``tensor`` is so lazily; of ``tensor`` itself: what its
-    storage holds.
-    """
+    """``values``, lazily conjugated and negated as ``tensor``; of itself, what is stored."""
     if tensor.is_conj():
         values = values.conj()
     if tensor.is_neg():

@@ -1,6 +1,4 @@
-"""Predicts the output error of formats that are not run: computes each product in them, and follows
-its error to the output.
-"""
+"""Predicts the output error of formats that are not run, by following each product's error."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ def predict(
     breadcrumb: Breadcrumb | None = None,
     probes: int = PROBES,
 ) -> list[WhatIf]:
-    """An entry for each of the formats ``names``; ``ready`` is the fp32 model, which runs once,
-    unchanged.
-    """
+    """An entry for each of the formats ``names``; the fp32 model ``ready`` runs once, unchanged."""
     figures = PendingFigures(deferred=ready.device.type != "cpu")
     lockstep = Lockstep(tape_limit=MemoryLimit.half_of(free_memory(ready.device)), figures=figures)
     seed_state(lockstep, ready.model, {}, [])
@@ -106,19 +102,14 @@ def _unfused_attention() -> Iterator[None]:
 
 
 class _WhatIfMode(DispatchMode):
-    """Runs ops as given, and records each on the tape with what its result would change by in each
-    format.
+    """Runs ops as given, and records what each result would change by in each format.
 
     The reference is the run itself. Ops that no product leads to are left out: no derivative with
     respect to them is needed.
     """
 
     def __init__(
-        self,
-        lockstep: Lockstep,
-        stack: ModuleStack,
-        formats: Sequence[WhatIfFormat],
-        breadcrumb: Breadcrumb | None,
+        self, lockstep: Lockstep, stack: ModuleStack, formats: Sequence[WhatIfFormat], breadcrumb: Breadcrumb | None
     ) -> None:
         super().__init__()
         self.lockstep, self.stack, self.formats, self._breadcrumb = lockstep, stack, formats, breadcrumb
@@ -156,19 +147,18 @@ class _WhatIfMode(DispatchMode):
             return None
 
     def _prepare(self, call: DispatchedCall) -> _Before | None:
-        """Compute the op in each format, and make reference values for what it writes to; ``None``
-        if the tape does not need it.
-        """
+        """Compute the op in each format, and twins for its writes; ``None`` if it is not needed."""
         product = product_of(call, self.lockstep.is_constant)
         results = []
         if product is not None:
-            results = [product_in_format(product, each) for each in self.formats]
+            results = [product_in_format(product, format_) for format_ in self.formats]
         for index, result in enumerate(results):
             self.counts[index] += result is not None
         if product is None and is_fused(call):
             self.fused[call.traits.packet.partition("::")[2].strip("_")] = None
-        known = any(self.lockstep.twins.find(tensor) is not None for tensor in call.inputs)
-        if product is None and not known and not self.lockstep.gives_constant(call):
+        # Products or constants lead to it.
+        has_twins = any(self.lockstep.twins.find(tensor) is not None for tensor in call.inputs)
+        if product is None and not has_twins and not self.lockstep.gives_constant(call):
             return None
         state = state_before(call)
         self.lockstep.prepare_writes(call)
@@ -202,9 +192,9 @@ class _Prediction:
 
     def __init__(self, mode: _WhatIfMode, outputs: Sequence[Returned], seed: int, probes: int) -> None:
         self._mode, self._seed = mode, seed
-        all_floating = [its for its in outputs if is_float(its.tensor) and its.tensor.numel()]
-        self._lost = next((its.lost for its in all_floating if its.lost is not None), None)
-        floating = [its.tensor.detach() for its in all_floating if its.lost is None]
+        all_floating = [out for out in outputs if is_float(out.tensor) and out.tensor.numel()]
+        self._lost = next((out.lost for out in all_floating if out.lost is not None), None)
+        floating = [out.tensor.detach() for out in all_floating if out.lost is None]
         self._omitted = max(0, len(floating) - MOST_LEAVES)
         self._leaves = [out for out in floating[:MOST_LEAVES] if norm_of(out) > 0]
         self._all_zero = bool(floating) and not self._leaves
@@ -212,21 +202,22 @@ class _Prediction:
 
     def entries(self) -> list[WhatIf]:
         """One for each format."""
-        names = [each.name for each in self._mode.formats]
+        names = [format_.name for format_ in self._mode.formats]
         if self._all_zero:
             return unknown(names, "the output of fp32 is all zeros")
         tape = self._mode.lockstep.full_tape
         if not self._leaves or tape is None:
             return unknown(names, self._lost or "the output has no floating-point values")
         generator = torch.Generator().manual_seed(self._seed)
-        seeds = []  # each tensor with directions: random ones for it, and zeros in those of the others
+        # Each tensor with directions: random ones for it, and zeros in those of the others.
+        seeds = []
         for index, leaf in enumerate(self._leaves):
             shape = (self._probes, *leaf.shape, *([2] if leaf.is_complex() else []))
-            mine = torch.randn(shape, generator=generator).to(leaf.device)
+            random = torch.randn(shape, generator=generator).to(leaf.device)
             if leaf.is_complex():
-                mine = torch.view_as_complex(mine)
-            directions = mine.new_zeros(self._probes * len(self._leaves), *leaf.shape)
-            directions[self._columns(index)] = mine
+                random = torch.view_as_complex(random)
+            directions = random.new_zeros(self._probes * len(self._leaves), *leaf.shape)
+            directions[self._columns(index)] = random
             seeds.append((leaf, directions))
         changes = tape.backward(seeds)
         return [self._entry(index, changes, list(tape.blocked)) for index in range(len(names))]
@@ -240,12 +231,11 @@ class _Prediction:
         if not self._mode.counts[index]:
             note = "; ".join(["the model has no op in fp32 that it applies to", *self._left_out(())])
             return WhatIf(format=name, note=note)
-        found = [(change.row, change.by[index]) for change in changes if len(change.by) > index]
-        rows = [(row, by.double().cpu()) for row, by in found if by is not None]
+        recorded = [(change.row, change.by[index]) for change in changes if len(change.by) > index]
+        rows = [(row, by.double().cpu()) for row, by in recorded if by is not None]
+        along = torch.zeros(0, self._probes * len(self._leaves))
         if rows:
             along = torch.stack([by for _, by in rows])
-        else:
-            along = torch.zeros(0, self._probes * len(self._leaves))
         sizes = [
             math.sqrt(float(along[:, self._columns(leaf)].sum(0).square().mean())) / norm_of(out)
             for leaf, out in enumerate(self._leaves)
@@ -253,16 +243,12 @@ class _Prediction:
         worst = max(range(len(sizes)), key=sizes.__getitem__)
         energy = along[:, self._columns(worst)].square().mean(1)
         total = float(energy.sum()) or 1.0
-        shares, _ = by_place(
-            ((row.module, row.op, row.source, False), float(its) / total)
-            for (row, _), its in zip(rows, energy, strict=True)
-        )
-        return WhatIf(
-            format=name,
-            predicted=sizes[worst],
-            shares=shares[:SHOWN_SHARES],
-            note="; ".join([*([TOO_LARGE] if sizes[worst] > LARGE else []), *self._left_out(blocked)]) or None,
-        )
+        places = [(row.module, row.op, row.source, False) for row, _ in rows]
+        shares, _ = by_place(zip(places, (float(part) / total for part in energy), strict=True))
+        notes = [TOO_LARGE] if sizes[worst] > LARGE else []
+        notes += self._left_out(blocked)
+        shown = shares[:SHOWN_SHARES]
+        return WhatIf(format=name, predicted=sizes[worst], shares=shown, note="; ".join(notes) or None)
 
     def _left_out(self, blocked: Sequence[str]) -> Iterator[str]:
         """What the prediction does not cover."""
