@@ -41,7 +41,6 @@ def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtyp
     if device != "cpu":
         key = f"Autocast{device.upper()}"
     policies: dict[str, AutocastDtype] = {}
-    # A device that is absent fails at the first tensor.
     with contextlib.suppress(RuntimeError, AssertionError):
         torch.zeros(1, device=device)
         for registered in torch._C._dispatch_get_registrations_for_dispatch_key(key):
@@ -49,7 +48,6 @@ def autocast_policies(device: str, dtype: torch.dtype) -> dict[str, AutocastDtyp
             if func is None:
                 continue
             name = func._schema.name.partition("::")[2]
-            # The first overload of a name decides.
             if _cast(func, device, dtype, [dtype]) == torch.float32:
                 policies.setdefault(name, "fp32")
             elif _cast(func, device, dtype, [torch.float32]) == dtype:

@@ -41,8 +41,7 @@ def is_available(name: str) -> bool:
         module = module_of(torch.device(kind))
         return bool(module.is_available()) and (not index or int(index) < module.device_count())
     except RuntimeError:
-        # This build of torch does not support the type.
-        return False
+        return False  # this build of torch does not support the type
 
 
 def resolve(name: str | None) -> torch.device:
@@ -68,7 +67,6 @@ def resolve(name: str | None) -> torch.device:
 def default_index(kind: str) -> int:
     """The index of a bare type: ``cuda`` is ``cuda:0``, or what ``set_device`` chose."""
     module = module_of(torch.device(kind))
-    # To ask a device that is not in use would start it.
     if getattr(module, "is_initialized", lambda: False)():
         return int(module.current_device())
     return 0
@@ -108,8 +106,7 @@ def in_bad_fork() -> bool:
 def cuda_driver_is_initialized() -> bool:
     """Whether torch or another library initialized CUDA's driver here; no fork can use it then."""
     try:
-        # Only if it is loaded.
-        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+        driver = ctypes.CDLL("libcuda.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)  # only if it is loaded
     except (OSError, AttributeError):
         return False
     # A device count needs the driver but does not initialize it: before, it fails with error 3.
@@ -187,11 +184,9 @@ def free_memory(device: torch.device) -> int:
         with contextlib.suppress(AttributeError, RuntimeError):
             free, _ = module.mem_get_info()
             return int(free) + int(module.memory_reserved()) - int(module.memory_allocated())
-    # mps shares the memory of the CPU.
-    available = psutil.virtual_memory().available
+    available = psutil.virtual_memory().available  # mps shares the memory of the CPU
     for limit, used in _GROUP_FILES:
-        # Without a limit, the file says "max".
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError):  # without a limit, the file says "max"
             available = min(available, max(0, int(Path(limit).read_text()) - int(Path(used).read_text())))
     return available
 

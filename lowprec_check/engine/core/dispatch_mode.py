@@ -133,7 +133,6 @@ keep_dynamo_out(DispatchMode.__torch_dispatch__.__code__)
 
 def run_op(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], keys: AutocastKeys) -> Any:
     """Run an op in a handler; the dispatch keys ``keys`` apply inside its kernel."""
-    # Hot path: most ops have no such key.
     excluded = [key for key in keys if torch._C._dispatch_tls_is_dispatch_key_excluded(key)]
     if not excluded:
         return func(*args, **kwargs)
@@ -324,7 +323,6 @@ def run_inside(
         kernel = kernel.func
     # A kernel that refuses modes asks for the active one.
     if "_get_current_dispatch_mode" not in kernel.__code__.co_names:
-        # Without the key of modes, since none is active yet.
         keys = _compute_keyset(args, kwargs, func.non_fallthrough_keys)
         with active():
             return func.dispatch(keys.highestPriorityTypeId(), *args, **kwargs)
@@ -348,8 +346,7 @@ class _Inside:
             return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        # Such as the attribute that says how a graph is called.
-        return getattr(self._function, name)
+        return getattr(self._function, name)  # such as the attribute that says how a graph is called
 
     def __repr__(self) -> str:
         return repr(self._function)

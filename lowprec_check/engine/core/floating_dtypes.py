@@ -23,7 +23,6 @@ _WIDE_COMPLEX = {torch.float32: torch.complex64, torch.float64: torch.complex128
 def rounding_of(values: Tensor, dtype: torch.dtype) -> Tensor:
     """What rounding wide ``values`` to a narrow ``dtype`` adds to them."""
     rounded = values.to(dtype)
-    # torch does not promote dtypes of 8 bits.
     if dtype.itemsize == 1:
         rounded = rounded.to(values.dtype)
     return torch.sub(rounded, values)

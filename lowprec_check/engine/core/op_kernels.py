@@ -64,8 +64,7 @@ def has_kernel_for(func: OpOverload, values: Iterable[Any]) -> bool:
             kind = "Quantized"
             if not value.is_quantized:
                 kind = kinds.get(value.layout, "SparseCsr")
-            # Python may have no name for the key.
-            key = _KEYS.get(f"{kind}{value.device.type}".lower())
+            key = _KEYS.get(f"{kind}{value.device.type}".lower())  # python may have no name for the key
             if key and _is_registered(func, key):
                 return True
     return False

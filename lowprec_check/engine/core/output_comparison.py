@@ -19,7 +19,7 @@ from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import as_real, is_float
 from lowprec_check.engine.core.pytree import leaves
-from lowprec_check.engine.core.tensor_comparison import nonfinite_unlike
+from lowprec_check.engine.core.tensor_comparison import nonfinite_unlike, ratio
 from lowprec_check.schema.verdict import ErrorStats
 
 NOTHING = ErrorStats(rel_l2=None, max_abs=None, cosine=None, sqnr_db=None)
@@ -92,7 +92,6 @@ def compare_outputs(
         return OutputComparison(NOTHING, math.inf, compared=False)
     if len(outputs) != len(references):
         return _incomparable(f"the output has {len(outputs)} tensors, {called} {len(references)}", outputs, references)
-    # Outputs of different structure cannot be compared.
     pairs = list(zip(outputs, references, strict=True))
     for out, reference in pairs:
         if out.shape != reference.shape:
@@ -164,11 +163,7 @@ def _compare_leaf(out: Tensor, reference: Tensor, called: str) -> OutputComparis
         return OutputComparison(NOTHING, math.inf, note=note, rms=root_mean_square(reference))
 
     difference, size, own_size = (math.hypot(*norms) for norms in zip(*part_norms, strict=True))
-    rel_l2 = math.inf
-    if difference == 0:
-        rel_l2 = 0.0
-    elif size:
-        rel_l2 = difference / size
+    rel_l2 = ratio(difference, size)
     norms = own_size * size
     # The second dimension of a batch of vectors is taken for classes.
     has_classes = reference.ndim == 2 and reference.shape[0] > 0 and reference.shape[1] > 1
@@ -228,8 +223,7 @@ def same_bits(outputs: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
         if output.dtype != other.dtype or output.shape != other.shape:
             return False
         a, b = output, other
-        # Few kernels support complex32.
-        if a.dtype == torch.complex32:
+        if a.dtype == torch.complex32:  # few kernels support complex32
             a, b = as_real(a), as_real(b)
         if torch.equal(a, b):
             continue

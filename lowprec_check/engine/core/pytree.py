@@ -38,12 +38,10 @@ def leaves(value: Any, *, numbers: bool = False, shared: bool = False) -> Iterat
 
 def _leaves(value: Any, path: str, above: frozenset[int], shared: bool | None) -> Iterator[tuple[str, torch.Tensor]]:
     """Those inside the objects ``above``; without numbers and arrays if ``shared`` is ``None``."""
-    # Not by recursion: outputs may be nested deeply.
-    waiting = [(value, path, above)]
+    waiting = [(value, path, above)]  # not by recursion: outputs may be nested deeply
     while waiting:
         value, path, above = waiting.pop()
-        # Not ``isinstance``, which asks an object for its class.
-        kind = type(value)
+        kind = type(value)  # not ``isinstance``, which asks an object for its class
         if issubclass(kind, torch.Tensor):
             yield path, value
         elif issubclass(kind, (int, float, complex)):
@@ -126,7 +124,6 @@ def _children(value: Any) -> list[tuple[Any, Any]]:
     if issubclass(kind, (list, tuple, deque)):
         return list(enumerate(_elements(value)))
     if dataclasses.is_dataclass(kind):
-        # Only fields that are set.
         fields = []
         for field in dataclasses.fields(value):
             with contextlib.suppress(Exception):
@@ -157,8 +154,7 @@ def _pairs(value: Any) -> list[tuple[Any, Any]]:
 
 def _elements(value: Any) -> list[Any]:
     try:
-        # Not ``list()``, which asks for the length.
-        return [*iter(value)]
+        return [*iter(value)]  # not ``list()``, which asks for the length
     except Exception:
         kind: Any = next(base for base in (list, tuple, deque) if issubclass(type(value), base))
         return [*kind.__iter__(value)]

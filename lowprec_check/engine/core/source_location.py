@@ -69,7 +69,6 @@ class _Kinds(dict[str, int]):
             kind = _PASSED_OVER
         else:
             kind = _OWN if is_own_file(filename) else _FOREIGN
-        # The next look-up does not come here.
         self[filename] = kind
         return kind
 
@@ -148,7 +147,6 @@ def source_lines(frame: FrameType | None = None) -> SourceLines:
 
 def instruction_of(frame: FrameType) -> int:
     """The instruction that runs in the innermost code that is not torch's; -1 without one."""
-    # Two ops on one line differ in it.
     at: FrameType | None = frame
     while at is not None:
         kind = _KINDS[at.f_code.co_filename]

@@ -80,7 +80,7 @@ def compare_tensor(out: Tensor, references: Sequence[Tensor], *, count_flushed: 
             small = small.plus(_small_values(wide, parts[1], flat[0].dtype))
     if max(-low, high) < _TINY and max(totals[1::2], default=1.0) < _TINY:
         return _compare_exactly(flat[0], flat[1:], count_flushed)
-    errors = [math.sqrt(_ratio(totals[index], totals[index + 1])) for index in range(0, len(totals), 2)]
+    errors = [math.sqrt(ratio(totals[index], totals[index + 1])) for index in range(0, len(totals), 2)]
     flushed = subnormal = rms = None
     if count_flushed:
         flushed, subnormal = small.shares()
@@ -146,7 +146,7 @@ class UnreadComparison:
         tiny = absmax < _TINY and max((norm * norm for norm in norms), default=1.0) < _TINY
         if tiny or not math.isfinite(sum(values)):
             return _compare_exactly(out.to(self._dtype), references, self._count_flushed)
-        errors = list(map(_ratio, differences, norms))
+        errors = list(map(ratio, differences, norms))
         flushed = subnormal = None
         rms = None
         if self._count_flushed:
@@ -157,7 +157,7 @@ class UnreadComparison:
         return TensorComparison(errors, absmax, 0, 0, flushed, rms, out.numel(), subnormal)
 
 
-def _ratio(difference: float, reference: float) -> float:
+def ratio(difference: float, reference: float) -> float:
     """0/0 is 0, x/0 is infinite."""
     if difference == 0:
         return 0.0
@@ -262,7 +262,6 @@ def _counts(*tensors: Tensor) -> list[int]:
     return counts
 
 
-# By index, dtype and device.
 _buffers: dict[tuple[int, torch.dtype, torch.device], Tensor] = {}
 
 
@@ -297,7 +296,6 @@ def is_dense(tensor: Tensor) -> bool:
 
 def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool) -> TensorComparison:
     """The comparison in fp64 over finite values; waits for an accelerator up to three times."""
-    # First wait: a tensor of zeros needs no more.
     if not any(torch.stack([tensor.any() for tensor in (out, *references)]).tolist()):
         nothing = 0.0 if count_flushed and references else None
         return TensorComparison(
@@ -320,15 +318,13 @@ def _compare_exactly(out: Tensor, references: list[Tensor], count_flushed: bool)
         size = torch.where(finite, wide[0], 0.0)
         scale = size.abs().max()
         numbers += [finite.sum(), scale, (size / scale.clamp_min(_LEAST)).square().sum()]
-    # Second wait.
     absmax, nonfinite, new_nan, *others = torch.stack([number.double() for number in numbers]).tolist()
     errors = [
-        math.inf if unlike else math.sqrt(_ratio(difference, size))
+        math.inf if unlike else math.sqrt(ratio(difference, size))
         for unlike, difference, size in zip(others[0:-3:3], others[1:-3:3], others[2:-3:3], strict=True)
     ]
     flushed = subnormal = rms = None
     if count_flushed and references:
-        # Third wait.
         flushed, subnormal = _small_values(value, references[0], out.dtype).shares()
     if references:
         count, largest, total = others[-3:]

@@ -116,10 +116,7 @@ class DispatchedCall:
         return run_op(self.func, self.args, self.kwargs, self.autocast_keys)
 
     def results(self, out: Any, args: Args | None = None, kwargs: Kwargs | None = None) -> list[Tensor]:
-        """The tensors the op returned as ``out``, then those it wrote to without returning them.
-
-        ``args`` and ``kwargs``: what it was called with, if not the call's own.
-        """
+        """The tensors returned as ``out``, then those written to; ``args``: if not its own."""
         outputs = outputs_of(out)
         if not self.traits.mutable:
             return outputs
@@ -127,9 +124,14 @@ class DispatchedCall:
         written = self.written(args, kwargs)
         return outputs + [t for t in written if id(t) not in returned and t.layout == torch.strided]
 
+    def written_ids(self) -> set[int]:
+        """The ``id`` of each tensor that the op writes to."""
+        return {id(tensor) for tensor in self.written()} if self.traits.mutable else set()
+
     def written(self, args: Args | None = None, kwargs: Kwargs | None = None) -> Iterator[Tensor]:
         """The tensors that the op writes to, among its own arguments or those given."""
-        args, kwargs = self.args if args is None else args, self.kwargs if kwargs is None else kwargs
+        if args is None or kwargs is None:
+            args, kwargs = self.args, self.kwargs
         if self.traits.in_training and not args[TRAINING]:
             return
         for key in self.traits.written:
@@ -168,10 +170,7 @@ class DispatchedCall:
         return max(map(float, numbers), key=abs, default=None)
 
     def vanished_constant(self, outputs: list[Tensor]) -> float | None:
-        """The first non-zero number among the arguments that rounds to zero in the op's dtype.
-
-        So ``x + 1e-8`` and ``clamp(min=1e-8)`` in fp16 need no input that shows the effect.
-        """
+        """The first non-zero number given to the op that rounds to zero in the op's dtype."""
         slots = self.traits.number_slots
         if not slots or self.kwargs.get("alpha", 1) != 1:
             return None
@@ -195,7 +194,7 @@ class DispatchedCall:
 
 @functools.cache
 def _rounds_to_zero(dtype: torch.dtype) -> float:
-    """The largest number that rounds to zero: half the smallest subnormal, a tie to even."""
+    """Half the smallest subnormal number, a tie to even: the largest that rounds to zero."""
     limits = torch.finfo(dtype)
     return float(limits.tiny * limits.eps / 2)
 
@@ -339,7 +338,6 @@ def _encoder_layer(
     mask: Tensor | None = None,
     mask_type: int | None = None,
 ) -> list[Tensor]:
-    """The fused layer of :class:`torch.nn.TransformerEncoderLayer`."""
     attention = (embed_dim, num_heads, qkv_weight, qkv_bias, proj_weight, proj_bias, mask, False, False, mask_type)
 
     def attend(x: Tensor) -> Tensor:
@@ -361,7 +359,7 @@ def _encoder_layer(
 
 
 def _cpu_attention(attn_mask: Tensor | None = None, **named: Any) -> list[Tensor]:
-    """Its op has no derivative for the mask."""
+    # Its op has no derivative for the mask.
     return _attention_by_any_kernel(named, attn_mask)
 
 

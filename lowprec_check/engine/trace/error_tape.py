@@ -1,10 +1,10 @@
 """Records the ops on the reference's tensors with the error each adds, and follows these to the
 output.
 
-The tape works below autograd, on storages: it does not matter whether the model disables gradients,
-writes in place or returns views. Each op gets a graph of its own, from detached inputs to its
-outputs; :meth:`ErrorTape.backward` connects them through one gradient per live storage, as
-:mod:`twins` connects reference values.
+The tape works below autograd, on storages, whether the model disables gradients, writes in place or
+returns views. Each op has a graph of its own, from detached inputs to outputs;
+:meth:`ErrorTape.backward` connects them through one gradient per live storage, as :mod:`twins`
+connects values.
 """
 
 from __future__ import annotations
@@ -35,9 +35,7 @@ COMPACT = torch.bfloat16
 
 AddedErrors = tuple[Tensor | None, ...]
 """What an op adds to the error of a result, given its inputs: by part, or by format; ``None``:
-nothing.
-
-All ops of a tape have the same errors in the same order; empty: none at all.
+nothing. All ops of a tape have the same errors in the same order; empty: none at all.
 """
 
 Leaf = Callable[[Tensor, Tensor], Tensor]
@@ -86,7 +84,6 @@ class ErrorTape:
         self._serials = itertools.count()
         # By storage, the position of the last node that wrote to it.
         self._writers: dict[int, int] = {}
-        # Those of now, outside the handler of a mode.
         self._dispatch_keys = (torch._C._dispatch_tls_local_include_set(), torch._C._dispatch_tls_local_exclude_set())
         self.stopped: str | None = None
         """Why the tape stopped early, in words."""
@@ -186,14 +183,16 @@ class ErrorTape:
         """Errors in fewer bits, without NaN and Inf; ``None`` for zeros seen without a wait."""
         compact: list[Tensor | None] = []
         for error in errors:
-            if error is None or not error.numel() or error.dtype == COMPACT:
-                compact.append(error if error is not None and error.numel() else None)
-                continue
             values = error
-            if error.is_complex():
-                values = torch.view_as_real(error.resolve_conj())
-            values = values.detach().to(COMPACT).nan_to_num_(0.0, 0.0, 0.0)
-            compact.append(values if self._figures.deferred or bool(values.any()) else None)
+            if values is not None and not values.numel():
+                values = None
+            elif values is not None and values.dtype != COMPACT:
+                if values.is_complex():
+                    values = torch.view_as_real(values.resolve_conj())
+                values = values.detach().to(COMPACT).nan_to_num_(0.0, 0.0, 0.0)
+                if not self._figures.deferred and not bool(values.any()):
+                    values = None
+            compact.append(values)
         return compact
 
     # -- following errors to the output
@@ -201,9 +200,8 @@ class ErrorTape:
     def backward(self, seeds: Sequence[tuple[Tensor, Tensor]]) -> list[TapedOp]:
         """The ops in order, with what their errors change in each direction; empties the tape.
 
-        ``seeds`` pairs tensors of the output (of the run) with directions, of shape (directions,
-        *shape of the tensor): a change is the scalar product of the first-order change of the
-        output with the direction.
+        ``seeds`` pairs output tensors with directions, of shape (directions, *shape of the tensor):
+        a change is the scalar product of the output's first-order change with the direction.
         """
         self._figures.settle()
         buffers = GradientBuffers(len(seeds[0][1]) if seeds else 0)
@@ -243,8 +241,7 @@ class ErrorTape:
         try:
             back = pulled_back([value for value, _ in reached], leaves, [gradient for _, gradient in reached])
         except RuntimeError:
-            # It has no derivative.
-            self.blocked[node.row.op] = None
+            self.blocked[node.row.op] = None  # it has no derivative
             back = []
         for index, (read, gradient) in enumerate(zip(node.inputs, back, strict=False)):
             if gradient is not None:
@@ -262,7 +259,7 @@ class ErrorTape:
 
 
 def _energies(gradients: Sequence[Tensor | None], outputs: Sequence[_Output]) -> tuple[Tensor, Tensor] | None:
-    """:attr:`TapedOp.energies`."""
+    # :attr:`TapedOp.energies`.
     for gradient, out in zip(gradients, outputs, strict=True):
         # The second error is the rounding, see :func:`op_errors.added_errors`.
         rounding = out.errors[1] if len(out.errors) > 1 else None
@@ -275,8 +272,7 @@ def _energy(gradients: Tensor, reference: Tensor, low: torch.dtype, part: Part) 
     """:attr:`Read.energy`, given gradients of shape (directions, *shape of the reference)."""
     with torch.no_grad():
         rounding = rounding_of(reference, low).nan_to_num_(0.0, 0.0, 0.0)
-        # What is shown several times is rounded once.
-        for dim, step in enumerate(part.stride):
+        for dim, step in enumerate(part.stride):  # what is shown several times is rounded once
             if not step and reference.shape[dim] > 1:
                 gradients, rounding = gradients.sum(dim + 1, keepdim=True), rounding.narrow(dim, 0, 1)
         return _size(gradients, rounding)
@@ -327,7 +323,7 @@ class _TapedCall:
         self.call, self._twins = call, twins
         self.inputs: list[_Input] = []
         self.results: list[Tensor] = []
-        self._written = {id(tensor) for tensor in call.written()} if call.traits.mutable else set()
+        self._written = call.written_ids()
 
     def leaf(self, low: Tensor, reference: Tensor) -> Tensor:
         """The op's argument: the reference values of ``low``; a copy if the op writes to it."""

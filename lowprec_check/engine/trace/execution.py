@@ -47,8 +47,7 @@ counts if it takes longer than the second: else it may have set up the kernel.
 
 
 class Emulation:
-    """Which ops are emulated (computed in fp32 and rounded): the ``slow``, and the ``crashed``,
-    with reasons.
+    """Which ops are emulated (computed in fp32 and rounded): ``slow`` or ``crashed``, with reasons.
 
     ``measure_once`` adds slow kernels when they are found.
     """
@@ -88,8 +87,7 @@ class Emulation:
 
 
 class Execution:
-    """Runs a model's op calls in the dtype ``low``, reports gaps, notes ops run as given
-    (breadcrumb).
+    """Runs op calls in the dtype ``low``; reports gaps, and to the breadcrumb when an op runs.
 
     With ``follow_reference``, an op that fails on low-precision values returns its result on the
     reference's values.
@@ -266,7 +264,7 @@ class Retry:
             if original.shape != changed.shape:
                 original.resize_(changed.shape)
             original.copy_(changed)
-        return map_values(result, lambda value: originals[id(value)][0] if id(value) in originals else value)
+        return map_values(result, lambda value: originals.get(id(value), (value, value))[0])
 
     def narrowed(self, result: Any) -> Any:
         """``result`` of a widened run, in the dtypes that the original call would have returned."""
@@ -370,8 +368,7 @@ class PendingComplex:
 
 
 class SolverFailures:
-    """Factorizations that fail on low-precision values: their ``info`` differs from the
-    reference's.
+    """Factorizations whose output ``info`` reports a failure on the low-precision values only.
 
     The error is raised later: ``torch.linalg.cholesky`` calls ``linalg_cholesky_ex`` and then
     ``_linalg_check_errors(info)``, which raises. Where the reference's ``info`` reports success,

@@ -45,9 +45,10 @@ class FunctionRescue(TorchFunctionMode):
         if func in (Tensor.backward, torch.autograd.backward):
             with self._during_backward():
                 return func(*args, **kwargs)
-        retry = self._retry(name, func, args, kwargs) if failure is not None else None
-        if retry is not None and not retry.low_precision:
-            retry = None
+        retry = None
+        if failure is not None:
+            rerun = self._retry(name, func, args, kwargs)
+            retry = rerun if rerun.low_precision else None
         # In backward a checkpoint computes again, and ends that by an exception.
         if phase == "backward":
             return func(*args, **kwargs) if retry is None else retry.widened()
@@ -97,7 +98,6 @@ class FunctionRescue(TorchFunctionMode):
 
     def _retry(self, name: str, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Retry:
         written = [kwargs["out"]] if isinstance(kwargs.get("out"), Tensor) else []
-        # A name such as ``add_`` means in place.
         if name.endswith("_") and not name.endswith("__") and args and isinstance(args[0], Tensor):
             written.append(args[0])
         return Retry(func, args, kwargs, self._execution.low, written)
@@ -159,12 +159,11 @@ class SteppingCall(Protocol):
 
 
 class BackwardFailures:
-    """Derivatives that fail in low precision before they call an op, where no mode sees them:
-    ``i1e_backward``.
+    """Derivatives that fail in low precision before they call an op, where no mode sees them.
 
-    The function that created the failing node of the autograd graph is then called on widened
-    inputs, as its user would fix it; if the backward pass gets further, the derivative has no
-    kernel for the dtype. One object serves all passes of a run.
+    ``i1e_backward``, for example. The function that created the failing node of the autograd graph
+    is then called on widened inputs, as its user would fix it; if the backward pass gets further,
+    the derivative has no kernel for the dtype. One object serves all passes of a run.
     """
 
     def __init__(self) -> None:

@@ -28,7 +28,6 @@ class GradientBuffers:
             if buffer is None and part.is_whole:
                 self._by_storage[part.storage] = part.stored(values)
                 return
-            # None yet, or an op has resized the storage.
             if buffer is None or buffer.shape[1] < part.size:
                 new = torch.zeros(self.directions, part.size, device=part.device)
                 if buffer is not None:
@@ -77,7 +76,7 @@ class Part(NamedTuple):
     def of(cls, storage: int, tensor: Tensor) -> Part:
         """The part of ``storage`` that ``tensor`` shows."""
         is_complex = tensor.is_complex()
-        count = tensor.untyped_storage().nbytes() // tensor.element_size() * (2 if is_complex else 1)
+        count = tensor.untyped_storage().nbytes() // tensor.element_size() * (1 + is_complex)
         return cls(
             storage,
             count,
@@ -118,7 +117,7 @@ class Part(NamedTuple):
         size = 1
         for length in self.shape:
             size *= length
-        return size * (2 if self.is_complex else 1) >= self.size and not self.overlaps
+        return size * (1 + self.is_complex) >= self.size and not self.overlaps
 
     @property
     def overlaps(self) -> bool:
@@ -149,7 +148,6 @@ def pulled_back(values: Sequence[Tensor], leaves: Sequence[Tensor], gradients: S
         if edges is not None:
             by_direction.append(_of_node(values, along, leaves, edges))
         else:
-            # The graph is kept for the next direction.
             keep = direction + 1 < len(cast[0])
             run = Variable._execution_engine.run_backward
             inputs = tuple(leaves)
@@ -179,7 +177,6 @@ def _edges_of(values: Sequence[Tensor], leaves: Sequence[Tensor]) -> list[int | 
         if following is not None:
             variable = getattr(following, "variable", None)
             index = next((index for index, leaf in enumerate(leaves) if leaf is variable), None)
-            # More nodes follow, or two edges lead to one leaf.
             if index is None or edges[index] is not None:
                 return None
             edges[index] = edge

@@ -245,12 +245,11 @@ def _with_output(
     lockstep: Lockstep,
     options: Options,
 ) -> Instrumented:
-    """``found`` with the output compared: with the lockstep reference, and bit by bit with the
-    plain run.
+    """``found`` with the output compared with the lockstep reference, and bit by bit with the plain
+    run.
 
     Numbers, arrays computed outside torch, and tensors that are converted for the comparison have
-    no reference. A step of training is not compared: gradients and weights have figures of their
-    own.
+    no reference. Gradients and weights of a step of training have figures of their own.
     """
     tensors = [out.compared for out in outputs]
     error = None
@@ -300,8 +299,7 @@ def uncalled_modules(model: nn.Module, stack: ModuleStack, input_storages: Itera
     for path, parameter in model.named_parameters(remove_duplicate=False):
         owners = list(paths_above(path))
         with_parameters.update(owners)
-        # If a module is used, so are those above it.
-        if not owners or owners[0] in used:
+        if not owners or owners[0] in used:  # if a module is used, so are those above it
             continue
         if parameter.layout != torch.strided or storage_key(parameter) in read or path in streamed:
             used.update(owners)

@@ -78,7 +78,7 @@ class KeptModules:
                 if reader not in wide:
                     part = float(not self._autocast or self._ops[reader].narrow)
                 edges.append((part, self._energy(read)))
-            edges += [(0.0 if self._autocast else 1.0, self._energy(read)) for read in op.returned]
+            edges += [(float(not self._autocast), self._energy(read)) for read in op.returned]
             total = math.fsum(energy for _, energy in edges)
             stays = math.fsum(part * energy for part, energy in edges)
             if not stays:

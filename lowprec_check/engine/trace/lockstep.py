@@ -145,8 +145,7 @@ class Lockstep:
                 # An ``out`` that the op resizes.
                 call.before[id(tensor)] = tensor.new_empty(0, dtype=widened_dtype(tensor.dtype, self.wide))
             elif self.tape is None or self.twins.find(tensor) is None:
-                # Else see :meth:`Twins.write`.
-                self.twins.prepare_write(tensor)
+                self.twins.prepare_write(tensor)  # else see :meth:`Twins.write`
 
     def advance(self, call: DispatchedCall, outputs: list[Tensor]) -> list[Tensor] | None:
         """Run the op on the reference's tensors; the results become the twins of ``outputs``.
@@ -170,11 +169,11 @@ class Lockstep:
                 self.twins.restart(tensor)
             return None
         # The cast of a parameter has the parameter's own twin.
-        source = call.inputs[0] if call.inputs else None
-        from_parameter = call.traits.casts and source is not None and is_float(source) and self.is_parameter(source)
+        source = call.inputs[:1]
+        from_parameter = bool(call.traits.casts and source) and is_float(source[0]) and self.is_parameter(source[0])
         if from_parameter and not call.traits.mutable and call.kwargs.get("device") is None:
             references[0] = args[0]
-        written = {id(tensor) for tensor in call.written()} - call.before.keys() if call.traits.mutable else ()
+        written = call.written_ids() - call.before.keys()
         constant = self.gives_constant(call)
         for out, reference in zip(outputs, references, strict=True):
             if not is_float(out) or out.shape != reference.shape:
@@ -228,7 +227,7 @@ class Lockstep:
             return [own[0][0] * mask * scale, None]
         _, references = self._run(call, lambda call, args, kwargs: rerun(call, state, args, kwargs))
         widened = rerun(call, state, *own)
-        written = {id(tensor) for tensor in call.written()}
+        written = call.written_ids()
         exact: list[Tensor | None] = [None] * len(outputs)
         for index, (out, reference, own_result) in enumerate(zip(outputs, references, widened, strict=False)):
             if is_float(out) and out.shape == reference.shape:
@@ -273,9 +272,8 @@ class GeneratorState:
     """The state of the generator that a call uses, before the call."""
 
     def __init__(self, call: DispatchedCall) -> None:
-        own_generator = call.kwargs.get("generator")
         device = next((tensor.device for tensor in call.inputs), call.kwargs.get("device"))
-        self.generator: torch.Generator = own_generator if own_generator is not None else default_generator(device)
+        self.generator: torch.Generator = call.kwargs.get("generator") or default_generator(device)
         self.state = self.generator.get_state()
 
     @property

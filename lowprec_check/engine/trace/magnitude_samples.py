@@ -81,7 +81,6 @@ class MagnitudeSamples:
         for module, row in self._rows.items():
             if not self._ops[row]:
                 continue
-            # Without the empty buckets at both ends.
             powers = total[row][:_POWERS]
             filled = [index for index, count in enumerate(powers) if count] or [-LOWEST]
             first, last = filled[0], filled[-1] + 1
@@ -118,10 +117,8 @@ class MagnitudeSamples:
 
 def sample(values: Tensor) -> Tensor:
     """A copy of ``values``, or of at most :data:`~lowprec_check.schema.measures.SAMPLE` of them,
-    one-dimensional.
-
-    They are evenly spread: the distance has no factor in common with the number of values, so that
-    it falls on every channel.
+    one-dimensional. The distance between them has no factor in common with their number, so that it
+    falls on every channel.
     """
     values = as_real(values.detach() if values.requires_grad else values)
     if not (values.is_contiguous() or is_dense(values)):
@@ -148,8 +145,7 @@ def add_on_cpu(table: Tensor, pending: list[tuple[int, Tensor]]) -> None:
     starts = torch.arange(0, len(sizes) * _BUCKETS, _BUCKETS, dtype=torch.int32)
     keys = starts.repeat_interleave(sizes, output_size=len(values))
     bits = values.view(torch.int32) & _MAGNITUDE
-    # Zero becomes the largest here.
-    smallest: Any = ((bits - 1) & _MAGNITUDE).min().tolist()
+    smallest: Any = ((bits - 1) & _MAGNITUDE).min().tolist()  # zero becomes the largest here
     rare = smallest < _SUBNORMAL
     keys += buckets(values) if rare else (bits >> 23).add_(_NORMAL)
     counts = torch.bincount(keys, minlength=len(sizes) * _BUCKETS).view(-1, _BUCKETS)

@@ -82,7 +82,7 @@ class Convolution:
     def channel_dims(self, operand: int) -> tuple[int, ...]:
         """All but that of output channels, the second of a transposed convolution's weight."""
         ndim = (self.left, self.right)[operand].ndim
-        channel = 1 if operand == 1 and self._geometry.transposed else 0
+        channel = int(operand == 1 and self._geometry.transposed)
         return tuple(dim for dim in range(ndim) if dim != channel)
 
     def multiply(self, left: Tensor, right: Tensor) -> Tensor:

@@ -34,7 +34,6 @@ class NonfiniteOrigins:
 
     def __init__(self, twins: Twins) -> None:
         self._twins = twins
-        # By place.
         self._bits: dict[tuple[Any, ...], int] = {}
         self._rows: list[tuple[OpCall, int]] = []
 
@@ -46,7 +45,7 @@ class NonfiniteOrigins:
         """Before ``call`` runs: keep what it reads with Inf or NaN, and then what it writes to."""
         if not any(self._origins(tensor) is not None for tensor in call.inputs):
             return
-        written = {id(tensor) for tensor in call.written()} if call.traits.mutable else set()
+        written = call.written_ids()
         for tensor in filter(is_float, call.inputs):
             origins, reference = self._origins(tensor), self._twins.reference_of(tensor)
             if origins is None and id(tensor) not in written:
@@ -88,7 +87,8 @@ class NonfiniteOrigins:
         reached = 0
         for tensor in filter(is_float, outputs):
             origins = self._origins(tensor)
-            reached |= 0 if origins is None else _union(origins)
+            if origins is not None:
+                reached |= _union(origins)
         for row, bit in self._rows:
             row.reaches_output = bool(reached & bit)
 
@@ -211,7 +211,6 @@ class NonfiniteOrigins:
 
 
 def _union(*origins: Tensor) -> int:
-    """The bits that are set somewhere."""
     union = 0
     for tensor in origins:
         for bits in tensor.unique().tolist():
@@ -228,7 +227,5 @@ def _clamped(reference: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _ones(reference: Tensor, _: torch.dtype) -> Tensor:
-    """1 with the sign of the reference."""
-    if reference.is_complex():
-        return torch.ones_like(reference)
-    return torch.ones_like(reference).copysign(reference)
+    ones = torch.ones_like(reference)
+    return ones if reference.is_complex() else ones.copysign(reference)

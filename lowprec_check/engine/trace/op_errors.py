@@ -42,9 +42,9 @@ class OpErrors:
     ``flipped`` is called with an op whose integer or boolean output differs from the reference's,
     its outputs, and this output.
 
-    Comparisons are stored for the part of a storage that was compared. If an op reads another part,
-    such as one chunk of a fused projection, or a tensor after one slice was overwritten, that part
-    is compared when the op reads it.
+    Comparisons are stored for the part of a storage that was compared. An op that reads another
+    part (a chunk of a fused projection, a tensor of which a slice was overwritten) compares that
+    part.
     """
 
     def __init__(
@@ -107,8 +107,14 @@ class OpErrors:
         if references is None:
             return None
         seconds, call.wide_seconds = call.wide_seconds, None
-        self._figures.then(functools.partial(_add_inputs, row, call.input_errors))
-        # Without local errors, those of an emulated op are dropped.
+        inputs = call.input_errors
+
+        def add_inputs() -> None:
+            comparisons = [pending.value for pending in inputs]
+            row.input_error = max([0.0, *(compared.errors[0] for compared in comparisons)])
+            row.input_flushed = max([0.0, *(compared.flushed or 0.0 for compared in comparisons)])
+
+        self._figures.then(add_inputs)
         call.widened_outputs = _widened_outputs(call, widened, outputs, self._twins.wide) if self._local else None
         if call.traits.moves:
             row.local_error = 0.0
@@ -167,8 +173,26 @@ class OpErrors:
         summed = self._twins.reference_of(call.inputs[0])
         return bool(reference.norm() < ROUNDING * summed.norm())
 
-    def _add_to_row(self, row: OpCall, compared: Callable[[], TensorComparison]) -> None:
-        self._figures.then(lambda: _add_comparison(row, compared()))
+    def _add_to_row(self, row: OpCall, comparison: Callable[[], TensorComparison]) -> None:
+        """Store the comparison of one output in the row of its call; the largest errors count."""
+
+        def add() -> None:
+            compared = comparison()
+            if len(compared.errors) > 1:
+                row.local_error = max(compared.errors[1], row.local_error or 0.0)
+            row.accumulated_error = max(compared.errors[0], row.accumulated_error or 0.0)
+            row.absmax = max(compared.absmax, row.absmax or 0.0)
+            row.introduced_inf += compared.introduced_inf
+            row.introduced_nan += compared.introduced_nan
+            if compared.introduced_inf or compared.introduced_nan:
+                row.compared_values += compared.elements
+            row.flushed = max(compared.flushed or 0.0, row.flushed or 0.0)
+            if compared.subnormal is not None:
+                row.subnormal = max(compared.subnormal, row.subnormal or 0.0)
+            if row.rms is None:
+                row.rms = compared.rms
+
+        self._figures.then(add)
 
     def _count_flips(
         self, call: DispatchedCall, outputs: list[Tensor], out: Tensor, reference: Tensor, row: OpCall
@@ -182,8 +206,7 @@ class OpErrors:
         if not call.reports_failure:
             self._figures.then(add)
             return
-        # A check of its ``info`` may follow.
-        self._figures.settle()
+        self._figures.settle()  # a check of its ``info`` may follow
         add()
         if flips.value:
             self._flipped(call, outputs, out)
@@ -198,29 +221,6 @@ class OpErrors:
         twin.cast_to = cast
         self._twins.find_or_add(out).cast_from = region_of(out), source.dtype
         return int(repeats)
-
-
-def _add_inputs(row: OpCall, inputs: Sequence[Pending[TensorComparison]]) -> None:
-    comparisons = [pending.value for pending in inputs]
-    row.input_error = max([0.0, *(compared.errors[0] for compared in comparisons)])
-    row.input_flushed = max([0.0, *(compared.flushed or 0.0 for compared in comparisons)])
-
-
-def _add_comparison(row: OpCall, compared: TensorComparison) -> None:
-    """Store the comparison of one output in the row of its call; the largest errors count."""
-    if len(compared.errors) > 1:
-        row.local_error = max(compared.errors[1], row.local_error or 0.0)
-    row.accumulated_error = max(compared.errors[0], row.accumulated_error or 0.0)
-    row.absmax = max(compared.absmax, row.absmax or 0.0)
-    row.introduced_inf += compared.introduced_inf
-    row.introduced_nan += compared.introduced_nan
-    if compared.introduced_inf or compared.introduced_nan:
-        row.compared_values += compared.elements
-    row.flushed = max(compared.flushed or 0.0, row.flushed or 0.0)
-    if compared.subnormal is not None:
-        row.subnormal = max(compared.subnormal, row.subnormal or 0.0)
-    if row.rms is None:
-        row.rms = compared.rms
 
 
 def _of_same_elements(twin: Twin, region: Region, tensor: Tensor) -> Pending[TensorComparison] | None:
@@ -259,7 +259,7 @@ def has_local_error(call: DispatchedCall) -> bool:
 
 def widened_arguments(call: DispatchedCall, twins: Twins) -> tuple[Args, Kwargs]:
     """The arguments of ``call`` in widened dtypes, made before it runs; copies where it writes."""
-    written = {id(tensor) for tensor in call.written()} if call.traits.mutable else ()
+    written = call.written_ids()
 
     def widened(value: Any) -> Any:
         if isinstance(value, torch.dtype):
@@ -329,7 +329,6 @@ def added_errors(
                 rounding = torch.where(is_less, of_exact, rounding)
             elif bool(is_less):
                 rounding = of_exact
-        # torch does not promote dtypes of 8 bits.
         wide = out.to(exact_out.dtype) if out.dtype.itemsize == 1 else out
         errors.append((torch.sub(wide, exact_out).sub_(rounding), rounding))
     return errors

@@ -58,7 +58,7 @@ class OpTraits(NamedTuple):
     number_slots: tuple[tuple[int, str], ...]
     """Positions and names of arguments for a number that it takes in the dtype of its tensors."""
     workspaces: tuple[int, ...]
-    """Positions of what the forward op left for its derivative. With inputs in fp32, oneDNN's LSTM
+    """Positions of what the forward op left for its derivative: with inputs in fp32, oneDNN's LSTM
     reads and writes past its end.
     """
 

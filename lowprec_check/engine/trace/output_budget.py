@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lowprec_check.engine.core.floating_dtypes import is_float
+from lowprec_check.engine.core.tensor_comparison import ratio
 from lowprec_check.engine.model.plain_run import OutputPart
 from lowprec_check.engine.trace.error_tape import ErrorTape, TapedOp, squares
 from lowprec_check.engine.trace.kept_modules import Kept, KeptModules
@@ -73,14 +74,13 @@ def error_budget(
     if not leaves:
         reason = "the output has no floating-point values"
     elif fp32 is None and all(leaf.lost is not None for leaf in leaves):
-        # There is nothing to compare them with.
         reason = leaves[0].lost
     elif not all(bool(leaf.low.isfinite().all()) for leaf in leaves if bool(leaf.fp32.isfinite().all())):
         reason = "the output has NaN or Inf"
     if reason is not None:
         return ErrorBudget(reason=reason)
     # By error; last those that are all zeros in fp32, whose infinite error tells little.
-    errors = [_relative_error(leaf) for leaf in leaves]
+    errors = [ratio(norm_of(_difference(leaf.low, leaf.fp32)), norm_of(leaf.fp32)) for leaf in leaves]
     first, *others = sorted(range(len(leaves)), key=lambda i: (errors[i] != math.inf, errors[i]), reverse=True)
     leaf = leaves[first]
     if leaf.lost is not None and errors[first] > 0:
@@ -98,13 +98,6 @@ class _Leaf(NamedTuple):
     fp32: Tensor
     lost: str | None = None
     """Why errors cannot be followed to it."""
-
-
-def _relative_error(leaf: _Leaf) -> float:
-    size, error = norm_of(leaf.fp32), norm_of(_difference(leaf.low, leaf.fp32))
-    if size:
-        return error / size
-    return math.inf if error else 0.0
 
 
 def _difference(some: Tensor, other: Tensor) -> Tensor:
@@ -241,7 +234,7 @@ class _Places:
         for (index, kind), share in self._shares.items():
             row = self._rows[index]
             row.share = (row.share or 0.0) + share
-            own = self._part(row.module, index, kind) if row.module else 1.0
+            own = self._part(row.module, index, kind)
             if kind and own < 1.0:
                 row.leaving = (row.leaving or 0.0) + share * (1.0 - own)
             # What goes with a module already does not count for those around it; the rest counts
@@ -251,13 +244,15 @@ class _Places:
             for path in (innermost_path, *paths_above(innermost_path), ""):
                 if path and path not in self._kept:
                     continue
-                part = self._part(path, index, kind) if path else 1.0
+                part = self._part(path, index, kind)
                 if part != done:
                     yield (path, row.op, row.source, bool(kind) and path != innermost_path), share * (part - done)
                 done = part
 
     def _part(self, module: str, index: int, kind: int) -> float:
         """Which part of the error of an op goes with ``module`` in fp32."""
+        if not module:
+            return 1.0
         kept = self._kept.get(module)
         if kept is None or index not in kept.ops:
             return 0.0

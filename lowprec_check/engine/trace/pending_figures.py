@@ -69,7 +69,7 @@ class PendingFigures:
             return Pending(compare_tensor(out, references, count_flushed=count_flushed))
         comparison = UnreadComparison(out, references, count_flushed=count_flushed)
         pending = Pending[TensorComparison]()
-        self._add(comparison.figures, lambda values: pending.set(comparison.read(values)), comparison)
+        self.read(comparison.figures, lambda values: pending.set(comparison.read(values)), comparison)
         return pending
 
     def number(self, figure: Tensor) -> Pending[float]:
@@ -77,19 +77,15 @@ class PendingFigures:
         if not self._defers(figure):
             return Pending(float(figure))
         pending = Pending[float]()
-        self._add([figure], lambda values: pending.set(values[0]))
+        self.read([figure], lambda values: pending.set(values[0]))
         return pending
-
-    def read(self, figures: Sequence[Figure], action: Callable[[list[float]], None]) -> None:
-        """Do ``action`` with the values of figures when they are known."""
-        self._add(figures, action)
 
     def then(self, action: Callable[[], None]) -> None:
         """Do ``action`` when all figures that were asked for before it are known."""
         if not self.deferred:
             action()
             return
-        self._add([], lambda _: action())
+        self.read([], lambda _: action())
 
     def before_write(self, tensors: Iterable[Tensor]) -> None:
         """Before an op writes to ``tensors``: copy what unread comparisons still need of them."""
@@ -106,9 +102,10 @@ class PendingFigures:
     def _defers(self, tensor: Tensor) -> bool:
         return self.deferred and (self._everywhere or tensor.device.type != "cpu")
 
-    def _add(
+    def read(
         self, figures: Sequence[Figure], action: Callable[[list[float]], None], compared: UnreadComparison | None = None
     ) -> None:
+        """Do ``action`` with the values of figures, those of a comparison, when they are known."""
         if figures and self._open.stream_differs(figures[0].device):
             self.settle()
             self._open.stream_differs(figures[0].device)
@@ -181,7 +178,7 @@ class _Batch:
     ) -> None:
         """Add figures, what is done with their values, and the comparison that they belong to."""
         slots = []
-        for column, group in itertools.groupby(figures, _column_of):
+        for column, group in itertools.groupby(figures, lambda f: (f.device, f.dtype, getattr(f, "order", None))):
             in_column = self._figures[column]
             start = len(in_column)
             in_column.extend(group)
@@ -204,7 +201,6 @@ class _Batch:
         self._figures.clear()
 
     def _to_host(self, tensor: Tensor) -> Tensor:
-        """``tensor`` on the host; without waiting, where the device can."""
         if tensor.device.type == "cpu":
             return tensor
         with contextlib.suppress(AttributeError, RuntimeError, TypeError, NotImplementedError):
@@ -235,12 +231,7 @@ class _Batch:
         return failures
 
 
-def _column_of(figure: Figure) -> Column:
-    return (figure.device, figure.dtype, figure.order if isinstance(figure, Norm) else None)
-
-
 def _stream(device: torch.device) -> Any:
-    """The stream that kernels are added to; ``None`` where devices have none."""
     if device.type == "cpu":
         return None
     current = getattr(torch.get_device_module(device), "current_stream", None)

@@ -117,7 +117,6 @@ def try_places(
         for place in places:
             if called and place.place[:2] not in called and not place.place[1].startswith("cast "):
                 continue
-            # If one more trial takes as long as the others, is there time for it?
             if number and (system.monotonic() - started) * (number + 1) / number > seconds:
                 break
             trial, number = tried(place), number + 1

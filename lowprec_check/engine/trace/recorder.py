@@ -39,10 +39,10 @@ T = TypeVar("T")
 
 
 class Recorder(DispatchMode):
-    """Records what a model dispatches.
+    """Records what a model dispatches, in a run of dtype ``low``; the caller seeds ``lockstep``.
 
-    ``low`` is the dtype of the run. The caller seeds ``lockstep``. ``timed`` enables op times; they
-    are meaningless on an accelerator, where a call returns before its work is done.
+    ``timed`` enables op times; they are meaningless on an accelerator, where a call returns before
+    its work is done.
     """
 
     def __init__(
@@ -160,8 +160,7 @@ class Recorder(DispatchMode):
     def _note_fault(self, what: str, error: Exception) -> None:
         reason = first_line(message_of(error))
         words = f"lowprec-check failed to measure {what}: {reason}"
-        # torch calls it an internal error.
-        if "NestedTensor" in reason:
+        if "NestedTensor" in reason:  # torch calls it an internal error
             words = f"{what} was not measured: it computes on nested tensors, which have no sizes"
         self.faults[words] = None
 
@@ -198,8 +197,7 @@ class Recorder(DispatchMode):
                 self._measure(call, outputs, widened, state, row)
         position = len(self.journal.rows)
         row.reads = self.flow.reads(call, position)
-        # A cast of a parameter is as the parameter itself.
-        if not self.lockstep.gives_constant(call):
+        if not self.lockstep.gives_constant(call):  # a cast of a parameter is as the parameter itself
             self.flow.wrote(outputs, position)
         if self._errors != "none" and outputs and call.phase in (None, "forward"):
             self.magnitudes.add_outputs(call, outputs, self.lockstep.twins)
@@ -241,7 +239,6 @@ class Recorder(DispatchMode):
 
 
 def _milliseconds(seconds: float) -> float:
-    """Milliseconds with four decimals, rounded down."""
     return int(seconds * 1e7) / 1e4
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -14,7 +13,7 @@ from lowprec_check.engine.core.dispatch_mode import observing
 from lowprec_check.engine.core.floating_dtypes import is_float, underflows, widen, widened_dtype
 from lowprec_check.engine.core.pytree import leaves
 from lowprec_check.engine.core.tensor_comparison import TensorComparison
-from lowprec_check.engine.model.streamed_weights import ReadBack, WeightStream, converted, is_unread, stream_of
+from lowprec_check.engine.model.streamed_weights import ReadBack, converted, is_unread, stream_of
 from lowprec_check.engine.trace.lockstep import Lockstep
 from lowprec_check.engine.trace.ops import dtype_flow, shape_text
 from lowprec_check.engine.trace.pending_figures import Pending
@@ -39,8 +38,7 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
         lockstep.add_parameter(tensor)
         if wide is None or not is_float(tensor):
             return
-        # Few kernels take dtypes of 8 bits.
-        if wide.dtype.itemsize == 1:
+        if wide.dtype.itemsize == 1:  # few kernels take dtypes of 8 bits
             wide, is_exact = widen(wide, lockstep.wide), _holds(tensor.dtype, wide.dtype)
         low = tensor.detach()
         lockstep.twins.seed(low, wide)
@@ -60,28 +58,22 @@ def seed_state(lockstep: Lockstep, model: nn.Module, fp32: dict[str, Tensor], ro
             seed(name, tensor, fp32.get(name))
     stream = stream_of(model)
     if stream is not None:
-        _seed_when_read(stream, lockstep, rows, seed)
+        seen, read_back = set[str](), ReadBack(stream)
+        if lockstep.full_tape is not None:
+            lockstep.full_tape.saving = read_back.hooks
+
+        def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
+            dtype = widened_dtype(saved.dtype, lockstep.wide)
+            wide = converted(saved, low.device, dtype) if dtype != low.dtype else None
+            # One row, however often it is read.
+            seed(name, low, wide, [] if name in seen else rows, is_exact=_holds(low.dtype, saved.dtype))
+            seen.add(name)
+            twin = lockstep.twins.find(low)
+            read_back.note(name, low, *([] if twin is None or twin.tensor is None else [twin.tensor]))
+            lockstep.figures.settle()
+
+        stream.restart(seed_read)
     lockstep.figures.settle()
-
-
-def _seed_when_read(stream: WeightStream, lockstep: Lockstep, rows: list[OpCall], seed: Callable[..., None]) -> None:
-    seen, read_back = set[str](), ReadBack(stream)
-    if lockstep.full_tape is not None:
-        lockstep.full_tape.saving = read_back.hooks
-
-    def seed_read(name: str, low: Tensor, saved: Tensor) -> None:
-        dtype = widened_dtype(saved.dtype, lockstep.wide)
-        wide = None
-        if dtype != low.dtype:
-            wide = converted(saved, low.device, dtype)
-        # One row, however often it is read.
-        seed(name, low, wide, [] if name in seen else rows, is_exact=_holds(low.dtype, saved.dtype))
-        seen.add(name)
-        twin = lockstep.twins.find(low)
-        read_back.note(name, low, *([] if twin is None or twin.tensor is None else [twin.tensor]))
-        lockstep.figures.settle()
-
-    stream.restart(seed_read)
 
 
 def _holds(low: torch.dtype, saved: torch.dtype) -> bool:

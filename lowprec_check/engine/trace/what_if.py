@@ -156,7 +156,6 @@ class _WhatIfMode(DispatchMode):
             self.counts[index] += result is not None
         if product is None and is_fused(call):
             self.fused[call.traits.packet.partition("::")[2].strip("_")] = None
-        # Products or constants lead to it.
         has_twins = any(self.lockstep.twins.find(tensor) is not None for tensor in call.inputs)
         if product is None and not has_twins and not self.lockstep.gives_constant(call):
             return None
@@ -251,7 +250,6 @@ class _Prediction:
         return WhatIf(format=name, predicted=sizes[worst], shares=shown, note="; ".join(notes) or None)
 
     def _left_out(self, blocked: Sequence[str]) -> Iterator[str]:
-        """What the prediction does not cover."""
         if self._mode.fused:
             yield f"left in fp32: {', '.join(self._mode.fused)}"
         if blocked:
